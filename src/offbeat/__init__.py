@@ -97,9 +97,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """A module whose ``attach``, ``plan`` and ``simulate`` stay functions.
+    """The package ``offbeat``, in which ``attach``, ``plan`` and ``simulate`` stay functions.
 
-    Modules have these names, too, and importing one would set the attribute to the module.
+    There are also modules of these names. When Python imports a module, it sets the attribute of
+    the package to the module. This class ignores that assignment.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -107,7 +108,7 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
-        """Pickle the package by name, for functions that are sent to other processes."""
+        """Pickle the package by its name. Functions sent to other processes may refer to it."""
         return import_module, (self.__name__,)
 
 

@@ -1,7 +1,8 @@
 """Checks of arguments, with uniform error messages.
 
-Functions call ``require_…``. Dataclasses of settings declare the range of each field with
-``setting`` and call ``check_settings``; the command line prints the same ranges.
+Functions check their arguments with ``require_…``. A dataclass of settings, such as a strategy,
+declares the range of each field with ``setting``, and checks all fields with ``check_settings``.
+The command line prints these ranges.
 """
 
 import dataclasses
@@ -22,15 +23,15 @@ _LARGEST_INTEGER = 2**63 - 1
 
 @dataclass(frozen=True)
 class Range:
-    """An interval of numbers. A bound of None does not limit it. NaN is never inside.
+    """An interval of numbers. NaN is never inside.
 
     Attributes:
-        least: Lower bound, included.
-        above: Lower bound, excluded.
-        most: Upper bound, included.
-        below: Upper bound, excluded.
-        finite: True if infinity, and numbers that are infinite in float32, are outside.
-        hint: Text that errors add in parentheses.
+        least: Lower bound, included. None: no such bound.
+        above: Lower bound, excluded. None: no such bound.
+        most: Upper bound, included. None: no such bound.
+        below: Upper bound, excluded. None: no such bound.
+        finite: True if the interval excludes infinity and numbers that are infinite in float32.
+        hint: Explanation that error messages add in parentheses.
     """
 
     least: float | None = None
@@ -50,7 +51,7 @@ class Range:
         )
 
     def __str__(self) -> str:
-        """Return for example ``≥ 1``, ``> 0``, ``(0, 1]``."""
+        """Return the interval as text, for example ``≥ 1``, ``> 0`` or ``(0, 1]``."""
         low = self.above if self.least is None else self.least
         high = self.below if self.most is None else self.most
         if low is None or high is None:
@@ -59,7 +60,7 @@ class Range:
         return f"{opening}{low:g}, {high:g}{')' if self.most is None else ']'}"
 
     def requirement(self) -> str:
-        """Return the requirement as it continues a sentence after "must be"."""
+        """Return text for an error message after "must be", for example "at least 1"."""
         hint = f" ({self.hint})" if self.hint else ""
         if (self.above, self.below) == (0, 1):
             return f"between 0 and 1{hint}"
@@ -77,7 +78,7 @@ def _is_finite(value: float) -> bool:
 
 
 def require_integer(name: str, value: object, *, least: int | None) -> None:
-    """Raise unless ``value`` is an int ≥ ``least``.
+    """Raise unless ``value`` is an int ≥ ``least``, or any int if ``least`` is None.
 
     Raises:
         TypeError: ``value`` is not an int.
@@ -93,7 +94,7 @@ def require_integer(name: str, value: object, *, least: int | None) -> None:
 
 
 def require_number(name: str, value: object, within: Range | None = None) -> None:
-    """Raise unless ``value`` is a real number in the range ``within``. None: any number.
+    """Raise unless ``value`` is a real number in the range ``within`` (None: any real number).
 
     Raises:
         TypeError: ``value`` is not a number.
@@ -109,7 +110,7 @@ POSITIVE = Range(above=0)
 
 
 def require_mapping(name: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is a mapping. Its keys are meant to be ranks."""
+    """Raise TypeError unless ``value`` is a mapping, which should map ranks to values."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a dictionary by rank, got {value!r}")
 
@@ -133,18 +134,18 @@ def setting(
     hint: str = "",
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return a field of a dataclass of settings, with the range of its number; see ``Range``.
+    """Return a dataclass field for a number in a range. ``check_settings`` checks it.
 
-    ``check_settings`` also checks the annotated type: ``int``, ``float``, ``bool`` or
-    ``Literal[…]``, each optionally with ``| None``. It does not check fields of other types.
-    ``metadata`` is added to that of the field; its ``"label"`` replaces the field's name in errors.
+    A field without ``default`` is required. The arguments from ``least`` to ``hint`` are those of
+    ``Range``. ``metadata`` is added to the metadata of the field. Its entry ``"label"`` replaces
+    the field's name in errors.
     """
     within = Range(least, above, most, below, finite, hint)
     return field(default=default, metadata={**(metadata or {}), "range": within})
 
 
 def range_of(setting: "dataclasses.Field[Any]") -> Range:
-    """Return the declared range of a setting, or a range without bounds."""
+    """Return the range that ``setting`` declared for a field, or a range without bounds."""
     declared: Range = setting.metadata.get("range", Range(finite=False))
     return declared
 
@@ -156,11 +157,14 @@ def types_of(kind: type) -> dict[str, Any]:
 
 
 def check_settings(settings: Any) -> None:
-    """Raise unless every field of a dataclass of settings has its annotated type and its range.
+    """Raise unless every field of a dataclass has its annotated type and is in its range.
+
+    The types ``int``, ``float``, ``bool`` and ``Literal[…]`` are checked, each optionally with
+    ``| None``. Fields of other types are not checked.
 
     Raises:
         TypeError: a value has another type.
-        ValueError: a value is out of its range, or is not one of the choices.
+        ValueError: a value is out of its range, or is not one of the choices of a ``Literal``.
     """
     kind: type = type(settings)
     hints = types_of(kind)
@@ -177,11 +181,11 @@ def _check(name: str, value: object, kind: Any, within: Range) -> None:
             return
         optional = (None,) if type(None) in kinds else ()
         others = [k for k in kinds if k is not type(None)]
-        words = [k for k in others if typing.get_origin(k) is typing.Literal]
-        if len(words) < len(others) and words and isinstance(value, str):  # a choice or a number
-            require_choice(name, value, typing.get_args(words[0]))
+        literals = [k for k in others if typing.get_origin(k) is typing.Literal]
+        if len(literals) < len(others) and literals and isinstance(value, str):
+            require_choice(name, value, typing.get_args(literals[0]))  # e.g. int | Literal["auto"]
             return
-        others = [k for k in others if k not in words] or words
+        others = [k for k in others if k not in literals] or literals
         if len(others) > 1:
             return
         kind = others[0]

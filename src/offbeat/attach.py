@@ -1,4 +1,4 @@
-"""``attach`` adds a synchronization strategy to an ordinary training loop."""
+"""``attach`` connects the training loop of this worker with the other workers."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -57,56 +57,62 @@ def attach(
     1. requires that all workers have the same model, optimizers and strategy, and warns if settings
        of the optimizers, ``train()`` or ``eval()`` of a module, or installed versions differ;
     2. copies rank 0's parameters and buffers to all workers;
-    3. hooks ``optimizer.step``, so that each step also does what the strategy decides.
+    3. hooks ``optimizer.step``, so that the strategy runs in every step.
 
     A strategy counts iterations. One iteration is one step of every optimizer, regardless of the
     number of backward passes before it (gradient accumulation).
 
     Args:
-        model: The model. The strategy averages its parameters or their gradients, and only those of
-            parameters that have ``requires_grad`` now. To unfreeze further parameters later, call
-            ``detach`` and attach again.
+        model: The model. The strategy averages the parameters that have ``requires_grad`` now, or
+            their gradients. To unfreeze further parameters later, call ``detach`` and attach again.
         optimizer: The optimizer of the model, or a list of optimizers. Wrappers of Accelerate,
             Lightning, Fabric and Opacus are unwrapped.
         strategy: The algorithm that decides what the workers average and when, for example
             ``offbeat.SelSync()``. None: ``offbeat.StreamingAveraging()``.
         group: Process group of the workers, or a custom transport
             (``offbeat.transport.communicator.Transport``). None: the default group.
-        node_group: Process group of this worker's node, whose workers are connected by a fast
-            network. "auto": the nodes that torchrun started. The workers of a node average their
-            gradients and buffers in every step. The strategy averages between the nodes, and counts
-            each node as one worker. All nodes must have equally many workers. The workers of one
-            node must take equally many steps; nodes may take different numbers. ``group`` contains
-            the workers of all nodes. The model may be sharded by ``fully_shard`` over a device mesh
-            of the node's workers. Each worker then averages its shards with the workers that hold
-            the same shards in the other nodes. None: every worker is a node of its own.
+        node_group: Process group of this worker's node: workers that are connected by a fast
+            network, for example in one machine. "auto": the nodes that torchrun started. None:
+            every worker is a node of its own. ``group`` contains the workers of all nodes.
+
+            - The workers of a node average their gradients and buffers in every step. The strategy
+              averages between the nodes, and counts each node as one worker.
+            - All nodes must have equally many workers. The workers of one node must take equally
+              many steps. Different nodes may take different numbers of steps.
+            - The model may be sharded by ``fully_shard`` over a device mesh of the node's workers.
+              Each worker then averages its shards with the workers that hold the same shards in the
+              other nodes.
         scaler: The GradScaler in use, if any. A step that it skips counts as an iteration.
-        wire: Precision in which parameters and gradients are sent: "float32", "bfloat16", "int8",
+        wire: Precision at which parameters and gradients are sent: "float32", "bfloat16", "int8",
             "int4", "int2", or "auto" to choose it during training. None: "int2" for
             ``StreamingAveraging`` with its default schedule, "float32" for all other strategies.
-            The quantization error of a message is added to the next one (error feedback). This
-            needs memory for one model copy, except with ``StreamingAveraging``. Buffers are always
-            sent exactly.
+            The quantization error of a message is added to the next message (error feedback).
+            Storing the errors needs memory for one copy of the model, except with
+            ``StreamingAveraging``. Buffers are always sent exactly.
         non_finite: Handling of a worker that is about to contribute NaN or infinity to a mean.
-            "raise": all workers raise ``OffbeatError``, and no other model receives the value.
-            "warn": the workers log one warning, and the value enters the mean. "exclude": the mean
-            leaves this worker out. It continues from the mean of the others or from the shared
-            model, and ``Stats.details["non_finite_excluded"]`` counts the exclusions. The check
-            costs one pass over the contribution. It may come before the optimizer's step: a value
-            that this step makes non-finite enters the mean, and is found in the next round. With a
-            ``scaler`` gradients are not checked, because it skips steps with such gradients.
-        min_workers: Smallest number of workers (≥ 1) with which training continues. It makes
-            training elastic: training continues after the loss of workers and admits workers that
-            join; see docs/elastic.md. None: the loss of a worker raises ``CommunicationError`` on
-            all others.
+
+            - "raise": all workers raise ``OffbeatError``. No other model receives the value.
+            - "warn": the workers log one warning, and the value enters the mean.
+            - "exclude": the worker does not enter the mean. It continues from the mean of the other
+              workers or from the model that all workers share.
+              ``Stats.details["non_finite_excluded"]`` counts the exclusions.
+
+            The check costs one pass over the contribution. Some strategies check before the
+            optimizer's step. A value that becomes non-finite in this step then enters the mean, and
+            the next check finds it. With a ``scaler`` the gradients are not checked, because the
+            scaler skips steps with non-finite gradients.
+        min_workers: Smallest number of workers (≥ 1) with which training continues. With this
+            option training is elastic: it continues after the loss of workers, and workers can
+            join; see docs/elastic.md. None: if a worker is lost, all others raise a
+            ``CommunicationError``.
         log: Destination of the telemetry records, one for each step: a path, a sink (an object with
-            ``write(record)`` and ``close()``), or a list of them. A path gets JSON lines in a file
-            for each worker: the rank replaces ``{rank}`` in the path, or without it ``.rankN`` is
-            inserted before the suffix. None: no records.
+            ``write(record)`` and ``close()``), or a list of these. Each worker writes JSON lines to
+            a path of its own: ``{rank}`` in the path is replaced by the rank. If the path has no
+            ``{rank}``, ``.rankN`` is inserted before its suffix. None: no records.
         timeout_seconds: Time limit of each operation between workers, from a millisecond to a year.
-            An operation that takes longer raises ``CommunicationTimeout`` on every worker. Workers
-            that are ahead wait for the slowest inside an operation, so the limit must exceed the
-            longest time by which a worker may lag behind.
+            An operation that takes longer raises ``CommunicationTimeout`` on every worker. Fast
+            workers wait for the slowest one inside operations, so the limit must be longer than the
+            time by which a worker may lag behind.
 
     Returns:
         The synchronizer. It is also a context manager: a clean exit calls ``finish``, an exception
@@ -115,8 +121,8 @@ def attach(
     Raises:
         AttachError: there is no process group. Or the model or an optimizer is attached already, or
             cannot be synchronized. Or the model is inside a DeepSpeed engine, or inside a
-            DistributedDataParallel whose communication cannot be switched off. Or two options
-            exclude each other, or the strategy does not support an option. Or there are fewer than
+            DistributedDataParallel whose communication cannot be disabled. Or two options exclude
+            each other, or the strategy does not support an option. Or there are fewer than
             ``min_workers`` workers.
         MismatchError: the workers differ in the model, the optimizers, the strategy, ``wire``,
             ``non_finite`` or ``min_workers``.
@@ -210,14 +216,14 @@ def _team(
     return Team(open_communicator(group, timeout_seconds, what="offbeat.attach()", elastic=elastic))
 
 
-def _optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    if isinstance(given, Iterable) and not isinstance(given, Optimizer):
-        return [unwrapped_optimizer(each) for each in given]
-    return [unwrapped_optimizer(given)]
+def _optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    if isinstance(optimizers, Iterable) and not isinstance(optimizers, Optimizer):
+        return [unwrapped_optimizer(each) for each in optimizers]
+    return [unwrapped_optimizer(optimizers)]
 
 
 def _attached(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[AttachedOptimizer]:
-    """Return each optimizer with its trainable parameters, in the model's order.
+    """Return each optimizer with its trainable parameters, in the order of ``model.parameters()``.
 
     Raises:
         AttachError: an optimizer cannot be synchronized, or the model or an optimizer is attached
@@ -227,7 +233,7 @@ def _attached(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Attache
         raise AttachError("attach() needs at least one optimizer")
     named = {id(p): name for name, p in model.named_parameters()}
     result: list[AttachedOptimizer] = []
-    owned: set[int] = set()
+    seen: set[int] = set()  # parameters of the optimizers so far
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if isinstance(optimizer, LBFGS):
@@ -235,31 +241,31 @@ def _attached(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Attache
                 "LBFGS takes many steps inside one step() and cannot be synchronized; use a "
                 "first-order optimizer such as SGD or AdamW"
             )
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not held & named.keys():
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not own & named.keys():
             raise AttachError(
                 f"the {kind} holds no parameter of this model: build it from model.parameters() of "
                 "the model given to attach()"
             )
-        if held - named.keys():
+        if own - named.keys():
             raise AttachError(
-                f"the {kind} also moves {len(held - named.keys())} tensor(s) that are not "
+                f"the {kind} also moves {len(own - named.keys())} tensor(s) that are not "
                 "parameters of this model; put them into one nn.Module with the model, or give "
                 "them an optimizer of their own"
             )
-        for key in held & owned:
+        for key in own & seen:
             raise AttachError(f"two optimizers both move parameter {named[key]!r}")
-        owned |= held
-        trainable = [p for p in model.parameters() if id(p) in held and p.requires_grad]
+        seen |= own
+        trainable = [p for p in model.parameters() if id(p) in own and p.requires_grad]
         if not trainable:
             raise AttachError(
                 f"all parameters of the {kind} are frozen: set requires_grad before attach()"
             )
         result.append(AttachedOptimizer(len(result), optimizer, trainable))
-    for thing in (model, *optimizers):
-        if thing in attached:
+    for each in (model, *optimizers):
+        if each in attached:
             raise AttachError(
-                f"this {type(thing).__name__} is attached already: finish() or detach() the first "
+                f"this {type(each).__name__} is attached already: finish() or detach() the first "
                 "synchronizer before attaching another"
             )
     return result

@@ -1,11 +1,11 @@
 """Run-time errors of Offbeat.
 
-Wrong arguments raise ``ValueError`` or ``TypeError``. Other failures raise:
+Wrong arguments raise ``ValueError`` or ``TypeError``. All other failures raise one of these:
 
     OffbeatError
     ├── AttachError              the model, optimizer or process group cannot be used
     │   └── MismatchError        workers have different models, optimizers or settings
-    ├── CheckpointError          a saved state is damaged or belongs to another training
+    ├── CheckpointError          a saved state cannot be loaded or written
     └── CommunicationError       an operation between workers failed
         └── CommunicationTimeout an operation took longer than ``timeout_seconds``
 """
@@ -20,13 +20,13 @@ class AttachError(OffbeatError):
 
 
 class MismatchError(AttachError):
-    """Two workers hold different models, optimizers or strategy settings."""
+    """Two workers have different models, optimizers or settings."""
 
 
 class CheckpointError(OffbeatError, ValueError):
-    """A state is damaged, belongs to another training, or cannot be written.
+    """A saved state is damaged, belongs to another training, or cannot be written.
 
-    The failed attempt has changed nothing.
+    The failed call to save or load has changed nothing.
     """
 
 

@@ -16,8 +16,9 @@ def import_lazily(
 
     Args:
         package: Full name of the package.
-        names: Public names of the package. They are defined in ``modules``, or are modules.
-        modules: Modules of the package. The first use of any of the ``names`` imports them all.
+        names: Public names of the package. Each is defined in one of the ``modules``, or is the
+            name of one of them.
+        modules: Modules of the package. The first use of any public name imports all of them.
     """
 
     def find(name: str) -> Any:

@@ -1,4 +1,7 @@
-"""Strategies by name, and their text form: ``selsync:delta=0.3,max_interval=50``."""
+"""The strategies by name, and the parser of their text form.
+
+Example of a text form: ``selsync:delta=0.3,max_interval=50``.
+"""
 
 import dataclasses
 import importlib
@@ -29,25 +32,25 @@ STRATEGIES: dict[str, type[Strategy]] = {
         EASGD,
     )
 }
-"""Strategy classes by name: strategies to train with, then baselines."""
+"""Strategy classes by name. FedAvg and the following ones are baselines to compare with."""
 
 _CONSTANTS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
 
 
 def parse_strategy(text: str) -> Strategy:
-    """Return the strategy for its text form: ``name`` or ``name:setting=value,setting=value``.
+    """Return the strategy of a text: ``name`` or ``name:setting=value,setting=value``.
 
     The settings are the arguments of the class: ``parse_strategy("local:period=8")`` returns
     ``LocalSGD(period=8)``. Numbers separated by slashes are a tuple:
     ``fedavg:period=8,weights=600/300`` is ``FedAvg(period=8, weights=(600, 300))``, and ``600/`` is
     a tuple of one number.
 
-    A custom strategy is named by its module and class:
+    The name of a custom strategy consists of its module and class:
     ``parse_strategy("growing_period:GrowingPeriod:most=8")``.
 
     Raises:
-        ValueError: a name or setting is unknown, or a value is missing or impossible. The message
-            lists the allowed ones.
+        ValueError: the name or a setting is unknown, or a value is missing or out of its range. The
+            message lists what is allowed.
         TypeError: a value has the wrong type.
     """
     name, _, settings = text.strip().partition(":")
@@ -73,8 +76,8 @@ def read_settings(
         kind: The dataclass.
         name: Name of the dataclass in errors.
         settings: The text of the settings.
-        text: The whole text that contains ``settings``, for errors.
-        separator: Separator between name and settings in ``text``.
+        text: The complete text that contains ``settings``, for errors.
+        separator: Separator between the name and the settings, for errors.
 
     Raises:
         ValueError: a setting is unknown or missing.

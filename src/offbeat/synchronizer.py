@@ -1,11 +1,12 @@
 """The synchronizer: the object that ``attach`` returns.
 
-This module holds the public methods and connects the parts that do the work:
+It has the public methods, and connects the components that do the work:
 
-- ``training.hooks`` calls ``training.iteration`` around every optimizer step.
-- ``training.iteration`` passes the step to the strategy's flow (``averaging``).
-- ``training.consensus`` replaces the model by the mean over all workers.
-- ``training.stats_recorder`` keeps the totals and writes the telemetry records.
+- ``training.hooks`` calls ``training.iteration`` before and after every optimizer step.
+- ``training.iteration`` passes the step to the *flow*, the code that runs the strategy
+  (``averaging``).
+- ``training.consensus`` replaces the local model by the mean over all workers.
+- ``training.stats_recorder`` updates the totals and writes the telemetry records.
 - ``checkpoint.synchronizer_state`` saves and loads the state.
 """
 
@@ -54,7 +55,7 @@ attached: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class Synchronizer:
-    """One worker of a training under a strategy. ``attach`` makes it.
+    """Synchronizes the training of this worker with the other workers. ``attach`` returns it.
 
     A context manager: a clean exit calls ``finish``, an exception calls ``detach``.
     """
@@ -84,7 +85,7 @@ class Synchronizer:
             replica = Replica(shards, [p for p in shards.parameters() if p.requires_grad])
         lines = [f"wire {wire!r}", f"non_finite {non_finite!r}", f"min_workers {min_workers}"]
         lines += describe(strategy, full, optimizers)
-        joining = team.view > 0  # a worker that joins receives the model in _make_elastic
+        joining = team.view > 0  # this worker joins a running training, see _make_elastic
         opened = Wire(team)
         with team.account.paused():
             if not joining:
@@ -124,7 +125,14 @@ class Synchronizer:
     def _make_elastic(
         self, wire: Precision, lines: Sequence[str], min_workers: int, *, joining: bool
     ) -> None:
-        """Let training continue after a change of membership; join it if ``joining``."""
+        """Let training continue when workers join or are lost (``min_workers`` of ``attach``).
+
+        Args:
+            wire: Precision at which sums over the workers are sent.
+            lines: Descriptions of model and settings, which must be equal on all workers.
+            min_workers: Smallest number of workers with which training continues.
+            joining: True if this worker joins a running training. It then receives the model.
+        """
         strategy, worker = self._strategy, self._worker
         views = Views(strategy, worker, wire, lambda: self.stats, lines, min_workers=min_workers)
         self._views = views
@@ -142,12 +150,12 @@ class Synchronizer:
 
     @property
     def step(self) -> int:
-        """Number of iterations so far, including those whose step a GradScaler skipped."""
+        """Number of iterations so far, including iterations whose step a GradScaler skipped."""
         return self.stats.steps
 
     @property
     def stats(self) -> Stats:
-        """Totals of this worker since ``attach``, up to the last completed step."""
+        """Totals of this worker since ``attach``. Loading a checkpoint replaces them."""
         return self._recorder.stats
 
     @property
@@ -168,16 +176,18 @@ class Synchronizer:
     def record(self, **values: object) -> None:
         """Add ``values``, for example ``loss=loss``, to the telemetry record of the next step.
 
-        Tensors are read only when the record is written, and only if there is a sink.
+        Tensors are read only when the record is written. Nothing is read or written if ``attach``
+        has no ``log``.
 
         Raises:
-            TypeError: a value is not a number, a text, or a list of them. No value is added.
+            TypeError: a value is not a number, a text, None, or a list or dictionary of these. No
+                value is added.
             ValueError: a name is reserved for a field of every record, such as ``step``.
         """
         self._recorder.record(values)
 
     def _completed(self, synced: bool) -> None:
-        """Count a completed iteration. The iteration calls it."""
+        """Update the totals after an iteration. ``synced``: True if it applied a mean."""
         self._recorder.completed(synced=synced)
         self._consensus.step_ended()
 
@@ -186,23 +196,23 @@ class Synchronizer:
     def clip_grad_norm_(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Scale the gradients so that their total L2 norm is at most ``max_norm``.
 
-        The strategy receives the gradients before they are clipped: BSP averages them first,
-        SelSync measures them for its trigger. ``torch.nn.utils.clip_grad_norm_`` on the parameters
-        of one optimizer gives the same result. This method saves one pass over the gradients if the
+        The strategy receives the gradients before they are clipped: BSP averages them first, and
+        SelSync measures their norm. ``torch.nn.utils.clip_grad_norm_`` on the parameters of one
+        optimizer gives the same result. This method saves one pass over the gradients if the
         strategy has measured their norm. With a GradScaler, call ``scaler.unscale_`` first.
 
         Args:
             max_norm: Largest norm that is left unchanged.
-            optimizer: Optimizer whose gradients are clipped, by their own norm. None: the gradients
-                of all optimizers are clipped together. Required if the optimizers step in turn,
-                each after its own backward pass, as in a GAN.
+            optimizer: Optimizer whose gradients are clipped by their norm. None: the gradients of
+                all optimizers are clipped by their total norm. Required if the optimizers step in
+                turn, each after its own backward pass, as in a GAN.
 
         Returns:
             The total norm before clipping, a 0-dimensional tensor.
 
         Raises:
-            AttachError: ``optimizer`` is not attached. Or without it, some optimizers have stepped
-                in this iteration and others have not.
+            AttachError: ``optimizer`` is not attached. Or ``optimizer`` is None, and some but not
+                all optimizers have stepped in this iteration.
         """
         chosen = self._worker.optimizers
         if optimizer is not None:
@@ -225,18 +235,18 @@ class Synchronizer:
         Call it before the first step. A collective if ``distance_every`` is given.
 
         Args:
-            distance_every: Number of local steps (≥ 1) between two measurements of the distance
-                between the workers' models. They run in the background and appear as ``distance``,
-                ``distance_largest`` and ``distance_step`` in the records and in
-                ``Stats.details``. Each one sends the model once, which ``stats`` does not count,
-                and needs memory for two copies of the parameters. None: no measurement. See
+            distance_every: Number of steps (≥ 1) between two measurements of the distance between
+                the workers' models. None: no measurement. Measurements run in the background. Their
+                results are ``distance``, ``distance_largest`` and ``distance_step`` in the records
+                and in ``Stats.details``. Each measurement sends the model once, which ``stats``
+                does not count, and needs memory for two copies of the parameters. See
                 ``offbeat.training.monitors.Distance``.
-            gradient_change: True to measure SelSync's Δ, the relative change of this worker's
-                gradient, in each step: ``relative_change`` in the records. Reads the gradients once
-                and sends nothing.
+            gradient_change: True to add ``relative_change`` to each record: SelSync's Δ, the
+                relative change of the squared norm of this worker's gradient from step to step.
+                The measurement reads the gradients once and sends nothing.
 
         Raises:
-            AttachError: after ``finish`` or ``detach``; or ``distance_every`` was given after the
+            AttachError: after ``finish`` or ``detach``. Or ``distance_every`` was given after the
                 first step, a second time, or together with ``node_group`` or ``min_workers``.
         """
         self._require_active("monitor()")
@@ -268,13 +278,14 @@ class Synchronizer:
     def follow(self, *modules: nn.Module) -> None:
         """Add follower modules: modules that are averaged only in a consensus, such as an EMA.
 
-        All workers receive rank 0's values of the modules now, and each worker then changes its
-        own. In ``consensus`` and after ``finish`` the modules hold the mean over all workers.
-        ``offbeat.save`` does not save them: pass their ``state_dict()`` as ``extra``. A collective.
+        A consensus replaces each worker's values by their mean over all workers, see ``consensus``
+        and ``finish``. This method copies rank 0's values of the modules to all workers.
+        Afterwards each worker updates its modules itself. ``offbeat.save`` does not save them: pass
+        their ``state_dict()`` as ``extra``. A collective.
 
         Raises:
-            AttachError: after ``finish`` or ``detach``; with ``min_workers``; with a model that
-                ``fully_shard`` has divided; or a module shares tensors with the model.
+            AttachError: after ``finish`` or ``detach``. Or ``attach`` was given ``min_workers``,
+                ``fully_shard`` has divided the model, or a module shares tensors with the model.
             MismatchError: another worker gave other modules.
             TypeError: an argument is not a module.
         """
@@ -294,19 +305,19 @@ class Synchronizer:
     def consensus(self) -> Iterator[None]:
         """Replace the model by the mean over all workers inside the context, for evaluation.
 
-        The local model returns when the context ends. A collective: every worker enters the
-        context, each after any number of steps. ``stats`` does not count its time and bytes. It
-        needs memory for one model copy.
+        The local model is restored when the context ends. A collective: every worker enters the
+        context, each after any number of steps. ``stats`` counts neither its time nor its bytes. It
+        needs memory for one copy of the model.
 
         Parameters, floating-point buffers and complex buffers become the mean. Signed integer
         buffers become their maximum. All other buffers (masks, bytes) become those of rank 0.
 
-        Call other collectives, such as ``dist.barrier()``, inside this context only. A worker that
-        calls one between two steps takes part in no round until it returns, and a worker that waits
-        for that round never reaches the collective.
+        Call other collectives, such as ``dist.barrier()``, inside this context only. Elsewhere they
+        may deadlock: one worker waits in the collective, while another worker waits for a message
+        from it and never reaches the collective.
 
         Raises:
-            AttachError: after ``finish`` or ``detach``; inside another ``consensus``; or a
+            AttachError: after ``finish`` or ``detach``, or inside another ``consensus``. Or a
                 parameter of the model was replaced by another one.
         """
         self._require_active("consensus()")
@@ -314,20 +325,20 @@ class Synchronizer:
         self._consensus.check_parameters()
         with self._recorder.paused():
             with self._iteration.guard, self._team.account.paused():
-                own = self._consensus.show()
+                local = self._consensus.show()
             try:
                 with self._iteration.forbidden("consensus()"):
                     yield
             finally:
-                self._consensus.restore(own)
+                self._consensus.restore(local)
 
     def finish(self) -> None:
-        """End training: give all workers the mean model and remove the hooks.
+        """End training: replace the model by the mean over all workers, and remove the hooks.
 
         Parameters and buffers are combined as in ``consensus``. A collective: every worker calls
-        it, each after any number of steps. A worker that calls it early takes no more steps, but
-        keeps voting in the rounds of the others until all have called it. A second call does
-        nothing.
+        it, each after any number of steps. The call returns when all workers have called it. Until
+        then this worker takes no steps, but takes part in the communication of the workers that
+        still train. A second call does nothing.
         """
         if not self._active:
             return
@@ -340,10 +351,10 @@ class Synchronizer:
         self._end(together=True)
 
     def detach(self) -> None:
-        """Leave training without an average: remove all hooks and keep the local model.
+        """Leave training with the local model as it is: remove all hooks and close connections.
 
-        Not a collective. It releases connections, threads and file descriptors. Workers that wait
-        for this one fail at once.
+        Not a collective. Another worker that waits for this one raises a ``CommunicationError`` at
+        once. With ``min_workers`` (see ``attach``) it continues without this one.
         """
         if self._active:
             self._end(together=False)
@@ -359,8 +370,8 @@ class Synchronizer:
         self._hooks.clear()
         if self._scaler is not None:
             self._scaler.remove()
-        for thing in self._attached_objects:
-            attached.discard(thing)
+        for each in self._attached_objects:
+            attached.discard(each)
         try:
             self._recorder.close()
         finally:
@@ -384,7 +395,7 @@ class Synchronizer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # An exception may concern this worker alone: a collective would wait for the others.
+        # Only this worker may have failed. ``finish`` would then wait for workers that still train.
         if kind is None:
             self.finish()
         else:
@@ -395,17 +406,17 @@ class Synchronizer:
     def state_dict(self) -> dict[str, Any]:
         """Return counters, totals and the strategy's state as plain values for ``torch.save``.
 
-        Every worker saves its own state, between two steps, and all workers save at the same step.
-        The model and the optimizer have their own ``state_dict``; ``offbeat.save`` saves
-        everything. The state names the worker it belongs to and contains a digest, which takes
-        about half a millisecond per megabyte.
+        Every worker calls this method at the same step, between two steps, and saves its result.
+        The result contains neither the model nor the optimizer; ``offbeat.save`` saves everything.
+        The state belongs to this worker and contains a checksum, which takes about half a
+        millisecond per megabyte to compute.
 
-        Inside ``consensus`` and after ``finish`` it returns the state of the consensus. That state
-        belongs to the model that all workers then hold, and can be loaded with any strategy, wire
-        and number of workers.
+        Inside ``consensus`` and after ``finish`` this method returns the state of the consensus.
+        That state belongs to the mean model. It can be loaded with any strategy, ``wire`` and
+        number of workers.
 
         Raises:
-            AttachError: after ``detach``; or in the middle of an iteration.
+            AttachError: after ``detach``, or in the middle of an iteration.
         """
         flow = self._iteration.flow
         if self._finished or (self._active and self._iteration.shows_consensus):
@@ -417,16 +428,16 @@ class Synchronizer:
         return state_of(self._iteration.flow, self.stats)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a ``state_dict()``. Load the states of model and optimizer before.
+        """Continue from a result of ``state_dict``. Load model and optimizer first.
 
-        A collective. Either all workers load their state, or none does and training continues
-        unchanged. The state of a consensus must be loaded before the first step: all workers then
-        start from rank 0's present model, and only the totals of ``stats`` continue.
+        A collective. Either all workers load their states, or none does and training continues
+        unchanged. The state of a consensus must be loaded before the first step. All workers then
+        start from rank 0's model, and only the totals of ``stats`` continue.
 
         Raises:
-            CheckpointError: one worker's state is damaged, or belongs to another strategy, wire,
-                number of workers, rank, model or step. Raised on every worker.
-            AttachError: after ``finish`` or ``detach``; inside ``consensus``; or in the middle of
+            CheckpointError: the state of a worker is damaged, or belongs to another strategy,
+                ``wire``, number of workers, rank, model or step. Raised on every worker.
+            AttachError: after ``finish`` or ``detach``, inside ``consensus``, or in the middle of
                 an iteration.
         """
         self._require_active("load_state_dict()")
@@ -438,7 +449,7 @@ class Synchronizer:
         except CheckpointError as error:
             refused = error
         with self._iteration.guard, self._team.account.paused():
-            # A sum that is still in flight must not land on the loaded model.
+            # Complete all sums now: a mean that arrives later would change the loaded model.
             self._consensus.settle()
             answers = self._team.everyone.gather_bytes(
                 answer_of(state, refused), what="load_state_dict()"
@@ -455,7 +466,10 @@ class Synchronizer:
 
 
 def background_tasks_of(sync: Synchronizer) -> BackgroundTasks:
-    """Return the background tasks of ``sync``, to which a component can add its own.
+    """Return the background tasks of ``sync``, to which a component can add its own task.
+
+    A background task exchanges messages with other workers outside of the strategy, such as
+    samples.
 
     Raises:
         TypeError: ``sync`` is not a synchronizer.
@@ -465,6 +479,6 @@ def background_tasks_of(sync: Synchronizer) -> BackgroundTasks:
 
 
 def require_synchronizer(sync: object) -> None:
-    """Raise TypeError unless ``sync`` is a synchronizer, as ``attach`` returns it."""
+    """Raise TypeError unless ``sync`` is a ``Synchronizer``."""
     if not isinstance(sync, Synchronizer):
         raise TypeError(f"sync must be what offbeat.attach() returned, got {sync!r}")

@@ -1,4 +1,8 @@
-"""Telemetry: running totals of a worker, one record per step, and the sinks for records."""
+"""Telemetry: the totals of a worker (``Stats``), and the records of its steps.
+
+A *record* is a dictionary of values about one step. ``Records`` builds it and passes it to
+*sinks*, which write it to a file, TensorBoard or Weights & Biases.
+"""
 
 import contextlib
 import json
@@ -16,6 +20,8 @@ from offbeat.display.table import Table
 from offbeat.units import show_bytes, show_seconds
 
 Record = dict[str, Any]
+"""Values about one step, by name."""
+
 logger = logging.getLogger("offbeat")
 
 
@@ -24,14 +30,15 @@ class Stats:
     """Totals of one worker since ``attach``.
 
     Attributes:
-        steps: Number of iterations.
-        syncs: Number of iterations in which models or gradients were averaged.
-        payload_bytes: Bytes of the tensors that this worker gave to collectives or pushed to a
-            server, after quantization. In a node of several workers, its share of the bytes that
-            go to other nodes. ``attach`` and ``consensus`` do not count.
-        wait_seconds: Time blocked in communication.
-        compute_seconds: All other time up to the last step, except ``consensus`` and checkpoints.
-        details: Totals that are specific to the strategy; its documentation explains them.
+        steps: Number of iterations. One iteration is one step of every optimizer.
+        syncs: Number of iterations in which a mean of models or gradients took effect.
+        payload_bytes: Bytes of the tensors that this worker passed to collectives or sent to a
+            parameter server, after quantization. If several workers act as one (``node_group`` of
+            ``attach``), each of them counts an equal share of the bytes that they send to others.
+            The bytes of ``attach`` and ``consensus`` are not counted.
+        wait_seconds: Time in which this worker was blocked in communication.
+        compute_seconds: All other time up to the last step, without ``consensus`` and checkpoints.
+        details: Further totals by name. The documentation of the strategy explains most of them.
     """
 
     steps: int = 0
@@ -48,7 +55,7 @@ class Stats:
 
     @property
     def flags(self) -> int:
-        """Number of steps in which this worker's own trigger fired (SelSync)."""
+        """Number of steps in which this worker requested a synchronization (SelSync only)."""
         return int(self.details.get("flags", 0))
 
     @property
@@ -58,17 +65,17 @@ class Stats:
 
     @property
     def idle(self) -> float:
-        """Waiting time / (waiting time + computing time), in [0, 1]."""
+        """Share of the time in which this worker waited: wait / (wait + compute), in [0, 1]."""
         total = self.wait_seconds + self.compute_seconds
         return self.wait_seconds / total if total else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all totals, including the derived ones."""
+        """Return all totals by name, including those that are properties."""
         names = ("flags", "local_steps", "lssr", "idle")
         return {**asdict(self), **{name: getattr(self, name) for name in names}}
 
     def table(self, caption: str = "") -> Table:
-        """Return the totals as a table for people, including ``details``."""
+        """Return the totals, including ``details``, as a table to print or show."""
         rows = {
             "steps": str(self.steps),
             "syncs": str(self.syncs),
@@ -92,7 +99,7 @@ def _brief(value: object) -> str:
 
 
 class Sink(Protocol):
-    """A destination of records."""
+    """A destination of records, such as a file."""
 
     def write(self, record: Record) -> None:
         """Write the record of one step. Called after each step."""
@@ -109,11 +116,16 @@ def _number(value: Any) -> Any:
 def require_recordable(name: str, value: object) -> None:
     """Raise unless a record can contain ``value``.
 
-    Allowed are real numbers, text, None, and lists, tuples and dictionaries (with text as keys) of
-    them. Tensors and numpy arrays with one real number count as numbers; they are not read.
+    A record can contain real numbers, text, None, and lists, tuples and dictionaries of these. Keys
+    of dictionaries must be text. Tensors and numpy arrays of one element count as numbers. Their
+    values are not read here, because reading would wait for a GPU.
+
+    Args:
+        name: Name of the value in errors.
+        value: The value.
 
     Raises:
-        TypeError: the value is something else. The message contains ``name``.
+        TypeError: the value is something else.
     """
     if isinstance(value, list | tuple):
         for each in value:
@@ -135,7 +147,7 @@ def require_recordable(name: str, value: object) -> None:
 
 
 class JsonLines:
-    """A file with one JSON object per line and step.
+    """A file with one line for each step: the record as a JSON object.
 
     Infinite numbers are written as the strings "inf" and "-inf", and NaN as null, so that every
     line is valid JSON.
@@ -174,7 +186,7 @@ class JsonLines:
 
 
 def _json(value: Any) -> Any:
-    """Return ``value`` with all values inside as JSON types."""
+    """Return ``value`` converted to types that JSON has."""
     value = _number(value)
     if isinstance(value, dict):
         return {key: _json(each) for key, each in value.items()}
@@ -186,7 +198,9 @@ def _json(value: Any) -> Any:
 
 
 class TensorBoard:
-    """Curves for TensorBoard, one per number in a record. Needs ``offbeat[tensorboard]``.
+    """Sink that writes a TensorBoard curve for each number in the records.
+
+    Needs ``offbeat[tensorboard]``.
 
     Args:
         directory: Log directory. Use one per rank, or write on rank 0 only.
@@ -218,13 +232,14 @@ class TensorBoard:
 
 
 class WandB:
-    """Curves for Weights & Biases, one per number in a record. Needs ``offbeat[wandb]``.
+    """Sink that logs a Weights & Biases curve for each number in the records.
 
-    Their x-axis is ``offbeat/step``, independent of other values that are logged to the same run.
+    Needs ``offbeat[wandb]``. The x-axis of the curves is ``offbeat/step``. Other values that are
+    logged to the same run do not change it.
 
     Args:
-        run: Run that ``wandb.init()`` returned; ``close`` does not finish it. None: a new run from
-            ``wandb.init()``, which ``close`` finishes.
+        run: Run that ``wandb.init()`` returned. ``close`` does not finish it. None: a new run,
+            which ``close`` finishes.
     """
 
     def __init__(self, run: Any = None) -> None:
@@ -251,13 +266,13 @@ class WandB:
         self._run.log({f"offbeat/{name}": number for name, number in _numbers(record).items()})
 
     def close(self) -> None:
-        """Finish the run if this sink has started it."""
+        """Finish the run if this sink started it."""
         if self._own:
             self._run.finish()
 
 
 def _numbers(record: Record) -> dict[str, float]:
-    """Return the numbers of a record. The decision is 1 at a synchronization, otherwise 0."""
+    """Return the numbers of a record. The decision "sync" becomes 1, "local" becomes 0."""
     values = {name: _number(value) for name, value in record.items()}
     if "decision" in values:
         values["decision"] = values["decision"] == "sync"
@@ -268,7 +283,7 @@ def open_sinks(log: object, *, rank: int) -> list[Sink]:
     """Return the sinks for the ``log`` argument of ``attach``.
 
     A path becomes a ``JsonLines`` sink. If the path does not contain ``{rank}``, ``.rankN`` is
-    inserted before its suffix, so that two workers never write to the same file.
+    inserted before its suffix, where N is the rank. Two workers never write to the same file.
 
     Raises:
         TypeError: ``log`` contains something that is neither a path nor a sink.
@@ -293,7 +308,7 @@ class Records:
     """Builds the record of each step and writes it to the sinks.
 
     If a sink raises ``OSError``, for example because the disk is full, a warning is logged, the
-    sink is removed, and training continues. All other exceptions of a sink end training.
+    sink is removed, and training continues. Any other exception of a sink ends training.
 
     Args:
         sinks: The sinks.
@@ -311,10 +326,10 @@ class Records:
         self._extra: Record = {}
 
     def add(self, values: Record) -> None:
-        """Add ``values`` to the next record: all of them, or after an error none.
+        """Add ``values`` to the next record. After an error none of them is added.
 
         Raises:
-            TypeError: a record cannot contain a value; see ``require_recordable``.
+            TypeError: a record cannot contain one of the values; see ``require_recordable``.
             ValueError: a name is one of ``KEYS``.
         """
         for name, value in values.items():
@@ -331,7 +346,7 @@ class Records:
 
         Args:
             values: Values of ``KEYS``, in their order.
-            more: Values from the strategy.
+            more: Further values, from the strategy.
         """
         extra, self._extra = self._extra, {}
         if not self._sinks:

@@ -1,17 +1,17 @@
-"""Quantities with units, such as "50ms" and "1Gbit/s".
+"""Conversion of quantities with units, such as "50ms" and "1Gbit/s", to numbers and back.
 
-``parse_*`` read text. ``to_*`` also accept a number in base units (seconds, bits per second,
-bytes). ``show_*`` write text.
+The functions ``parse_*`` read text. The functions ``to_*`` read text, or accept a number in base
+units (seconds, bits per second, bytes). The functions ``show_*`` return text.
 
 ``parse_*`` and ``to_*`` return positive finite numbers, or 0 if ``allow_zero`` is set. They raise a
 ValueError that shows the correct form if
 
 - the text has another form or another unit,
-- the value is negative, zero without ``allow_zero``, infinite or NaN,
+- the value is negative, infinite or NaN, or it is 0 and ``allow_zero`` is not set,
 - the value of a text is outside [1e-18, 1e18] base units, or [1e-13, 1e13] for a count.
 
-``to_*`` raise a TypeError for a value that is neither text nor a real number. A bool is not a
-number here.
+``to_*`` raise a TypeError for a bool and for any other value that is neither text nor a real
+number.
 """
 
 import math
@@ -57,7 +57,7 @@ class _Quantity:
         base: Name of the base unit.
         units: Size of each unit in base units, by the unit's text.
         form: Description of the correct form of a text, for error messages.
-        most: Upper limit of the value of a text, in base units. The lower limit is 1 / most.
+        most: Largest value that a text may have, in base units. The smallest is 1 / most.
     """
 
     name: str
@@ -192,8 +192,8 @@ def show_bandwidth(bits_per_second: float) -> str:
 def show_seconds(seconds: float, *, digits: int = 4) -> str:
     """Return ``"120 ms"`` for 0.12, with ``digits`` significant digits.
 
-    ``parse_seconds`` can read the result if ``seconds`` is from 1e-17 to 1e17, or if it is 0 and
-    ``allow_zero`` is set. It cannot read negative or non-finite values.
+    ``parse_seconds`` can read the result if ``seconds`` is between 1e-17 and 1e17, or is 0 and
+    ``allow_zero`` is set.
     """
     if seconds == 0 or not math.isfinite(seconds):
         return f"{seconds:g} s"

@@ -46,7 +46,7 @@ def test_examples_of_the_help_are_accepted(command: str, call: Call) -> None:
     """The help of each command has examples; they parse, and name what there is."""
     code, out, err = call(command, "--help")
     assert (code, err) == (0, "")
-    start = re.compile(rf"(torchrun .* -m offbeat\.cli|srun .* offbeat|offbeat) {command}\b")
+    start = re.compile(rf"(torchrun .* -m offbeat\.cli|offbeat) {command}\b")
     examples = [line.strip() for line in out.splitlines() if start.match(line.strip())]
     assert examples
     for example in examples:

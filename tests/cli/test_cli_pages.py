@@ -55,8 +55,6 @@ def offbeat_of(words: list[str]) -> list[str] | None:
         return words[1:]
     if "offbeat.cli" in words and words[0] == "torchrun":
         return words[words.index("offbeat.cli") + 1 :]
-    if words[0] == "srun" and "offbeat" in words:
-        return words[words.index("offbeat") + 1 :]
     return None
 
 

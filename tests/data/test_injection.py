@@ -490,7 +490,7 @@ def alone(rank: int, size: int, lengths: list[int], end: str) -> Any:
                 injection.pause()
                 dist.barrier()
                 injection.resume()
-    with pytest.raises(offbeat.OffbeatError, match="has left the others"):
+    with pytest.raises(offbeat.OffbeatError, match="DataInjection is closed"):
         iter(injection)
     injection.close()
     return {"epochs": epochs, "own": (injection.samples_received, injection.bytes_received)}

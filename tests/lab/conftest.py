@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab import tiny
-from offbeat.lab.recipes.models import googlenet, resnet, sequential_cnns
+from offbeat.lab.recipes.models import resnet, sequential_cnns
 from offbeat.lab.recipes.models.resnet import ResNet
 
 
@@ -30,5 +30,4 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let recipes build models with fewer and narrower layers."""
     monkeypatch.setattr(sequential_cnns, "HIDDEN", 16)
     monkeypatch.setattr(sequential_cnns, "VGG11", (8, "pool", 8, "pool", 512, "pool"))
-    monkeypatch.setattr(googlenet, "LAYERS", ((4, (4, 4), (4, 4), 4), 3, 2))
     monkeypatch.setattr(resnet, "ResNet", lambda block, _, classes: ResNet(block, (1, 1), classes))

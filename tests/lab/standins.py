@@ -1,12 +1,10 @@
 """Small stand-ins for public data sets, in the real formats."""
 
 import gzip
-import io
 import struct
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 LABELS = {"labels": 10, "fine_labels": 100}
 
@@ -68,28 +66,6 @@ def write_cifar(folder: Path, *, hundred: bool = False, images: int = 8) -> Path
         labels = generator.integers(LABELS[key], size=images).tolist()
         (folder / name).write_bytes(cifar_pickle(pixels, labels, key))
     return folder
-
-
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    noise = np.random.default_rng(seed).integers(256, size=(height, width, 3), dtype=np.uint8)
-    return Image.fromarray(noise)
-
-
-def write_images(folder: Path, *, side: int = 64, a_class: int = 4) -> Path:
-    """Write ``train`` and ``val`` with two classes of ``a_class`` JPEGs each, as in ImageNet."""
-    for split in ("train", "val"):
-        for label in ("n01440764", "n01443537"):
-            (folder / split / label).mkdir(parents=True)
-            for number in range(a_class):
-                name = f"{label}_{number}.JPEG"
-                picture(side, side, number).save(folder / split / label / name, format="JPEG")
-    return folder
-
-
-def png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def write_text(folder: Path, *, lines: int = 60) -> Path:

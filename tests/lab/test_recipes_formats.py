@@ -7,21 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lab.standins import (
     cifar_pickle,
-    picture,
-    png,
     python2_array,
     python2_text,
     write_cifar,
-    write_images,
     write_text,
 )
-from offbeat.lab.recipes import Setup, cifar, find_recipe, imagenet, wikitext
+from offbeat.lab.recipes import Setup, cifar, find_recipe, wikitext
 from offbeat.lab.recipes.cifar_files import CIFAR10, CIFAR100, load, read_archive, read_batch
-from offbeat.lab.recipes.image_folder import ImageFolder, central_box, random_box
+from offbeat.lab.recipes.datasets import TensorData, load_batches
 
 WIKITEXT = Path(__file__).parents[3] / "shared" / "data" / "text" / "wikitext-2"
 LABELS = [3, 9, 0]
@@ -250,107 +246,16 @@ def test_cifar_is_shifted_and_mirrored(tmp_path: Path) -> None:
     assert torch.equal(once[0], cifar.normalized(test.tensors[0], 10))
 
 
-# Images in folders
+# Processes that read ahead
 
 
-def test_images_are_read_one_by_one_and_in_batches(tmp_path: Path) -> None:
-    """Classes are the sorted folders. Other files are ignored."""
-    write_images(tmp_path)
-    (tmp_path / "val" / "n01443537" / "a.png").write_bytes(png(picture(300, 200)))
-    (tmp_path / "val" / "n01443537" / "notes.txt").write_text("no image")
-    (tmp_path / "val" / "notes.txt").write_text("no class")
-    folder = ImageFolder(tmp_path / "val", augment=False)
-    assert folder.classes == ["n01440764", "n01443537"]
-    assert folder.labels.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1]
-    image, label = folder[8]
-    assert (image.shape, image.dtype, label.dtype) == ((3, 224, 224), torch.float32, torch.int64)
-    images, labels = folder[[8, 0]]
-    assert torch.equal(images[0], image)
-    assert labels.tolist() == [1, 0]
-
-
-def test_evaluation_crops_the_centre(tmp_path: Path) -> None:
-    """A 512×256 image is cropped to its central 224×224 pixels without scaling."""
-    (tmp_path / "x" / "a").mkdir(parents=True)
-    stored = picture(512, 256)
-    (tmp_path / "x" / "a" / "0.png").write_bytes(png(stored))
-    image, _ = ImageFolder(tmp_path / "x", augment=False)[0]
-    middle = torch.from_numpy(np.array(stored)[16:240, 144:368]).permute(2, 0, 1) / 255
-    mean, deviation = (
-        torch.tensor(c)[:, None, None] for c in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    )
-    assert torch.allclose(image, (middle - mean) / deviation, atol=1e-5)
-    assert central_box(512, 256) == (144, 16, 368, 240)
-
-
-def test_random_crops_have_the_documented_sizes() -> None:
-    """Crops have 8 to 100 % of the area, sides of 3:4 to 4:3, and lie inside the image."""
-    torch.manual_seed(0)
-    areas, ratios = [], []
-    for _ in range(300):
-        left, top, right, bottom = random_box(500, 375)
-        assert 0 <= left < right <= 500
-        assert 0 <= top < bottom <= 375
-        areas.append((right - left) * (bottom - top) / (500 * 375))
-        ratios.append((right - left) / (bottom - top))
-    assert 0.079 < min(areas) < 0.12
-    assert 0.85 < max(areas) <= 1
-    assert 0.749 < min(ratios) < 0.8
-    assert 1.25 < max(ratios) < 1.334
-    assert random_box(1000, 10) == central_box(1000, 10)  # no such part fits
-
-
-def test_augmentation_follows_the_seed_and_evaluation_has_none(tmp_path: Path) -> None:
-    write_images(tmp_path, a_class=1)
-    train = ImageFolder(tmp_path / "train", augment=True)
-    runs = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        runs.append(train[[0, 1]][0])
-    assert torch.equal(runs[0], runs[1])
-    assert not torch.equal(runs[0], runs[2])
-    state = torch.get_rng_state()
-    ImageFolder(tmp_path / "val", augment=False)[[0, 1]]
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_images_are_read_by_other_processes(tmp_path: Path) -> None:
-    """A DataLoader with workers returns the same batches as the data set."""
-    write_images(tmp_path, a_class=2)
-    folder = ImageFolder(tmp_path / "val", augment=False)
-    grouped = BatchSampler(SequentialSampler(folder), 3, drop_last=False)
-    loader = DataLoader(folder, batch_size=None, sampler=grouped, num_workers=1, timeout=60)
-    got = [(images, labels) for images, labels in loader]
-    assert [len(labels) for _, labels in got] == [3, 1]
-    assert torch.equal(torch.cat([images for images, _ in got]), folder[[0, 1, 2, 3]][0])
-
-
-def test_missing_image_folders_are_named(tmp_path: Path) -> None:
-    needs = r"train/CLASS/\*\.JPEG and val/CLASS/\*\.JPEG"
-    with pytest.raises(
-        FileNotFoundError, match=rf"imagenet:alexnet recipe needs --data DIR with {needs}"
-    ):
-        imagenet.folders(None, "imagenet:alexnet")
-    with pytest.raises(FileNotFoundError, match=rf"for {tmp_path}/train/CLASS/\S+, but \S+ doe"):
-        imagenet.folders(tmp_path, "imagenet:alexnet")
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match=r"train/CLASS/.* there are none"):
-        imagenet.folders(tmp_path, "imagenet:alexnet")
-    write_images(tmp_path, a_class=1)
-    (tmp_path / "val" / "more").mkdir()
-    with pytest.raises(ValueError, match="the same classes, but only one has a"):
-        imagenet.folders(tmp_path, "imagenet:alexnet")
-    broken = tmp_path / "val" / "n01440764" / "n01440764_0.JPEG"
-    broken.write_bytes(b"no image")
-    with pytest.raises(ValueError, match=f"{broken} cannot be read as an image"):
-        ImageFolder(tmp_path / "val", augment=False)[0]
-
-
-def test_images_need_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says how to install Pillow."""
-    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    with pytest.raises(ImportError, match=r"need Pillow: pip install 'offbeat\[recipes\]'"):
-        ImageFolder(tmp_path, augment=False)
+def test_batches_are_read_by_other_processes() -> None:
+    """A loader with readers returns the same batches as the data set."""
+    dataset = TensorData(torch.arange(12).view(4, 3), torch.arange(4))
+    loader = load_batches(dataset, [[0, 2, 1], [3]], readers=1)
+    for indices, (inputs, labels) in zip([[0, 2, 1], [3]], loader, strict=True):
+        assert torch.equal(inputs, dataset[indices][0])
+        assert labels.tolist() == indices
 
 
 # Text

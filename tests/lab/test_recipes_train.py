@@ -2,20 +2,18 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from lab.standins import write_cifar, write_idx_files, write_images, write_text
+from lab.standins import write_cifar, write_idx_files, write_text
 from offbeat import Compute, Network
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.recipes import RECIPES, Setup, Task, imagenet, stdlib_lm
+from offbeat.lab.recipes import RECIPES, Setup, Task, stdlib_lm
 from offbeat.lab.recipes.custom import first_samples
 from offbeat.lab.recipes.held_out import HeldOut
-from offbeat.lab.recipes.image_folder import ImageFolder
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +22,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     write_cifar(folder, images=4)
     write_cifar(folder, hundred=True, images=4)
-    write_images(folder, a_class=2)
     write_idx_files(folder, train=8, test=4)
     return write_text(folder)
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use smaller images and less text."""
-    monkeypatch.setattr(imagenet, "ImageFolder", partial(ImageFolder, size=64))
+    """Use less text."""
     train, test = stdlib_lm.load()
     monkeypatch.setattr(stdlib_lm, "load", lambda: (train[:16], test[:4]))
 

@@ -254,7 +254,7 @@ def test_the_recommendation_is_one_of_the_given_strategies() -> None:
     tied = plan(**CASE, strategies=["diloco:period=40,overlap=20", "local:period=40"])
     assert tied.recommendation.strategy == "diloco:period=40,overlap=20"
     waits = plan(**CASE, strategies=["async"])
-    assert "a merge is in flight for 12.1 steps, and with async workers wait 34 %" in waits.reason
+    assert "a mean is in flight for 12.1 steps, and async waits 34 %" in waits.reason
 
 
 def test_reasons_contain_the_figures() -> None:
@@ -274,7 +274,7 @@ def test_reasons_contain_the_figures() -> None:
     assert "2,500 steps apart: watch the final metric" in slow.reason
     assert "2,500 steps apart, watch the final metric" in slow.rows[0].note
     hidden = plan(**CASE, strategies=["async:staleness=26"])
-    assert "a merge is in flight for 13 steps, so async:staleness=26 hides it" in hidden.reason
+    assert "a mean is in flight for 13 steps, and async:staleness=26 does not wait" in hidden.reason
 
 
 def test_jitter_alone_is_a_reason() -> None:

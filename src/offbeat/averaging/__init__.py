@@ -1,4 +1,8 @@
-"""Averaging: the model's tensors, their means in flight, and the flows that drive strategies."""
+"""Averaging of models or gradients over the workers.
+
+A *flow* drives one strategy through the events of a training step. ``Worker`` holds the data and
+the means of communication that a flow needs on one worker.
+"""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""Buckets: tensors of one dtype and device that are staged in one flat tensor.
+"""Buckets: tensors of one dtype and device that are copied into one flat tensor to be sent.
 
-Communication works on the flat *staging tensor* of a bucket. ``pack`` copies the tensors into it,
-and ``unpack`` copies the result back. It writes into the tensors in place, because the optimizer
-and the modules hold references to them.
+The workers sum the flat *staging tensors* of their buckets. ``pack`` copies (*stages*) the tensors
+into the staging tensor, and ``unpack`` copies the result back. ``unpack`` writes in place, because
+the optimizer and the modules hold references to the tensors.
 
 Tensors are staged, and therefore summed, in their own dtype, with three exceptions: half-precision
 tensors are staged in float32, complex tensors as pairs of reals, and bool tensors in uint8.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 BUCKET_BYTES = 8 * 2**20  # default size of a bucket
-_PIECE = 2**16  # elements that ``swap`` exchanges at a time: they fit into the processor's cache
+_PIECE = 2**16  # elements that ``swap`` exchanges at a time; they fit into the processor's cache
 
 
 # -- tensors and their flat copy -------------------------------------------------------------------
@@ -39,12 +39,12 @@ def staging_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def staged_bytes(tensor: Tensor) -> int:
-    """Return the number of bytes of ``tensor`` in a staging tensor."""
+    """Return the number of bytes that ``tensor`` takes in a staging tensor."""
     return as_real(tensor.detach()).numel() * staging_dtype(tensor).itemsize
 
 
 def pack(tensors: Sequence[Tensor], flat: Tensor, weight: float = 1.0) -> None:
-    """flat ← weight · tensors, concatenated. Weight 0 gives 0 even for NaN.
+    """flat ← weight · tensors, concatenated. With weight 0 a NaN becomes 0, too.
 
     The tensors have one dtype and the device of ``flat``.
     """
@@ -113,14 +113,14 @@ def swap(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
 
 
 def add_clamped(tensors: Sequence[Tensor], mean: Tensor, sent: Tensor) -> None:
-    """tensors ← tensors + (mean − sent), limited to the range between the tensors and the mean.
+    """tensors ← tensors + (mean − sent); each element stays between its value and the mean.
 
-    The limit holds for each element. It keeps a variance positive: a shifted variance could become
-    negative, but a value between two variances cannot.
+    The limit keeps variances positive, such as the running variance of BatchNorm: the shift alone
+    could make a variance negative, but a value between two variances is positive.
 
     Args:
         tensors: Buffers, changed in place.
-        mean: Mean over the workers of the sent values, 1-D.
+        mean: Mean over the workers of the values that they have sent, 1-D.
         sent: Values that this worker has sent, 1-D.
     """
     with torch.no_grad():
@@ -129,8 +129,9 @@ def add_clamped(tensors: Sequence[Tensor], mean: Tensor, sent: Tensor) -> None:
         shifted = current + (mean - sent)
         lower, upper = torch.minimum(current, mean), torch.maximum(current, mean)
         clamped = torch.minimum(torch.maximum(shifted, lower), upper)
-        # For a value that equals the sent one the result is the mean. It is not computed, because
-        # an infinite value, as in a mask, would give ∞ − ∞ = NaN. The mean also replaces a NaN.
+        # A value that has not changed since it was sent becomes exactly the mean. The formula would
+        # turn an infinite value, as in an attention mask, into ∞ − ∞ = NaN. The mean also replaces
+        # a NaN.
         replaced = (current == sent) | current.isnan() | sent.isnan()
         unpack(torch.where(replaced, mean, clamped), tensors)
 
@@ -157,12 +158,12 @@ def _pieces(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, T
 
 
 class Bucket:
-    """Tensors of one dtype and device, and their staging tensor, which the first use allocates.
+    """Tensors of one dtype and device, with a staging tensor that is allocated at its first use.
 
     Args:
         tensors: The tensors, read and written in place.
-        tail: Number of extra elements at the end of the staging tensor, for numbers that are sent
-            in the same message.
+        tail: Number of extra elements at the end of the staging tensor. They carry other numbers
+            that are sent in the same message.
     """
 
     def __init__(self, tensors: Sequence[Tensor], tail: int = 0) -> None:
@@ -222,14 +223,15 @@ def group_tensors(
     """Group tensors by dtype and device into lists, in the given order.
 
     A tensor opens a new list if it would make the last list of its dtype and device larger than
-    ``bucket_bytes``. So only a list of a single tensor can be larger. The first list has another
-    rule if ``first_bucket_bytes`` is not 0.
+    ``bucket_bytes``. So only a list with a single tensor can exceed ``bucket_bytes``. The first
+    list has another rule if ``first_bucket_bytes`` is not 0.
 
     Args:
         tensors: The tensors.
-        bucket_bytes: Largest size of a list, as staged.
-        first_bucket_bytes: Size at which the first list is closed. Its last tensor may exceed this
-            size, and ``bucket_bytes``. 0: the first list is like the others.
+        bucket_bytes: Largest size of a list in bytes, counted in the dtype of the staging tensor.
+        first_bucket_bytes: Size in bytes from which the first list accepts no further tensor. The
+            last tensor that it accepts may make the list larger than this, and larger than
+            ``bucket_bytes``. 0: the first list follows the same rule as the others.
     """
     groups: list[list[Tensor]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}

@@ -1,7 +1,9 @@
 """Carried state: fields of a strategy's state that survive a change of membership.
 
-All workers copy the fields marked ``common()`` from the most advanced worker. Each worker keeps its
-fields marked ``local()``. Both marks also work inside nested dataclasses.
+Each composition of the group of workers is a *view*. A new view begins when a worker joins or is
+lost. All workers then copy the fields marked ``common()`` from the most advanced worker, and each
+worker keeps its own values of the fields marked ``local()``. Other fields are initialized again.
+Both marks also work inside nested dataclasses.
 """
 
 import dataclasses
@@ -23,7 +25,7 @@ def common_values(state: Any) -> dict[str, Any]:
 
 
 def load_common_values(state: Any, values: dict[str, Any]) -> None:
-    """Replace the common fields of a state by ``values``, as ``common_values`` returned them."""
+    """Replace the common fields of a state by ``values``, the result of ``common_values``."""
     for name, value in values.items():
         current = getattr(state, name)
         if _is_state(current):
@@ -33,7 +35,7 @@ def load_common_values(state: Any, values: dict[str, Any]) -> None:
 
 
 def keep_local_values(state: Any, before: Any) -> None:
-    """Copy the local fields of ``before``, the state in the previous view, to the new ``state``."""
+    """Copy the local fields of ``before``, the state of the previous view, into ``state``."""
     if state is None or before is None:
         return
     for field in dataclasses.fields(state):

@@ -1,7 +1,7 @@
-"""The exact mean of whole models, for a consensus, the end of training, and inside a node.
+"""The mean of whole models over the workers, never quantized.
 
-These means are exact over any wire. All but ``show`` are all or nothing: a worker that loses a peer
-keeps its model.
+It is used for a *consensus*, which replaces the local model by the mean temporarily or at the end
+of training, at a change of membership, and between the workers of one node.
 """
 
 import torch
@@ -13,10 +13,11 @@ from offbeat.transport.team import Team
 
 
 class ExactMean:
-    """x ← Σ w·x / Σ w over the workers.
+    """x ← Σ w·x / Σ w over the workers, where x is a worker's model and w its weight.
 
     Parameters, floating-point and complex buffers are averaged (half types in float32). Signed
-    integer buffers become their maximum. Afterwards all workers hold the same bits of these.
+    integer buffers become their maximum. Afterwards all these tensors have the same bits on all
+    workers. If a worker is lost during an operation, the model does not change, except in ``show``.
 
     Args:
         team: The workers.
@@ -32,17 +33,17 @@ class ExactMean:
         Args:
             weight: Weight w of this worker (≥ 0).
             total: Sum of w over the workers, > 0.
-            what: Name of the operations in errors.
+            what: Name of the operations in error messages.
 
         Raises:
-            CommunicationError: a peer is lost; the model is unchanged.
+            CommunicationError: another worker is lost; the model is unchanged.
         """
         buckets = self._replica.buckets("averaged")
         landings = [self._launch(bucket, weight, total, what) for bucket in buckets]
         land([*landings, *self._launch_integers(what)], self._team.host)
 
     def average_buffers(self, weight: float, total: float, *, what: str) -> None:
-        """Replace the buffers by their mean, and leave the parameters. Blocks."""
+        """Average the buffers as ``average`` does, but leave the parameters unchanged. Blocks."""
         buckets = self._replica.buckets("buffers")
         landings = [self._launch(bucket, weight, total, what) for bucket in buckets]
         land([*landings, *self._launch_integers(what)], self._team.host)
@@ -52,7 +53,7 @@ class ExactMean:
         land(self._launch_integers(what), self._team.host)
 
     def show(self, weight: float, total: float, *, what: str) -> None:
-        """Replace the model by the mean temporarily, for a consensus. Blocks.
+        """Replace the model by the mean temporarily. The caller restores it afterwards. Blocks.
 
         Stages only two buckets at a time, to save memory. A failure leaves some buckets averaged
         and others not, so the caller must hold a snapshot of the model.

@@ -1,4 +1,8 @@
-"""Policy for non-finite contributions: raise, warn, or exclude the worker from the mean."""
+"""Policy for non-finite contributions: raise, warn, or exclude the worker from the mean.
+
+In a *round* all workers decide together what to average. Each worker sends a *vote*, which also
+reports whether its contribution contains NaN or infinity. The sum of the votes is the *tally*.
+"""
 
 import logging
 
@@ -10,20 +14,21 @@ logger = logging.getLogger("offbeat")
 
 
 class NonFiniteCheck:
-    """Applies the policy to the tally of each round, the same way on all workers.
-
-    A round in progress holds this object, and a flow's state may hold a round. So this object holds
-    neither the flow nor the worker, which would make a reference cycle.
+    """Applies the policy to the tally of each round, in the same way on all workers.
 
     Args:
         rank: Rank of this worker.
         policy: Argument ``non_finite`` of ``attach``.
-        can_exclude: True if the flow supports the policy "exclude". Errors then mention it.
+        can_exclude: True if the strategy supports the policy "exclude". Errors then mention it.
 
     Attributes:
-        excluded: Number of excluded contributions over all workers. A contribution that was found
-            non-finite after its vote counts on its own worker only.
+        excluded: Number of excluded contributions. All workers count the contributions that a vote
+            has reported. If a contribution becomes non-finite after the vote, only the worker that
+            made it counts it.
     """
+
+    # The flow's state may hold a round, and a round in progress holds this object. If this object
+    # held the flow or the worker, there would be a reference cycle.
 
     def __init__(self, rank: int, policy: NonFinite, *, can_exclude: bool = True) -> None:
         self._rank, self._policy, self._logged = rank, policy, False
@@ -31,15 +36,15 @@ class NonFiniteCheck:
         self.excluded = 0
 
     def __call__(self, sums: Sums, step: int) -> Sums:
-        """Return the tally unchanged, or raise if training may not continue.
+        """Return the tally unchanged, or raise if the policy forbids training to continue.
 
         Args:
             sums: Tally of a round.
-            step: Number of local steps so far.
+            step: Number of local steps so far, for messages.
 
         Raises:
-            OffbeatError: a worker would contribute non-finite values and the policy is "raise"; or
-                the policy is "exclude" and no other worker contributes.
+            OffbeatError: a worker would contribute non-finite values, and the policy is "raise".
+                Or the policy is "exclude", and no worker is left that contributes.
         """
         if not sums.non_finite:
             return sums
@@ -63,7 +68,7 @@ class NonFiniteCheck:
         return sums
 
     def exclude_late(self, step: int) -> None:
-        """Count a contribution of this worker that was found non-finite after its vote."""
+        """Count a contribution of this worker that became non-finite after its vote."""
         self.excluded += 1
         self._warn_once(_message("this worker", step))
 

@@ -13,11 +13,16 @@ from offbeat.quantization.decoding import LazyVector
 
 
 class FlatView:
-    """The numbers of several tensors, one tensor after the other.
+    """The elements of several tensors as one vector, one tensor after the other.
 
     Args:
         tensors: At least one tensor; all have the same dtype and device. A tensor that is not
             contiguous is copied, and ``write_back`` copies it back.
+
+    Attributes:
+        elements: Number of elements of all tensors. A complex element counts as two.
+        device: Device of the tensors.
+        dtype: Dtype for computations with the elements: float32 for half-precision tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -28,9 +33,10 @@ class FlatView:
         self.dtype = staging_dtype(tensors[0])
 
     def pieces(self, start: int, elements: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield slices of the tensors that together cover ``elements`` numbers from ``start``.
+        """Yield slices of the tensors that together cover ``elements`` elements from ``start`` on.
 
-        Each comes with its position, relative to ``start``.
+        Each slice is a flat tensor, and comes with its position in the range, relative to
+        ``start``.
         """
         index, done = bisect_right(self._ends, start), 0
         while done < elements:
@@ -41,7 +47,7 @@ class FlatView:
             done, index = done + part.numel(), index + 1
 
     def add(self, values: Tensor, start: int) -> None:
-        """Add ``values`` to the numbers from ``start``. Half types are computed in float32."""
+        """Add ``values`` to the elements from ``start`` on. Half types are computed in float32."""
         for part, position in self.pieces(start, values.numel()):
             if part.dtype == values.dtype:
                 part.add_(values[position])
@@ -49,18 +55,18 @@ class FlatView:
                 part.copy_(part.to(values.dtype).add_(values[position]))
 
     def write_back(self) -> None:
-        """Copy the changed numbers to the tensors that are not contiguous."""
+        """Copy the changed elements back to the tensors that are not contiguous."""
         for tensor, flat in zip(self._tensors, self._flat, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(flat.view(tensor.shape))
 
 
 class Difference(LazyVector):
-    """s − P, computed when it is read.
+    """The elementwise difference ``view − base``, computed when it is read.
 
     Args:
-        view: s.
-        base: P, 1-D, with as many elements as ``view``.
+        view: The minuend.
+        base: The subtrahend, 1-D, with as many elements as ``view``.
     """
 
     def __init__(self, view: FlatView, base: Tensor) -> None:

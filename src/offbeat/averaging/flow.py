@@ -1,11 +1,18 @@
-"""A flow drives one strategy on one worker: it turns local steps into rounds, means and landings.
+"""The flow: the code that drives one strategy through the training steps of one worker.
 
-The training loop reports events (gradients are ready, a step has ended). The flow then calls the
-strategy and communicates. ``ModelFlow`` is for shared models and ``GradientFlow`` for gradients. A
-strategy with a ``CustomFlow`` has a subclass of ``Flow`` of its own.
+The training loop reports events: gradients are ready, or a step has ended. The flow then calls the
+strategy and communicates with the other workers. There are three kinds. ``ModelFlow`` averages
+models, ``GradientFlow`` averages gradients, and a strategy with a ``CustomFlow`` supplies another
+subclass of ``Flow``.
 
-Every worker starts the same operations in the same order. Therefore a worker that takes no more
-steps still votes in the rounds of the other workers (``wait_for_all``).
+In a *round* all workers decide together whether to average. Each worker sends a *vote*, and all
+workers receive the sum of the votes, the *tally*. Every worker must start the same operations in
+the same order. Therefore a worker that takes no more steps still votes in the rounds of the other
+workers (``wait_for_all``).
+
+A *consensus* replaces the local model by the mean over all workers, temporarily or at the end of
+training. A *view* is one composition of the group of workers. A new view begins when a worker joins
+or is lost.
 """
 
 from abc import ABC, abstractmethod
@@ -29,14 +36,15 @@ class Flow(ABC):
     Attributes:
         state: State of the flow that a checkpoint contains: a dataclass.
         decided: Number of rounds decided in this view.
-        excluded: True if this worker is excluded from the mean of the coming round.
+        excluded: True if the coming round leaves this worker out of the mean, because its values
+            are not finite.
         check: Policy for non-finite contributions.
         rounds: Sends this worker's votes.
         wants_buckets: True if ``bucket_ready`` should be called during backward.
         uses_gradients: True if the flow reads or changes gradients.
-        needs_unscaled: True if gradients must be unscaled before the flow reads them.
+        needs_unscaled: True if a GradScaler must unscale the gradients before the flow reads them.
         can_exclude: True if the flow supports ``non_finite="exclude"``.
-        waits: True if all workers wait for each mean and take it over unchanged.
+        waits: True if all workers wait for each mean, and their models then equal that mean.
         replicates: True if all workers that step have the same parameters between two steps.
         votes_between_steps: True if workers vote after the optimizers' steps, not before.
     """
@@ -64,18 +72,19 @@ class Flow(ABC):
     def start(self, common: dict[str, Any] | None = None) -> None:
         """Initialize the state from a model that is equal on all workers.
 
-        Called once by ``attach``, by a checkpoint of a consensus, and on a new flow in each view of
-        elastic training.
+        Called by ``attach``, when the checkpoint of a consensus is loaded, and on the new flow of
+        each view.
 
         Args:
-            common: ``common_values()`` of the most advanced worker. None: training begins.
+            common: Result of ``common_values`` of the most advanced worker in the previous view.
+                None: there is no previous view.
         """
 
     def keep_local(self, before: "Flow") -> None:  # noqa: B027
-        """Copy the local values from the flow of the previous view."""
+        """Copy the values that each worker keeps from ``before``, its flow of the previous view."""
 
     def common_values(self) -> dict[str, Any]:
-        """Return the values that the next view copies to all workers, as plain values for JSON."""
+        """Return the values that all workers receive in the next view, as plain values for JSON."""
         return {}
 
     # -- events of the training loop -------------------------------------------------------------
@@ -83,15 +92,18 @@ class Flow(ABC):
     @property
     @abstractmethod
     def unsynced(self) -> bool:
-        """True if this worker's model contains steps that no other worker has received."""
+        """True if this worker's model contains changes that no other worker has received."""
 
     def bucket_ready(self, bucket: int) -> bool:
         """Handle a bucket of gradients that is complete while backward still runs.
 
-        Called in order, for all buckets but the last, if there is only one optimizer.
+        Called for all buckets but the last, in order. With several optimizers it is not called.
+
+        Args:
+            bucket: Index of the bucket in ``AttachedOptimizer.buckets``.
 
         Returns:
-            True if further buckets of this step should be reported.
+            True if further buckets should be reported.
         """
         return False
 
@@ -104,34 +116,31 @@ class Flow(ABC):
             last: True if it is the last optimizer of this step.
 
         Returns:
-            True if this synchronized the workers.
+            True if the workers were synchronized, that is, if a mean was applied.
         """
 
     def optimizer_stepped(self, optimizer: AttachedOptimizer) -> None:  # noqa: B027
         """Handle the step of one optimizer. Its gradients still exist."""
 
     def step_skipped(self) -> None:  # noqa: B027
-        """Handle a step without a change of the model, because a GradScaler has skipped it.
-
-        Called before ``step_ended``.
-        """
+        """Handle a step that a GradScaler has skipped. Called before ``step_ended``."""
 
     @abstractmethod
     def step_ended(self) -> bool:
         """Handle the end of a step, in which all optimizers have stepped.
 
         Returns:
-            True if this synchronized the workers.
+            True if the workers were synchronized.
         """
 
     # -- barrier, consensus, checkpoints ---------------------------------------------------------
 
     def wait_for_all(self, order: Sequence[int], *, finishing: bool) -> Round:
-        """Wait at a barrier: vote without stepping until no worker steps any more.
+        """Wait at a barrier: vote without stepping until all workers have reached the barrier.
 
         Args:
-            order: Indices of the optimizers in the order of the last step.
-            finishing: True inside ``finish``.
+            order: Indices of the optimizers, in the order in which they stepped last.
+            finishing: True if this worker ends training, that is, inside ``Synchronizer.finish``.
 
         Returns:
             The last round, in which no worker steps.
@@ -151,7 +160,7 @@ class Flow(ABC):
                 self.act(round)
 
     def pause(self, *, finishing: bool) -> None:  # noqa: B027
-        """Prepare for a barrier: this worker takes no step until all workers have reached it."""
+        """Prepare for a barrier. This worker takes no step until all workers have reached it."""
 
     def all_paused(self, last: Round) -> None:  # noqa: B027
         """Handle the end of the barrier: all workers have reached it."""
@@ -170,7 +179,7 @@ class Flow(ABC):
         """Wait for all operations in flight, so that ``state`` can be saved or replaced.
 
         Args:
-            barrier: Function that waits until all workers are about to save.
+            barrier: Function that waits until all workers have called ``before_save``.
         """
 
     def after_load(self) -> None:  # noqa: B027
@@ -179,23 +188,37 @@ class Flow(ABC):
     # -- rounds ----------------------------------------------------------------------------------
 
     def voters(self, order: Sequence[int]) -> Sequence[int]:
-        """Return the indices of the optimizers that each have a round in every step."""
+        """Return the optimizers with separate rounds, in the order of these rounds.
+
+        Args:
+            order: Indices of the optimizers, in the order in which they stepped last.
+
+        Returns:
+            Indices of optimizers. ``[0]`` if there is one round for all optimizers.
+        """
         return [0]
 
     @abstractmethod
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
-        """Send this worker's vote and return the round in progress."""
+        """Send this worker's vote and return the round in progress.
+
+        Args:
+            optimizer: Index of the optimizer that the round belongs to.
+            stepping: True if this worker takes a step in the round.
+            finishing: True if this worker ends training.
+        """
 
     def act(self, round: Round) -> bool | None:
         """Decide a round and carry out the decision.
 
         Returns:
-            True if this synchronized the workers. None if the round cannot be decided yet.
+            True if the workers were synchronized. None if the round cannot be decided yet.
         """
         if not self.can_decide(round):
             return None
         wire, details = self.worker.wire, self.worker.details
-        # Before any launch, because all launches of a round have the same precision.
+        # The wire may choose another precision here. This comes before the sums of the round
+        # start, because all of them must have the same precision on all workers.
         wire.apply_measurements(round.then(lambda sums: sums.measured))
         details.update(wire.details())
         synced = self.decide(round)
@@ -207,7 +230,7 @@ class Flow(ABC):
         return synced
 
     def can_decide(self, round: Round) -> bool:
-        """Return True if the round can be decided now. May wait for its tally."""
+        """Return True if the round can be decided now. May block until the tally has arrived."""
         return True
 
     @abstractmethod
@@ -215,7 +238,7 @@ class Flow(ABC):
         """Call the strategy's ``decide`` and carry out the decision.
 
         Returns:
-            True if this synchronized the workers.
+            True if the workers were synchronized.
         """
 
     # -- non-finite values -----------------------------------------------------------------------
@@ -223,8 +246,8 @@ class Flow(ABC):
     def check_finite(self, *, stepping: bool, optimizer: int = 0) -> bool:
         """Return False if this worker would contribute non-finite values to the coming round.
 
-        Sets ``excluded``. An excluded worker returns to the shared model at once, unless it is
-        about to step.
+        Sets ``excluded``, and counts the case in ``Stats.details``. An excluded worker returns to
+        the shared model, if the flow keeps one, unless it is about to step.
         """
         worker = self.worker
         self.excluded = False

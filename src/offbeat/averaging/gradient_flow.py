@@ -1,4 +1,10 @@
-"""The flow of strategies that average gradients before the optimizer's step."""
+"""The flow of strategies that average gradients before the optimizer's step.
+
+A *flow* drives one strategy through the events of a training step. In a *round* all workers decide
+together: each sends a *vote*, and all receive the sum of the votes, the *tally*. If gradients are
+averaged in every step, there is nothing to decide. The votes then only report whether a worker
+takes a step and whether its gradients are finite.
+"""
 
 import math
 from collections.abc import Sequence
@@ -22,13 +28,14 @@ class GradientFlowState:
     """State of a ``GradientFlow``.
 
     Attributes:
-        views: The strategy's view of this worker, one for each optimizer.
-        means: Means of the gradients, one for each optimizer.
-        delayed: Previous round of each optimizer, by its index, for a strategy with
-            ``tally_delay``.
+        views: Data that the strategy may read, one ``WorkerView`` for each optimizer.
+        means: Objects that average the gradients, one for each optimizer.
+        delayed: Previous round of each optimizer, by the optimizer's index. Only if the strategy
+            decides a round with the tally of the previous one (``tally_delay``).
         saved_tallies: ``delayed`` as plain numbers, for a checkpoint.
-        newest: True if this worker took a step in the last round, so that its model is the newest.
-        start_step: Local step at which the view began.
+        newest: True if no other worker has a newer model, because this worker took a step in the
+            last round or has received the newest model since.
+        start_step: Number of local steps when the present group of workers began to train.
     """
 
     views: list[WorkerView]
@@ -40,10 +47,11 @@ class GradientFlowState:
 
 
 class GradientFlow(Flow):
-    """g ← mean(g), in every step or when the strategy says so.
+    """g ← mean(g), in every step or when the strategy decides so.
 
-    Each optimizer has separate rounds, between its gradients and its step. If gradients are
-    averaged in every step, their last bucket carries the vote.
+    Each optimizer has separate rounds. A round takes place when the gradients are complete and the
+    optimizer is about to step. If gradients are averaged in every step, the votes are sent together
+    with the last bucket of gradients. Otherwise the workers exchange votes first.
 
     Args:
         strategy: The strategy.
@@ -78,12 +86,12 @@ class GradientFlow(Flow):
             GradientMean(
                 worker.team,
                 worker.wire,
-                one.buckets,
-                name=f"gradients of optimizer {one.index}, bucket",
+                optimizer.buckets,
+                name=f"gradients of optimizer {optimizer.index}, bucket",
                 slots=slots,
                 overlap=self.every_step and worker.overlaps_backward,
             )
-            for one in worker.optimizers
+            for optimizer in worker.optimizers
         ]
         self.state = GradientFlowState(views, means, start_step=worker.step)
 
@@ -106,7 +114,7 @@ class GradientFlow(Flow):
         return self.state.newest if self.every_step else self.worker.step > self.state.start_step
 
     def _view(self, optimizer: int, *, stepping: bool) -> WorkerView:
-        """Return the strategy's view of this worker, up to date."""
+        """Return the data that the strategy may read, up to date."""
         view, worker = self.state.views[optimizer], self.worker
         view.step, view.stepping, view.record = worker.step, stepping, worker.record
         return view
@@ -184,7 +192,7 @@ class GradientFlow(Flow):
         if not self.strategy.decide(view, chosen.tally()).parts:
             return False
         view.rounds, view.launch_step, view.launches = 0, view.step, view.launches + 1
-        # A non-finite gradient would make all gradients non-finite, so it never contributes.
+        # A worker with non-finite gradients does not contribute: the mean would be non-finite.
         contribute = round.own.stepping and self._finite_gradients(index)
         state.means[index].reduce([], contribute=contribute)
         view.landings += 1
@@ -197,7 +205,7 @@ class GradientFlow(Flow):
 
     @override
     def all_paused(self, last: Round) -> None:
-        # A worker that ran out of data before the others receives their model.
+        # A worker that ran out of data before others receives the newest model.
         weight = last.wait().weight
         if self.every_step and 0 < weight < self.worker.size:
             what = f"mean of the newest models at step {self.worker.step}"
@@ -223,10 +231,10 @@ class GradientFlow(Flow):
             worker.exact_mean.show(last.own.weight, weight, what=what)
 
     def _buffer_weights(self) -> tuple[float, float]:
-        """Return the weight of this worker's buffers, and the sum of these over the workers.
+        """Return the weight of this worker's buffers, and the sum of the weights of all workers.
 
-        Buffers are not averaged during training, so the buffers of a worker that was excluded may
-        still contain NaN. Their weight is 0, unless this is so on all workers.
+        Buffers are not averaged during training, so a worker that was excluded may still have NaN
+        in its buffers. Then their weight is 0. If all workers have NaN, all weights are 1.
         """
         worker = self.worker
         if not worker.excludes:

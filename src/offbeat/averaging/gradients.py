@@ -1,14 +1,21 @@
 """The mean of gradients over the workers, in buckets, optionally overlapped with backward.
 
-The buckets contain the parameters in reverse order, in which backward computes their gradients. All
-buckets but the last may be sent while backward still runs. The last one is sent when the optimizer
-is about to step.
+The buckets contain the parameters in reverse order, because backward computes the gradients of the
+last layers first. All buckets but the last may be sent while backward still runs. The last bucket
+is sent when the optimizer is about to step.
 
-Together with the last bucket the workers sum some numbers, the *agreement*: their votes, the number
-of workers on which a gradient changed after its bucket was sent (by accumulation, clipping or
-unscaling), and the number of workers that have a gradient for each parameter. If any gradient
-changed, all workers send all buckets again. The agreement is always exact. A single bucket on an
-exact wire carries it in its tail; otherwise it is a separate message.
+Together with the last bucket the workers sum some numbers, the *agreement*:
+
+- the caller's numbers, such as votes;
+- the number of workers on which a gradient changed after its bucket was sent, by a further backward
+  pass, clipping or unscaling;
+- the number of workers that contribute gradients;
+- for each parameter, the number of workers that have a gradient, and how many of these are sparse.
+
+If any gradient changed, all workers send all buckets but the last again. The *wire* sums the
+gradients, and may quantize them. The agreement is never quantized. It is part of the bucket's
+message if there is only one bucket and the wire does not quantize. Otherwise it is a separate
+message.
 
 Sparse gradients are sent as dense ones. Their mean is made sparse again, because some optimizers
 accept only sparse gradients.
@@ -27,8 +34,8 @@ from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.team import Team
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the network is busy early in backward
-_STRIKES = 2  # steps in a row with buckets sent twice, after which the overlap is switched off
-_SPARSE = 2**12  # added to the 1 of a sparse gradient; the sums of both are exact in float32
+_MOST_REPEATS = 2  # steps in a row that may send buckets twice before the overlap is switched off
+_SPARSE = 2**12  # added to the code of a sparse gradient, see ``_presence``
 _Layout = Literal["none", "dense", "sparse"]
 
 
@@ -39,13 +46,14 @@ def gradient_buckets(
 
     Args:
         parameters: Parameters of one optimizer in the model's order, the same on all workers.
-        bucket_bytes: Size of a bucket. The first one is smaller.
-        scale: ``Host.scale``.
+        bucket_bytes: Largest size of a bucket in bytes. The first bucket is closed after 1 MiB.
+        scale: Number of elements of the full model for which one element stands (``Host.scale``).
+            Not 1 only in a simulation.
     """
     order = [p for p in reversed(parameters) if p.numel()]
     first = min(bucket_bytes, FIRST_BUCKET_BYTES)
     groups = group_tensors(order, bucket_bytes / scale, first / scale)
-    # Backward completes a bucket with its last parameter.
+    # A bucket is complete when backward has computed the gradient of its last parameter.
     position = {id(p): i for i, p in enumerate(order)}
     groups.sort(key=lambda group: position[id(group[-1])])
     return [[p for p in group if isinstance(p, nn.Parameter)] for group in groups]
@@ -56,8 +64,8 @@ class _GradientBucket(Bucket):
 
     Args:
         parameters: The parameters.
-        tail: Number of extra elements of the staging tensor.
-        stream: Name of the wire's stream.
+        tail: Number of extra elements at the end of the staging tensor.
+        stream: Name under which the wire keeps the quantization errors of this bucket.
 
     Attributes:
         handle: The sum in flight.
@@ -77,7 +85,7 @@ class _GradientBucket(Bucket):
         return self.flat
 
     def remember(self) -> None:
-        """Remember the versions of the gradients for ``changed``."""
+        """Remember the present gradients, for ``changed``."""
         self._versions = [_version(p) for p in self.parameters]
         smallest = min(self.parameters, key=lambda p: p.numel())
         self._sample = None
@@ -96,7 +104,7 @@ class _GradientBucket(Bucket):
             return False
         parameter, value = self._sample
         gradient = parameter.grad
-        # A NaN counts as a change, because it differs from itself. It only costs a second message.
+        # A NaN differs from itself and so counts as a change. This only costs a second message.
         return gradient is None or not torch.equal(gradient.detach(), value)
 
     def landing(self, divisor: float, layouts: list[_Layout]) -> Landing:
@@ -105,10 +113,11 @@ class _GradientBucket(Bucket):
         Args:
             divisor: Number of contributing workers.
             layouts: Layout of the mean for each parameter. With "none" no worker has a gradient,
-                and it stays None.
+                and ``grad`` stays None.
         """
         targets: list[Tensor] = []
-        assigned: list[tuple[nn.Parameter, Tensor, _Layout]] = []  # not written in place
+        # Gradients that cannot be written in place, because they are missing or sparse.
+        assigned: list[tuple[nn.Parameter, Tensor, _Layout]] = []
         for parameter, layout in zip(self.parameters, layouts, strict=True):
             gradient = parameter.grad
             if gradient is None or gradient.is_sparse:
@@ -151,14 +160,18 @@ def _to_sparse(dense: Tensor) -> Tensor:
 
 
 def _presence(gradient: Tensor | None) -> float:
-    """Encode for the agreement if this worker has a gradient, and if it is sparse."""
+    """Return 0 if there is no gradient, 1 for a dense and 1 + 4096 for a sparse one.
+
+    The sum over at most 4095 workers is exact in float32, and tells how many of the gradients exist
+    and how many are sparse.
+    """
     return 0.0 if gradient is None else 1.0 + _SPARSE * gradient.is_sparse
 
 
 def _layout(count: float) -> _Layout:
     """Return the layout of a mean from the sum of ``_presence`` over the workers.
 
-    It is sparse if every worker that has the gradient has a sparse one.
+    The mean is sparse if all gradients that exist are sparse.
     """
     sparse, holders = divmod(round(count), _SPARSE)
     return "none" if holders == 0 else "sparse" if sparse == holders else "dense"
@@ -168,19 +181,23 @@ class GradientMean:
     """g ← Σ g / (number of contributing workers), for the parameters of one optimizer.
 
     *Communication*: one all-reduce of the gradients in buckets. With ``overlap`` all buckets but
-    the last are sent during backward. *Memory*: one flat copy of the gradients; with a lossy wire
-    the quantization errors, and with ``overlap`` the errors before the step.
+    the last are sent during backward. *Memory*: one flat copy of the gradients. A quantized sum
+    also stores its quantization errors. With ``overlap`` it stores them twice, so that a sum can be
+    repeated.
 
     Args:
         team: The workers.
-        wire: Sums the gradients.
+        wire: Sums the gradients at the precision given to ``attach``.
         buckets: The optimizer's parameters, from ``gradient_buckets``.
-        name: Prefix of the names of the wire's streams, different for each optimizer.
+        name: Prefix of the names under which the wire keeps quantization errors; different for each
+            optimizer.
         slots: Number of extra numbers that ``reduce`` sums over the workers for its caller.
-        overlap: True if ``start`` may be called while backward runs.
+        overlap: True to allow calls of ``start`` while backward runs.
 
     Attributes:
-        overlap: True while the overlap is in use. All workers switch it off in the same step.
+        overlap: True while ``start`` sends buckets during backward. All workers switch this off in
+            the same step, after three steps in a row in which gradients changed after they were
+            sent.
     """
 
     def __init__(
@@ -195,17 +212,21 @@ class GradientMean:
     ) -> None:
         self._team, self._wire, self._slots = team, wire, slots
         parameters = sum(map(len, buckets))
-        # The agreement: the caller's numbers, changed, contributing, and one for each parameter.
+        # Length of the agreement: the caller's numbers, the counts of workers with changed
+        # gradients and of contributing workers, and one number for each parameter.
         tail = slots + 2 + parameters if len(buckets) == 1 and self._wire.exact else 0
         self._buckets = [
             _GradientBucket(group, tail, f"{name} {i}") for i, group in enumerate(buckets)
         ]
         self._next = 0  # index of the first bucket that was not sent
-        self._strikes = 0
+        self._repeats = 0  # steps in a row that sent buckets twice
         self.overlap = overlap and len(self._buckets) > 1
 
     def start(self, index: int) -> None:
-        """Send bucket ``index``, whose gradients are complete. In order, never the last bucket."""
+        """Send bucket ``index``, whose gradients are complete. Does nothing without ``overlap``.
+
+        The caller starts the buckets in order, and leaves the last one to ``reduce``.
+        """
         if self.overlap and index == self._next:
             self._launch(self._buckets[index], contribute=True)
             self._next += 1
@@ -214,16 +235,14 @@ class GradientMean:
         flat = bucket.pack(float(contribute))
         if self.overlap:
             bucket.remember()
-        if bucket.tail.numel():
-            tail = bucket.tail.numel()
-            bucket.handle = self._team.communicator.sum(
-                flat, what="mean of the gradients", tail=tail
-            )
+        what, tail = "mean of the gradients", bucket.tail.numel()
+        if tail:
+            bucket.handle = self._team.communicator.sum(flat, what=what, tail=tail)
             return
         bucket.handle = self._wire.sum(
             flat,
             stream=bucket.stream,
-            what="mean of the gradients",
+            what=what,
             contribute=contribute,
             # All buckets but the last may have to be sent again.
             tentative=self.overlap and bucket is not self._buckets[-1],
@@ -237,9 +256,10 @@ class GradientMean:
         If a sum fails, no gradient changes.
 
         Args:
-            slots: The caller's numbers; the argument ``slots`` of the constructor is their count.
+            slots: The caller's numbers, as many as the constructor's argument ``slots``.
             contribute: True if this worker's gradients are part of the mean. False sends zeros.
-            take: True if this worker's gradients are replaced. None: if it contributes.
+            take: True if this worker's gradients are replaced by the mean. None: the same as
+                ``contribute``.
 
         Returns:
             The caller's numbers summed over the workers.
@@ -249,8 +269,9 @@ class GradientMean:
             return sums
         take = contribute if take is None else take
         early = self._buckets[: self._next]  # sent during backward
-        # A gradient may have changed since, by a further backward pass or by clipping. Each worker
-        # checks its gradients, and the sum of the results is the same on all workers.
+        # Each worker checks whether the gradients of these buckets have changed since. The workers
+        # sum the results, so they agree on whether to send again. A worker that turns out not to
+        # contribute has to replace what it has sent by zeros.
         stale = any(b.changed() for b in early) if contribute else bool(early)
         parameters = [p for b in self._buckets for p in b.parameters]
         presence = [_presence(p.grad) if contribute else 0.0 for p in parameters]
@@ -262,8 +283,9 @@ class GradientMean:
         changed, contributing = sums[self._slots : self._slots + 2]
         layouts = [_layout(count) for count in sums[self._slots + 2 :]]
         if changed:
-            # On some worker a bucket was sent too early. All workers send all buckets again. The
-            # wire forgets the errors of the first message, or it would feed them back twice.
+            # On some worker a bucket was sent too early. All workers send all buckets but the last
+            # again. Nobody uses the first sums, so the wire restores its quantization errors from
+            # before these sums.
             for bucket in others:
                 bucket.handle.wait()
                 self._wire.undo(bucket.stream)
@@ -279,15 +301,16 @@ class GradientMean:
             offset += count
         land(landings, self._team.host)
         if self.overlap:  # ``changed`` is equal on all workers, so they switch it off together
-            self._strikes = self._strikes + 1 if changed else 0
-            self.overlap = self._strikes <= _STRIKES
+            self._repeats = self._repeats + 1 if changed else 0
+            self.overlap = self._repeats <= _MOST_REPEATS
         self._next = 0
         return sums[: self._slots]
 
     def _agree(self, numbers: list[float], contribute: bool) -> Handle[Tensor]:
         """Sum ``numbers`` over the workers, and send the last bucket.
 
-        The numbers are in the tail of the bucket if it has one, else in a message before it.
+        The numbers are in the tail of the bucket. If it has no tail, they are sent in a separate
+        message before it.
         """
         last = self._buckets[-1]
         if last.tail.numel():

@@ -1,12 +1,16 @@
 """The flow of strategies that average models: when a worker votes, decides, launches and lands.
 
-P is the shared model, with the same bits on all workers. Each worker trains a local model x. To
-*launch* a part of the model, every worker sends its update x − P of that part, and the workers
-start to average the updates. The part is *in flight* until it *lands*: then P moves by the mean
-update, and x moves with it. In a *round* all workers decide together what to launch: each worker
-sends a *vote* and receives the sum of all votes, the *tally*.
+A *flow* drives one strategy through the events of a training step. P is the shared model, with the
+same bits on all workers. Each worker trains a local model x. To *launch* a part of the model, every
+worker sends its update x − P of that part, and the workers start to average the updates. The part
+is *in flight* until it *lands*: then the mean update is added to P, and replaces the worker's own
+update in x. In a *round* all workers decide together what to launch: each worker sends a *vote* and
+receives the sum of all votes, the *tally*.
 
-Order of the calls in one local step, by ``SharedModel.lands``:
+A *node* is a group of workers on one machine that average their gradients in every step and act as
+one worker towards other nodes. A *consensus* replaces the local model by the mean over all workers.
+
+A strategy sets ``SharedModel.lands``. It determines the order of the calls in one local step:
 
     blocking (lands=0)              after k steps (lands=k)         on arrival (lands="arrived")
     gradients are ready             gradients are ready             gradients are ready
@@ -50,14 +54,16 @@ class ModelFlowState:
     """State of a ``ModelFlow``.
 
     Attributes:
-        pipeline: The parts of the model, the launches that wait, and the parts in flight.
+        pipeline: The parts of the model, those in flight, and the launches that have been decided
+            and have not started.
         view: The data about this worker that the strategy may read.
         checked_step: Local step of the last check for non-finite values.
         staleness: Histogram that maps a staleness to the number of local steps that ended with it.
             The staleness is the age, in local steps, of the newest launch that has landed.
-        saved_tally: ``delayed`` as a list of numbers, for a checkpoint. Empty if it is None.
-        delayed: Previous round, whose tally the next ``decide`` receives. None in the first round,
-            and for a strategy without ``tally_delay``.
+        saved_tally: ``delayed`` as a list of numbers, for a checkpoint. Empty if ``delayed`` is
+            None.
+        delayed: Previous round, whose tally the next ``decide`` receives. None before the first
+            round has ended, and if the strategy decides each round with its own tally.
     """
 
     pipeline: PipelineState
@@ -69,12 +75,13 @@ class ModelFlowState:
 
 
 class ModelFlow(Flow):
-    """Drives a strategy that averages models, as its ``SharedModel`` describes.
+    """Drives a strategy that averages models, in the way that a ``SharedModel`` describes.
 
     Args:
         strategy: The strategy.
         worker: This worker.
-        shared: Return value of ``strategy.averages()``.
+        shared: Return value of ``strategy.averages()``, or the description that a custom strategy
+            supplies.
 
     Attributes:
         pipeline: Launches and lands the parts.
@@ -89,7 +96,7 @@ class ModelFlow(Flow):
         self.votes_between_steps = shared.eager
         self.uses_gradients = strategy.gradient_norm
         self.waits = shared.blocking and shared.outer.plain
-        # ``bucket_ready`` starts the second stage of quantized sums during backward.
+        # A quantized sum takes two messages. ``bucket_ready`` sends the second one in backward.
         self.wants_buckets = not worker.wire.exact and not shared.blocking
         self._calls_after_step = type(strategy).after_step is not Strategy.after_step
         self._wanted = 0.0  # last return value of ``Strategy.due``
@@ -199,10 +206,10 @@ class ModelFlow(Flow):
             self._pending = self.vote(0, stepping=True)
 
     def _agree_inside_node(self) -> None:
-        """Agree with the other workers of the node on arrivals, the clock and durations.
+        """Agree with the other workers of the node on arrived parts, the time and durations.
 
         All workers of a node must land the same parts and decide in the same step, but messages
-        arrive at different times. They use the smallest number of arrived parts, the latest clock,
+        arrive at different times. They use the smallest number of arrived parts, the latest time,
         and the longest duration of each launch and landing.
         """
         view, team, pipeline = self.state.view, self.worker.team, self.pipeline
@@ -228,10 +235,15 @@ class ModelFlow(Flow):
         return part.arrived() if self._node_arrived is None else self._node_arrived > 0
 
     def _at_bound(self) -> bool:
+        """Return True if the newest landed launch is as old as the staleness bound."""
         return self.worker.step - self.pipeline.state.fresh_step >= self.shared.bound
 
     def land(self, *, take: bool = True) -> None:
-        """Wait for the oldest part in flight and land it. See ``Pipeline.land``."""
+        """Wait for the oldest part in flight and land it.
+
+        Args:
+            take: True to apply the mean to the local model. False to leave the model unchanged.
+        """
         self.pipeline.land(take=take)
         if self._node_arrived:
             self._node_arrived -= 1
@@ -272,8 +284,8 @@ class ModelFlow(Flow):
         if not stepping:
             return worker.finite_model()
         if self.shared.eager:
-            # With "raise" the pipeline checks the part when it launches it. A non-finite part is
-            # sent as zeros, and the next vote reports this worker.
+            # With the policy "raise" this check is omitted, because the pipeline checks the part at
+            # its launch. It sends zeros instead of a non-finite part, and the next vote reports it.
             checked_later = worker.non_finite == "raise"
             return checked_later or self.pipeline.finite(self.pipeline.next_part)
         if self.strategy.gradient_norm:
@@ -298,8 +310,9 @@ class ModelFlow(Flow):
     def _has_arrived(self, round: Round) -> bool:
         """Return True if the tally has arrived.
 
-        In a node: if it had arrived on all workers of the node at the last step boundary, so that
-        they decide in the same step. At a barrier the caller has already waited for it.
+        The workers of a node must decide in the same step. There the result is True if the tally
+        had arrived on all workers of the node when they last called ``_agree_inside_node``. At a
+        barrier no agreement is needed, because every worker has waited for the tally.
         """
         if self._node_arrived is None or self._pausing or self.worker.size == 1:
             return round.done()
@@ -372,7 +385,7 @@ class ModelFlow(Flow):
             last: The round that ``wait_for_all`` returned.
         """
         if self.shared.error_feedback:
-            # Equal weights: even without new steps x − P contains quantization errors to average.
+            # All workers count, even without new steps, because x − P contains quantization errors.
             return 1.0, float(self.worker.size)
         return last.own.weight, last.wait().weight
 

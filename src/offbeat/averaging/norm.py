@@ -1,13 +1,15 @@
-"""The squared L2 norm of many tensors, each of which is read once."""
+"""The squared L2 norm of many tensors, with one pass over their memory and few calls of torch."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-# A call of torch costs as much as reading 20,000 elements, so smaller tensors share one call.
+# A call of torch costs as much as reading 20,000 elements, so tensors with fewer elements than this
+# are concatenated and share one call.
 _SMALL = 2**15
-# On the CPU torch computes the norm of a vector in one thread, but the norms of rows in parallel.
+# On the CPU torch computes the norm of a vector in one thread, but the norms of matrix rows in
+# parallel. Vectors with at least ``_LARGE`` elements are therefore viewed as ``_ROWS`` rows.
 _LARGE, _ROWS = 2**18, 8
 
 

@@ -23,8 +23,8 @@ def forget_non_finite(optimizer: Optimizer, over_shards: Callable[..., list[floa
 
     Args:
         optimizer: The optimizer.
-        over_shards: Function that sums numbers over the shards of the parameters. With it, all
-            workers that hold a shard of a parameter decide the same.
+        over_shards: Function that sums numbers over the workers that hold the shards of a sharded
+            model, so that all of them delete the state of the same parameters.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     squares = [squared_norm(_local_values(optimizer.state.get(p, {}))) for p in parameters]
@@ -34,15 +34,15 @@ def forget_non_finite(optimizer: Optimizer, over_shards: Callable[..., list[floa
 
 
 def _local_values(state: dict[str, Any]) -> list[Tensor]:
-    """Return the floating-point tensors of a state, and of each DTensor the local shard.
+    """Return the floating-point tensors of a state. A DTensor is replaced by its local shard.
 
-    Reading a whole DTensor would be a collective inside the node.
+    Reading a whole DTensor would be a collective of the workers that hold its shards.
     """
     tensors = [v for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
     return [v.to_local() if hasattr(v, "to_local") else v for v in tensors]
 
 
-def _is_coded(value: Tensor) -> bool:
+def _is_quantized(value: Tensor) -> bool:
     """Return True for a quantized tensor, such as those of bitsandbytes and torchao."""
     if type(value) not in (Tensor, nn.Parameter):
         return True
@@ -50,10 +50,10 @@ def _is_coded(value: Tensor) -> bool:
 
 
 class OptimizerState:
-    """The optimizers' state of the averaged parameters, such as momentum and second moments.
+    """Averages the optimizers' state of the averaged parameters, such as momentum.
 
-    Counters named ``step`` stay local. Only tensors that exist on all workers are averaged: a
-    worker has no state for a layer that it has not used yet.
+    Counters named ``step`` are not averaged. Only tensors that exist on all workers are averaged,
+    because a worker has no state for a layer that it has not used yet.
 
     Args:
         team: The workers.
@@ -71,15 +71,17 @@ class OptimizerState:
         self._names = {id(tensor): name for name, tensor in parameters}
 
     def launch(self, weight: float, total: float) -> list[Landing]:
-        """Start state ← Σ w·state / Σ w, and return the sums in flight.
+        """Start state ← Σ w·state / Σ w. Blocks while the workers compare lists of their tensors.
 
-        Blocks while the workers compare the names of their tensors.
-
-        *Communication*: the bytes of the state, exactly, over any wire, and 16 bytes.
+        *Communication*: one sum of the state, never quantized, and 16 bytes for the comparison. If
+        the lists differ, the workers also exchange the lists.
 
         Args:
             weight: Weight w of this worker (≥ 0).
             total: Sum of w over the workers, > 0.
+
+        Returns:
+            The sums in flight, each with the function that writes its result.
         """
         tensors = self._tensors()
         common = self._common(sorted(tensors))
@@ -92,7 +94,7 @@ class OptimizerState:
         return [start(bucket) for bucket in make_buckets(tensors[line] for line in common)]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return this worker's tensors, each with a line of text that describes it as the key.
+        """Return this worker's tensors by a line of text that describes the tensor.
 
         Raises:
             AttachError: a tensor is quantized.
@@ -106,7 +108,7 @@ class OptimizerState:
                     if not isinstance(value, Tensor) or key == "step":
                         continue
                     name = self._names[id(parameter)]
-                    if _is_coded(value):
+                    if _is_quantized(value):
                         raise AttachError(
                             f'optimizer_state="average": {key!r} of parameter {name!r} in this '
                             f"{type(optimizer).__name__} is quantized, and quantized values cannot "
@@ -117,7 +119,7 @@ class OptimizerState:
         return tensors
 
     def _common(self, lines: list[str]) -> list[str]:
-        """Return the lines that all workers have, in order. A collective.
+        """Return those of ``lines`` that all workers have, in order. A collective.
 
         The workers compare hashes first, and exchange the lines only if the hashes differ.
         """

@@ -1,13 +1,13 @@
 """Replica: the tensors of one worker's model, and how each kind is combined over the workers.
 
-A *consensus* replaces the local model by the mean over all workers. It combines the tensors so:
+A *consensus* replaces the local model by the mean over all workers, as follows:
 
 - Trainable parameters, floating-point buffers and complex buffers become their mean.
 - Signed integer buffers, such as BatchNorm's batch counter, become their maximum.
 - All other buffers, such as masks, become those of rank 0.
 - Frozen parameters do not change.
 
-Strategies that average models during training apply the first rule only.
+Between two consensuses, strategies that average models apply the first rule only.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from offbeat.averaging.buckets import BUCKET_BYTES, Bucket, make_buckets
 
 Contents = Literal["averaged", "parameters", "buffers"]
+"""Kind of tensors in a bucket; see ``Replica.buckets``."""
 _COUNTERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -28,8 +29,8 @@ class Replica:
     Args:
         model: The model.
         trainable: The parameters to average, even if they have no gradient.
-        scale: ``Host.scale``, by which the size of a bucket is divided. Not 1 only in a simulation,
-            where each element stands for ``scale`` elements of the full model.
+        scale: Number of elements of the full model for which one element stands (``Host.scale``).
+            Not 1 only in a simulation. The size of a bucket is divided by it.
 
     Attributes:
         parameters: Name and tensor of each averaged parameter, sorted by name. Tied parameters
@@ -103,10 +104,10 @@ class Replica:
     # -- buckets and snapshots -------------------------------------------------------------------
 
     def buckets(self, kind: Contents = "averaged") -> list[Bucket]:
-        """Return buckets of the averaged tensors.
+        """Return the averaged tensors in buckets.
 
-        Repeated calls return the same buckets. New ones are made only if a module has replaced a
-        buffer tensor by another one, or after ``forget_buckets``.
+        Repeated calls return the same buckets. New buckets are made if a module has replaced a
+        buffer by another tensor, and after ``forget_buckets``.
 
         Args:
             kind: "parameters", "buffers" (the floating-point and complex ones), or "averaged" for
@@ -124,8 +125,8 @@ class Replica:
     def forget_buckets(self) -> None:
         """Discard all buckets, so that the next call of ``buckets`` makes new ones.
 
-        Required after an operation was abandoned, because the backend may still write into the
-        staging tensor.
+        Required after an operation was abandoned, because the communication backend may still write
+        into the staging tensors of the old buckets.
         """
         self._buckets.clear()
 

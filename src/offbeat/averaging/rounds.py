@@ -1,8 +1,9 @@
-"""Rounds: each worker sends a vote, and all workers receive the same tally, the sum of the votes.
+"""Rounds: all workers decide together whether to average.
 
-Every worker takes part in every round. So all workers make the same decisions and start the same
-operations in the same order. A worker that has run out of data votes with ``stepping=False`` until
-all workers have run out of data. The workers may therefore take different numbers of steps.
+Each worker sends a *vote*, a list of numbers. All workers receive the same *tally*, the sum of the
+votes. Every worker takes part in every round, so all workers make the same decisions and start the
+same operations in the same order. A worker without further data votes with ``stepping=False`` until
+no worker has data. The workers may therefore take different numbers of steps.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ from offbeat.transport.handle import Completed, Handle
 
 
 class Rounds:
-    """Sends the votes of one worker, and numbers the rounds of a view.
+    """Sends the votes of one worker, and numbers the rounds.
 
-    A view is a period with the same set of workers.
+    The numbers start at 0 in each view. A view is one composition of the group of workers.
 
     Args:
         worker: This worker.
@@ -56,7 +57,7 @@ class Rounds:
         return vote
 
     def send(self, vote: Vote, optimizer: int = 0) -> Round:
-        """Send a vote in a message of its own, and return the round in progress.
+        """Send a vote in a separate message, and return the round in progress.
 
         Args:
             vote: The vote.
@@ -83,7 +84,7 @@ class Rounds:
         return Round(optimizer, vote, self._checked(tally))
 
     def _checked(self, sums: Handle[Sums]) -> Handle[Sums]:
-        # The closure must not hold the worker. A flow's state may hold a round, so this would be a
-        # reference cycle.
+        # The flow's state may hold the returned handle. If the handle held the worker, there would
+        # be a reference cycle.
         check, step = self._check, self._worker.step
         return sums.then(lambda tally: check(tally, step))

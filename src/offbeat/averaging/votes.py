@@ -1,7 +1,7 @@
 """Votes and tallies.
 
-In a round all workers decide together whether and what to synchronize. Each worker sends a *vote*,
-which is a list of numbers. The *tally* is its sum over the workers, which all workers receive.
+In a *round* all workers decide together whether and what to average. Each worker sends a *vote*,
+which is a list of numbers. All workers receive the *tally*, the elementwise sum of the votes.
 """
 
 from collections.abc import Sequence
@@ -25,21 +25,23 @@ class Vote:
     Attributes:
         weight: Weight of this worker in the mean (≥ 0).
         stepping: True if this worker takes a step in this round.
-        finishing: True if this worker is inside ``finish``.
-        wanted: Return value of ``Strategy.due``; 0 if this worker takes no step.
-        view: Number of the view, the period with the present set of workers.
+        finishing: True if this worker ends training, that is, inside ``Synchronizer.finish``.
+        wanted: Number of parts of the model that this worker would launch now, the return value of
+            ``Strategy.due``. 0 if this worker takes no step.
+        view: Number of the view, the present composition of the group of workers.
         round: Number of the round in this view.
         finite: True if everything this worker is about to contribute is finite.
         rank: Rank of this worker.
         numbers: Return value of ``Strategy.vote``.
-        measured: Measurements of an automatic wire.
+        measured: Measurements from which the wire chooses its precision, with ``wire="auto"``.
+            Empty if the wire does not choose.
 
     ``encode`` returns the numbers that are summed over the workers, and ``tally`` decodes the sums.
-    One of the numbers is 0 from a worker with finite values, and 1 + 4096·(rank + 1) from any other
-    worker. ``tally`` splits the sum with ``divmod`` into the number n of such workers and the sum
-    of their rank + 1, which gives the rank if n = 1. The sum is exact in float64. In float32, which
-    may be used if the vote travels with gradients, it is exact for one such worker with a rank
-    below 4095.
+    A single number reports non-finite values: 0 if the worker's values are finite, otherwise
+    1 + 4096·(rank + 1). ``tally`` splits its sum with ``divmod`` into the number n of workers with
+    non-finite values, and the sum of their ranks plus n. If n = 1, this gives the rank. The sum is
+    exact in float64. A vote that is sent together with gradients may be summed in float32. Then the
+    sum is exact for one worker with non-finite values and a rank below 4095.
     """
 
     weight: float
@@ -103,9 +105,9 @@ class Sums:
 
     Attributes:
         weight: Sum of the weights.
-        stepping: Number of workers that take a step in this round. 0: all wait or have ended.
-        finishing: Number of workers inside ``finish``.
-        wanted: Sum of ``Strategy.due`` over the workers that take a step.
+        stepping: Number of workers that take a step in this round. 0: all wait at a barrier.
+        finishing: Number of workers that end training.
+        wanted: Sum of ``Vote.wanted``.
         non_finite: Number of workers with non-finite values.
         non_finite_rank: Rank of the worker with non-finite values. None unless it is the only one.
         numbers: Sums of ``Vote.numbers``.
@@ -124,10 +126,10 @@ class Sums:
 
 @dataclass(frozen=True)
 class Round(Handle[Sums]):
-    """A round in progress. ``wait`` returns its tally.
+    """A round in progress. ``wait`` returns the sums of the votes.
 
     Attributes:
-        optimizer: Index of the optimizer whose gradients are averaged. 0 for a shared model.
+        optimizer: Index of the optimizer whose gradients are averaged. 0 if models are averaged.
         own: Vote of this worker.
         handle: Sums in flight.
     """
@@ -145,7 +147,7 @@ class Round(Handle[Sums]):
         return self.handle.wait()
 
     def tally(self) -> Tally:
-        """Return the tally for the strategy. Only reading its attributes waits for the sums."""
+        """Return the sums that the strategy may read. Reading an attribute waits for the sums."""
 
         def read() -> tuple[int, float, tuple[float, ...]]:
             sums = self.wait()
@@ -161,8 +163,8 @@ class Round(Handle[Sums]):
 
     @classmethod
     def saved(cls, values: Sequence[float]) -> "Round":
-        """Return the round of which ``flat`` has returned these values."""
-        stepping, own, weight, count, wanted, *numbers = values
-        vote = Vote(own, bool(stepping), False, 0.0, 0, 0, True, 0)
+        """Restore a round from the numbers that ``flat`` returned."""
+        stepping, own_weight, weight, count, wanted, *numbers = values
+        vote = Vote(own_weight, bool(stepping), False, 0.0, 0, 0, True, 0)
         sums = Sums(weight, round(count), 0, wanted, numbers=tuple(numbers))
         return cls(0, vote, Completed(sums))

@@ -1,4 +1,8 @@
-"""One worker: its model, its optimizers and its connection to the other workers."""
+"""One worker: its model, its optimizers and its means of communication with the other workers.
+
+A *flow* is the code that drives a strategy through the events of a training step. ``Worker`` holds
+what a flow needs.
+"""
 
 import math
 from collections.abc import Iterable
@@ -20,6 +24,7 @@ from offbeat.strategies.base import WorkerView
 from offbeat.transport.team import Team
 
 NonFinite = Literal["raise", "warn", "exclude"]
+"""Policy for contributions with NaN or infinity; see the argument ``non_finite`` of ``attach``."""
 _LOSSY = ("bfloat16", "int8", "int4", "int2")
 
 
@@ -31,7 +36,8 @@ class AttachedOptimizer:
         index: Position in the list of optimizers passed to ``attach``.
         optimizer: The torch optimizer.
         parameters: The parameters that it updates, in the model's order.
-        scale: ``Host.scale``; not 1 only for a placeholder model.
+        scale: Number of elements of the full model for which one element stands (``Host.scale``).
+            Not 1 only in a simulation.
     """
 
     index: int
@@ -45,7 +51,7 @@ class AttachedOptimizer:
         return gradient_buckets(self.parameters, scale=self.scale)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that exist now."""
+        """Return the gradients of the parameters that have one."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
 
@@ -60,13 +66,14 @@ class Worker:
         non_finite: Policy for non-finite contributions, as given to ``attach``.
 
     Attributes:
-        exact_mean: Exact means of whole models and buffers.
-        optimizer_state: Mean of the optimizers' state, for strategies that average it.
-        overlaps_backward: True if buckets of gradients are reported while backward runs.
-        step: Number of local steps, including the current one once its last gradients exist.
-        touched: True if the model was changed outside ``optimizer.step`` since the last step, as
-            schedule-free optimizers do.
-        scaled: True if a GradScaler is in use, under which non-finite gradients are normal.
+        exact_mean: Averages whole models or their buffers without quantization.
+        optimizer_state: Averages the optimizers' state, for strategies that request it.
+        overlaps_backward: True if gradients may be averaged while backward still runs.
+        step: Number of local steps. The current step counts as soon as the gradients of its last
+            optimizer are ready.
+        touched: True if the model was changed outside ``optimizer.step`` since the last step.
+            Schedule-free optimizers do this.
+        scaled: True if a GradScaler is in use. Non-finite gradients are then normal.
         norm_squared: ‖g‖² of the current step over all optimizers. None if it was not measured.
         record: Values for the telemetry record of this step.
         details: Totals for ``Stats.details``.
@@ -91,14 +98,21 @@ class Worker:
         self.open_view(wire)
 
     def open_view(self, wire: Wire) -> None:
-        """Begin a view with another membership: use ``wire`` and make new means."""
+        """Replace the means of communication when the group of workers has changed.
+
+        Args:
+            wire: Sums over the workers of the new group.
+        """
         self.wire = wire
         self.exact_mean = ExactMean(self.team, self.replica)
-        torch_optimizers = [one.optimizer for one in self.optimizers]
+        torch_optimizers = [attached.optimizer for attached in self.optimizers]
         self.optimizer_state = OptimizerState(self.team, self.replica.parameters, torch_optimizers)
 
     def strategy_view(self) -> WorkerView:
-        """Return what a strategy may read about this worker at the beginning of a view."""
+        """Return the data that the strategy may read, for a group of workers that begins to train.
+
+        The flow updates the data in each step.
+        """
         wire, size = self.wire, self.size
         lossy = [] if wire.exact else _LOSSY
         return WorkerView(
@@ -109,7 +123,7 @@ class Worker:
             launch_step=self.step,
             precision=None if wire.strategy_sets_precision else wire.precision,
             bits={precision: update_bits(precision, size) for precision in ("float32", *_LOSSY)},
-            two_stages=frozenset(one for one in lossy if not uses_single_stage(one, size)),
+            two_stages=frozenset(each for each in lossy if not uses_single_stage(each, size)),
             record=self.record,
             details=self.details,
         )
@@ -126,12 +140,12 @@ class Worker:
 
     @property
     def model_version(self) -> int:
-        """Counter of changes of the model: the local steps, plus one if ``touched`` is set."""
+        """Number that grows with each change of the model: the steps, plus 1 if ``touched``."""
         return self.step + self.touched
 
     @property
     def guarded(self) -> bool:
-        """True if no worker may receive a non-finite value."""
+        """True if the policy keeps non-finite values from other workers: "raise" or "exclude"."""
         return self.non_finite != "warn"
 
     @property
@@ -147,25 +161,25 @@ class Worker:
     def finite_gradients(self, optimizers: Iterable[AttachedOptimizer]) -> bool:
         """Return True if all gradients are finite, or if a GradScaler is in use.
 
-        Under a GradScaler gradients overflow regularly, and the scaler skips the step. In a node
-        whose workers hold shards the result is that of the whole node.
+        With a GradScaler gradients overflow regularly, and the scaler skips such a step. If the
+        model is sharded, the result covers all shards.
         """
         if self.scaled:
             return True
-        squared = self.squared_norm(g for one in optimizers for g in one.gradients())
+        squared = self.squared_norm(g for attached in optimizers for g in attached.gradients())
         return math.isfinite(squared)
 
     def finite_model(self) -> bool:
-        """Return True if all averaged parameters are finite, in the whole node."""
+        """Return True if all averaged parameters are finite, including all shards of the model."""
         return math.isfinite(self.squared_norm(p.detach() for _, p in self.replica.parameters))
 
     def forget_non_finite(self) -> None:
-        """Reset the optimizer state of each parameter whose state is not finite.
+        """Reset the optimizer state of each parameter whose state contains NaN or infinity.
 
-        All workers of a node that hold shards of a parameter reset it together.
+        If the model is sharded, all workers that hold shards of a parameter reset it together.
         """
-        for one in self.optimizers:
-            forget_non_finite(one.optimizer, self.team.over_shards)
+        for attached in self.optimizers:
+            forget_non_finite(attached.optimizer, self.team.over_shards)
 
     def barrier(self, what: str) -> None:
         """Wait until all workers have reached this point."""

@@ -1,4 +1,7 @@
-"""Baselines: strategies to compare with. They send exact messages between fixed workers."""
+"""Baselines: published strategies to compare with.
+
+They do not quantize their messages, and need a fixed set of workers.
+"""
 
 from offbeat.baselines.downpour import Downpour
 from offbeat.baselines.easgd import EASGD

@@ -1,4 +1,10 @@
-"""Downpour SGD: workers push gradients to a server with its own optimizer, and fetch its model."""
+"""Downpour SGD: workers push gradients to a parameter server and fetch its model.
+
+Symbols: x is a worker's local model, z the server's model. G is the sum of a worker's gradients
+that it has not pushed yet. η and λ are the worker's learning rate and weight decay. N is the number
+of workers. The vector z is stored in *shards* on one or more ranks, and a ``Rule`` applies pushes
+to a shard.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +24,7 @@ from offbeat.strategies.base import setting
 
 @dataclass(eq=False)
 class SGDRule(Rule):
-    """z ← z − lr·G, as ``torch.optim.SGD``."""
+    """z ← z − lr·G, as in ``torch.optim.SGD``."""
 
     lr: float = transient(default=1.0)
 
@@ -29,11 +35,11 @@ class SGDRule(Rule):
 
 @dataclass(eq=False)
 class AdagradRule(Rule):
-    """q ← q + G²;  z ← z − lr·G/(√q + 1e-10), as ``torch.optim.Adagrad``.
+    """q ← q + G²;  z ← z − lr·G/(√q + 1e-10), as in ``torch.optim.Adagrad``.
 
     Attributes:
         lr: Learning rate.
-        squares: q.
+        squares: q, the sum of the squared gradients, for each element of the shard.
     """
 
     lr: float = transient(default=1.0)
@@ -50,14 +56,15 @@ class DownpourState(ServerState):
     """State of a ``DownpourFlow``.
 
     Attributes:
-        gradients: Sum G of the gradients that were not pushed.
+        gradients: G as one vector.
         requested: x at the last request for z.
         requested_step: Local step of the last request for z.
         steps: Number of local steps.
-        push_due: True if the next request pushes G.
-        fetch_due: True if the next request pulls z.
+        push_due: True if the next request must push G.
+        fetch_due: True if the next request must pull z.
         fetching: True if the last request pulls z.
-        warmed_up: True if this worker has waited for the warm-up.
+        warmed_up: True after the first step has begun. Before it, ranks above 0 wait for the
+            warm-up.
     """
 
     gradients: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -86,13 +93,14 @@ class DownpourFlow(ServerFlow):
 
     @override
     def clocks(self) -> list[int]:
-        # The clock of rank 0 counts the steps of the warm-up. No worker waits for another clock.
+        # The clock of rank 0 is its number of pushed steps. During the warm-up the other workers
+        # wait for it. No worker waits for the clocks of the other ranks.
         return [0] + [NO_CLOCK] * (self.worker.size - 1)
 
     @override
     def initial_state(self, model: Tensor) -> DownpourState:
-        self._decayed: set[int] = set()  # indices of optimizers whose λx is already in G
-        self._offsets: dict[int, int] = {}  # offset of each parameter in the vector, by its id
+        self._decayed: set[int] = set()  # optimizers (indices) whose λx in this step is in G
+        self._offsets: dict[int, int] = {}  # offset in G of each parameter, by its id()
         offset = 0
         for tensor in self.tensors:
             self._offsets[id(tensor)] = offset
@@ -106,7 +114,8 @@ class DownpourFlow(ServerFlow):
         """G ← G + η·λx/N, before the optimizer changes x."""
         if not self.state.warmed_up:
             self._wait_for_warmup()
-        if optimizer.index not in self._decayed:  # else a GradScaler has skipped the step
+        # If a GradScaler skips the step, λx remains in G and is not added again in the next step.
+        if optimizer.index not in self._decayed:
             self._decayed.add(optimizer.index)
             for group, parameter, scale in self._with_gradient(optimizer):
                 decay = float(group.get("weight_decay", 0.0))
@@ -116,13 +125,13 @@ class DownpourFlow(ServerFlow):
         return False
 
     def _wait_for_warmup(self) -> None:
-        """Wait until rank 0 has done the warm-up, and continue from its model."""
+        """Wait until rank 0 has ended the warm-up, fetch z, and discard this step's gradient."""
         self.state.warmed_up = True
         if self.strategy.warmup_steps and self.worker.rank > 0:
             self.server.wait_for_clock(self.strategy.warmup_steps)
             unpack(self.server.read(), self.tensors)
-            for one in self.worker.optimizers:
-                for parameter in one.parameters:
+            for optimizer in self.worker.optimizers:
+                for parameter in optimizer.parameters:
                     parameter.grad = None
 
     @override
@@ -139,7 +148,10 @@ class DownpourFlow(ServerFlow):
     def _with_gradient(
         self, optimizer: AttachedOptimizer
     ) -> Iterator[tuple[dict[str, Any], nn.Parameter, float]]:
-        """Yield the group of each parameter with a gradient, the parameter, and η/N (or 1)."""
+        """Yield each parameter with a gradient: (its group, the parameter, its factor).
+
+        The factor of a gradient in G is η/N, η for rank 0 in the warm-up, or 1 with ``server_lr``.
+        """
         warming_up = self.worker.rank == 0 and self.state.steps < self.strategy.warmup_steps
         workers = 1 if warming_up else self.worker.size
         for group in optimizer.optimizer.param_groups:
@@ -165,12 +177,13 @@ class DownpourFlow(ServerFlow):
         state.fetch_due = state.fetch_due or state.steps % strategy.fetch_every == 0
         fetched = self._take()
         self._send()
-        fetched = self._take() or fetched  # the shard of this rank answers at once
+        # The answer has arrived already if this rank holds the only shard.
+        fetched = self._take() or fetched
         self.report()
         return fetched
 
     def _take(self) -> bool:
-        """x ← z + local steps since the request, if z has arrived. Return True if it has."""
+        """If z has arrived, x ← z + the local steps since its request, and return True."""
         state, server = self.state, self.server
         if server.take() is None or not state.fetching:
             return False
@@ -181,13 +194,13 @@ class DownpourFlow(ServerFlow):
         return True
 
     def _send(self) -> None:
-        """Start the request that is due, unless one is in flight."""
+        """Start a request if a push or a fetch is due and no request is in flight."""
         state, server = self.state, self.server
         push, fetch = state.push_due, state.fetch_due
         if not server.idle or not (push or fetch):
             return
         if push:
-            self._stage()
+            self.stage_push(self.state.gradients)
         if fetch:
             pack_mixed(self.tensors, state.requested)
             state.requested_step = state.steps
@@ -195,19 +208,12 @@ class DownpourFlow(ServerFlow):
         server.start("push" if not fetch else "push_pull" if push else "pull", clock=clock)
         state.fetching, state.push_due, state.fetch_due = fetch, False, False
 
-    def _stage(self) -> None:
-        """Move G to the vector of the next request."""
-        self.check_push(self.state.gradients)
-        self.server.vector.copy_(self.state.gradients)
-        self.state.gradients.zero_()
-        self.state.unpushed = 0
-
     @override
     def flush(self) -> None:
         if self.state.unpushed:
             self.server.settle()
             self._take()
-            self._stage()
+            self.stage_push(self.state.gradients)
             self.server.start("push")
 
 
@@ -215,8 +221,9 @@ class DownpourFlow(ServerFlow):
 class Downpour(ServerStrategy):
     """Workers train locally, push accumulated gradients to a server, and fetch its model.
 
-    **Update** at local step t, z the server's model, N workers, G the sum of the gradients since
-    the last push:
+    **Update** of a worker with the local model x. T is the step of its optimizer with the gradient
+    g, z the server's model, N the number of workers. G is the sum of the gradients since the last
+    push, and λ the weight decay:
 
         x ← T(x, g);  G ← G + η·(g + λx)/N        with server_lr: G ← G + (g + λx)
         if z has arrived:     x ← z + the local steps since it was requested
@@ -224,37 +231,37 @@ class Downpour(ServerStrategy):
                                                with server_lr: one step of its optimizer on G
         every n_fetch steps:  request z
 
-    A request is in flight while the worker computes, so no worker waits. There is one request at a
-    time. Pushes and fetches that become due meanwhile are part of the next request, and G continues
-    to grow.
+    A request is in flight while the worker computes, so no worker waits. Only one request is in
+    flight at a time. Pushes and fetches that become due meanwhile are part of the next request, and
+    G continues to grow.
 
-    The learning rate η is applied once. By default the worker applies it, so that schedules and
-    parameter groups keep their meaning. It is then divided by N, so that it has the same meaning as
-    under BSP. With ``server_lr`` the server applies its own learning rate. λ is the weight decay of
-    the worker's optimizer.
+    By default the worker's learning rate η is a factor of G, so that schedules and parameter groups
+    apply. It is divided by N, so that it has the same meaning as under BSP. With ``server_lr`` only
+    the server applies a learning rate to G.
 
     Args:
         push_every: Steps between two pushes, n_push ≥ 1.
         fetch_every: Steps between two fetches, n_fetch ≥ 1.
         server_optimizer: "sgd", or "adagrad", which requires ``server_lr``.
         server_lr: Learning rate of the server's optimizer, > 0. It is not divided by N, although N
-            workers push N times as often as one. None: the workers apply the learning rate.
-        warmup_steps: Number of steps that rank 0 takes before the other workers begin (≥ 0), with η
-            instead of η/N. The other workers wait in their first step, fetch z, and discard the
-            gradient that they have computed at the initial model. They also begin if rank 0 enters
-            a consensus.
+            workers push N times as often as one. None: the worker applies the learning rate.
+        warmup_steps: Number of steps that rank 0 takes alone at the beginning (≥ 0), with η instead
+            of η/N. The other workers wait in their first step. They then fetch z and discard their
+            first gradient, which they have computed at the initial model. Their wait also ends if
+            rank 0 enters a consensus.
         servers: See ``ServerStrategy``.
 
     *Communication*: G every n_push steps and the model every n_fetch steps, or as often as the
     network allows; no worker waits. *Memory*: three flat copies of the model (G, the request, x at
     the request), one for serving if all ranks serve, and the state of the server's optimizer.
-    *State*: G, x at the request, a z that was not taken, the counters, the shard and its optimizer.
+    *State*: G, x at the request, a z that has arrived and was not applied, the counters, the shard
+    and its optimizer.
 
-    ``Stats.details`` contains the staleness of the pushes to this rank's shard: the number of
-    pushes by other workers between the worker's last fetch and its push.
+    ``Stats.details`` contains the staleness of the pushes to this rank's shard. The staleness of a
+    push is the number of pushes by other workers since the pushing worker's last fetch.
 
-    *Differs from the paper*: a worker keeps the steps that it takes while z is in flight; in the
-    paper z replaces them. ``finish`` pushes a remaining G. ``warmup_steps`` is the paper's
+    *Differs from the paper*: while z is in flight a worker takes steps, which it adds to z. In the
+    paper z replaces them. ``finish`` pushes the rest of G. ``warmup_steps`` is the paper's
     "warmstarting model training with only a single model replica".
 
     Source: Dean et al., "Large scale distributed deep networks", NeurIPS 2012, §4.1 and
@@ -279,7 +286,13 @@ class Downpour(ServerStrategy):
 
 
 def _replace(tensors: Sequence[Tensor], requested: Tensor, new: Tensor) -> None:
-    """tensors ← new + (tensors − requested), computed in the dtype of ``new``."""
+    """tensors ← new + (tensors − requested), computed in the dtype of ``new``.
+
+    Args:
+        tensors: x, tensor by tensor.
+        requested: x at the request, as one vector.
+        new: z, as one vector.
+    """
     with torch.no_grad():
         offset = 0
         for tensor in tensors:

@@ -1,4 +1,8 @@
-"""EASGD, elastic averaging SGD: workers and a centre on the server move towards each other."""
+"""EASGD, elastic averaging SGD: workers and a centre on a server move towards each other.
+
+x is a worker's local model, and z the *centre*, a model on the parameter server. The vector z is
+stored in *shards* on one or more ranks, and a ``Rule`` applies the workers' pushes to a shard.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -16,11 +20,11 @@ from offbeat.strategies.base import setting
 
 @dataclass(eq=False)
 class ElasticRule(Rule):
-    """z ← z + d with d = α(x − z). The answer is d.
+    """On a push of x: d = α(x − z), z ← z + d. The answer to the worker is d.
 
     Attributes:
         alpha: α in (0, 1).
-        differences: Last d of each worker that has not received its answer, by rank.
+        differences: d of each worker whose answer was not sent yet, by rank.
     """
 
     alpha: float = transient(default=0.0)
@@ -32,7 +36,7 @@ class ElasticRule(Rule):
         self.move(shard, source)
 
     def move(self, shard: Tensor, source: int) -> None:
-        """Move the centre by the difference of one worker."""
+        """Add the difference d of one worker to the centre, now or later."""
         shard.add_(self.differences[source])
 
     @override
@@ -42,10 +46,10 @@ class ElasticRule(Rule):
 
 @dataclass(eq=False)
 class SynchronousElasticRule(ElasticRule):
-    """z ← z + Σ d once all workers have pushed. All d are computed with the same z.
+    """z ← z + Σ d when all workers have pushed. Each d is computed with the z before this sum.
 
     Attributes:
-        pending: Rank and d of each worker whose d was not added to z yet.
+        pending: (rank, d) of each worker whose d was not added to z yet.
     """
 
     pending: list[tuple[int, Tensor]] = transient(default_factory=list)
@@ -68,7 +72,7 @@ class EASGDState(ServerState):
 
     Attributes:
         steps: Number of local steps.
-        exchanges: Number of exchanges.
+        exchanges: Number of exchanges with the centre.
     """
 
     steps: int = 0
@@ -80,7 +84,7 @@ class EASGDFlow(ServerFlow):
 
     strategy: "EASGD"
     state: EASGDState
-    _staged = False  # True if the server's vector contains the x of this step's gradient
+    _staged = False  # True if the vector to push contains the x before this local step
 
     @override
     def rule(self, shard: Tensor) -> Rule:
@@ -89,16 +93,15 @@ class EASGDFlow(ServerFlow):
 
     @override
     def initial_state(self, model: Tensor) -> EASGDState:
-        self.strategy.alpha_of(self.worker.size)  # an error on all workers, not only on servers
+        self.strategy.alpha_of(self.worker.size)  # raises on all workers; ``rule`` only on servers
         return EASGDState()
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
         exchange = (self.state.steps + 1) % self.strategy.period == 0
+        # With several optimizers, x is copied before the first one steps.
         if exchange and self.strategy.difference == "before_step" and not self._staged:
-            pack_mixed(
-                self.tensors, self.server.vector
-            )  # before the first of several optimizers steps
+            pack_mixed(self.tensors, self.server.vector)
             self._staged = True
         return False
 
@@ -119,7 +122,7 @@ class EASGDFlow(ServerFlow):
             server.start("push_pull")
         server.take(wait=True)
         add_to(self.tensors, server.vector, -1.0)
-        state.unpushed = int(self._staged)  # if set, this step is not part of d
+        state.unpushed = int(self._staged)  # 1 if x was copied before this step
         self._staged = False
         self.report()
         return True
@@ -136,36 +139,40 @@ class EASGDFlow(ServerFlow):
 class EASGD(ServerStrategy):
     """Every ``period`` steps a worker and the centre z on the server move towards each other.
 
-    **Update** of worker n of N. Most steps are x ← T(x, g). Every ``period``-th step computes the
-    difference d at the x of the gradient g:
+    **Update** of worker n of N with the local model x. T is the step of its optimizer with the
+    gradient g. Most steps are x ← T(x, g). Every ``period``-th step also exchanges the difference
+    d between the worker and the centre:
 
-        d = α(x − z);  x ← T(x, g) − d;  z ← z + d                x + z is conserved except for T
-        synchronous:  d_n = α(x_n − z), z ← z + Σ d_n             all workers use the same z
+        d = α(x − z);  x ← T(x, g) − d;  z ← z + d
+        synchronous:  d_n = α(x_n − z);  z ← z + Σ d_n            all workers use the same z
 
-    With plain SGD and period 1 these are Equations 3 and 4 of the paper. With
-    ``difference="after_step"`` d is computed after the step. This has the same fixed point and is
-    stable for larger α: on a quadratic of curvature 1, one worker with learning rate η requires
-    α < (4 − 2η)/(4 − η) before the step, and any α < 1 is stable after the step.
+    An exchange does not change x + z. With ``synchronous=True``, plain SGD and period 1 these are
+    Equations 3 and 4 of the paper. By default d is computed at the x before the step, and with
+    ``difference="after_step"`` at the x after the step. This has the same fixed point and is stable
+    for larger α. Example: one worker, a quadratic loss of curvature 1, learning rate η < 2. Before
+    the step, stability requires α < (4 − 2η)/(4 − η). After the step, any α < 1 is stable.
 
-    ``consensus`` and ``finish`` give z. EAMSGD is EASGD with Nesterov momentum on the worker,
-    ``torch.optim.SGD(..., momentum=δ, nesterov=True)``. An exchange does not change the velocity.
+    ``consensus`` and ``finish`` replace the local models by z. EAMSGD is EASGD with Nesterov
+    momentum on the worker, ``torch.optim.SGD(..., momentum=δ, nesterov=True)``. An exchange does
+    not change the momentum buffers.
 
     Args:
         period: τ ≥ 1, steps between two exchanges.
-        alpha: α in (0, 1), the part of the distance that each side moves. None: 0.9/N.
+        alpha: α in (0, 1), the fraction of their distance that worker and centre each move. None:
+            0.9/N.
         synchronous: True if all workers exchange at the same time and wait for each other. Requires
             α·N ≤ 1, otherwise z would overshoot.
-        difference: "before_step": d is computed at the x of the gradient, as in the paper.
+        difference: "before_step": d is computed at the x before the step, as in the paper.
             "after_step": d is computed at the x after the step: x ← T(x, g), then d = α(x − z),
             x ← x − d.
         servers: See ``ServerStrategy``.
 
     *Communication*: the model to the server, and d back, every ``period`` steps; blocking.
-    *Memory*: one flat copy of the model, one for serving if all ranks serve, and the shard once
-    more for each exchange in flight. *State*: the counters and the centre.
+    *Memory*: one flat copy of the model, one for serving if all ranks serve, and on a serving rank
+    one copy of its shard for each exchange in flight. *State*: the counters and the centre.
 
     *Differs from the paper*: workers exchange at the last step of a period, in the paper at the
-    first. ``finish`` moves z, but not the workers, for the steps since the last exchange.
+    first. ``finish`` moves z once more towards each worker with steps since its last exchange.
 
     Source: Zhang, Choromanska & LeCun, "Deep learning with elastic averaging SGD", NeurIPS 2015,
     Equations 3-4 (synchronous), Algorithms 1 (EASGD) and 2 (EAMSGD).

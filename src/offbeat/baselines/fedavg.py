@@ -1,4 +1,9 @@
-"""FedAvg, federated averaging: local steps, then the mean of the models of some workers."""
+"""FedAvg, federated averaging: local steps, then the mean of the models of some workers.
+
+A *round* ends with such a mean. A random *draw* selects the workers whose models are averaged. A
+*consensus* is something else: it replaces all local models by their mean, temporarily to evaluate
+the mean, or finally when training ends (``finish``).
+"""
 
 import math
 from dataclasses import dataclass
@@ -14,8 +19,8 @@ from offbeat.averaging.votes import Round
 from offbeat.checkpoint.state import transient
 from offbeat.strategies.base import CustomFlow, SharedModel, Strategy, WorkerView, setting
 
-_PURPOSE = int.from_bytes(b"fedavg", "big")  # the seed of a draw is (seed, purpose, round)
-_LARGEST_DENOMINATOR = 10**6  # decimals are used as fractions: 0.1 is exactly 1/10
+_PURPOSE = int.from_bytes(b"fedavg", "big")  # part of the seed of each draw
+_LARGEST_DENOMINATOR = 10**6  # settings are converted to fractions: 0.1 is exactly 1/10
 
 
 @dataclass
@@ -24,7 +29,8 @@ class FedAvgState:
 
     Attributes:
         drawn: Number of rounds in which this worker was drawn.
-        consensus_weight: Weight of this worker in a consensus after the coming vote.
+        consensus_weight: Weight of this worker if the coming vote leads to a consensus. It is sent
+            with the vote.
     """
 
     drawn: int = 0
@@ -48,7 +54,7 @@ class FedAvgFlow(ModelFlow):
         super().start(common)
 
     def _draws(self, round: int) -> bool:
-        """Return True if this worker is drawn in a round, counted from 1."""
+        """Return True if this worker is drawn in a round. The first round has the number 1."""
         return self.strategy.draws(self.worker.rank, self.worker.size, round)
 
     @override
@@ -56,15 +62,15 @@ class FedAvgFlow(ModelFlow):
         weight = self.strategy.relative_weight(self.worker.rank, self.worker.size)
         sent = weight if stepping or self.unsynced else 0.0
         state: FedAvgState = self.state.view.state
-        # A consensus averages all workers. If the last round has left all models equal, a worker
-        # without a step since then has weight 0.
+        # A consensus averages all workers. If the last round has made all models equal, a worker
+        # without a step since then has weight 0, because it has nothing new to contribute.
         all_equal = self.strategy.leaves_all_equal(self.worker.size)
         state.consensus_weight = sent if all_equal else weight
         return sent if self._draws(self.state.view.launches + 1) else 0.0
 
     @override
     def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
-        # A worker that steps and is not drawn contributes nothing.
+        # Not checked: a worker that steps but is not drawn, because it contributes nothing.
         sends = not stepping or self._draws(self.state.view.launches + 1)
         return not sends or super().is_finite(optimizer, stepping=stepping)
 
@@ -86,47 +92,47 @@ class FedAvgFlow(ModelFlow):
 class FedAvg(Strategy):
     """Each worker trains locally. A round ends with the mean of the models of some workers.
 
-    **Update**. D is the set of workers drawn in the round, m of the N workers. w is a worker's
-    number of samples, or 1. It is 0 for a worker without a new step:
+    **Update**. x_n is the local model of worker n, T the step of its optimizer with the gradient g.
+    D is the set of the workers drawn in the round, m of the N workers. w_n is the weight of worker
+    n in the mean, 0 if it has taken no step since it last took a mean:
 
         x ← T(x, g)
         at the end of a round:  x̄ = Σ_{n∈D} w_n·x_n / Σ_{n∈D} w_n
                                 x ← x̄ on the workers in D          unselected="keep"
                                 x ← x̄ on all workers               unselected="restart"
 
-    A round ends after every H = ``period`` steps. With E rounds in an epoch of S steps it ends
-    after step t if ⌊t·E/S⌋ > ⌊(t−1)·E/S⌋. This is computed exactly, without rounding to a period.
+    A round ends after every H = ``period`` steps. With E rounds in an epoch of S steps instead, it
+    ends after step t if ⌊t·E/S⌋ > ⌊(t−1)·E/S⌋, computed exactly. H = S/E need not be an integer.
 
-    m is C·N, rounded half up, and at least 1. A generator seeded with (``seed``, this purpose,
-    number of the round) draws D, so all workers know it without a message. If no worker in D has
-    taken a step since it was last averaged, the round changes nothing.
+    m is C·N, rounded half up, and at least 1. A random generator draws D. It is seeded with
+    ``seed`` and the number of the round, so all workers know D without a message. If all weights
+    in D are 0, the round changes nothing.
 
     Args:
-        period: H, steps in a round (≥ 1). Excludes ``rounds_per_epoch``.
-        rounds_per_epoch: E in (0, steps_per_epoch]. 0.25 is one round in four epochs. It is 1/E in
-            the notation of the SelSync paper.
-        steps_per_epoch: S, steps of a worker in an epoch (≥ 1), the same on all workers. Required
-            with ``rounds_per_epoch``. If workers have different numbers of samples, use a mean.
-        fraction: C in (0, 1], the share of the workers that is averaged in a round.
+        period: H, steps in a round (≥ 1). Give either ``period`` or ``rounds_per_epoch``.
+        rounds_per_epoch: E, from 10⁻⁶ to ``steps_per_epoch``. For example, 0.25 is one round in
+            four epochs. In the SelSync paper E is the inverse, the number of epochs in a round.
+        steps_per_epoch: S, steps of a worker in an epoch (≥ 1), equal on all workers. Required with
+            ``rounds_per_epoch``. If workers have different numbers of samples, use a mean.
+        fraction: C in (0, 1], the fraction of the workers that is averaged in a round.
         unselected: Model of the workers that were not drawn. "keep": they keep their local model,
             as in the SelSync paper. "restart": they take the mean and lose the steps of the round,
             as in McMahan et al.
         weights: One positive weight for each worker, such as its number of samples, in the order of
-            the ranks and the same on all workers. None: equal weights.
+            the ranks and equal on all workers. None: equal weights.
         seed: Seed of the draws (≥ 0).
 
-    *Communication*: one mean of the model a round; blocking. Workers that were not drawn send
-    zeros, so a round costs the same for any ``fraction``. An all-reduce is cheaper than sending m
-    models to one worker and back. *Memory*: one flat copy of the model. *State*: the number of
-    rounds, and the steps since the last round.
+    *Communication*: one all-reduce of the model per round; blocking. Workers that were not drawn
+    send zeros, so a round costs the same for any ``fraction``. *Memory*: one flat copy of the
+    model. *State*: the number of rounds, and the steps since the last round.
 
     ``consensus`` and ``finish`` take the mean of all models with the same weights. If the last
-    round has left all models equal (``fraction=1`` or "restart"), only workers with steps since
-    then are averaged. So the steps of a partial last round are not lost.
+    round has made all models equal (``fraction=1`` or "restart"), workers without steps since then
+    have the weight 0.
 
-    *Differs from the papers*: workers that are not drawn compute, too. A worker need not see all
-    of its data in a round. Floating-point buffers are averaged. Of integer buffers the maximum is
-    taken, in a consensus and at the end.
+    *Differs from the papers*: workers that are not drawn also take steps. A worker need not see all
+    of its data in a round. Floating-point buffers are averaged. In a consensus an integer buffer
+    becomes its maximum over the workers.
 
     Source: McMahan et al., "Communication-efficient learning of deep networks from decentralized
     data", AISTATS 2017, Algorithm 1; Tyagi & Swany, arXiv 2307.07950, §IV.
@@ -184,7 +190,7 @@ class FedAvg(Strategy):
         return (worker.state.consensus_weight,)
 
     def _steps_until(self, rounds: int) -> int:
-        """Return the steps in the first rounds: ⌈rounds·S/E⌉, the least t with ⌊t·E/S⌋ = rounds."""
+        """Return the number of steps in the first ``rounds`` rounds, ⌈rounds·S/E⌉."""
         if self.rounds_per_epoch is None:
             return rounds * (self.period or 1)
         rate = Fraction(self.rounds_per_epoch).limit_denominator(_LARGEST_DENOMINATOR)
@@ -196,7 +202,13 @@ class FedAvg(Strategy):
         return max(1, math.floor(exact + Fraction(1, 2)))
 
     def draws(self, rank: int, workers: int, round: int) -> bool:
-        """Return True if a worker is drawn in a round, counted from 1."""
+        """Return True if a worker is drawn in a round.
+
+        Args:
+            rank: Rank of the worker.
+            workers: Number of workers.
+            round: Number of the round, from 1.
+        """
         count = self._count(workers)
         if count == workers:
             return True
@@ -204,11 +216,11 @@ class FedAvg(Strategy):
         return bool(rank in random.permutation(workers)[:count])
 
     def leaves_all_equal(self, workers: int) -> bool:
-        """Return True if all workers hold the same model after a round."""
+        """Return True if every round makes the models of all workers equal."""
         return self.unselected == "restart" or self._count(workers) == workers
 
     def relative_weight(self, rank: int, workers: int) -> float:
-        """Return w of a worker divided by the mean w of all workers."""
+        """Return the weight of a worker divided by the mean weight of all workers."""
         if self.weights is None:
             return 1.0
         return self.weights[rank] * workers / math.fsum(self.weights)

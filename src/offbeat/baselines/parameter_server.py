@@ -1,16 +1,19 @@
-"""A parameter server: a flat vector in shards that all workers push to and pull from.
+"""A parameter server: a vector that all workers push values to and pull values from.
 
-Protocol: to make a request, a worker sends a header of three int64 numbers to each rank that holds
-a shard. If the request pushes, the values follow. The rank answers with a header of two int64
-numbers, followed by the values if the request pulls. Both sides know the sizes. A worker calls the
-shard on its own rank directly.
+The vector is divided into *shards*, which are held by all ranks or by some (the *servers*). Each
+worker has a *clock*, for example its number of local steps. An answer can be made to wait until the
+minimum clock of all workers has reached some value. This limits how far a worker may be ahead.
 
-A serving rank runs one background thread for each other rank, so a slow link delays only the worker
-behind it. Each shard handles requests in the order of their arrival.
+**Protocol.** A worker sends each request to all servers, as a header of three int64 numbers. If the
+request pushes, the values follow. A server answers with a header of two int64 numbers. If the
+request pulls, the values follow. Both sides know the sizes. A worker calls the shard of its own
+rank directly.
 
-A worker has at most one request for values in flight. A background thread receives the answer while
-the worker computes. Requests for clocks and barriers may be in flight at the same time, so their
-answers have a different message tag.
+**Threads.** A server runs one background thread for each other rank, so a slow link delays only the
+worker at its other end. Each shard handles requests in the order of their arrival. A worker has at
+most one request for values in flight, and a background thread receives the answer while the worker
+computes. The worker may make requests for clocks and barriers meanwhile. Their answers therefore
+have a different message tag.
 """
 
 import itertools
@@ -30,32 +33,36 @@ from offbeat.transport.team import Team
 
 
 def shard_slices(elements: int, servers: int) -> list[slice]:
-    """Return the part of the vector that each server holds, in order, equal up to one element."""
+    """Return the slice of the vector for each server, in order. Their sizes differ by at most 1."""
     ends = [elements * i // servers for i in range(servers + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
 
 class ParameterServer:
-    """Client of the parameter server, and the shard of this rank if it serves.
+    """One worker's access to the parameter server, and the shard of its rank if it is a server.
 
-    A collective: all workers construct it with the same arguments.
+    A request for values takes three steps: the worker writes ``vector`` (if it pushes), calls
+    ``start``, and later calls ``take``. The pulled values are then in ``vector``.
+
+    All workers must construct it with the same arguments.
 
     Args:
         team: The workers.
-        initial: Initial value of the vector, 1-D, on the CPU. Becomes ``vector``.
+        initial: Initial value of the server's vector, 1-D, on the CPU. The tensor becomes
+            ``vector``.
         servers: Ranks that hold a shard each. None: all ranks, so that the traffic is spread over
             all links.
-        rule: Function that makes the update rule of a shard from its initial values.
+        rule: Function that returns the update rule of a shard, given its initial values.
         clocks: Initial clock of each worker. None: 0.
 
     Attributes:
-        vector: Values to push before a request, and pulled values after ``take``. It may not be
-            used while a request is in flight.
-        shard: The shard of this rank. None if this rank does not serve.
+        vector: Values to push, before ``start``. Pulled values, after ``take``. Must not be used
+            while a request is in flight.
+        shard: The shard of this rank. None if this rank is not a server.
         pulled_bytes: Number of bytes of values that this worker has pulled from other ranks.
 
-    *Memory*: ``vector``; on a serving rank its shard, and a buffer of that size for each other
-    rank. If all ranks serve, these add up to one copy of the vector.
+    *Memory*: ``vector``; on a server its shard, and a buffer of the size of the shard for each
+    other rank. If all ranks are servers, shard and buffers add up to one copy of the vector.
     """
 
     def __init__(
@@ -74,9 +81,9 @@ class ParameterServer:
         self._slices = dict(sorted(slices, key=lambda item: (item[0] - team.rank - 1) % team.size))
         self._sent: list[Handle[Tensor]] = []  # gloo may lose a message whose handle is deleted
         self._in_flight: Promise[int | Exception] | None = None
-        self._what = ""  # name of the request in flight in errors
-        self._answer: int | None = None  # minimum clock of an answer that was not taken
-        self._left = False
+        self._what = ""  # name, in errors, of the request in flight
+        self._answer: int | None = None  # minimum clock in an answer that was not taken yet
+        self._left = False  # True after ``leave``
         self.shard: Shard | None = None
         self._service: ShardService | None = None
         if team.rank in self._slices:
@@ -88,19 +95,22 @@ class ParameterServer:
 
     @property
     def idle(self) -> bool:
-        """True if no request is in flight and the last answer was taken: ``vector`` may be used."""
+        """True if no request is in flight and the last answer was taken.
+
+        ``vector`` may then be used, and ``start`` may be called.
+        """
         return self._in_flight is None and self._answer is None
 
     def start(self, kind: RequestKind, *, clock: int = -1, min_clock: int = -NO_CLOCK) -> None:
-        """Start a request for values. Never blocks. Requires ``idle``.
+        """Start a request that pushes or pulls ``vector``. Never blocks. Requires ``idle``.
 
-        A request with ``min_clock`` has no time-out until ``take`` waits for it. Any other request
-        fails after the time-out of an operation.
+        The request fails after the time-out of an operation. With ``min_clock`` the time-out begins
+        only when ``take`` waits for the answer.
 
         Args:
             kind: "push", "pull" or "push_pull".
             clock: New clock of this worker. −1 leaves it unchanged.
-            min_clock: Minimum clock of the workers for which the answer waits.
+            min_clock: The servers answer when the minimum clock of all workers is at least this.
         """
         assert self.idle, "the answer of the last request was not taken"
         request = Request(kind, self._team.rank, clock, min_clock)
@@ -110,7 +120,7 @@ class ParameterServer:
             self.pulled_bytes += self.vector.nbytes - own
         sent, self._sent = self._sent, []
         if not sent and all(isinstance(answer, Completed) for answer in answers):
-            self._answer = _min_clock(answers)  # only this rank's shard was involved
+            self._answer = _min_clock(answers)  # this rank is the only server, and has answered
             return
         outcome: Promise[int | Exception] = self._team.host.promise()
 
@@ -120,7 +130,7 @@ class ParameterServer:
                 for handle in sent:
                     handle.wait()
                 outcome.fulfil(clock)
-            except Exception as error:  # ``settle`` raises it on the training thread
+            except Exception as error:  # raised later by ``settle``, on the training thread
                 outcome.fulfil(error)
 
         self._in_flight, self._what = outcome, f"{kind} at the parameter server"
@@ -133,8 +143,8 @@ class ParameterServer:
             wait: True blocks until the answer has arrived.
 
         Returns:
-            The minimum clock of the workers at the answer (0 after a "push"). None if there is no
-            answer that was not taken.
+            The minimum clock of the workers in the answer (0 for a "push"). None if the answer has
+            not arrived or was already taken.
         """
         if self._in_flight is not None and (wait or self._in_flight.fulfilled):
             self.settle()
@@ -142,10 +152,10 @@ class ParameterServer:
         return answer
 
     def settle(self, *, release: bool = False) -> None:
-        """Wait until no request is in flight. The answer can still be taken.
+        """Wait until no request is in flight. ``take`` still returns the answer.
 
         Args:
-            release: True if the shards shall answer at once, without waiting for a clock.
+            release: True asks the servers to answer at once, without waiting for a clock.
         """
         if self._in_flight is None:
             return
@@ -157,7 +167,7 @@ class ParameterServer:
         self._in_flight, self._answer = None, outcome
 
     def read(self) -> Tensor:
-        """Pull the vector into a new tensor. No request may be in flight. Blocks.
+        """Return a copy of the server's vector. No request may be in flight. Blocks.
 
         ``vector`` and ``pulled_bytes`` do not change.
         """
@@ -169,9 +179,9 @@ class ParameterServer:
     # -- clocks, barriers, shutdown --------------------------------------------------------------
 
     def wait_for_clock(self, clock: int) -> None:
-        """Wait until the minimum clock of the workers is at least ``clock``.
+        """Block until the minimum clock of the workers is at least ``clock``.
 
-        The time-out starts again whenever the minimum clock rises.
+        The time-out restarts when the minimum clock rises.
         """
         reached = 0
         while reached < clock:
@@ -179,16 +189,17 @@ class ParameterServer:
             reached = _min_clock(self._send_to_all(request, self.vector[:0]))
 
     def barrier(self) -> int:
-        """Wait until all workers have reached the barrier.
+        """Block until all workers have reached the barrier.
 
-        Meanwhile no request waits for the clock of this worker. The shards answer this worker's
-        request in flight without waiting for a clock, and its answer can be taken afterwards.
+        A worker at the barrier does not count in the minimum clock, so the other workers continue.
+        The servers answer this worker's request in flight without waiting for a clock. ``take``
+        returns the answer afterwards.
 
-        The time-out starts again with each request of another worker, because a worker that still
+        The time-out restarts with each request of another worker, because a worker that still
         trains may need longer than the time-out to reach the barrier.
 
         Returns:
-            The minimum clock of the workers, the same on all of them.
+            The minimum clock of all workers, equal on all workers.
         """
         answers = self._send_to_all(Request("barrier", self._team.rank), self.vector[:0])
         clocks = []
@@ -197,12 +208,13 @@ class ParameterServer:
                 handle = self._send(Request("wait", self._team.rank), server)
             clocks.append(answer.clock)
         self.settle()
-        if self._answer is not None:  # its minimum clock left out the workers at the barrier
+        # Workers at the barrier did not count in the minimum clock of this answer.
+        if self._answer is not None:
             self._answer = min(self._answer, *clocks)
         return min(clocks)
 
     def leave(self) -> None:
-        """Stop using the server. Wait until all other workers have left this rank's shard."""
+        """Report that this worker makes no more requests. A server waits for all such reports."""
         if not self._left:
             self._left = True
             self._send_to_all(Request("leave", self._team.rank), self.vector[:0])
@@ -213,16 +225,20 @@ class ParameterServer:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def reset(self, vector: Tensor) -> None:
-        """Replace ``vector`` and the values of this rank's shard. No request may be in flight.
+        """Replace the server's values, and ``self.vector``, by the argument.
 
-        All workers must call it with the same values, and none may send a request before all have.
+        All workers must call this with equal arguments and without a request in flight. No worker
+        may make a request before all have called it.
+
+        Args:
+            vector: New values of the whole vector.
         """
         self.vector.copy_(vector)
         if self.shard is not None:
             self.shard.reset(vector[self._slices[self._team.rank]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the shard and of an answer that was not taken.
+        """Return copies of the shard, and of the answer if ``take`` has not returned it yet.
 
         No request may be in flight.
         """
@@ -234,7 +250,7 @@ class ParameterServer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``. No request may be in flight."""
+        """Restore the state that ``state_dict()`` has returned. No request may be in flight."""
         load(self.shard, state["shard"])
         self._answer, self.pulled_bytes = state["answer"], state["pulled_bytes"]
         if self._answer is not None:
@@ -245,16 +261,15 @@ class ParameterServer:
     def _send_to_all(
         self, request: Request, values: Tensor, *, background: bool = False
     ) -> list[Handle[Answer]]:
-        """Send a request to all shards and start to receive their answers.
+        """Send a request to all servers and start to receive their answers.
 
         All headers are sent before any values, so that each server learns early what will arrive.
 
         Args:
             request: The request.
-            values: Values to push, and the tensor that receives pulled values. Empty for other
-                kinds of requests.
-            background: True if a background thread waits for the answers. Telemetry counts its
-                bytes, but not its waiting time.
+            values: Values to push. Pulled values replace them. Empty if the request does neither.
+            background: True if a background thread waits for the answers. Telemetry then counts the
+                bytes of the request, but not the waiting time.
         """
         self._wait_for_sent()
         for server in self._slices:
@@ -265,7 +280,7 @@ class ParameterServer:
         ]
 
     def _send(self, request: Request, server: int) -> Handle[Answer]:
-        """Send a request without values to one shard and start to receive its answer."""
+        """Send a request without values to one server and start to receive its answer."""
         self._send_header(request, server, background=False)
         return self._exchange(request, server, self.vector[:0], background=False)
 
@@ -310,5 +325,5 @@ class ParameterServer:
 
 
 def _min_clock(answers: Sequence[Handle[Answer]]) -> int:
-    """Wait for all answers, and return the minimum of their clocks."""
+    """Wait for all answers and return their minimum clock."""
     return min([answer.wait().clock for answer in answers])

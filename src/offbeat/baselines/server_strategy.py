@@ -1,4 +1,10 @@
-"""Base classes of the strategies with a parameter server: settings, flow and state."""
+"""Base classes of the strategies with a parameter server: settings, flow and state.
+
+A *flow* is the code that drives one strategy through the events of a training step. A *consensus*
+replaces all local models by one model, here the server's model: temporarily, to evaluate or save
+it, or finally when training ends (``finish``). It begins with a *barrier*, at which all workers
+wait for each other.
+"""
 
 import logging
 import math
@@ -27,20 +33,20 @@ logger = logging.getLogger("offbeat")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ServerStrategy(Strategy):
-    """Base class: each worker pushes values to a parameter server and pulls values from it.
+    """Base class of strategies in which each worker exchanges values with a parameter server.
 
-    There are no votes during training, only at barriers. The server's model is the result.
-    ``consensus`` gives it to all workers temporarily and ``finish`` permanently. A consensus does
-    not contain steps that a worker has not pushed yet. Floating-point buffers are not on the
-    server: ``consensus`` and ``finish`` average them.
+    Workers make no common decisions during training. The server's model is the result of training:
+    ``consensus`` gives it to all workers temporarily, ``finish`` permanently. Steps that a worker
+    has not pushed are not part of a consensus. ``finish`` pushes them first. Buffers are not on the
+    server. ``consensus`` and ``finish`` average the floating-point ones.
 
     Args:
-        servers: Ranks that hold a shard of the model each, such as ``(0, 1)``; in the text form
-            ``0/1``. None: all ranks, so that the traffic is spread over all links.
+        servers: Ranks that hold a shard of the model each, such as ``(0, 1)``, or ``0/1`` as text.
+            None: all ranks, so that the traffic is spread over all links.
     """
 
     flow: ClassVar[type["ServerFlow"]]
-    """Class of the object that drives the strategy on one worker."""
+    """Subclass of ``ServerFlow`` that drives the strategy on each worker."""
 
     servers: tuple[int, ...] | None = None
 
@@ -64,11 +70,11 @@ class ServerStrategy(Strategy):
 
 @dataclass
 class ServerState:
-    """State of a ``ServerFlow``. Strategies add fields.
+    """State of a ``ServerFlow`` in a checkpoint. Each strategy adds fields.
 
     Attributes:
-        unpushed: Number of local steps that the server has not received.
-        server: Copy of this rank's shard, and of an answer that was not taken, at the last save.
+        unpushed: Number of local steps that this worker has not pushed yet.
+        server: ``ParameterServer.state_dict()`` at the last checkpoint.
     """
 
     unpushed: int = 0
@@ -78,12 +84,13 @@ class ServerState:
 class ServerFlow(Flow):
     """The flow of a strategy with a parameter server.
 
-    A subclass defines ``rule``, ``initial_state``, ``flush`` and ``step_ended``, and overrides
-    other events if it needs them.
+    A subclass defines ``rule``, ``initial_state``, ``flush`` and ``step_ended``. It may override
+    the other events.
 
     Attributes:
         server: The parameter server.
-        tensors: The parameters of the model, in the order of the server's vector.
+        tensors: Parameters of this worker's model, in the order of the server's vector.
+        state: State for checkpoints.
     """
 
     uses_gradients = False
@@ -100,11 +107,11 @@ class ServerFlow(Flow):
 
     @abstractmethod
     def rule(self, shard: Tensor) -> Rule:
-        """Return the rule that applies pushes to ``shard``, which holds the initial values."""
+        """Return the rule that applies pushes to a shard, given the initial values of the shard."""
 
     @abstractmethod
     def initial_state(self, model: Tensor) -> ServerState:
-        """Return the initial state. All workers start from ``model``, a vector."""
+        """Return the initial state, given the initial model of all workers as a vector."""
 
     def clocks(self) -> list[int]:
         """Return the initial clock of each worker."""
@@ -112,16 +119,16 @@ class ServerFlow(Flow):
 
     @abstractmethod
     def flush(self) -> None:
-        """Start the last push: the local steps that the server has not received."""
+        """Start the last push, with all local steps that this worker has not pushed yet."""
 
     def barrier_reached(self, clock: int) -> None:
-        """Handle the end of a barrier. ``clock`` is the minimum clock of all workers."""
+        """Handle the end of a barrier, given the minimum clock of all workers."""
 
     # -- start, end and consensus ----------------------------------------------------------------
 
     @override
     def start(self, common: dict[str, Any] | None = None) -> None:
-        """Start the server from the model that all workers hold.
+        """Create the parameter server with this worker's model, which is equal on all workers.
 
         Raises:
             ValueError: a rank in ``servers`` does not exist.
@@ -136,7 +143,7 @@ class ServerFlow(Flow):
             )
         self.tensors = [p for _, p in worker.replica.parameters]
         model = _model_vector(self.tensors)
-        if self._started:  # a checkpoint of a consensus was loaded
+        if self._started:  # called again, after a checkpoint of a consensus was loaded
             self.server.reset(model)
             worker.barrier("the start of the parameter server")
         else:
@@ -169,7 +176,8 @@ class ServerFlow(Flow):
         if worker.size > 1:
             what = f"{'final mean' if final else 'consensus'} of the buffers at step {worker.step}"
             worker.exact_mean.average_buffers(1.0, worker.size, what=what)
-        worker.barrier("the end of the consensus")  # else a push could change what others read
+        # No worker may push before all workers have read the vector.
+        worker.barrier("the end of the consensus")
         if final:
             self.report()
             self.server.leave()
@@ -178,19 +186,19 @@ class ServerFlow(Flow):
 
     @override
     def before_save(self, barrier: Callable[[], object]) -> None:
-        """Copy this rank's part of the server after all pushes have arrived. A collective."""
+        """Copy this rank's state of the server after all pushes have arrived. A collective."""
         self.barrier_reached(self.server.barrier())
         self.state.server = self.server.state_dict()
-        # Otherwise a worker could push before another rank has copied its shard.
+        # No worker may push before all servers have copied their shards.
         self.worker.barrier("the copy of the parameter server")
 
     @override
     def after_load(self) -> None:
-        """Load this rank's part of the server. A collective."""
+        """Restore this rank's state of the server. A collective."""
         self.server.load_state_dict(self.state.server)
         self.worker.barrier("the copy of the parameter server")
 
-    # -- rounds, only at a barrier, where no worker steps ------------------------------------------
+    # -- votes: sent only at a barrier, where no worker takes a step -------------------------------
 
     @override
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
@@ -206,13 +214,13 @@ class ServerFlow(Flow):
     # -- pushes ----------------------------------------------------------------------------------
 
     def check_push(self, values: Tensor) -> None:
-        """Count a push that contains NaN or infinity, and raise or warn. Call before the push.
+        """Raise or warn if the values of the coming push contain NaN or infinity.
 
-        Does nothing with a single worker.
+        ``Stats.details`` counts such pushes. With ``non_finite="warn"`` the caller sends them all,
+        and only the first one is logged. Does nothing with a single worker.
 
         Raises:
-            OffbeatError: a value is not finite and ``non_finite="raise"``. With "warn" the first
-                such push is logged, and the server receives it.
+            OffbeatError: A value is not finite, and ``non_finite`` is not "warn".
         """
         worker = self.worker
         if worker.size == 1 or math.isfinite(squared_norm([values])):
@@ -228,8 +236,15 @@ class ServerFlow(Flow):
             self._warned = True
             logger.warning('%s: all workers receive it; non_finite="raise" prevents that', message)
 
+    def stage_push(self, values: Tensor) -> None:
+        """Move ``values`` to the vector that the next request pushes, and set them to 0."""
+        self.check_push(values)
+        self.server.vector.copy_(values)
+        values.zero_()
+        self.state.unpushed = 0
+
     def report(self) -> None:
-        """Update ``Stats.details``: pulled bytes, and the pushes to this rank's shard."""
+        """Update ``Stats.details``: pulled bytes, and statistics of pushes to this rank's shard."""
         details, shard = self.worker.details, self.server.shard
         details["pulled_bytes"] = self.server.pulled_bytes
         if shard is not None:
@@ -241,7 +256,7 @@ class ServerFlow(Flow):
 
 
 def _model_vector(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the numbers of all ``tensors`` in one vector on the CPU."""
+    """Return a copy of all ``tensors`` as one float32 or float64 vector on the CPU."""
     double = any(staging_dtype(t) == torch.float64 for t in tensors)
     elements = sum(as_real(t.detach()).numel() for t in tensors)
     vector = torch.empty(elements, dtype=torch.float64 if double else torch.float32)

@@ -1,7 +1,11 @@
-"""One shard of a parameter server: values, update rule, clocks and waiting requests.
+"""One shard of a parameter server: a part of the server's vector, and the rules for requests to it.
 
-This module does not communicate. ``shard_service`` receives requests of other ranks, calls the
-shard and sends its answers.
+Workers *push* values to the shard, which a ``Rule`` applies, and *pull* its values. Each worker has
+a *clock*, such as its number of local steps. The shard can delay an answer until the minimum clock
+of all workers has risen to some value.
+
+This module does not communicate. ``shard_service.py`` receives the requests, calls the shard and
+sends its answers.
 """
 
 import threading
@@ -15,7 +19,7 @@ from torch import Tensor
 from offbeat.errors import OffbeatError
 
 NO_CLOCK = 2**62
-"""Clock of a worker that no other worker waits for."""
+"""Clock of a worker for which no other worker waits. Larger than all real clocks."""
 
 RequestKind = Literal["push", "pull", "push_pull", "clock", "release", "barrier", "wait", "leave"]
 _KINDS: tuple[RequestKind, ...] = get_args(RequestKind)
@@ -26,13 +30,16 @@ class Request:
     """A worker's request to one shard.
 
     Attributes:
-        kind: Kind of the request. "push" sends values, "pull" requests values, "push_pull" does
-            both. "clock" requests the minimum clock. "release" makes the shard answer the waiting
-            requests of this worker at once. "barrier" reports that the worker has reached the
-            barrier, and "wait" that it still waits there. "leave" is the last request.
+        kind: Kind of the request:
+
+            - "push": apply values. "pull": return values. "push_pull": both.
+            - "clock": return the minimum clock.
+            - "release": answer the waiting requests of this worker now.
+            - "barrier": the worker has reached a barrier. "wait": it still waits there.
+            - "leave": the worker makes no more requests.
         source: Rank of the worker.
         clock: New clock of this worker. −1 leaves it unchanged.
-        min_clock: Minimum clock of the workers for which the answer waits.
+        min_clock: The shard answers when the minimum clock of the workers is at least this.
     """
 
     kind: RequestKind
@@ -58,15 +65,15 @@ class Request:
         return self.kind not in ("push", "release", "leave")
 
     def encode(self) -> Tensor:
-        """Return the request as int64 numbers. The receiver knows ``source`` by the connection."""
+        """Return the request as three int64 numbers, without ``source``."""
         return torch.tensor([_KINDS.index(self.kind), self.clock, self.min_clock])
 
     @classmethod
     def decode(cls, header: Tensor, source: int) -> "Request":
-        """Decode a request of rank ``source``.
+        """Return the request that rank ``source`` has encoded as ``header``.
 
         Raises:
-            OffbeatError: the numbers are not a request.
+            OffbeatError: The numbers are not a request.
         """
         kind, clock, min_clock = header.tolist()
         if not 0 <= kind < len(_KINDS):
@@ -81,9 +88,9 @@ class Answer(NamedTuple):
     """The answer to a request, without its values.
 
     Attributes:
-        clock: Minimum clock of the workers that are not waiting at a barrier. ``NO_CLOCK`` if all
-            are. In the answer to a completed barrier, the minimum clock of all workers.
-        reached: True if all workers have reached the barrier.
+        clock: Minimum clock of the workers that are not at a barrier (``NO_CLOCK`` if there are
+            none). If ``reached`` is set: minimum clock of all workers.
+        reached: True in the answer to "barrier" or "wait" if all workers have reached the barrier.
     """
 
     clock: int
@@ -92,46 +99,48 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False)
 class Rule:
-    """The update rule of a shard, which applies pushes. This base class adds: z ← z + values.
+    """The update rule of a shard, which applies pushed values. This base class adds them.
 
-    A rule must be element-wise, because a shard holds only a part of the vector. It is a dataclass
-    whose fields a checkpoint saves. The shard calls it with its lock held.
+    A rule must work element by element, because a shard holds only a part of the vector. A subclass
+    is a dataclass. Checkpoints contain its fields, except the transient ones. Only one thread calls
+    the rule at a time.
     """
 
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
-        """Apply the values that rank ``source`` has pushed to ``shard``, in place."""
+        """Change ``shard`` in place, given the ``values`` that rank ``source`` has pushed."""
         shard.add_(values)
 
     def clock_advanced(self, shard: Tensor) -> None:
-        """Handle a rise of the minimum clock, or a completed barrier.
+        """Handle a rise of the minimum clock, or the end of a barrier.
 
-        Called before the shard answers the requests that wait for it.
+        ``shard`` may be changed in place. Requests that wait for this event are answered later.
         """
 
     def answer(self, shard: Tensor, *, source: int) -> Tensor:
-        """Return the values that answer a "push_pull". The caller copies them."""
+        """Return the values that answer the "push_pull" of rank ``source``. They are copied."""
         return shard
 
 
 Deliver = Callable[[Answer, Tensor | None], None]
-"""Function that receives the answer to a request, and the values if the request pulls."""
+"""Function that sends an answer to the worker. Its second argument is the pulled values or None."""
 
 
 @dataclass(eq=False)
 class Shard:
-    """One part of the vector, and the state of each worker's requests.
+    """One part of the server's vector, the clocks, and the requests that wait for an answer.
 
-    The shard handles requests in the order of the calls. After each request it answers all waiting
-    requests whose condition holds, the oldest first.
+    After each call of ``handle``, all waiting requests whose condition now holds are answered, the
+    oldest first.
 
     Attributes:
-        values: The values, 1-D.
-        rule: The update rule.
+        values: Values of this part of the vector, 1-D.
+        rule: Update rule.
         clocks: Clock of each worker.
-        pushes: Number of applied pushes.
-        behind: Staleness of each worker: the number of pushes by other workers since its last pull.
-        staleness: Histogram of the staleness of pushes: number of pushes by staleness.
-        reached_clock: Minimum clock after the last request.
+        pushes: Number of pushes so far.
+        behind: For each worker, the number of pushes by other workers since its last pull.
+        staleness: Histogram of the staleness of pushes, as {staleness: number of pushes}. The
+            staleness of a push is ``behind`` of its worker at that time.
+        reached_clock: Minimum clock of the workers that are not at a barrier.
     """
 
     values: Tensor
@@ -146,8 +155,8 @@ class Shard:
         self.behind = [0] * len(self.clocks)
         self._at_barrier = [False] * len(self.clocks)
         self._barrier_clock = 0  # minimum clock at the last completed barrier
-        self._received = 0  # number of requests other than "wait"
-        # Requests that were not answered, each with ``_received`` at its arrival.
+        self._received = 0  # number of requests so far, without those of kind "wait"
+        # Unanswered requests: (request, ``_received`` at its arrival, function for the answer).
         self._waiting: list[tuple[Request, int, Deliver]] = []
         self._lock = threading.Lock()
         self.reached_clock = self._min_clock()
@@ -157,12 +166,12 @@ class Shard:
         return min((clock for clock, waits in clocks if not waits), default=NO_CLOCK)
 
     def handle(self, request: Request, values: Tensor | None, deliver: Deliver) -> None:
-        """Handle one request, and answer the requests that were waiting for it.
+        """Handle one request, and answer all requests that can now be answered.
 
         Args:
             request: The request.
-            values: The pushed values. None if the request does not push. Not kept.
-            deliver: Function that receives the answer, now or during a later call.
+            values: The pushed values. None if the request does not push. Not used after the call.
+            deliver: Function to call with the answer, during this call or a later one.
         """
         with self._lock:
             source = request.source
@@ -178,9 +187,11 @@ class Shard:
             if clock > self.reached_clock or completed:
                 self.rule.clock_advanced(self.values)
             self.reached_clock = clock
-            # A worker at a barrier does not wait for clocks, which might never be reached.
+            # A worker at a barrier does not wait for clocks, because they might never be reached.
             released = source if request.kind in ("release", "barrier") else None
-            self._waiting = [one for one in self._waiting if not self._answer(*one, released)]
+            self._waiting = [
+                waiting for waiting in self._waiting if not self._answer(*waiting, released)
+            ]
 
     def _push(self, values: Tensor, source: int) -> None:
         behind = self.behind[source]
@@ -190,7 +201,7 @@ class Shard:
         self.pushes += 1
 
     def _arrive(self, source: int) -> bool:
-        """Record that a worker has reached the barrier. Return True if it is the last one."""
+        """Record that a worker has reached the barrier. Return True if all workers have."""
         self._at_barrier[source] = True
         if not all(self._at_barrier):
             return False
@@ -201,13 +212,22 @@ class Shard:
     def _answer(
         self, request: Request, received: int, deliver: Deliver, released: int | None
     ) -> bool:
-        """Answer a waiting request if its condition holds. Return True if it was answered."""
+        """Answer a waiting request if its condition holds. Return True if it was answered.
+
+        Args:
+            request: The request.
+            received: ``_received`` at its arrival.
+            deliver: Function to call with the answer.
+            released: Rank of a worker whose requests do not wait for clocks. None: no worker.
+        """
         if request.kind in ("barrier", "wait"):
             if not self._at_barrier[request.source]:
-                # The clock at the barrier: some workers may have continued since then.
+                # Not the present clock, because some workers may have continued since the barrier.
                 deliver(Answer(self._barrier_clock, reached=True), None)
                 return True
-            if self._received > received:  # another worker is alive; this one asks again
+            # Another worker has made a request, so it is alive. This answer restarts the time-out
+            # of the waiting worker, which then sends "wait".
+            if self._received > received:
                 deliver(Answer(self.reached_clock), None)
                 return True
             return False

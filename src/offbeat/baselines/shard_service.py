@@ -1,4 +1,7 @@
-"""The serving side of a parameter server: receives requests for one shard and sends the answers."""
+"""The communication of one shard of a parameter server: receives requests and sends the answers.
+
+A *shard* is a part of the server's vector. Workers push values to it and pull values from it.
+"""
 
 from collections import deque
 from functools import partial
@@ -13,17 +16,20 @@ from offbeat.transport.host import Promise
 from offbeat.transport.team import Team
 
 REQUEST, PUSHED, ANSWER, PULLED, CONTROL = range(1, 6)
-"""Message tags: headers and values of requests; headers and values of answers with values; headers
-of all other answers."""
+"""Message tags.
+
+- ``REQUEST``, ``PUSHED``: header and values of a request.
+- ``ANSWER``, ``PULLED``: header and values of an answer with values.
+- ``CONTROL``: header of an answer without values.
+"""
 
 
 class ShardService:
     """Passes the requests of all workers to this rank's shard.
 
-    One background thread for each other rank receives its requests. The worker on this rank calls
-    ``handle_own``. If a thread fails, its error ends the waiting requests of this rank's worker,
-    because these may wait for a lost worker. The next request of this rank's worker raises the
-    error.
+    One background thread for each other rank receives its requests. This rank's worker calls
+    ``handle_own`` instead. If a background thread fails, its error is raised by the unanswered
+    requests of this rank's worker, which may wait for a lost worker, and by its next request.
 
     Args:
         team: The workers.
@@ -34,7 +40,7 @@ class ShardService:
         self._team, self._shard = team, shard
         self._failure: Exception | None = None
         self._unanswered: list[Promise[Answer | Exception]] = []  # requests of this rank's worker
-        self._left: dict[int, Promise[None]] = {}
+        self._left: dict[int, Promise[None]] = {}  # by rank; fulfilled when its thread ends
         for rank in team.ranks:
             if rank != team.rank:
                 self._left[rank] = team.host.promise()
@@ -46,7 +52,7 @@ class ShardService:
         """Handle the requests of one other rank until it leaves."""
         try:
             self._handle_requests(rank)
-        except Exception as error:  # ``raise_failure`` raises it on the training thread
+        except Exception as error:  # raised later on the training thread
             self._failure = self._failure or error
             self._fail_unanswered()
         self._left[rank].fulfil(None)
@@ -54,8 +60,8 @@ class ShardService:
     def _handle_requests(self, rank: int) -> None:
         communicator = self._team.uncounted
         what = f"a request of rank {rank} to the parameter server"
-        # One buffer is enough for pushed and pulled values, because a worker pushes only after it
-        # has received its last answer.
+        # One buffer is enough for pushed and pulled values. A worker sends a request with values
+        # only after it has received the answer to the previous one.
         buffer = torch.empty_like(self._shard.values)
         sent: deque[Handle[Tensor]] = deque()  # gloo may lose a message whose handle is deleted
 
@@ -72,7 +78,7 @@ class ShardService:
             communicator.receive(header, source=rank, tag=REQUEST, what=what, patient=True).wait()
             request = Request.decode(header, rank)
             while sent:
-                sent.popleft().wait()  # does not block for long: the rank receives its answers
+                sent.popleft().wait()  # short, because the worker is already receiving its answers
             if request.kind == "leave":
                 return
             values = buffer if request.pushes else None
@@ -84,25 +90,26 @@ class ShardService:
     # -- requests of this rank's worker ----------------------------------------------------------
 
     def raise_failure(self) -> None:
-        """Raise the error of the first background thread that has failed, if any."""
+        """Raise the error of the first background thread that has failed. Return if none has."""
         if self._failure is not None:
             raise explained(self._failure)
 
     def handle_own(
         self, request: Request, values: Tensor, communicator: Communicator, *, patient: bool
     ) -> Handle[Answer]:
-        """Handle a request of this rank's worker.
+        """Handle a request of this rank's worker, without a message.
 
         Args:
             request: The request.
-            values: The pushed values. Pulled values replace them.
-            communicator: Communicator that waits for the answer.
-            patient: True if the answer has no time-out.
+            values: Values to push. Pulled values replace them.
+            communicator: Communicator whose time-out and accounting apply to the wait for the
+                answer.
+            patient: True if the wait for the answer has no time-out.
         """
         promise: Promise[Answer | Exception] = self._team.host.promise()
 
         def deliver(answer: Answer, pulled: Tensor | None) -> None:
-            if promise.fulfilled:  # it has failed
+            if promise.fulfilled:  # by ``_fail_unanswered``
                 return
             if pulled is not None:
                 values.copy_(pulled)
@@ -110,7 +117,8 @@ class ShardService:
 
         def read(outcome: Answer | Exception) -> Answer:
             if isinstance(outcome, Exception):
-                # Only the training thread may find out which worker is lost.
+                # With ``uncounted`` this runs in a background thread. Only the training thread may
+                # ask which worker is lost (``explained``).
                 raise outcome if communicator is self._team.uncounted else explained(outcome)
             return outcome
 
@@ -119,18 +127,20 @@ class ShardService:
             return Completed(Answer(0))
         if promise.fulfilled:
             return Completed(read(promise.result))
-        self._unanswered = [one for one in self._unanswered if not one.fulfilled] + [promise]
+        self._unanswered = [other for other in self._unanswered if not other.fulfilled]
+        self._unanswered.append(promise)
         self._fail_unanswered()
         what = f"{request.kind} at this rank's own parameter server"
         return communicator.await_promise(promise, what=what, patient=patient).then(read)
 
     def _fail_unanswered(self) -> None:
+        """If a background thread has failed, end all unanswered requests with its error."""
         for promise in list(self._unanswered):
             if self._failure is not None and not promise.fulfilled:
                 promise.fulfil(self._failure)
 
     def wait_for_leaves(self) -> None:
-        """Wait until all other ranks have left, because their last requests need this shard."""
+        """Wait until all other ranks make no more requests, which need this shard."""
         for rank, left in self._left.items():
             what = f"the end of the requests of rank {rank}"
             self._team.communicator.await_promise(left, what=what).wait()

@@ -1,4 +1,10 @@
-"""SSP, stale synchronous parallel: a parameter server that bounds the difference of clocks."""
+"""SSP, stale synchronous parallel: a parameter server that limits how far a worker may be ahead.
+
+A worker's *clock* c is its number of local steps. z is the server's model. A worker's model x is
+the *cache*: a copy of z, to which the worker adds its own updates u at once. S is the sum of the
+updates that it has not sent to the server yet. The cache is *fresh* up to clock f if it contains
+the updates that all workers have made before clock f.
+"""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -18,11 +24,11 @@ class SSPState(ServerState):
     """State of an ``SSPFlow``.
 
     Attributes:
-        cache: The worker's cache x of the server's model, which is its model at the next step.
-        updates: Sum S of the updates that were not sent.
-        clock: Clock c, the number of local steps.
-        fresh_clock: Clock below which the cache contains all updates of all workers.
-        pulling: True if the last request pulls the server's model.
+        cache: x as one vector. After each step it is copied to the worker's parameters.
+        updates: S as one vector.
+        clock: c, the number of local steps.
+        fresh_clock: f, the clock up to which the cache is fresh.
+        pulling: True if the last request pulls z.
     """
 
     cache: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -49,7 +55,7 @@ class SSPFlow(ServerFlow):
     @override
     def step_ended(self) -> bool:
         state, worker = self.state, self.worker
-        if worker.size == 1:  # without x + (x̂ − x), which rounds
+        if worker.size == 1:  # computing x + (x̂ − x) would round
             pack_mixed(self.tensors, self.server.vector)
             self.server.reset(self.server.vector)
             return True
@@ -66,7 +72,7 @@ class SSPFlow(ServerFlow):
         return refreshed
 
     def _add_update(self) -> None:
-        """x ← x + u; S ← S + u, tensor by tensor, so that u needs no copy of the model."""
+        """x ← x + u; S ← S + u; c ← c + 1, tensor by tensor, so that u needs little memory."""
         state, workers, offset = self.state, self.worker.size, 0
         for tensor in self.tensors:
             stepped = as_real(tensor.detach()).reshape(-1)
@@ -80,7 +86,7 @@ class SSPFlow(ServerFlow):
         state.unpushed += 1
 
     def _take(self, *, wait: bool = False) -> bool:
-        """Take the answer of the last request, if it has arrived. Return True if x changed."""
+        """If the answer to a pull has arrived, x ← answer + S, and return True."""
         state, clock = self.state, self.server.take(wait=wait)
         if clock is None or not state.pulling:
             return False
@@ -89,13 +95,13 @@ class SSPFlow(ServerFlow):
         return True
 
     def _send(self) -> None:
-        """Start a request if none is in flight: push S, and pull the model if it is needed."""
+        """Start a request if none is in flight: push S, and pull z if needed."""
         state, ahead = self.state, self.strategy.refresh == "ahead"
-        needed = state.clock - self.strategy.staleness  # fresh_clock required by the next step
+        needed = state.clock - self.strategy.staleness  # smallest fresh_clock for the next step
         too_old = state.fresh_clock < needed
         if not self.server.idle or not (state.unpushed or too_old):
             return
-        self._stage()
+        self.stage_push(self.state.updates)
         state.pulling = ahead or too_old
         if state.pulling:
             needed = min(state.clock, needed + ahead)
@@ -103,23 +109,16 @@ class SSPFlow(ServerFlow):
         else:
             self.server.start("push", clock=state.clock)
 
-    def _stage(self) -> None:
-        """Move S to the vector of the next request."""
-        self.check_push(self.state.updates)
-        self.server.vector.copy_(self.state.updates)
-        self.state.updates.zero_()
-        self.state.unpushed = 0
-
     @override
     def flush(self) -> None:
         self.server.settle(release=True)
         self._take()
-        self._stage()
+        self.stage_push(self.state.updates)
         self.server.start("push", clock=self.state.clock)
 
     @override
     def barrier_reached(self, clock: int) -> None:
-        # The clocks in answers leave out the workers at the barrier, which may be far behind.
+        # Answers did not count the clocks of workers at the barrier, which may be far behind.
         self.state.fresh_clock = min(self.state.fresh_clock, clock)
 
 
@@ -127,8 +126,9 @@ class SSPFlow(ServerFlow):
 class SSP(ServerStrategy):
     """Workers push every update to a server, and a worker waits if it is too far ahead of another.
 
-    **Update** at clock c, after c local steps. x is the worker's model, a cache of the server's
-    model z. S is the sum of the worker's updates that were not sent yet, N the number of workers:
+    **Update**. x is the worker's model, a cached copy of the server's model z. T is the step of the
+    worker's optimizer with the gradient g. c is the worker's clock, its number of local steps, and
+    s the staleness. S is the sum of the updates that were not sent yet, N the number of workers:
 
         x̂ ← T(x, g);  u = (x̂ − x)/N
         x ← x + u;  S ← S + u;  c ← c + 1
@@ -136,33 +136,33 @@ class SSP(ServerStrategy):
             x ← answer + S
         if no request is in flight:
             send S, c;  S ← 0;  the server: z ← z + S, and it answers with z
-        while x may lack updates of clocks ≤ c − s − 1:
+        while x may lack updates that a worker has made before clock c − s:
             wait for the answer, as above
 
-    A request is in flight while the worker computes. Updates made meanwhile add up and are sent
-    with the next request. The worker waits only at the bound. ``staleness=0`` with plain SGD is BSP
-    up to rounding. Updates are divided by N, so a learning rate has the same meaning as under BSP.
-    Any optimizer may produce the updates.
+    A request is in flight while the worker computes. Updates made meanwhile add up in S and are
+    sent with the next request. The worker waits only at the bound. With ``staleness=0`` and plain
+    SGD this is BSP up to rounding. Updates are divided by N, so a learning rate has the same
+    meaning as under BSP. Any optimizer may produce the updates.
 
-    The server delays an answer until the minimum clock of the workers is min(c, c − s + 1). With an
-    older answer this worker could not begin the step after the next.
+    The server delays its answer until the minimum clock of the workers is min(c, c − s + 1). After
+    an earlier answer the worker would have to wait again at the end of its next step.
 
     Args:
-        staleness: s, the number of clocks that a worker may be ahead of the slowest (≥ 0).
-        refresh: Schedule of the refreshes of x. "ahead": as above, as often as the network allows.
+        staleness: s, the number of steps that a worker may be ahead of the slowest one (≥ 0).
+        refresh: When x is refreshed from z. "ahead": as above, as often as the network allows.
             "lazy": only when the bound requires it; other requests only push. Between two lazy
-            refreshes x contains only the worker's own updates, divided by N. Training then diverges
-            for a large s with which "ahead" converges.
+            refreshes x receives only this worker's own updates, divided by N. For large s, training
+            may then diverge although it converges with "ahead".
         servers: See ``ServerStrategy``.
 
     *Communication*: the model to the server and back, one exchange at a time, in each step if the
     network is fast enough; workers wait only at the bound. "lazy": the model to the server in each
     step, and back at each refresh; workers wait for the refresh. *Memory*: three flat copies of the
     model (cache, S, the request), and one for serving if all ranks serve. *State*: cache, S, an
-    answer that was not taken, the clocks, and the shard.
+    answer that has arrived and was not applied, the clocks, and the shard.
 
-    *Differs from the paper*: the server adds u/N, in the paper u. x is refreshed as a whole, in the
-    paper in single rows.
+    *Differs from the paper*: updates are divided by N. In the paper they are not. The whole of x is
+    refreshed at once, in the paper single rows of it.
 
     Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
     server", NeurIPS 2013, §2-3.

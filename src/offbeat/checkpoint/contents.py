@@ -1,4 +1,4 @@
-"""The contents of a checkpoint file: states of the user's objects and of the random generators."""
+"""The contents of a checkpoint file: states of the user's objects and of random generators."""
 
 import random
 from collections.abc import Sequence
@@ -21,11 +21,7 @@ class Stateful(Protocol):
 
 
 def as_list(objects: Any) -> list[Any]:
-    """Return a list of the given objects.
-
-    Args:
-        objects: One object, a sequence of objects, or None for an empty list.
-    """
+    """Return a list of the objects, where ``objects`` is one object, a sequence, or None."""
     if objects is None:
         return []
     return list(objects) if isinstance(objects, Sequence) else [objects]
@@ -37,18 +33,17 @@ def states_of(objects: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def require_same_kinds(name: str, saved: Sequence[tuple[str, Any]], objects: Sequence[Any]) -> None:
-    """Raise unless ``objects`` have the types of the saved ones.
+    """Raise unless ``objects`` have the types of the objects that were saved.
 
     Optimizers must also have parameter groups of the same sizes.
 
     Args:
         name: "optimizer" or "scheduler".
-        saved: Result of ``states_of``.
+        saved: Result of ``states_of`` at the time of saving.
         objects: The objects that will load the states.
 
     Raises:
-        CheckpointError: the number or the types of the objects differ, or the sizes of parameter
-            groups.
+        CheckpointError: the objects differ in number, type or sizes of the parameter groups.
     """
     saved_kinds, kinds = [kind for kind, _ in saved], [type(each).__name__ for each in objects]
     if saved_kinds != kinds:
@@ -69,10 +64,15 @@ def require_same_kinds(name: str, saved: Sequence[tuple[str, Any]], objects: Seq
 
 
 def require_same_tensors(present: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise unless two ``state_dict()`` of a model have the same names and shapes.
+    """Raise unless two states of a model have the same tensor names and shapes.
+
+    Args:
+        present: ``state_dict()`` of the model that will load ``saved``.
+        saved: ``state_dict()`` of the saved model.
 
     Raises:
-        CheckpointError: a name is in one state only, or a shape differs. The dtypes may differ.
+        CheckpointError: a name is in one of the states only, or a shape differs. The dtypes may
+            differ.
     """
     shapes, saved_shapes = (
         {name: getattr(value, "shape", None) for name, value in state.items()}
@@ -80,13 +80,13 @@ def require_same_tensors(present: dict[str, Any], saved: dict[str, Any]) -> None
     )
     for name in [*shapes, *saved_shapes]:
         if name not in saved_shapes or name not in shapes or shapes[name] != saved_shapes[name]:
-            theirs, ours = (
+            saved_shape, present_shape = (
                 tuple(each[name] or ()) if name in each else "none"
                 for each in (saved_shapes, shapes)
             )
             raise CheckpointError(
-                f"it was saved for another model: of {name!r} that one has {theirs}, this one "
-                f"{ours}; build the model of the saved run"
+                f"it was saved for another model: of {name!r} that one has {saved_shape}, this one "
+                f"{present_shape}; build the model of the saved run"
             )
 
 

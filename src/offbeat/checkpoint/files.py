@@ -1,4 +1,4 @@
-"""Checkpoint files in a directory: one file per worker and checkpoint.
+"""The files of checkpoints in a directory: one file per worker and checkpoint.
 
 A crash at any moment must leave a complete checkpoint. There is no index file, because a crash
 could leave it out of date. Instead, saving has two phases:
@@ -7,10 +7,10 @@ could leave it out of date. Instead, saving has two phases:
 2. When the files of all workers are on their disks, every worker renames its own. Only then does it
    delete older checkpoints.
 
-Therefore, if one worker has a renamed file, every worker has that file on its disk, possibly under
-the temporary name. And if no worker has a renamed file, no checkpoint was ever completed. Loading
-gathers the names of all workers' files, so it works with a shared directory and with a separate
-disk for each worker.
+Therefore, if one worker has renamed its file of a checkpoint, all workers have complete files of
+that checkpoint, some of them possibly under their temporary names. If no worker has a renamed file,
+no checkpoint was ever completed. Loading gathers the file names of all workers, so it works with a
+shared directory and with a separate disk for each worker.
 """
 
 import contextlib
@@ -33,23 +33,23 @@ CheckpointKey = tuple[int, int]
 
 
 def path_of(folder: Path, key: CheckpointKey, rank: int) -> Path:
-    """Return the path of the file of ``rank``."""
+    """Return the path of the file of worker ``rank`` in checkpoint ``key``."""
     step, repetition = key
     return folder / f"step-{step}{f'-{repetition}' if repetition else ''}.rank{rank}.pt"
 
 
 def all_files(folder: Path) -> list[tuple[CheckpointKey, int, Path]]:
-    """Return key, rank and path of each renamed file."""
+    """Return key, rank and path of each file with its final name."""
     return list(_matching(folder, _NAME))
 
 
 def files_of(folder: Path, rank: int) -> dict[CheckpointKey, Path]:
-    """Return the renamed files of ``rank``."""
+    """Return the files of worker ``rank`` with their final names, by checkpoint."""
     return {key: path for key, owner, path in _matching(folder, _NAME) if owner == rank}
 
 
 def partial_files_of(folder: Path, rank: int) -> dict[CheckpointKey, Path]:
-    """Return the final paths of the files of ``rank`` that still have their temporary name."""
+    """Return the final paths of the files of ``rank`` that still have their temporary names."""
     partial = _matching(folder, _PARTIAL)
     return {key: path_of(folder, key, rank) for key, owner, _ in partial if owner == rank}
 
@@ -64,12 +64,12 @@ def _matching(
 
 
 def common_keys(lists: Iterable[Sequence[Sequence[int]]]) -> set[CheckpointKey]:
-    """Return the keys that are in the list of every worker."""
+    """Return the keys that all of the ``lists`` contain, one list per worker."""
     return set.intersection(*({(step, repetition) for step, repetition in keys} for keys in lists))
 
 
 def with_digest(contents: dict[str, Any]) -> dict[str, Any]:
-    """Return ``contents`` with the format and the digest of all values.
+    """Return ``contents`` with the version of the format and a checksum of all values added.
 
     Raises:
         CheckpointError: a value cannot be saved.
@@ -78,7 +78,7 @@ def with_digest(contents: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, contents: dict[str, Any]) -> None:
-    """Write ``contents`` to the disk under the temporary name of ``path``.
+    """Write ``contents`` to the disk, under a temporary name that ``rename`` changes to ``path``.
 
     After an error the temporary file is removed.
     """
@@ -114,9 +114,9 @@ def _partial(path: Path) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the contents of a file, with ``format``, ``digest`` and ``id``.
+    """Return the contents of a file, including ``format``, ``digest`` and ``id``.
 
-    The files of one checkpoint have the same ``id``.
+    All files of one checkpoint have the same ``id``.
 
     Raises:
         CheckpointError: the file is damaged, or was not written by ``save``.
@@ -139,9 +139,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def prune(folder: Path, keep: set[CheckpointKey], rank: int, size: int) -> None:
-    """Delete the files of ``rank`` except those in ``keep``, and its temporary files.
+    """Delete the temporary files of ``rank``, and its files of checkpoints not in ``keep``.
 
-    Rank 0 also deletes the files of ranks ≥ ``size``, left by a run with more workers.
+    Rank 0 also deletes the files of these checkpoints that belong to ranks ≥ ``size``. A run with
+    more workers has left them.
     """
     for key, owner, path in all_files(folder):
         if key not in keep and (owner == rank or (rank == 0 and owner >= size)):

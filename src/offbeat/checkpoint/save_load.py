@@ -1,7 +1,7 @@
 """``offbeat.save`` and ``offbeat.load``: checkpoints of a training run.
 
-Either all workers save (or load), or none does. ``checkpoint.files`` explains why a complete
-checkpoint survives a crash at any moment.
+A checkpoint consists of one file per worker. Either all workers save (or load) it, or none does.
+``checkpoint.files`` explains why a crash at any moment leaves a complete checkpoint.
 """
 
 import logging
@@ -53,9 +53,9 @@ class Loaded:
 
     Attributes:
         step: Step at which the checkpoint was saved.
-        path: File that this worker has loaded. It is rank 0's file if the checkpoint holds a
-            consensus and this worker has no file of its own.
-        extra: The ``extra`` argument of ``save`` that this file contains.
+        path: File that this worker has loaded. A worker without a file of its own loads rank 0's
+            file if it was saved inside ``sync.consensus()``.
+        extra: The argument ``extra`` of ``save``, as this file contains it.
     """
 
     step: int
@@ -77,23 +77,25 @@ def save(
     """Save a checkpoint from which training continues exactly, in one file per worker.
 
     A collective: every worker calls it between two steps, and all workers are at the same step.
-    Inside ``sync.consensus()`` it saves the consensus, from which training can start with any
-    strategy and any number of workers. There the workers may be at different steps.
+    Inside ``sync.consensus()`` the model is the mean over all workers. A checkpoint that was saved
+    there can be loaded with any strategy and any number of workers, and the workers may be at
+    different steps when they save it.
 
     The name of the file is ``step-STEP.rankRANK.pt``, or ``step-STEP-N.rankRANK.pt`` (N = 1, 2, …)
     if there is already a checkpoint of this step. The file contains
 
     - the states of the model, the optimizers, the schedulers, the scaler and ``sync``,
     - the states of the random generators of torch, numpy, Python and this worker's GPU,
-    - ``extra``, and a digest of all values.
+    - ``extra``, and a checksum of all values.
 
     ``torch.load`` reads it with ``weights_only=True``. Each worker first writes its file under a
     temporary name. Once the files of all workers are on their disks, each worker renames its own
     and deletes its files of older checkpoints (see ``keep``). After a crash at any moment, either
     this checkpoint or the one before is complete.
 
-    ``sync.stats`` does not count the time of saving. The workers wait for each other: if one writes
-    for longer than ``timeout_seconds`` (see ``attach``), the others raise a CommunicationError.
+    ``sync.stats`` does not count the time of saving. The workers wait for each other: if a worker
+    takes longer than ``timeout_seconds`` (see ``attach``) to write, the others raise a
+    CommunicationError.
 
     Args:
         directory: Directory of the checkpoints, created if it does not exist. The workers may share
@@ -103,8 +105,8 @@ def save(
         optimizer: One or several optimizers. None: the attached optimizers.
         scheduler: One or several learning rate schedules. None: no schedule.
         scaler: The GradScaler. None: no scaler.
-        extra: Further state of this worker, such as that of its sampler: numbers, text, tensors,
-            and lists and dictionaries of them.
+        extra: Further state of this worker, such as the state of its sampler: numbers, text,
+            tensors, and lists and dictionaries of these.
         keep: Number of checkpoints to keep, including this one (≥ 1).
 
     Returns:
@@ -112,9 +114,9 @@ def save(
 
     Raises:
         CheckpointError: a worker could not write its file, is at another step, or gave a value that
-            cannot be saved; or the directory contains a checkpoint of a later step. Raised on every
+            cannot be saved. Or the directory contains a checkpoint of a later step. Raised on every
             worker. The earlier checkpoints remain.
-        AttachError: after ``finish`` or ``detach``; or in the middle of an iteration.
+        AttachError: after ``finish`` or ``detach``, or in the middle of an iteration.
     """
     require_integer("keep", keep, least=1)
     with step_boundary(sync, "offbeat.save()") as boundary:
@@ -144,7 +146,7 @@ def save(
         common = common_keys(all_keys)
         step = _common_step(folder, answers, common)
         repetitions = [
-            again for keys in all_keys for saved_step, again in keys if saved_step == step
+            repetition for keys in all_keys for saved_step, repetition in keys if saved_step == step
         ]
         key = (step, max(repetitions, default=-1) + 1)
         path = path_of(folder, key, rank)
@@ -174,9 +176,9 @@ def load(
 ) -> Loaded | None:
     """Continue from the newest checkpoint in ``directory`` that is complete on every worker.
 
-    A collective, called after ``attach``. A checkpoint that is missing or damaged on one worker is
-    skipped by all, and its files are renamed to ``….damaged``. Damage is logged as a warning. The
-    log names the step from which training continues.
+    A collective, called after ``attach``. If a checkpoint is missing or damaged on one worker, all
+    workers skip it, and rename its files to ``….damaged``. Damage is logged as a warning. The log
+    also names the step from which training continues.
 
     Args:
         directory: Directory of the checkpoints, as given to ``save``.
@@ -190,15 +192,15 @@ def load(
         The loaded checkpoint; None if no worker has a checkpoint yet.
 
     Raises:
-        CheckpointError: no checkpoint is complete on all workers, or the newest one does not belong
-            to this training; see ``Synchronizer.load_state_dict``. Raised on every worker. Nothing
-            was loaded.
-        AttachError: after ``finish`` or ``detach``; inside ``consensus``; or in the middle of an
+        CheckpointError: no checkpoint is complete on all workers. Or the newest complete one does
+            not belong to this training; see ``Synchronizer.load_state_dict``. Raised on every
+            worker. Nothing was loaded.
+        AttachError: after ``finish`` or ``detach``, inside ``consensus``, or in the middle of an
             iteration.
     """
     with step_boundary(sync, "offbeat.load()", loads=True) as boundary:
         folder, rank = Path(directory), boundary.rank
-        # A new worker has no file of its own. Rank 0's file will do if it holds a consensus.
+        # A new worker has no file of its own, but it can load rank 0's file of a consensus.
         paths = {**files_of(folder, 0), **files_of(folder, rank)}
         all_keys = _exchange_keys(folder, paths, boundary)
         if not any(all_keys):
@@ -241,8 +243,8 @@ def load(
         sync.load_state_dict(contents["sync"])
         set_random_states(contents["random"], boundary.device)
         for later, path in files_of(folder, rank).items():
-            # A newer checkpoint was skipped, because a file is missing or damaged. Its other files
-            # could make save() fail, which refuses steps before that of an existing checkpoint.
+            # A newer checkpoint was skipped, because a file of it is missing or damaged. Its other
+            # files could make save() fail: it refuses a step before that of an existing checkpoint.
             if later > key:
                 path.rename(path.with_name(f"{path.name}.damaged"))
         if rank == 0:
@@ -267,7 +269,13 @@ def _require_all(what: str, refusals: Sequence[str | None]) -> None:
 
 
 def _common_step(folder: Path, answers: Sequence[Any], common: set[CheckpointKey]) -> int:
-    """Return the step of the checkpoint: the workers' step, or their largest for a consensus.
+    """Return the step of a checkpoint: that of all workers, or for a consensus the largest.
+
+    Args:
+        folder: Directory of the checkpoints.
+        answers: Answer of each worker; its second and third entries are the kind of its state
+            ("worker" or "consensus") and its step.
+        common: Keys of the checkpoints that all workers have.
 
     Raises:
         CheckpointError: the workers are at different steps, or ``folder`` contains a checkpoint of
@@ -295,14 +303,15 @@ def _exchange_keys(
 ) -> list[list[CheckpointKey]]:
     """Return the keys of the checkpoints that each worker has. Complete interrupted renames.
 
-    ``save`` renames a file only when the files of all workers are completely written. If any worker
-    has a renamed file of a checkpoint, this worker's file is therefore complete, even if a crash
-    has left it under its temporary name. This function then renames it and adds it to ``paths``.
+    ``save`` renames a file only when the files of all workers are completely written. If a crash
+    has left a file of this worker under its temporary name, and another worker has renamed its file
+    of the same checkpoint, this worker's file is complete. This function then renames it and adds
+    it to ``paths``.
     """
     rank = boundary.rank
     partial = partial_files_of(folder, rank)
     answers = boundary.gather([sorted(paths), sorted(partial)], "offbeat.load()")
-    pairs = [[[(step, again) for step, again in keys] for keys in answer] for answer in answers]
+    pairs = [[[(step, repeat) for step, repeat in keys] for keys in answer] for answer in answers]
     renamed = {key for keys, _ in pairs for key in keys}
     for key in renamed & (partial.keys() - files_of(folder, rank).keys()):
         rename(partial[key])
@@ -320,7 +329,8 @@ def _newest_complete(
 
     Args:
         folder: Directory of the checkpoints.
-        paths: Files that this worker can load, by key: its own, and rank 0's where it has none.
+        paths: Files that this worker can load, by key: its own files, and rank 0's file of each
+            checkpoint of which this worker has none.
         all_keys: Keys of the checkpoints that each worker has.
         boundary: Access to the synchronizer and to the other workers.
 
@@ -328,8 +338,8 @@ def _newest_complete(
         The key of the checkpoint, and the contents of the file that this worker loads.
 
     Raises:
-        CheckpointError: there is no such checkpoint: of each, a worker's file is missing or
-            damaged, or the files were not saved together.
+        CheckpointError: each checkpoint lacks a file of some worker, has a damaged file, or has
+            files that were not saved together.
     """
     reasons = [
         f"rank {rank} has {', '.join(f'step {step}' for step, _ in keys) or 'none'}"
@@ -359,10 +369,10 @@ def _newest_complete(
 
 
 def _require_own_file(state: dict[str, Any], path: Path, folder: Path, rank: int) -> None:
-    """Raise CheckpointError if ``path`` is rank 0's file and this worker needs its own.
+    """Raise CheckpointError if ``path`` is rank 0's file and this worker needs its own file.
 
-    Rank 0's file is enough if it holds a consensus. It also passes here if the saved run had no
-    worker of this rank: the later check of the number of workers then names the cause.
+    Any worker can load rank 0's file of a consensus. If the saved run had fewer workers, so that
+    there is no file of this rank, a later check reports the number of workers as the cause.
     """
     own = files_of(folder, rank).values()
     if path not in own and state["of"] == "worker" and rank < state["size"]:

@@ -1,8 +1,9 @@
-"""States as plain values: conversion of dataclasses, checks before loading, and a digest.
+"""Conversion of states to plain values and back, checks before loading, and a checksum.
 
-A strategy declares its state as a dataclass. ``save`` converts all fields that are not transient,
-so that none is forgotten. ``check`` tests whether plain values fit a dataclass, and ``load`` writes
-them into it.
+A state is a dataclass, for example that of a strategy. *Plain values* are numbers, text, tensors,
+None, and lists and dictionaries of these. ``save`` converts a dataclass to plain values. It
+includes every field that is not declared as ``transient``, so that no field is forgotten. ``check``
+tests whether plain values fit a dataclass, and ``load`` writes them into it.
 """
 
 import copy
@@ -23,10 +24,10 @@ from offbeat.errors import CheckpointError
 
 
 def transient(**options: Any) -> Any:
-    """Return a dataclass field that no checkpoint contains, such as handles, buffers and hooks.
+    """Declare a dataclass field that checkpoints do not contain, such as a handle or a hook.
 
     Args:
-        options: Further arguments of ``dataclasses.field``.
+        options: Arguments of ``dataclasses.field``.
     """
     return field(metadata={"transient": True}, **options)
 
@@ -46,11 +47,11 @@ def save(state: Any) -> Any:
 
 
 def load(state: Any, saved: dict[str, Any] | None) -> None:
-    """Write plain values into a dataclass of the same shape; tensors are written in place.
+    """Write plain values into the fields of a dataclass. Tensors are written in place.
 
     Args:
         state: The dataclass.
-        saved: Result of ``save``. None: of a strategy without state.
+        saved: Result of ``save`` for such a dataclass. None: nothing is written.
     """
     if saved is None:
         return
@@ -75,15 +76,15 @@ def check(state: Any, saved: Any, where: str) -> None:
     """Raise unless ``saved`` has exactly the fields of ``state``, with values that fit.
 
     Values must have the annotated types, numbers must be finite, and tensors must have the shapes
-    and dtypes of those in ``state``.
+    and dtypes of the tensors in ``state``.
 
     Args:
-        state: The dataclass; None for a strategy without state.
+        state: The dataclass. None: ``saved`` must be None.
         saved: Plain values.
         where: Name of the values in the error.
 
     Raises:
-        CheckpointError: a field does not fit. The message names the first one.
+        CheckpointError: a field does not fit. The message names the first such field.
     """
     if state is None:
         if saved is not None:
@@ -127,7 +128,7 @@ def _check(present: Any, saved: Any, hint: Any, where: str) -> None:
             check(target, source, f"{where}[{i}]")
     else:
         check_value(saved, hint, where)
-        # An empty list fits: values in flight exist in only one of the two, perhaps.
+        # An empty list fits: one of the two states may have sums in flight and the other none.
         if isinstance(present, list) and present and saved and isinstance(present[0], Tensor):
             _require(isinstance(saved, list), where, f"a list of {len(present)} tensors", saved)
             if len(saved) != len(present):
@@ -146,7 +147,7 @@ def check_value(value: Any, hint: Any, where: str) -> None:
     """Raise unless ``value`` has the annotated type ``hint``. Numbers must be finite.
 
     Raises:
-        CheckpointError: it has not. The message begins with ``where``.
+        CheckpointError: it has another type. The message begins with ``where``.
     """
     if hint is Any:
         return
@@ -198,19 +199,18 @@ def _shown(value: object) -> str:
 
 
 def digest(values: Any, where: str = "it") -> int:
-    """Return a CRC-32 of plain values: numbers, text, tensors, and lists and dictionaries of them.
+    """Return the CRC-32 checksum of plain values.
 
-    Equal values have equal digests, whatever the device of their tensors. The digest detects damage
-    by a disk or a link; it does not protect against an attacker. It takes about half a millisecond
-    per megabyte.
+    Equal values have equal checksums, regardless of the device of their tensors. The checksum
+    detects damage by a disk or a link. It does not protect against an attacker. It takes about half
+    a millisecond per megabyte.
 
     Args:
         values: The plain values.
         where: Name of the values in the error.
 
     Raises:
-        CheckpointError: a value has another type, which could not be read back without running its
-            code.
+        CheckpointError: a value has a type that cannot be loaded without running code of that type.
     """
     crc = 0
     for piece in _pieces(values, where):

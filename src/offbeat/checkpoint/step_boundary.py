@@ -1,6 +1,6 @@
-"""Access of ``offbeat.save`` and ``offbeat.load`` to a synchronizer between two steps.
+"""Access of ``offbeat.save`` and ``offbeat.load`` to a synchronizer between two training steps.
 
-A checkpoint belongs to the synchronizer, so this module may use its private attributes.
+Checkpoints belong to the synchronizer, so this module uses its private attributes.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from offbeat.synchronizer import Synchronizer, require_synchronizer
 
 
 class StepBoundary:
-    """A synchronizer between two steps.
+    """What ``save`` and ``load`` need from a synchronizer between two steps.
 
     Attributes:
         model: The attached model.
         optimizers: The attached optimizers.
         device: Device of the model.
-        sharded: True if this worker holds shards of the model.
+        sharded: True if ``fully_shard`` has divided the model, so that this worker holds shards.
     """
 
     def __init__(self, sync: Synchronizer) -> None:
@@ -35,7 +35,7 @@ class StepBoundary:
         self.device: torch.device = optimizers[0].parameters[0].device
         self.sharded = sync._shards is not None
 
-    # Properties, because state_dict() may change the membership of an elastic training.
+    # Properties, because during state_dict() another worker may be lost in elastic training.
 
     @property
     def rank(self) -> int:
@@ -60,14 +60,16 @@ class StepBoundary:
 
 @contextlib.contextmanager
 def step_boundary(sync: Synchronizer, what: str, *, loads: bool = False) -> Iterator[StepBoundary]:
-    """Return a context between two steps for saving or loading a checkpoint.
+    """Return a context in which a checkpoint is saved or loaded, between two steps.
 
-    ``stats`` does not count its time and bytes.
+    The context yields a ``StepBoundary``. ``Synchronizer.stats`` counts neither its time nor its
+    bytes.
 
     Args:
         sync: The synchronizer that ``attach`` returned.
         what: Name of the caller, for errors.
-        loads: True if the caller replaces the local model. Operations in flight finish first.
+        loads: True if the caller replaces the local model. The context then first completes all
+            operations with other workers.
 
     Raises:
         TypeError: ``sync`` is not a synchronizer.
@@ -88,7 +90,7 @@ def step_boundary(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
     iteration.require_boundary(what)
     try:
         with sync._recorder.paused(), sync._team.account.paused():
-            if loads:  # a sum that is still in flight must not land on the loaded model
+            if loads:  # a mean that arrives later would change the loaded model
                 with iteration.guard:
                     sync._consensus.settle()
             yield StepBoundary(sync)

@@ -1,15 +1,19 @@
 """The state that ``Synchronizer.state_dict`` returns: construction, checks, loading.
 
-There are two kinds of states. Both contain a digest of their values, and the names, shapes and
+There are two kinds of states. Both contain a checksum of their values, and the names, shapes and
 dtypes of the model's tensors, but not the model itself. All workers check their states, and load
 them only if every worker accepts its state.
 
-The state of a *worker* names the training it belongs to: strategy, wire, rank and number of
-workers. Only that worker of that training can load it.
+The state of a *worker* contains strategy, wire, rank and number of workers. (The wire is the
+precision at which sums over the workers are sent.) Only a worker for which these four are equal can
+load the state.
 
-The state of a *consensus* belongs to the mean of the models, which all workers hold in a consensus.
-It can be loaded under any strategy and any number of workers. Training then starts anew from that
-mean, and only the totals (``Stats``) continue.
+The state of a *consensus* belongs to the mean of the workers' models. It is saved while every
+worker holds this mean (see ``Synchronizer.consensus``). It can be loaded with any strategy and any
+number of workers. Training then starts again from that mean, and only the totals (``Stats``)
+continue.
+
+A *flow* is the code that runs the strategy on one worker.
 """
 
 import contextlib
@@ -35,7 +39,7 @@ _WORKER = (*_CONSENSUS, *_IDENTITY, *_POSITION)
 
 
 def state_of(flow: Flow, stats: Stats) -> dict[str, Any]:
-    """Return the state of one worker, after ``flow.before_save()`` has waited for all messages."""
+    """Return the state of a worker. Call ``flow.before_save()`` first, which waits for messages."""
     worker = flow.worker
     return _sealed(
         {
@@ -81,8 +85,9 @@ def check_state(state: Any, flow: Flow, stats: Stats) -> None:
     """Raise unless this worker can load ``state``.
 
     Raises:
-        CheckpointError: the state is damaged or has another format; or it belongs to another
-            worker, training or model; or it is that of a consensus and this worker has taken steps.
+        CheckpointError: the state is damaged or has another format. Or it belongs to another
+            worker, training or model. Or it is the state of a consensus, and this worker has
+            already taken steps.
     """
     if not isinstance(state, dict) or "format" not in state:
         raise CheckpointError(
@@ -157,11 +162,11 @@ def _require_beginning(flow: Flow, stats: Stats) -> None:
 
 
 def _require_model(saved: Sequence[str], present: Sequence[str]) -> None:
-    for theirs, ours in zip_longest(saved, present, fillvalue="nothing more"):
-        if theirs != ours:
+    for saved_line, line in zip_longest(saved, present, fillvalue="nothing more"):
+        if saved_line != line:
             raise CheckpointError(
-                f"the state was saved for another model: that one has {theirs}, this one has "
-                f"{ours}; build the model of the saved run"
+                f"the state was saved for another model: that one has {saved_line}, this one has "
+                f"{line}; build the model of the saved run"
             )
 
 
@@ -187,10 +192,10 @@ def _check_values(state: dict[str, Any], flow: Flow) -> None:
 
 
 def answer_of(state: Any, refused: CheckpointError | None) -> bytes:
-    """Return a message that tells all workers whether this one can load; see ``require_all``.
+    """Return this worker's message for ``require_all``: whether it can load, and the step.
 
     Args:
-        state: The state that this worker was given.
+        state: The state that this worker is about to load.
         refused: The error of ``check_state``. None: the state can be loaded.
     """
     position = None if refused else [state["of"], state.get("step")]
@@ -200,10 +205,10 @@ def answer_of(state: Any, refused: CheckpointError | None) -> bytes:
 def require_all(answers: Sequence[bytes]) -> None:
     """Raise unless every worker can load its state, and all states were saved together.
 
-    States were saved together if all are of a consensus, or all are of workers at the same step.
+    States were saved together if all belong to a consensus, or to workers at the same step.
 
     Args:
-        answers: Message of every worker (``answer_of``), in rank order.
+        answers: Results of ``answer_of`` on all workers, in rank order.
 
     Raises:
         CheckpointError: a worker cannot load its state, or the states were not saved together.
@@ -228,10 +233,10 @@ def _named(of: str, step: int | None) -> str:
 def load_state(state: dict[str, Any], flow: Flow) -> Stats:
     """Load a state that every worker has checked. A collective.
 
-    For a consensus all workers start from rank 0's present model.
+    With the state of a consensus all workers start from the model that rank 0 holds now.
 
     Returns:
-        The totals of this worker.
+        The saved totals.
     """
     worker = flow.worker
     totals = dict(state["stats"])

@@ -1,4 +1,7 @@
-"""The command line: ``offbeat train``, ``compare``, ``simulate`` and the rest."""
+"""The command line ``offbeat``: runs a command, and turns errors and signals into exit codes.
+
+The commands are declared in ``commands.py``.
+"""
 
 import os
 import signal
@@ -15,7 +18,6 @@ except ImportError:
 import offbeat
 from offbeat.cli.commands import COMMANDS
 from offbeat.errors import OffbeatError
-from offbeat.lab.launch import slurm
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,14 +50,15 @@ def _root(
 def main() -> None:
     """Run the ``offbeat`` command.
 
-    Exit status: 1 for a failed run, 2 for a user's mistake, 130 for Ctrl-C, 143 for SIGTERM.
+    Exit code: 1 for a failed run, 2 for wrong arguments, 130 for Ctrl-C, 143 for SIGTERM.
 
-    The first signal ends the run: a run with checkpoints saves another one, all workers end, and
-    namespaces are removed. A second signal ends this process at once. The kernel then ends the
-    workers, and the next run removes the namespaces.
+    The first Ctrl-C or SIGTERM ends the run in an orderly way. A run with ``--checkpoints`` saves a
+    checkpoint, all workers end, and the network namespaces of ``--bandwidth`` are removed. A second
+    signal ends this process at once. The kernel then ends the workers, and the next run removes the
+    namespaces.
     """
     handled = [signal.SIGTERM]
-    # A background job of a shell script ignores SIGINT; keep that.
+    # In a background job of a shell script SIGINT is ignored, and must stay so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         handled.append(signal.SIGINT)
     before = {number: signal.getsignal(number) for number in handled}
@@ -76,7 +79,6 @@ def main() -> None:
 
 def _run() -> NoReturn:
     try:
-        os.environ.update(slurm.torchrun_variables(os.environ))
         status = app(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         _fail(INTERRUPTED, 130)
@@ -91,11 +93,11 @@ def _run() -> NoReturn:
     except OverflowError as error:
         _fail(f"error: a number is too large to compute with: {error}", 2)
     except Exception as error:
-        show = getattr(error, "format_message", None)  # a usage error of the parser
-        if show is None:
+        format_message = getattr(error, "format_message", None)  # typer's errors in arguments
+        if format_message is None:
             raise
-        _fail(f"error: {show()}", 2)
-    if status == 130:  # the parser caught Ctrl-C
+        _fail(f"error: {format_message()}", 2)
+    if status == 130:  # typer has caught Ctrl-C
         _fail(INTERRUPTED, 130)
     raise SystemExit(status)
 
@@ -107,7 +109,7 @@ def _describe(error: OSError) -> str:
 
 
 class _Terminated(BaseException):
-    """SIGTERM as an exception, so that ``finally`` blocks end workers and remove namespaces."""
+    """Raised by SIGTERM, so that ``finally`` blocks end workers and remove namespaces."""
 
 
 def _exit_at_once(number: int, frame: FrameType | None) -> NoReturn:

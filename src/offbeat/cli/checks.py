@@ -1,4 +1,8 @@
-"""Checks of command-line arguments, made before a run so that a mistake wastes no work."""
+"""Checks of command-line arguments before a run, so that mistakes are found at once.
+
+A *job* is the settings of one run. A *method* is what it trains with: a strategy of this package,
+or a baseline to compare strategies with.
+"""
 
 import importlib.util
 import os
@@ -15,7 +19,7 @@ _PICTURES = (".png", ".pdf", ".svg")
 
 
 def require_file(option: str, path: Path | None) -> None:
-    """Raise ValueError unless a file can be written at ``path``. Its folders need not exist."""
+    """Raise ValueError unless a file can be written at ``path``. Its directory need not exist."""
     if path is None:
         return
     if path.is_dir():
@@ -24,7 +28,7 @@ def require_file(option: str, path: Path | None) -> None:
 
 
 def require_folder(option: str, path: Path) -> None:
-    """Raise ValueError unless files can be written in the folder ``path``, which need not exist."""
+    """Raise ValueError unless files can be written in the directory ``path``. It need not exist."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"{option} {path}: it is a file; name a directory")
     _require_writable(option, path)
@@ -62,14 +66,14 @@ def check_method(job: Job, text: str, task: Task | None) -> Task:
 
     Args:
         job: Settings that all methods share.
-        text: The method with its options, in the form of ``Job.under``.
-        task: Task that a previous call has returned. None: build it.
+        text: The method with its own options, such as ``local:period=8 --wire int8``.
+        task: Result of an earlier call for the same comparison. None: build the task.
 
     Returns:
-        The task.
+        The task of the recipe.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError: see ``Job.check``.
+        ValueError, TypeError, FileNotFoundError: as for ``Job.check``.
         ImportError: the package of the method is not installed.
     """
     run = job.under(text)
@@ -87,7 +91,7 @@ def check_method(job: Job, text: str, task: Task | None) -> Task:
 
 
 def require_distinct(job: Job, strategies: list[str]) -> None:
-    """Raise ValueError if two strategies are the same: both results would have the same name."""
+    """Raise ValueError if two strategies have the same settings, even if written differently."""
     seen: dict[object, str] = {}
     for text in strategies:
         run = job.under(text)
@@ -105,7 +109,7 @@ def require_distinct(job: Job, strategies: list[str]) -> None:
 
 
 def refuse_simulated(options: VirtualClusterOptions) -> None:
-    """Raise ValueError if an option is set that only simulated workers support."""
+    """Raise ValueError if an option has been given that only simulated workers support."""
     for field in fields(options):
         if field.name != "jitter" and getattr(options, field.name) != field.default:
             option = f"--{field.name.replace('_', '-')}"
@@ -113,7 +117,9 @@ def refuse_simulated(options: VirtualClusterOptions) -> None:
 
 
 def parse_lr_scales(text: str) -> tuple[float, ...]:
-    """Return the factors in ``text``, such as "0.3,1,3". ``Job.check`` checks their range.
+    """Return the factors in the value of ``--lr-scale``, such as "0.3,1,3".
+
+    ``Job.check`` checks the range of the factors later.
 
     Raises:
         ValueError: a factor is not a number, or is given twice.

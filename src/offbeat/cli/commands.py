@@ -1,8 +1,8 @@
-"""The commands: their options and help texts.
+"""Declarations of the commands: their options and help texts.
 
-A function here only declares a command. A function of the same name in another module implements
-it, and that module is imported when the command runs. This module does not import torch, so that
-help and shell completion are fast.
+Each function only declares a command. A function with the same name in another module implements
+it. That module is imported when the command runs. This module does not import torch, so that help
+and shell completion are fast.
 """
 
 import importlib
@@ -29,10 +29,9 @@ Options = ParamSpec("Options")
 
 
 def implemented_in(module: str) -> Callable[[Callable[Options, None]], Callable[Options, None]]:
-    """Return a decorator that gives a declared command its implementation.
+    """Return a decorator that makes a command call its implementation.
 
-    The command calls the function of the same name in the module ``offbeat.cli.MODULE``, where
-    MODULE is the argument ``module``.
+    The implementation is the function with the same name in the module ``offbeat.cli.<module>``.
     """
 
     def decorate(function: Callable[Options, None]) -> Callable[Options, None]:
@@ -52,7 +51,7 @@ def implemented_in(module: str) -> Callable[[Callable[Options, None]], Callable[
 def train(
     job: Job, bandwidth: Annotated[str | None, typer.Option(help=SHAPED_LINKS)] = None
 ) -> None:
-    """Train a recipe under one strategy on local worker processes, or on those of torchrun or srun.
+    """Train a recipe under one strategy on local worker processes, or on those of torchrun.
 
     A baseline can take the place of the strategy; `offbeat strategies` lists both.
 
@@ -67,8 +66,6 @@ def train(
     offbeat train digits -s diloco --checkpoints runs/digits --save-every 100 --resume
 
     torchrun --nproc-per-node 4 -m offbeat.cli train digits -s async:staleness=16
-
-    srun --ntasks 4 offbeat train digits -s async:staleness=16
     """
 
 
@@ -163,7 +160,7 @@ def probe(
     pairs: Annotated[bool, typer.Option("--pairs", help="Show every pair, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure the network between the workers of torchrun or srun, and warn of anomalies.
+    """Measure the network between the workers of torchrun, and warn of anomalies.
 
     [bold]Example[/bold]
 

@@ -1,4 +1,7 @@
-"""Runners of the command line: processes that ``offbeat`` starts, or those of torchrun or srun."""
+"""Chooses the worker processes of a run: new ones, or those of a launcher such as torchrun.
+
+A *job* is the settings of one run. A *runner* runs jobs on worker processes.
+"""
 
 import contextlib
 import os
@@ -13,14 +16,13 @@ import torch.distributed as dist
 from offbeat.cli.view import console
 from offbeat.errors import OffbeatError
 from offbeat.lab.job import Job
-from offbeat.lab.launch import slurm
 from offbeat.lab.launch.runners import ExternalLauncher, Loopback, Runner, ShapedLinks
 from offbeat.lab.train import choose_backend, share_cores
 from offbeat.units import parse_bandwidth
 
 
 def is_launched() -> bool:
-    """Return True if a launcher has started this process as one of its workers."""
+    """Return True if a launcher has started this process as a worker."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -31,7 +33,11 @@ def require_single_process(what: str) -> None:
 
 
 def with_launched_workers(job: Job) -> Job:
-    """Return ``job`` with the launcher's number of workers; ``--workers`` must not differ."""
+    """Return ``job`` with the launcher's number of workers.
+
+    Raises:
+        ValueError: ``--workers`` gives another number.
+    """
     if not is_launched():
         return job
     started = int(os.environ["WORLD_SIZE"])
@@ -43,11 +49,9 @@ def with_launched_workers(job: Job) -> Job:
 
 
 def command_line() -> str:
-    """Return the command line to repeat this run."""
+    """Return a command line that repeats this run."""
     program = ["offbeat"]
-    if slurm.is_task(os.environ) and is_launched():
-        program = ["srun", "--ntasks", os.environ["WORLD_SIZE"], "offbeat"]
-    elif is_launched():
+    if is_launched():
         local = os.environ.get("LOCAL_WORLD_SIZE", "1")
         program = ["torchrun", "--nproc-per-node", local, "-m", "offbeat.cli"]
     return shlex.join([*program, *sys.argv[1:]])
@@ -57,16 +61,18 @@ def command_line() -> str:
 def real_workers(
     job: Job, bandwidth: str | None, check: Callable[[], object]
 ) -> Iterator[Runner | None]:
-    """Provide the runner for jobs on real processes.
+    """Provide a runner of jobs on real processes, as a context manager.
+
+    Under a launcher, rank 0 decides which jobs are run. On the other ranks this function takes part
+    in all of them before it yields.
 
     Args:
         job: Job with the number of workers and the time-out.
-        bandwidth: Rate of shaped links; None: loopback.
-        check: Function that raises for mistakes. Called before any process starts or connects.
+        bandwidth: Bandwidth to which the link of each worker is limited. None: no limit.
+        check: Function that raises for mistakes. It is called before a process starts or connects.
 
     Yields:
-        The runner. None on all ranks of a launcher except 0, which have taken part in all jobs by
-        then.
+        The runner; None on ranks of a launcher other than 0.
     """
     if is_launched():
         if bandwidth is not None:
@@ -87,25 +93,23 @@ def _launched(job: Job, check: Callable[[], object]) -> Iterator[Runner | None]:
     if os.environ["RANK"] == "0":
         check()
     limit = timedelta(seconds=job.timeout_seconds)
-    launcher = "Slurm" if slurm.is_task(os.environ) else "torchrun"
     try:
         dist.init_process_group(choose_backend(), timeout=limit)
     except dist.DistError as error:
         raise OffbeatError(
             f"rank {os.environ['RANK']} of {job.workers} could not connect to the others that "
-            f"{launcher} has started, at {os.environ.get('MASTER_ADDR')}:"
+            f"the launcher has started, at {os.environ.get('MASTER_ADDR')}:"
             f"{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT) within --timeout "
             f"{job.timeout_seconds:g}: {str(error).strip().splitlines()[0]}"
         ) from None
-    workers = int(os.environ.get("LOCAL_WORLD_SIZE", job.workers))
-    share_cores(slurm.workers_sharing_cores(os.environ, workers))
-    runner = ExternalLauncher(launcher)
+    share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", job.workers)))
+    runner = ExternalLauncher()
     try:
         if dist.get_rank() > 0:
             runner.follow()
             yield None
         else:
-            console.print(f"joined the {job.workers} processes that {launcher} has started")
+            console.print(f"joined the {job.workers} processes that the launcher has started")
             yield runner
             runner.end()
     finally:

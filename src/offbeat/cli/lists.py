@@ -1,4 +1,4 @@
-"""The commands ``recipes``, ``strategies`` and ``report``."""
+"""Implementations of the commands ``recipes``, ``strategies`` and ``report``."""
 
 import contextlib
 import dataclasses
@@ -45,7 +45,7 @@ def strategies() -> None:
 
 
 def _print_kinds(heading: str, kinds: Mapping[str, type]) -> None:
-    """Print dataclasses of settings, by name."""
+    """Print a table of dataclasses, given by name: their settings, with defaults and ranges."""
     rows = []
     for name, kind in kinds.items():
         settings = [_describe(kind, field) for field in dataclasses.fields(kind)]
@@ -56,10 +56,10 @@ def _print_kinds(heading: str, kinds: Mapping[str, type]) -> None:
 
 
 def _describe(kind: type, field: "dataclasses.Field[Any]") -> tuple[str, str]:
-    """Return a setting with its default and its range: ``period (required)`` and ``≥ 1``."""
+    """Return the setting with its default, and its range, such as ``period=8`` and ``≥ 1``."""
     default = field.default
-    with contextlib.suppress(TypeError, ValueError):  # some setting is required
-        default = getattr(kind(), field.name)  # a default that the constructor chooses
+    with contextlib.suppress(TypeError, ValueError):  # raised if another setting is required
+        default = getattr(kind(), field.name)  # the constructor may replace a default
     required = default is dataclasses.MISSING
     shown = f"{field.name} (required)" if required else f"{field.name}={default}"
     allowed = [*_choices(types_of(kind)[field.name]), str(range_of(field))]
@@ -67,7 +67,7 @@ def _describe(kind: type, field: "dataclasses.Field[Any]") -> tuple[str, str]:
 
 
 def _choices(kind: Any) -> list[str]:
-    """Return the values of an enumerable type."""
+    """Return the possible values of bool and Literal types; none for other types."""
     if kind is bool:
         return ["true", "false"]
     if typing.get_origin(kind) is typing.Literal:

@@ -1,4 +1,8 @@
-"""The commands ``plan`` and ``probe``."""
+"""Implementations of the commands ``plan`` and ``probe``.
+
+``plan`` predicts step times from the network and the model. ``probe`` measures the network, for
+``plan --probe`` too.
+"""
 
 import inspect
 import json
@@ -31,14 +35,14 @@ def plan(options: PlanOptions) -> None:
     _check(options)
     names = inspect.signature(check_arguments).parameters
     question: dict[str, Any] = {name: getattr(options, name) for name in names}
-    # Defaults, and placeholders of what is measured later.
-    usual: dict[str, object] = {"workers": USUAL_WORKERS, "latency": USUAL_LATENCY}
-    usual |= dict.fromkeys(("parameters", "step_time", "bandwidth"), 1.0)
-    question |= {name: value for name, value in usual.items() if question[name] is None}
+    defaults: dict[str, object] = {"workers": USUAL_WORKERS, "latency": USUAL_LATENCY}
+    # Placeholders of values that are measured later.
+    defaults |= dict.fromkeys(("parameters", "step_time", "bandwidth"), 1.0)
+    question |= {name: value for name, value in defaults.items() if question[name] is None}
     question["strategies"] = options.strategies or None
     if options.probe:
         question["workers"] = _launched_workers(options.workers_per_node) or USUAL_WORKERS
-    check_arguments(**question)  # raises for mistakes, before anything is measured
+    check_arguments(**question)  # finds mistakes before anything is measured
     if options.probe:
         result = _measure_network()
         question |= links(result.pairs, options.workers_per_node)
@@ -59,7 +63,7 @@ def plan(options: PlanOptions) -> None:
 
 
 def _check(options: PlanOptions) -> None:
-    """Raise ValueError for options that are missing or contradict each other."""
+    """Raise ValueError if options are missing or contradict each other."""
     strategies = options.strategies or []
     for text in filter(is_baseline, strategies):
         raise ValueError(f"plan forecasts strategies; {text} is a baseline, to be run by compare")
@@ -92,7 +96,8 @@ def _launched_workers(workers_per_node: int) -> int | None:
     """Return the launcher's number of workers; None without a launcher.
 
     Raises:
-        ValueError: they do not form at least two nodes of ``workers_per_node`` each.
+        ValueError: ``workers_per_node`` > 1, and the workers do not form at least two nodes, or the
+            nodes would span machines.
     """
     size = int(os.environ.get("WORLD_SIZE", 0)) or None
     local = int(os.environ.get("LOCAL_WORLD_SIZE", workers_per_node))
@@ -110,10 +115,11 @@ def _launched_workers(workers_per_node: int) -> int | None:
 
 
 def links(pairs: Sequence[probing.Pair], workers_per_node: int = 1) -> dict[str, float]:
-    """Return the arguments of ``plan`` for the measured links.
+    """Return the arguments of ``offbeat.plan.plan`` that describe the measured links.
 
-    Bandwidth is that of the slowest pair, latency the upper median. With several workers per node,
-    consecutive ranks form a node, and pairs inside a node count separately.
+    The bandwidth is that of the slowest pair of workers, in bits per second. The latency is the
+    median over the pairs. With several workers per node, consecutive ranks form a node, and pairs
+    inside a node give ``inside`` and ``inside_latency``.
     """
     within = [p for p in pairs if p.source // workers_per_node == p.destination // workers_per_node]
     between = [p for p in pairs if p not in within]
@@ -161,7 +167,7 @@ def probe(seconds: float, pairs: bool, as_json: bool) -> None:
 def _measure_network(seconds: float = 20.0) -> probing.Probe:
     if not is_launched():
         raise OffbeatError(
-            "probing needs the processes that torchrun or srun starts: "
+            "probing needs the processes that torchrun starts: "
             "torchrun --nproc-per-node 2 -m offbeat.cli probe"
         )
     dist.init_process_group("gloo")

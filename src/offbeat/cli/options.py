@@ -1,7 +1,7 @@
-"""Options that several commands share, and their expansion from dataclasses.
+"""Options of the commands, declared as dataclasses.
 
-A command declares ``f(job: Job, options: CompareOptions)``; the command line shows the fields of
-both dataclasses as options.
+A command is declared as ``f(job: Job, options: CompareOptions)``. ``with_options`` turns the fields
+of the two dataclasses into options of the command line.
 """
 
 import dataclasses
@@ -19,16 +19,19 @@ from offbeat.lab.job import Job, option, option_of
 
 USUAL_LATENCY = "100us"
 USUAL_WORKERS = 4
-USUAL_INSIDE, USUAL_INSIDE_LATENCY = "100Gbit/s", "10us"  # those of `offbeat.transport.costs`
+USUAL_INSIDE, USUAL_INSIDE_LATENCY = "100Gbit/s", "10us"  # as in `offbeat.transport.costs`
 SHAPED_LINKS = "Shape each worker's link, as in 200Mbit/s (Linux, root, iproute2)."
 _LATENCY = "Latency of one message, as in 50us."
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """Options of ``simulate``, ``compare`` and ``plan``: steps that vary, and nodes."""
+    """Options of ``simulate``, ``compare`` and ``plan``: variation of steps, and nodes.
 
-    jitter: float = option(0.0, help="Standard deviation of a step, relative to it.")
+    A *node* is a group of workers that average their gradients in every step over a fast network.
+    """
+
+    jitter: float = option(0.0, help="Standard deviation of the step time, relative to its mean.")
     workers_per_node: int = option(
         1, help="Workers per node, which share its link and train as one."
     )
@@ -44,7 +47,7 @@ class NodeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualClusterOptions(NodeOptions):
-    """Options of the network and the steps of simulated workers."""
+    """Options of the network and the step time of simulated workers."""
 
     latency: str = option(USUAL_LATENCY, help=_LATENCY)
     step_time: str | None = option(
@@ -54,24 +57,24 @@ class VirtualClusterOptions(NodeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    """Options of ``simulate`` alone."""
+    """Options that only ``simulate`` has."""
 
     bandwidth: str = option("1Gbit/s", help="Bandwidth of each link, as in 5Gbit/s.")
     timeline: Path | None = option(
-        None, help="Draw the computing and waiting of each worker, as PNG."
+        None, help="Image file for a plot of the computing and waiting of each worker."
     )
-    as_json: Path | None = option(None, "--json", help="Write totals and timeline as JSON.")
+    as_json: Path | None = option(None, "--json", help="JSON file for totals and timeline.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """Options of ``compare`` alone."""
+    """Options that only ``compare`` has."""
 
     strategy: list[str] = option(
         dataclasses.MISSING,
         "--strategy",
         "-s",
-        help="A strategy, perhaps with options for it alone; repeat for more.",
+        help="A strategy or baseline, optionally with options for it alone. Can be repeated.",
     )
     seeds: int = option(1, help="Number of seeds.")
     bandwidth: str | None = option(None, help=SHAPED_LINKS)
@@ -84,18 +87,18 @@ class CompareOptions:
     )
     simulated: bool = option(False, "--simulate", help="Use simulated workers, in virtual time.")
     slow: str | None = option(
-        None, help="Slower workers, RANK=FACTOR, as in 0=2; rank 0 has the clock."
+        None, help="Slow workers down: RANK=FACTOR, as in 0=2. Rank 0 measures all times."
     )
     lr_scale: str = option(
         "1",
-        help="Factor on the recipe's learning rate. With several, as in 0.3,1,3, the best of each "
-        "strategy is shown.",
+        help="Factor on the recipe's learning rate. With several, as in 0.3,1,3, the best one for "
+        "each strategy is shown.",
     )
     turns: bool = option(
         False,
         "--turns",
-        help="Calibrate: workers train alone for a second at each evaluation, and all seconds are "
-        "converted to one machine speed. For machines with other load.",
+        help="Calibrate, for machines with other load: at each evaluation workers train alone for "
+        "a second, and all times are converted to one machine speed.",
     )
 
 
@@ -104,23 +107,26 @@ class PlanOptions(NodeOptions):
     """Options of ``plan``."""
 
     bandwidth: str | None = option(None, help="Bandwidth of each worker's link, as in 5Gbit/s.")
-    parameters: str | None = option(None, help="Number of the model's parameters, as in 25M.")
+    parameters: str | None = option(None, help="Number of parameters of the model, as in 25M.")
     step_time: str | None = option(None, help="Step time without communication, as in 120ms.")
     workers: int | None = option(
         None, "--workers", "-n", help="Number of workers.", unset=str(USUAL_WORKERS)
     )
     latency: str | None = option(None, help=_LATENCY, unset=USUAL_LATENCY)
-    lssr: float = option(0.9, help="Share of local steps, for SelSync.")
+    lssr: float = option(0.9, help="Share of steps without synchronization, for SelSync.")
     wire: Precision | None = option(
         None,
         help="Precision of models and gradients on the network.",
         unset="float32; chosen at run time by streaming",
     )
     strategies: list[str] | None = option(
-        None, "--strategy", "-s", help="Forecast these instead of the usual; repeat it."
+        None,
+        "--strategy",
+        "-s",
+        help="A strategy to forecast, instead of the default ones. Can be repeated.",
     )
     model: str | None = option(
-        None, help="Measure parameters and step time of this recipe, or file."
+        None, help="Recipe or file whose parameters and step time are measured."
     )
     data: Path | None = option(None, help="Directory of the recipe's data.")
     probe: bool = option(False, "--probe", help="Measure the network; start it with torchrun.")
@@ -128,13 +134,14 @@ class PlanOptions(NodeOptions):
 
 
 def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Expand the parameters of a command that are dataclasses into one option per field.
+    """Return a decorator that replaces dataclass parameters of a command by one option per field.
 
-    A later parameter with the name of an earlier field replaces its option, at the same place in
-    the help. The field then has its default.
+    The command is called with dataclass objects made from the values of the options. If a later
+    parameter or field has the name of an earlier field, it replaces the option of the earlier
+    field, which keeps its default value.
 
     Args:
-        without: Fields that this command does not offer.
+        without: Names of fields that this command does not offer. They keep their default values.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -146,10 +153,10 @@ def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[...,
             if dataclasses.is_dataclass(parameter.annotation):
                 groups[parameter.name] = parameter.annotation
                 expanded = [*_options_of(parameter.annotation)]
-            for one in expanded:
-                if one.name not in without:
-                    shown[one.name] = one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-                    owners[one.name] = parameter.name
+            for field in expanded:
+                if field.name not in without:
+                    shown[field.name] = field.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+                    owners[field.name] = parameter.name
 
         @wraps(function)
         def command(**values: Any) -> None:
@@ -158,22 +165,22 @@ def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[...,
             for name, value in values.items():
                 owner = owners[name]
                 if isinstance(value, Path) and issubclass(groups.get(owner, object), Job):
-                    value = str(value)  # a job is JSON
+                    value = str(value)  # jobs are stored as JSON, which has no paths
                 fields.get(owner, arguments)[name] = value
             for name, kind in groups.items():
                 arguments[name] = kind(**fields[name])
             function(**arguments)
 
-        # Typer reads these two.
+        # Typer reads these two attributes.
         command.__signature__ = inspect.Signature([*shown.values()])  # type: ignore[attr-defined]
-        command.__annotations__ = {name: one.annotation for name, one in shown.items()}
+        command.__annotations__ = {name: field.annotation for name, field in shown.items()}
         return command
 
     return decorate
 
 
 def _options_of(kind: Any) -> Iterator[inspect.Parameter]:
-    """Yield a parameter, in the form that typer reads, for each field that has an option."""
+    """Yield a parameter in the form that typer reads, for each field declared with ``option``."""
     for field in dataclasses.fields(kind):
         declared = option_of(field)
         if declared is None:

@@ -1,4 +1,8 @@
-"""The commands ``train``, ``simulate`` and ``compare``."""
+"""Implementations of the commands ``train``, ``simulate`` and ``compare``.
+
+A *job* is the settings of one run. A *method* is what it trains with: a strategy of this package,
+or a baseline to compare strategies with. A *runner* runs jobs on real or simulated workers.
+"""
 
 import contextlib
 import re
@@ -39,7 +43,7 @@ _MOST_SEEDS = 1000
 
 
 def train(job: Job, bandwidth: str | None) -> None:
-    """Train a recipe under one method on real workers."""
+    """Train a recipe with one method on real workers."""
     job = with_launched_workers(job)
 
     def check() -> None:
@@ -52,7 +56,7 @@ def train(job: Job, bandwidth: str | None) -> None:
 
 
 def simulate(job: Job, options: SimulateOptions, simulated: VirtualClusterOptions) -> None:
-    """Train a recipe on simulated workers."""
+    """Train a recipe with one method on simulated workers."""
     timeline, as_json = options.timeline, options.as_json
     require_single_process("offbeat simulate")
     require_virtual(job.strategy)
@@ -148,7 +152,7 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
 
 
 def _file_name(recipe: str) -> str:
-    """Return a name for the folder of the results of ``recipe``."""
+    """Return a name for the directory of the results of ``recipe``."""
     return re.sub(r"[^\w-]+", "-", recipe.rpartition("/")[2].replace(".py", "")).strip("-")
 
 
@@ -162,7 +166,8 @@ def _virtual_cluster(job: Job, bandwidth: str, options: VirtualClusterOptions) -
     )
     slowdown = parse_slow(job.slow, job.workers)
     step_time: str | float = "1s" if options.step_time is None else options.step_time
-    compute = Compute(step_time, jitter=options.jitter, slowdown=slowdown)  # raises for mistakes
+    # Created before the step time is measured, because it raises for mistakes.
+    compute = Compute(step_time, jitter=options.jitter, slowdown=slowdown)
     if options.step_time is None:
         _, seconds = measure_recipe(job.recipe, data=job.setup().data)
         console.print(f"a step of {job.recipe} takes {show_seconds(seconds)} here", highlight=False)

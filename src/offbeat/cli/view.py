@@ -1,4 +1,4 @@
-"""Output of the command line: a progress bar, tables, and names of written files."""
+"""Output of the command line: a progress bar, tables, and paths of written files."""
 
 from pathlib import Path
 from types import TracebackType
@@ -31,12 +31,12 @@ _WIDE = 100  # columns
 
 
 class Bar:
-    """A progress bar for one run after the other.
+    """A progress bar for each of several runs, one after the other.
 
-    Without a terminal, each evaluation is a line instead.
+    If the output is not a terminal, a line is printed for each evaluation.
 
     Args:
-        runs: Number of runs. More than one are numbered.
+        runs: Number of runs. If there are several, their bars are numbered.
     """
 
     def __init__(self, runs: int = 1) -> None:
@@ -73,7 +73,7 @@ class Bar:
         )
 
     def skip(self, result: Result) -> None:
-        """Report that the result of the next run exists already."""
+        """Report that the next run is skipped, because its result exists already."""
         name = self._numbered(_name(result.job))
         console.print(f"{name}  is in the results already", soft_wrap=True)
 
@@ -131,12 +131,12 @@ def print_table(table: Table, *, texts: int = 1) -> None:
 
     Args:
         table: Table to print.
-        texts: Number of columns of text, from the left. The others are numbers.
+        texts: Number of columns of text, counted from the left. The other columns are numbers.
     """
     gap = 2 if console.width >= _WIDE else 1
     grid = rich.table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for number, (heading, *cells) in enumerate(zip(table.headings, *table.rows, strict=True)):
-        # Lines of neighbouring cells correspond to each other and must not be wrapped.
+        # The lines of cells in a row belong together. Wrapping would separate them.
         unwrapped = number == 0 or any("\n" in cell for cell in cells)
         grid.add_column(
             heading,
@@ -148,7 +148,7 @@ def print_table(table: Table, *, texts: int = 1) -> None:
 
 
 def print_narrow_table(table: Table) -> None:
-    """Print a table of many columns, with its caption: headings take several lines."""
+    """Print a table with many columns, and its caption. Headings are broken at spaces."""
     grid = rich.table.Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     first, *others = zip(table.headings, *table.rows, strict=True)
     grid.add_column(first[0], overflow="fold")  # the only column that is wrapped

@@ -1,4 +1,4 @@
-"""Distribution of samples among workers: a sampler, partitions, and data injection."""
+"""Distribution of training samples among workers: a sampler, partitions, and data injection."""
 
 from offbeat.data.describe import PartitionTable, describe_partition
 from offbeat.data.injection import DataInjection

@@ -1,4 +1,7 @@
-"""Distribution of labels over the parts of a partition, as a table and as a heat map."""
+"""Counts of the labels in each part of a partition, as a table and as a heat map.
+
+A partition is a list of parts. Part n holds the sample indices of worker n.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +14,16 @@ import numpy.typing as npt
 from offbeat.data.partition import Labels, Share, check_parts, group_by_label
 from offbeat.display.plots import new_figure
 
-_COLUMNS = 20  # maximum number of label columns in the table, so that it fits a wide terminal
-_TICKS = 30  # maximum number of tick labels on each axis of the heat map
+_COLUMNS = 20  # largest number of label columns in the table, which then fits a wide terminal
+_TICKS = 30  # largest number of tick labels on each axis of the heat map
 
 
 @dataclass(frozen=True, eq=False)
 class PartitionTable:
-    """Number of samples by worker and label. ``str()`` gives an aligned table.
+    """Number of samples of each label on each worker. ``str()`` formats it as a table.
 
-    Args:
-        counts: Number of samples, of shape [workers, labels].
+    Attributes:
+        counts: Numbers of samples: one row per worker, one column per label.
         labels: The distinct labels, in the order of the columns.
     """
 
@@ -31,12 +34,13 @@ class PartitionTable:
     def skew(self) -> float:
         """Label skew: mean distance of the workers' label distributions from the overall one.
 
-        The value is in [0, 1). It is 0 only if all workers have exactly the same distribution; a
-        random (IID) partition has a small positive value.
+        The distance of one worker is the total variation ½·Σ_k |p_k(worker) − p_k(all)|, where
+        p_k is the share of label k. It is the share of this worker's samples that would have to
+        change their label to give the overall distribution. The mean excludes workers without
+        samples.
 
-        The distance of one worker is the total variation ½·Σ_k |p_k(worker) − p_k(all)|: the share
-        of its samples that would need another label to give the overall distribution. Workers
-        without samples are left out of the mean.
+        The value is in [0, 1). It is 0 if all workers have the same distribution of labels. A
+        random partition has a small positive value.
         """
         counts = self.counts[self.counts.sum(axis=1) > 0]
         if not counts.size:
@@ -92,14 +96,15 @@ def describe_partition(
     """Count the samples of each label in each part. ``print`` the result to see a table.
 
     Args:
-        parts: Sample indices of each worker, as returned by ``partition_by_label`` and
-            ``partition_dirichlet``. They need not contain all samples.
+        parts: Sample indices of each worker, for example from ``partition_by_label`` or
+            ``partition_dirichlet``. Samples that are in no part are not counted.
         labels: Label of each sample of the dataset, integers or strings.
-        path: Path of a PNG of the heat map; None draws nothing.
+        path: Path of a PNG file for the heat map. None: no heat map.
 
     Raises:
-        TypeError: Labels or parts have the wrong type.
-        ValueError: There are no parts, or the parts do not fit the labels.
+        TypeError: ``labels`` or ``parts`` has the wrong type.
+        ValueError: There are no parts or no labels, an index has no label, or an index occurs
+            twice.
         ImportError: ``path`` is given and matplotlib is not installed.
     """
     values, groups = group_by_label(labels)

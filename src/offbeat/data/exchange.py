@@ -1,17 +1,24 @@
-"""Exchange of samples between workers that may be at different steps.
+"""Exchange of samples between workers that may be at different steps, for data injection.
 
-A worker requests the samples of a step from a sender. The sender responds at once if it has loaded
-the batch of that step, later if it has not reached the step yet, and with nothing if it will never
-load that batch. Each worker runs one background activity per peer, which receives the messages of
-that peer. An activity never waits for the training, so requests are served whatever the training
-does.
+For each step a worker requests samples from some other workers. The requested worker takes the
+samples from its own batch of that step, and responds
 
-This alone could deadlock. Workers that took different numbers of steps before a barrier are *out of
-phase*. Worker A may then block in its strategy until worker B has taken more steps, while B needs
-the samples of A to take them. B therefore reports that it is blocked (BLOCKED). While the strategy
-of A may block, A responds to such a worker with nothing, and B continues without the samples.
+- at once if it has loaded that batch;
+- later if it has not reached the step yet;
+- with nothing if it will never load that batch.
 
-A message is a header of six numbers. In a response the bytes of the samples follow. Nothing is
+Each worker runs one background thread per other worker (*peer*), which receives the messages of
+that peer. These threads never wait for the training loop, so a worker responds even while its
+training is blocked.
+
+Requests alone could deadlock. A *barrier* is a point, such as a consensus, that no worker passes
+before all have reached it. Two workers are *out of phase* if they took different numbers of steps
+before some barrier. Worker A may then block in its strategy until worker B has taken more steps,
+while B cannot take them without the samples of A. To resolve this, B sends the message BLOCKED
+while it waits. A then responds with nothing if its own strategy may be blocked, and B trains
+without the samples.
+
+A message is a header of six integers. In a response with samples their bytes follow. Nothing is
 pickled.
 """
 
@@ -34,21 +41,23 @@ from offbeat.transport.host import Promise
 from offbeat.transport.team import Team
 
 Key: TypeAlias = tuple[int, int]
-"""Identity of a step: the number of barriers before it, and its number since the last barrier."""
+"""Identity of a step: number of barriers before it, and number of steps since the last barrier."""
 Response: TypeAlias = Tensor | Exception | None
-"""The bytes of a parcel, the error to raise, or None if the sender gives nothing at the step."""
+"""Bytes of the samples, or None if the peer responded with nothing, or the error to raise."""
 
-_HEADER = 6  # kind, messages received so far, key (two numbers), epoch or steps, bytes that follow
+# A header contains the kind, the number of messages received so far, the two numbers of the key, an
+# epoch or a number of steps, and the number of bytes that follow.
+_HEADER = 6
 
 
 class _Kind(IntEnum):
     """Kind of a message."""
 
     REQUEST = 0  # requests the samples of a step
-    BLOCKED = 1  # the training of this message's sender is blocked until its request is answered
-    RESPONSE = 2  # the samples of a step, or nothing
-    PAUSED = 3  # the sender loads no batch before the next barrier
-    CLOSE = 4  # the last message of the sender
+    BLOCKED = 1  # the training of the worker that sends this waits for the response to its request
+    RESPONSE = 2  # contains the samples of a step, or nothing
+    PAUSED = 3  # the worker that sends this loads no batch before the next barrier
+    CLOSE = 4  # the worker that sends this sends no more messages
 
 
 @dataclass
@@ -57,20 +66,20 @@ class _Peer:
 
     Attributes:
         rank: Rank of the peer.
-        closed: Outcome of the conversation. None once both workers have received the CLOSE of the
-            other. Otherwise the error that ended it.
-        unconfirmed: Handles of the messages that the peer has not confirmed yet, oldest first. Gloo
-            may lose a message whose handle is dropped too early.
+        closed: Promise of the outcome: None when the peer has sent CLOSE and has received all
+            messages of this worker, or the error that ended the conversation.
+        unconfirmed: Handles of the messages that the peer has not confirmed yet, oldest first. They
+            are stored because Gloo may lose a message whose handle is dropped too early.
         confirmed: Number of messages that the peer has confirmed.
         received: Number of messages received from the peer. Every header confirms them.
-        next_request: Lower bound of the steps that the peer may still request.
-        requests: Open requests of the peer: the step, and the peer's epoch at that step.
+        next_request: Smallest step that the peer may still request.
+        requests: Requests of the peer without a response: pairs of the step and the peer's epoch.
         blocked_at: Latest step for which the peer has sent BLOCKED.
         steps: Maps a barrier to the total number of steps that the peer had taken when it reached
             the barrier. Contains only barriers that this worker has not reached yet.
         in_phase: True if the peer had taken as many steps as this worker at every barrier so far.
-        responses: Open requests of this worker to the peer, by step.
-        unrequested: Samples that the peer sent before it closed, without a request, by step.
+        responses: Promises of the responses that this worker waits for, by step.
+        unrequested: Samples that the peer sent without a request, just before its CLOSE, by step.
         close_sent: True once this worker has sent CLOSE. It then sends the peer nothing more.
         close_received: True once the peer has sent CLOSE.
     """
@@ -97,19 +106,23 @@ class _Peer:
 
 
 class Exchange:
-    """Conversations of this worker with all others. Every worker makes one. Not a collective.
+    """One worker's part in the exchange of samples. Every worker creates one.
+
+    The constructor is not a collective. A *parcel* is the serialized samples that this worker sends
+    in one step.
 
     Args:
-        team: The workers, with a communicator that nothing else uses. Its account counts the time
-            in which the training waits for samples, but not the bytes of the samples.
+        team: The workers, with a communicator that nothing else uses. The time in which the
+            training waits for samples is added to ``team.account``; the bytes of the samples are
+            not.
 
     Attributes:
         barriers: Number of barriers so far.
-        samples_sent: Samples sent, counted once per receiver.
-        bytes_sent: Bytes of these samples.
+        samples_sent: Number of samples sent so far, counted once per receiver.
+        bytes_sent: Number of bytes of these samples.
 
-    *Memory*: a parcel is stored until no other worker may still request it. A worker requests it no
-    more once it has requested that step or a later one, waits at a barrier after it, or has closed.
+    *Memory*: a parcel is stored until every peer has requested its step or a later one, has reached
+    a later barrier, or has sent CLOSE.
     """
 
     def __init__(self, team: Team) -> None:
@@ -136,18 +149,18 @@ class Exchange:
 
     @property
     def out_of_phase(self) -> list[int]:
-        """Ranks that had taken a different number of steps than this worker at some barrier."""
+        """Ranks of the peers that are out of phase with this worker; see the module docstring."""
         return [peer.rank for peer in self._peers.values() if not peer.in_phase]
 
     def start_at(self, barriers: int, pending: Key | None, out_of_phase: Iterable[int]) -> None:
-        """Continue an earlier run. Call before the first ``publish``.
+        """Set the state at the start of training. Call before the first ``publish``.
 
         Args:
-            barriers: Number of barriers in the earlier run.
-            pending: Step whose batch the earlier run had loaded but not used. This run loads and
-                publishes it again first, even if the step precedes the last barrier. None: there
-                was no such batch.
-            out_of_phase: Value of ``out_of_phase`` in the earlier run.
+            barriers: Number of barriers in the run that this one resumes.
+            pending: Step whose batch that run had loaded but not used. This run loads and publishes
+                that batch first, even if its step precedes the last barrier. None: there was no
+                such batch.
+            out_of_phase: Ranks of peers that are out of phase already.
         """
         with self._lock:
             self.barriers, self._republished = barriers, pending
@@ -157,8 +170,7 @@ class Exchange:
     def publish(self, key: Key, parcel: Parcel | None) -> None:
         """Report that the batch of step ``key`` is loaded, and offer ``parcel`` to the peers.
 
-        With None this worker gives no samples in this step.
-        The keys of successive calls increase.
+        None: this worker responds with nothing in this step. ``key`` increases from call to call.
         """
         with self._lock:
             self._require_service()
@@ -168,7 +180,13 @@ class Exchange:
             self._serve()
 
     def request(self, rank: int, key: Key, epoch: int) -> Handle[Response]:
-        """Request the samples of ``rank`` for step ``key``, in this worker's ``epoch``."""
+        """Request the samples of ``rank`` for step ``key``. Does not block.
+
+        Args:
+            rank: Rank of the peer.
+            key: The step.
+            epoch: Number of this worker's iterations over its loader so far.
+        """
         what = f"samples of rank {rank} for step {key[1]}"
         with self._lock:
             self._require_service()
@@ -189,16 +207,17 @@ class Exchange:
                 self._send(peer, _Kind.BLOCKED, key)
 
     def set_blocking(self, blocking: bool) -> None:
-        """Record whether the strategy may block from now on."""
+        """Report that the strategy may block from now on (True), or that it may not (False)."""
         with self._lock:
             self._blocking = blocking
             if blocking and self._error is None:
                 self._serve()
 
     def end_epoch(self, epoch: int) -> None:
-        """Answer requests of epochs up to ``epoch`` with nothing, because its iteration has ended.
+        """Respond with nothing to all requests of epochs up to ``epoch``.
 
-        Only called without a synchronizer. −1: a new iteration has begun, so requests wait again.
+        Called only without a synchronizer: when this worker's iteration over its loader ends, and
+        with −1 when the next iteration starts. Requests then wait for batches again.
         """
         with self._lock:
             self._ended_epoch = epoch
@@ -208,7 +227,7 @@ class Exchange:
         """Report that this worker has reached a barrier and loads no batch until ``resume``.
 
         Args:
-            steps: Total number of steps that it has taken.
+            steps: Total number of steps that this worker has taken.
         """
         with self._lock:
             if self._error is None and not self._paused:
@@ -221,7 +240,7 @@ class Exchange:
                 self._serve()
 
     def resume(self) -> None:
-        """Count a barrier. Step numbers restart at 0. All workers must call it equally often."""
+        """Leave a barrier. Step numbers restart at 0. All workers must call this equally often."""
         with self._lock:
             self._paused = False
             self.barriers += 1
@@ -229,13 +248,14 @@ class Exchange:
                 self._serve()
 
     def close(self) -> None:
-        """Close the conversations with all other workers, and wait until they have done so too.
+        """Send CLOSE to all peers, and wait for theirs.
 
-        Before it sends CLOSE, this worker sends the stored samples that a peer may still request.
-        The other workers may continue without this one.
+        Before CLOSE, this worker sends each peer the stored samples that the peer may still
+        request. The background threads of the peers respond with CLOSE at once; their training
+        continues without this worker.
 
         Raises:
-            CommunicationError: A worker is lost.
+            CommunicationError: Another worker is lost.
         """
         with self._lock:
             self._require_service()
@@ -248,7 +268,7 @@ class Exchange:
             if error is not None:
                 raise explained(error)
 
-    # -- called by both, with the lock held ------------------------------------------------------
+    # -- called by training and background threads, with the lock held ---------------------------
 
     def _require_service(self) -> None:
         if self._error is not None:
@@ -269,7 +289,7 @@ class Exchange:
         )
 
     def _serve(self) -> None:
-        """Respond to all requests that can be served now, and delete parcels no longer needed."""
+        """Respond to all requests that need not wait, and delete parcels no longer needed."""
         for peer in self._peers.values():
             if not peer.close_sent:
                 peer.requests = [one for one in peer.requests if not self._respond(peer, *one)]
@@ -278,10 +298,10 @@ class Exchange:
             del self._parcels[key]
 
     def _respond(self, peer: _Peer, key: Key, epoch: int) -> bool:
-        """Respond to the request for step ``key``. Return False if that is not possible yet."""
+        """Respond to the request for step ``key``. Return False if the response must wait."""
         parcel = self._parcels.get(key)
         if parcel is None and not self._gives_nothing(peer, key, epoch):
-            return False  # this worker may still load that batch
+            return False
         if parcel is not None:
             self.samples_sent += parcel.samples
             self.bytes_sent += parcel.values_bytes
@@ -289,35 +309,35 @@ class Exchange:
         return True
 
     def _gives_nothing(self, peer: _Peer, key: Key, epoch: int) -> bool:
-        """Return True if the response is nothing, False if it must wait.
+        """Return True to respond with nothing to a request for step ``key``, False to wait.
 
-        Only called while no parcel of step ``key`` is stored.
+        Called only if no parcel of that step is stored.
         """
         if key == self._republished:
-            # The resumed run loads this batch again, even if its step precedes the last barrier.
+            # ``start_at`` promised this batch, even if its step precedes the last barrier.
             return False
         if key <= self._latest:
-            # The batch was published without samples, or its parcel is deleted already.
+            # The batch was published without samples, or its parcel has been deleted.
             return True
         if key[0] < self.barriers:
-            # This worker counts steps from the barrier on and never loads earlier batches.
+            # The step precedes the last barrier. This worker does not load its batch any more.
             return True
         if self._paused and key[0] == self.barriers:
-            # This worker waits at a barrier. The peer reaches the barrier only after its own last
-            # steps, so waiting for a batch that is loaded after the barrier would be a deadlock.
+            # This worker waits at a barrier, and loads batches again only after it. The peer cannot
+            # reach the barrier without finishing this step, so letting it wait would deadlock.
             return True
         if epoch <= self._ended_epoch:
-            # Only without a synchronizer: this worker's loader has ended earlier in this epoch than
+            # Only without a synchronizer: in this epoch this worker's loader has fewer batches than
             # the loader of the peer.
             return True
         # Avoid a deadlock: the strategy of this worker may be blocked until the peer takes more
-        # steps, while the peer is blocked until it gets these samples. Workers that are in phase
-        # cannot deadlock: the strategy waits only for steps whose samples were published already.
+        # steps, while the peer is blocked until it gets these samples. Workers in phase cannot
+        # deadlock, because a strategy waits only for steps whose samples this worker has published.
         # They always wait for samples, so that their batches do not depend on the workers' speed.
         return self._blocking and not peer.in_phase and key <= peer.blocked_at
 
     def _compare_steps(self, peer: _Peer) -> None:
-        """Compare the numbers of steps at each barrier that both workers have reached."""
+        """Clear ``in_phase`` if the numbers of steps differ at a barrier that both have reached."""
         for barrier in [number for number in peer.steps if number in self._steps]:
             if peer.steps.pop(barrier) != self._steps[barrier]:
                 peer.in_phase = False
@@ -332,14 +352,14 @@ class Exchange:
             peer.close_sent = True
             peer.requests.clear()
 
-    # -- background activities, one per peer -----------------------------------------------------
+    # -- background threads, one per peer --------------------------------------------------------
 
     def _converse(self, peer: _Peer) -> None:
-        """Receive the messages of one peer until it closes."""
+        """Receive the messages of one peer until its CLOSE."""
         try:
             while not peer.close_received:
                 self._receive_message(peer)
-            # These waits end, because the peer receives all messages up to this worker's CLOSE.
+            # These waits end, because the peer also receives all messages up to CLOSE.
             for handle in itertools.chain(*peer.unconfirmed):
                 handle.wait()
             peer.closed.fulfil(None)
@@ -357,7 +377,7 @@ class Exchange:
         if size:
             data = torch.empty(size, dtype=torch.uint8)
             self._receive(data, peer, 1, f"samples of rank {peer.rank}", patient=False)
-        with self._lock:  # the training thread may be appending to peer.unconfirmed
+        with self._lock:  # the training thread may append to peer.unconfirmed at the same time
             arrived = [peer.unconfirmed.popleft() for _ in range(received - peer.confirmed)]
             peer.confirmed = received
         for handle in itertools.chain(*arrived):  # confirmed, so this does not block
@@ -370,7 +390,7 @@ class Exchange:
         self._messages.receive(tensor, source=peer.rank, tag=tag, what=what, patient=patient).wait()
 
     def _handle(self, peer: _Peer, kind: _Kind, key: Key, number: int, data: Tensor | None) -> None:
-        """Process a message; ``number`` is an epoch (REQUEST) or a number of steps (PAUSED)."""
+        """Process a message. ``number`` is an epoch in REQUEST, a number of steps in PAUSED."""
         if kind is _Kind.RESPONSE:
             if key in peer.responses:
                 peer.responses.pop(key).fulfil(data)

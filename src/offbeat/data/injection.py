@@ -1,4 +1,4 @@
-"""Data injection: in every step some workers send some of their samples to all others."""
+"""Data injection: in every step some workers send some of their samples to all other workers."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -26,8 +26,8 @@ class _Loaded:
 
     Attributes:
         key: The step.
-        batch: This worker's own batch.
-        responses: Requested samples of the other senders, by rank.
+        batch: Batch of this worker's loader.
+        responses: Handles of the samples that were requested from other workers, by rank.
     """
 
     key: Key
@@ -38,63 +38,67 @@ class _Loaded:
 class DataInjection:
     """Wraps a data loader and adds samples of other workers to its batches.
 
-    In step t of worker n of N:
+    In each step, with N workers whose loaders give batches of b' samples:
 
-        senders_t = ⌈α·N⌉ workers, drawn by (seed, t), the same on all workers
-        given_m   = ⌊β·b' + ½⌋ (at least 1) of the b' samples of worker m's own batch t, drawn
-        batch_t   = own batch t, then given_m of every sender m ≠ n, in the order of ranks
+        senders = ⌈α·N⌉ workers, drawn at random (all workers draw the same)
+        sent_m  = max(1, ⌊β·b' + ½⌋) samples of the loader batch of sender m, drawn at random
+        batch_n = loader batch of worker n, then sent_m of each sender m ≠ n, in rank order
 
-    Own batches should therefore be smaller; see ``injected_batch_size``. A sender sends the same
-    samples to all workers and also trains on them.
+    A sender sends the same samples to all workers, and trains on them, too. ``injected_batch_size``
+    computes a b' that compensates for the added samples.
 
-    Workers request samples from each other. The next batch is loaded, and its samples are
-    requested, before the present one is returned, so samples are in flight while the model
-    computes. A worker waits for a sender that has not reached the step yet. A sender without a
-    batch for the step gives nothing: it is in ``consensus()`` or ``finish()``, or has left. Workers
-    may therefore take different numbers of steps. Steps are counted from 0 after every
-    ``consensus()``. While all workers have taken equally many steps, batches do not depend on their
-    speed. After that, the strategy of a worker may be waiting for a worker that waits for samples;
-    the latter then continues without them.
+    The next batch is loaded, and its samples are requested, before the current batch is returned.
+    The samples are therefore in flight while the model computes. A worker waits for a sender that
+    has not reached the step yet. A sender that has no batch for the step sends nothing: it is in
+    ``consensus()`` or ``finish()``, or has left. Workers may therefore take different numbers of
+    steps. Steps are counted from 0 again after each ``consensus()``.
 
-    Without ``sync`` a worker at the end of its loader gives nothing until the next iteration. Call
-    ``close`` at the end, or use the object as a context manager. If loaders have different lengths,
-    call ``pause()``, a barrier and ``resume()`` on all workers between epochs; otherwise the
-    workers drift apart.
+    As long as all workers take the same number of steps before each ``consensus()``, the batches
+    do not depend on the speed of the workers. Otherwise a worker may continue without the samples
+    of a sender that is blocked in its strategy, because the two could wait for each other forever
+    (see ``data/exchange.py``).
+
+    Without ``sync``, a worker whose loader has ended sends nothing until its next iteration. Call
+    ``close`` at the end, or use the object as a context manager. If the loaders have different
+    lengths, call ``pause()``, a barrier of ``torch.distributed`` and ``resume()`` on all workers
+    between epochs. Step numbers would otherwise differ more with every epoch.
 
     With one worker the batches are those of the loader.
 
     Args:
-        loader: Any iterable of batches that can be iterated repeatedly, such as a DataLoader. A
-            batch consists of tensors and lists of numbers or strings, with one entry per sample, in
-            tuples, lists, dictionaries, named tuples and dataclasses. All workers use the same
-            structure, with tensors that differ only in the number of samples.
+        loader: Iterable of batches that can be iterated repeatedly, such as a DataLoader. A batch
+            consists of tensors and lists of numbers or strings, each with one entry per sample.
+            Tuples, lists, dictionaries, named tuples and dataclasses may contain them. Batches of
+            all workers have the same structure, dtypes and shapes except for the number of samples.
         alpha: Fraction α of workers that send in each step, in (0, 1].
         beta: Fraction β of its batch that each sender sends, in (0, 1].
-        sync: Synchronizer of the training, from ``attach``. Its workers take part, its
-            ``stats.details`` count samples, and it announces ``consensus()`` and the end.
-        group: Process group of the workers, if ``sync`` is None; None is the default group.
-        seed: Seed of all draws, the same on all workers.
+        sync: Synchronizer of the training, from ``attach``. Its workers exchange samples, its
+            ``stats.details`` include the totals, and its ``finish`` ends data injection.
+        group: Process group of the workers, if ``sync`` is None. None: the default group.
+        seed: Seed of all random choices, equal on all workers.
         dimension: Dimension of the tensors that counts samples.
-        timeout_seconds: Time-out for another worker. With ``sync`` its own time-out applies.
+        timeout_seconds: Longest time to wait for another worker. With ``sync``, the time-out of
+            the synchronizer applies instead.
 
     Attributes:
         loader: The wrapped loader.
-        samples_received: Samples received from other workers so far.
-        bytes_received: Bytes of these samples.
+        samples_received: Number of samples received from other workers so far.
+        bytes_received: Number of bytes of these samples.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of its range, or both ``sync`` and ``group`` are given.
-        AttachError: There is no process group, or the synchronizer is finished.
+        AttachError: There is no process group, the synchronizer is finished, or it was attached
+            with ``node_group`` or ``min_workers``.
         MismatchError: Another worker has other settings.
 
-    A collective: every worker constructs it alike.
+    The constructor is a collective.
 
-    *Communication*: ⌈α·N⌉ parcels of samples to each worker in each step, in the background; a
-    sender sends N−1 of them. ``sync.stats.details`` counts ``injected_samples``,
-    ``injected_bytes_received``, ``injected_samples_sent`` and ``injected_bytes_sent``. Waiting for
-    samples counts as waiting. *Memory*: one more batch, and parcels until all workers have
-    requested them.
+    *Communication*: in each step each sender sends its samples to the N − 1 other workers, in the
+    background. ``sync.stats.details`` has the totals ``injected_samples``,
+    ``injected_bytes_received``, ``injected_samples_sent`` and ``injected_bytes_sent``. The time in
+    which a worker waits for samples is part of its waiting time. *Memory*: the next batch, and the
+    samples to send until all workers have requested them.
 
     *Differs from the paper*: workers need not be at the same step.
 
@@ -125,10 +129,9 @@ class DataInjection:
         self.loader = loader
         self.alpha, self.beta, self.seed, self.dimension = alpha, beta, seed, dimension
         self.samples_received = self.bytes_received = 0
-        self._counted = [0, 0, 0, 0]  # totals that the details include already
-        self._step = 0  # number of the next batch to load, since the last barrier
-        self._epoch = -1
-        self._iterations = 0
+        self._counted = [0, 0, 0, 0]  # totals that ``_details`` already includes
+        self._step = 0  # number of the next batch to load, counted since the last barrier
+        self._epoch = -1  # number of the current iteration over the loader
         self._loaded: _Loaded | None = None
         self._resumed: Key | None = None
         self._closed = False
@@ -150,11 +153,15 @@ class DataInjection:
         if self._team.size > 1:
             self._exchange = Exchange(self._team)
             own = steps[self._team.rank]
-            others = [rank for rank, taken in enumerate(steps) if taken != own]
-            self._exchange.start_at(0, None, others)
+            out_of_phase = [rank for rank, taken in enumerate(steps) if taken != own]
+            self._exchange.start_at(0, None, out_of_phase)
 
     def _agree(self) -> list[int]:
-        """Raise unless all workers have the same settings. Return the steps of each worker."""
+        """Compare the settings of all workers. Return the number of steps that each has taken.
+
+        Raises:
+            MismatchError: The settings differ.
+        """
         names = ("alpha", "beta", "seed", "dimension")
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         what = "comparison of data injection"
@@ -172,12 +179,12 @@ class DataInjection:
 
     @property
     def samples_sent(self) -> int:
-        """Samples sent to other workers so far, counted once per receiver."""
+        """Number of samples sent to other workers so far, counted once per receiver."""
         return 0 if self._exchange is None else self._exchange.samples_sent
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of the samples sent."""
+        """Number of bytes of the samples sent so far."""
         return 0 if self._exchange is None else self._exchange.bytes_sent
 
     def __len__(self) -> int:
@@ -187,34 +194,33 @@ class DataInjection:
     # -- batches ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the loader's batches, each extended by samples of the step's senders."""
+        """Iterate over the loader's batches, extended by samples of other workers."""
         if self._closed:
-            raise OffbeatError("this DataInjection has left the others: make a new one")
+            raise OffbeatError("this DataInjection is closed: create a new one")
         if self._exchange is None:
             return iter(self.loader)
         return self._inject(self._exchange)
 
     def _inject(self, exchange: Exchange) -> Iterator[Any]:
         self._epoch += 1
-        self._iterations += 1
-        iteration = self._iterations
+        epoch = self._epoch
         if not self._synced:
             exchange.end_epoch(-1)
         own = iter(self.loader)
         try:
             self._loaded = self._load(own, exchange)
             while self._loaded is not None:
-                present = self._loaded
+                current = self._loaded
                 self._loaded = self._load(own, exchange)
-                yield self._complete(present, exchange)
+                yield self._complete(current, exchange)
         finally:
-            if iteration == self._iterations:  # otherwise another iteration has begun
+            if epoch == self._epoch:  # not if a newer iteration has already begun
                 self._loaded = None
                 if not self._synced:
-                    exchange.end_epoch(self._epoch)
+                    exchange.end_epoch(epoch)
 
     def _load(self, own: Iterator[Any], exchange: Exchange) -> _Loaded | None:
-        """Load the next batch, publish this worker's samples, and request those of others."""
+        """Load the next batch, publish samples of it, and request the samples of other workers."""
         try:
             batch = next(own)
         except StopIteration:
@@ -243,25 +249,25 @@ class DataInjection:
         chosen = draw_samples(self.seed, key, self._team.rank, samples, self.beta)
         return take(batch, chosen, self.dimension)
 
-    def _complete(self, present: _Loaded, exchange: Exchange) -> Any:
-        """Wait for all requested samples. Return the batch that includes them."""
+    def _complete(self, loaded: _Loaded, exchange: Exchange) -> Any:
+        """Wait for the requested samples, and return the batch extended by them."""
         parcels = []
-        for rank, handle in present.responses.items():
+        for rank, handle in loaded.responses.items():
             if not handle.done():
-                exchange.report_blocked(rank, present.key)
+                exchange.report_blocked(rank, loaded.key)
             response = handle.wait()
             if isinstance(response, Exception):
                 raise explained(response)
             if response is not None:
                 parcels.append((rank, response))
-        joined = join(present.batch, parcels, self.dimension)
+        joined = join(loaded.batch, parcels, self.dimension)
         self.samples_received += joined.samples
         self.bytes_received += joined.values_bytes
         self._count()
         return joined.batch
 
     def _count(self) -> None:
-        """Add the increase of the totals to the details of the synchronizer."""
+        """Add the increase of the totals since the last call to ``sync.stats.details``."""
         totals = {
             "injected_samples": self.samples_received,
             "injected_bytes_received": self.bytes_received,
@@ -275,17 +281,17 @@ class DataInjection:
     # -- background task of the synchronizer -----------------------------------------------------
 
     def set_blocking(self, blocking: bool) -> None:
-        """Report whether the strategy may block from now on. Called by ``sync``."""
+        """Report that the strategy may block from now on, or no longer. Called by ``sync``."""
         if self._exchange is not None:
             self._exchange.set_blocking(blocking)
 
     def pause(self) -> None:
-        """Load nothing before the next barrier. Called by ``sync``."""
+        """Report that this worker loads no batch before the next barrier. Called by ``sync``."""
         if self._exchange is not None:
             self._exchange.pause(self._steps_taken())
 
     def resume(self) -> None:
-        """Resume after a barrier. Steps restart at 0. Every worker calls this equally often."""
+        """Resume after a barrier, with step 0. All workers must call this equally often."""
         if self._exchange is not None:
             self._exchange.resume()
             self._step = 0
@@ -293,7 +299,8 @@ class DataInjection:
     def finish(self) -> None:
         """End data injection on this worker. Called by ``sync.finish()``. May be called again.
 
-        Waits until all other workers have confirmed it. They may continue without this worker.
+        Blocks until the background threads of all other workers have responded. The other workers
+        may continue without this one.
 
         Raises:
             CommunicationError: Another worker is lost.
@@ -306,7 +313,7 @@ class DataInjection:
             self._team.close()
 
     def close(self) -> None:
-        """Call ``finish``, whatever the state of the other workers. Never raises."""
+        """Call ``finish``, and ignore errors, such as the loss of another worker."""
         with contextlib.suppress(OffbeatError):
             self.finish()
 
@@ -324,9 +331,10 @@ class DataInjection:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the sequence of steps, as plain values.
+        """Return the settings and the position in the sequence of steps, as plain values.
 
-        Every worker saves its state at the same step. The sampler saves the position in the data.
+        All workers save their states at the same step. The position in the dataset is not included;
+        the sampler saves it.
         """
         exchange = self._exchange
         pending = None if self._loaded is None else list(self._loaded.key)

@@ -1,4 +1,4 @@
-"""Partitions for non-IID training: every sample belongs to one worker, by a rule on its label."""
+"""Partitions for non-IID training: the label of a sample decides which worker holds it."""
 
 import heapq
 from collections.abc import Sequence
@@ -11,11 +11,14 @@ import torch
 from offbeat.arguments import POSITIVE, require_integer, require_number
 
 Indices: TypeAlias = npt.NDArray[np.int64]
+"""Sample indices of one worker, checked."""
 Labels: TypeAlias = Sequence[int] | Sequence[str] | npt.NDArray[Any] | torch.Tensor
+"""Label of each sample."""
 Share: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
+"""Sample indices of one worker, as given by a caller."""
 
-_BY_LABEL, _DIRICHLET = 1, 2  # purposes of a generator, in (seed, purpose)
-_DRAWS = 1000
+_BY_LABEL, _DIRICHLET = 1, 2  # generators are seeded by (seed, purpose); these are the purposes
+_DRAWS = 1000  # largest number of attempts to satisfy ``minimum_samples``
 
 
 def partition_by_label(
@@ -23,14 +26,16 @@ def partition_by_label(
 ) -> list[Indices]:
     """Divide samples so that each worker holds exactly ``labels_per_worker`` different labels.
 
-    1. Every label gets one holder. There are workers × labels_per_worker places in total; each
-       further place goes to the label with the most samples per holder, which makes the parts as
-       equal as possible. A label has at most as many holders as it has samples, and at most as many
-       as there are workers.
-    2. In random order, each label is assigned to the workers that still lack the most labels. Ties
-       are broken at random.
-    3. The samples of a label are shuffled and split among its holders. The shares differ by at most
-       one sample.
+    A worker is a *holder* of the labels of its samples. The labels have
+    N × ``labels_per_worker`` holders in total.
+
+    1. Count the holders of each label. Every label gets one. Each of the others goes to the label
+       that has the most samples per holder at that moment, so that the parts have similar sizes.
+       No label gets more holders than it has samples, or than there are workers.
+    2. Choose the holders. The labels are processed in random order. Each takes the workers that
+       lack the most labels; ties are broken at random.
+    3. Shuffle the samples of each label and split them among its holders. The numbers of samples
+       differ by at most one.
 
     With as many workers as labels and ``labels_per_worker=1``, each worker holds all samples of one
     label.
@@ -45,8 +50,8 @@ def partition_by_label(
         N ascending arrays of sample indices. Every index is in exactly one of them.
 
     Raises:
-        TypeError: Labels have the wrong type, or a number is not an integer.
-        ValueError: No such division exists.
+        TypeError: ``labels`` has the wrong type, or a number is not an integer.
+        ValueError: An argument is out of its range, or no such division exists.
     """
     values, groups = group_by_label(labels)
     _require_count("workers", workers)
@@ -76,8 +81,8 @@ def partition_by_label(
     lacking = np.full(workers, labels_per_worker)
     parts: list[list[Indices]] = [[] for _ in range(workers)]
     for label in order:
-        # Choosing those that lack the most keeps all within 1 of each other, so every label finds
-        # enough workers.
+        # Choosing the workers that lack the most labels keeps the numbers of lacking labels within
+        # 1 of each other. Every label therefore finds enough workers that lack one.
         chosen = np.lexsort((random.random(workers), -lacking))[: holders[label]]
         lacking[chosen] -= 1
         shares = np.array_split(random.permutation(groups[label]), len(chosen))
@@ -93,17 +98,18 @@ def partition_dirichlet(
 
     For each label k with n_k samples, N workers and worker j:
 
-        p_k ~ Dirichlet(α, …, α)                       N numbers that sum to 1
-        size_kj = p_kj·n_k, rounded by largest remainder, ties broken at random
+        p_k ~ Dirichlet(α, …, α)        N numbers that sum to 1
+        size_kj = p_kj·n_k              rounded by largest remainder, ties broken at random
 
-    A smaller α makes the workers more different: α → 0 gives each label to one worker, α → ∞ gives
-    all workers the same distribution of labels. The sizes of the parts differ, too. If a part is
-    smaller than ``minimum_samples``, all labels are drawn again, up to 1000 times.
+    Worker j gets size_kj samples of label k, drawn at random. A smaller α makes the workers more
+    different: α → 0 gives each label to one worker, and α → ∞ gives all workers the same
+    distribution of labels. The sizes of the parts differ, too. If a part has fewer than
+    ``minimum_samples`` samples, p is drawn again for all labels, up to 1000 times.
 
-    *Differs from the papers*: the published code of Yurochkin et al. gives no further label to a
-    worker that already holds 1/N of the samples; here p_k is used as drawn. Hsu et al. draw the
-    labels of each worker, not the workers of each label, and give all workers the same number of
-    samples.
+    *Differs from the papers*: in the published code of Yurochkin et al., a worker that already
+    holds 1/N of the samples gets no samples of the labels that are drawn after. Here p_k is used
+    as drawn. Hsu et al. draw a distribution of labels for each worker, instead of a distribution of
+    workers for each label, and give all workers the same number of samples.
 
     Args:
         labels: Label of each sample, integers or strings: a one-dimensional list, array or tensor.
@@ -116,11 +122,13 @@ def partition_dirichlet(
         N ascending arrays of sample indices. Every index is in exactly one of them.
 
     Raises:
-        TypeError: Labels have the wrong type, or another argument is not a number.
-        ValueError: α is not positive and finite, or no draw gave every worker enough samples.
+        TypeError: ``labels`` has the wrong type, or another argument is not a number.
+        ValueError: An argument is out of its range, or no draw gave every worker
+            ``minimum_samples`` samples.
 
     Source: Yurochkin et al., ICML 2019, arXiv 1905.12022, heterogeneous partition of the
-    experiments. Variant with labels drawn per worker: Hsu, Qi & Brown 2019, arXiv 1909.06335.
+    experiments. Variant that draws the labels of each worker: Hsu, Qi & Brown 2019, arXiv
+    1909.06335.
     """
     _, groups = group_by_label(labels)
     _require_count("workers", workers)
@@ -152,7 +160,7 @@ def partition_dirichlet(
 
 
 def group_by_label(labels: Labels) -> tuple[npt.NDArray[Any], list[Indices]]:
-    """Return the distinct labels, ascending, and the sample indices of each.
+    """Return the distinct labels in ascending order, and the sample indices of each label.
 
     Raises:
         TypeError: Labels are neither integers nor strings.
@@ -165,7 +173,7 @@ def group_by_label(labels: Labels) -> tuple[npt.NDArray[Any], list[Indices]]:
             "labels must be one integer or string for each sample, got lists of different lengths"
         ) from None
     if array.dtype.kind in "OT" and all(isinstance(label, str) for label in array.flat):
-        array = array.astype(np.str_)  # pandas gives arrays of objects
+        array = array.astype(np.str_)  # pandas stores strings in arrays of objects
     if array.ndim != 1 or len(array) == 0:
         raise ValueError(
             "labels must be one integer or string for each of at least one sample, got shape "
@@ -182,8 +190,8 @@ def check_parts(parts: Sequence[Share], samples: int) -> list[Indices]:
     """Return the parts as int64 arrays, after checking them.
 
     Raises:
-        TypeError: A part does not consist of integers, a mask for example.
-        ValueError: An index is outside [0, samples) or occurs twice.
+        TypeError: A part is not a list of integers. A boolean mask, for example, is refused.
+        ValueError: An index is outside [0, ``samples``) or occurs twice.
     """
     checked = []
     for number, part in enumerate(parts):
@@ -217,7 +225,8 @@ def round_shares(
     Args:
         shares: Non-negative shares of shape [rows, columns]. Each row sums to 1.
         totals: Sums of shape [rows].
-        random: Breaks ties between equal remainders, which would otherwise favour the same columns.
+        random: Generator that breaks ties between equal remainders. A fixed order would always
+            favour the same columns.
     """
     exact = shares * totals[:, None]
     sizes = np.floor(exact).astype(np.int64)
@@ -233,11 +242,11 @@ def _dirichlet(
 ) -> npt.NDArray[np.float64]:
     """Draw rows from the symmetric Dirichlet(α).
 
-    As usual, a row consists of Gamma variables divided by their sum. They are computed by their
-    logarithms: for small α the variables underflow, and a row of zeros would give NaN. The formula
-    is Gamma(α) = Gamma(α + 1)·U^(1/α), where −log U is exponential.
+    A row consists of Gamma(α) variables divided by their sum. For small α such variables underflow,
+    and a row of zeros would give NaN. The code therefore computes their logarithms, from
+    Gamma(α) = Gamma(α + 1)·U^(1/α), where U is uniform and −log U is exponential.
     """
-    alpha = float(np.clip(alpha, 1e-100, 1e100))  # outside, the draw is the same, and 1/α overflows
+    alpha = float(np.clip(alpha, 1e-100, 1e100))  # avoids overflow; the shares are the same
     logs = np.log(random.standard_gamma(alpha + 1, shape))
     logs -= random.standard_exponential(shape) / alpha
     gammas = np.exp(logs - logs.max(axis=1, keepdims=True))
@@ -248,7 +257,14 @@ def _dirichlet(
 def _count_holders(
     counts: list[int], limits: list[int], places: int, order: npt.NDArray[np.intp]
 ) -> list[int]:
-    """Return how many workers hold each label. ``order`` breaks ties."""
+    """Return the number of holders of each label: step 1 of ``partition_by_label``.
+
+    Args:
+        counts: Number of samples of each label.
+        limits: Largest number of holders of each label.
+        places: Number of holders of all labels together.
+        order: Labels in the order in which ties are broken.
+    """
     holders = [1] * len(counts)
     queue = [(-counts[label], turn, label) for turn, label in enumerate(order.tolist())]
     heapq.heapify(queue)

@@ -1,9 +1,16 @@
-"""Serialization of samples: taken from a batch and appended to another worker's. Not pickled.
+"""Serialization of samples of a batch, and concatenation with the batch of another worker.
 
-A batch is a *nest*: a tensor or a list of numbers or strings, with one entry per sample, or tuples,
-lists, dictionaries, named tuples and dataclasses of these *leaves*. Its bytes are two int64 (the
-length of the description and the number of samples), the description as text, and the values of one
-leaf after the other.
+The *leaves* of a batch are tensors, and lists of numbers or strings. Each has one entry per sample.
+Tuples, lists, dictionaries, named tuples and dataclasses may contain them, nested to any depth.
+
+Serialized samples are called a *parcel*. Its bytes are, in this order:
+
+1. two int64: the number of bytes of the description, and the number of samples;
+2. the description as text: path, type and shape of each leaf, one per line;
+3. the values of each leaf.
+
+The receiver compares the description with its own batch. Nothing is pickled, so a parcel cannot run
+code.
 """
 
 import copy
@@ -18,9 +25,10 @@ from torch import Tensor
 from offbeat.errors import MismatchError
 
 Column: TypeAlias = Sequence[int] | Sequence[float] | Sequence[str]
+"""A leaf that is not a tensor: one number or string per sample."""
 Leaf: TypeAlias = Tensor | Column
 
-_PREFIX = struct.Struct("<qq")
+_PREFIX = struct.Struct("<qq")  # the two int64 at the start of a parcel
 _DTYPES = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
@@ -30,8 +38,8 @@ class Parcel:
 
     Attributes:
         samples: Number of samples.
-        values_bytes: Bytes of the samples without their description.
-        data: All bytes, including the description: 1-D uint8.
+        values_bytes: Number of bytes of the values alone.
+        data: All bytes of the parcel: 1-D uint8.
     """
 
     samples: int
@@ -43,8 +51,9 @@ def count_samples(batch: Any, dimension: int = 0) -> int:
     """Return the number of samples of ``batch``.
 
     Raises:
-        TypeError: The batch contains anything but tensors, numbers and strings.
-        ValueError: The batch has no leaves, or leaves with different numbers of samples.
+        TypeError: The batch contains an object of another type than those of the module docstring.
+        ValueError: The batch has no leaves, a leaf is not a dense tensor with that dimension, or
+            leaves have different numbers of samples.
     """
     sizes: dict[int, str] = {}
     for path, leaf in _leaves(batch, "batch"):
@@ -55,7 +64,7 @@ def count_samples(batch: Any, dimension: int = 0) -> int:
         (size, path), (other, where) = list(sizes.items())[:2]
         raise ValueError(
             f"{path} holds {size} samples, {where} {other}: every tensor of a batch must have one "
-            f"entry a sample in dimension {dimension}"
+            f"entry per sample in dimension {dimension}"
         )
     return next(iter(sizes))
 
@@ -64,7 +73,7 @@ def take(batch: Any, indices: Sequence[int], dimension: int = 0) -> Parcel:
     """Serialize the samples of ``batch`` at ``indices``.
 
     Raises:
-        TypeError: See ``count_samples``.
+        TypeError: As for ``count_samples``.
     """
     chosen = torch.tensor(list(indices), dtype=torch.int64)
     lines, values = [], []
@@ -83,10 +92,10 @@ class Joined:
     """A batch extended by samples of other workers.
 
     Attributes:
-        batch: The batch, with the structure and devices of the original; the original itself if
-            nothing was added.
+        batch: The extended batch. Structure and devices are those of the original. If nothing was
+            added, it is the original.
         samples: Number of added samples.
-        values_bytes: Bytes of the added samples.
+        values_bytes: Number of bytes of the added samples.
     """
 
     batch: Any
@@ -99,12 +108,12 @@ def join(batch: Any, parcels: Sequence[tuple[int, Tensor]], dimension: int = 0) 
 
     Args:
         batch: This worker's batch.
-        parcels: Ranks of other workers with their ``Parcel.data``.
+        parcels: Pairs of the rank of another worker and its ``Parcel.data``.
         dimension: Dimension of the tensors that counts samples.
 
     Raises:
-        MismatchError: A parcel has another structure, dtype or shape.
-        TypeError: See ``count_samples``.
+        MismatchError: A parcel has another structure, dtype or shape than ``batch``.
+        TypeError: As for ``count_samples``.
     """
     if not parcels:
         return Joined(batch, 0, 0)
@@ -126,7 +135,11 @@ def join(batch: Any, parcels: Sequence[tuple[int, Tensor]], dimension: int = 0) 
 
 
 def _open(data: Tensor, lines: list[str], rank: int) -> tuple[int, Tensor]:
-    """Return the number of samples and their bytes. Raise if their description differs."""
+    """Return the number of samples and the bytes of the values of a parcel.
+
+    Raises:
+        MismatchError: The description differs from ``lines``, that of this worker's batch.
+    """
     length, samples = _PREFIX.unpack(data[: _PREFIX.size].numpy().tobytes())
     start = _PREFIX.size + length
     theirs = data[_PREFIX.size : start].numpy().tobytes().decode().split("\n")
@@ -135,13 +148,13 @@ def _open(data: Tensor, lines: list[str], rank: int) -> tuple[int, Tensor]:
         if ours != other:
             raise MismatchError(
                 f"rank {rank} sent samples of {other}; this rank has {ours}: data injection needs "
-                "batches of one structure on all workers, with tensors that differ in the number "
-                "of samples alone"
+                "batches with the same structure, dtypes and shapes on all workers, except for the "
+                "number of samples"
             )
     return samples, data[start:]
 
 
-# -- nests ---------------------------------------------------------------------------------------
+# -- nested batches ------------------------------------------------------------------------------
 
 
 def _is_column(node: Any) -> bool:
@@ -151,7 +164,7 @@ def _is_column(node: Any) -> bool:
 
 
 def _children(node: Any) -> list[tuple[str, Any]]:
-    """Return the children of ``node``, each with its path from the node."""
+    """Return the direct children of ``node``, each with its path relative to the node."""
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", node[key]) for key in node]
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -177,14 +190,14 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Leaf]]:
 
 
 def _rebuild(node: Any, following: Callable[[], Leaf]) -> Any:
-    """Return a copy of the nest in which ``following()`` gives each leaf."""
+    """Return a copy of ``node`` whose leaves are successive results of ``following``."""
     if isinstance(node, Tensor) or _is_column(node):
         return following()
     if node is None:
         return None
     values = [_rebuild(child, following) for _, child in _children(node)]
     if isinstance(node, MutableMapping):
-        copied = copy.copy(node)  # keeps further attributes of a subclass
+        copied = copy.copy(node)  # keeps the other attributes of a subclass of dict
         copied.update(zip(node, values, strict=True))
         return copied
     if isinstance(node, Mapping):
@@ -212,7 +225,7 @@ def _length(path: str, leaf: Leaf, dimension: int) -> int:
 
 
 def _describe(path: str, leaf: Leaf, dimension: int) -> str:
-    """Describe what must be the same on all workers. A star marks the number of samples."""
+    """Return the line of the description for one leaf. A star replaces the number of samples."""
     if not isinstance(leaf, Tensor):
         return f"{path}: list of {_kind(leaf)}"
     shape = [str(n) for n in leaf.shape]
@@ -244,14 +257,21 @@ def _pack(leaf: Leaf, chosen: Tensor, dimension: int) -> Tensor:
 
 
 def _unpack(data: Tensor, leaves: Sequence[Leaf], samples: int, dimension: int) -> list[Leaf]:
-    """Return the values of all leaves, which follow each other in ``data``."""
+    """Return the leaves of a parcel.
+
+    Args:
+        data: Values of the parcel, one leaf after the other.
+        leaves: Leaves of this worker's batch, which have the same dtypes and shapes.
+        samples: Number of samples in the parcel.
+        dimension: Dimension of the tensors that counts samples.
+    """
     offset = 0
 
     def read(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         nonlocal offset
         size = torch.Size(shape).numel() * dtype.itemsize
         piece, offset = data[offset : offset + size], offset + size
-        return piece.clone().view(dtype).reshape(list(shape))  # a clone is aligned
+        return piece.clone().view(dtype).reshape(list(shape))  # ``view`` needs aligned data
 
     values: list[Leaf] = []
     for leaf in leaves:
@@ -269,6 +289,7 @@ def _unpack(data: Tensor, leaves: Sequence[Leaf], samples: int, dimension: int) 
 
 def _concatenate(own: Leaf, pieces: Sequence[Any], dimension: int) -> Leaf:
     if not isinstance(own, Tensor):
-        return type(own)([*own, *(one for piece in pieces for one in piece)])  # type: ignore[call-arg]
+        entries = [*own, *(entry for piece in pieces for entry in piece)]
+        return type(own)(entries)  # type: ignore[call-arg]
     tensor = torch.cat([own, *(piece.to(own.device) for piece in pieces)], dim=dimension)
     return tensor.pin_memory() if own.is_pinned() else tensor

@@ -1,4 +1,8 @@
-"""Random choice of senders and samples in data injection, and the size of injected batches."""
+"""Random choices of data injection, and the batch size that compensates for it.
+
+In each step of data injection some workers, the *senders*, send some samples of their batch to all
+other workers.
+"""
 
 import math
 
@@ -7,24 +11,26 @@ import numpy as np
 from offbeat.arguments import require_integer, require_number
 from offbeat.data.exchange import Key
 
-_SENDERS, _SAMPLES = 4, 5  # purposes of a generator, in (seed, purpose, …)
+_SENDERS, _SAMPLES = 4, 5  # generators are seeded by (seed, purpose, …); these are purposes
 
 
 def injected_batch_size(batch_size: int, alpha: float, beta: float, workers: int) -> int:
-    """Return the batch size b' of the loader with which injected batches have about b samples.
+    """Return the batch size b' of a loader whose batches have about b samples after injection.
 
-    Equation 3 of the paper, rounded to nearest (a half up), at least 1:
+    This is Equation 3 of the paper, rounded to the nearest integer and at least 1:
 
-        b' = ⌊b / (1 + α·β·N) + ½⌋
+        b' = max(1, ⌊b / (1 + α·β·N) + ½⌋)
 
-    The exact size of an injected batch, with S = ⌈α·N⌉ senders of k = ``given(b', β)`` samples
-    each, is B = b' + S·k on a worker that is not a sender of the step, B − k on a sender (which
-    does not receive its own samples), and B − S·k/N on average. Because α·N, b' and k are rounded,
-    B only approximates b. If none of them was rounded up from below ½ to 1:
+    In each step there are S = ⌈α·N⌉ senders, which send k = max(1, ⌊β·b' + ½⌋) samples each. After
+    injection a batch has B = b' + S·k samples. On a sender it has only B − k, because a sender
+    does not receive its own samples. The mean over the workers is B − S·k/N.
+
+    B is not exactly b, because α·N, b' and k are rounded. Unless b' or k was raised to 1:
 
         −(1 + α·β·N)/2 − S/2  ≤  B − b  ≤  (1 + α·β·N)/2 + S/2 + (S − α·N)·β·b'
 
-    For b = 32, α = β = 1/2, N = 10, B is 9 + 5·5 = 34 samples, 29 on a sender, 31.5 on average.
+    Example: for b = 32, α = β = 1/2 and N = 10, b' is 9 and B is 9 + 5·5 = 34. A sender has 29
+    samples, and the mean is 31.5.
 
     Args:
         batch_size: Desired number b of samples per step (≥ 1).
@@ -46,12 +52,12 @@ def injected_batch_size(batch_size: int, alpha: float, beta: float, workers: int
 
 
 def given(samples: int, beta: float) -> int:
-    """Return how many of its ``samples`` a sender gives: β of them, a half rounded up, ≥ 1."""
+    """Return how many of its ``samples`` a sender sends: β·samples, rounded, at least 1."""
     return min(samples, max(1, math.floor(_clean(beta * samples) + 0.5)))
 
 
 def draw_senders(seed: int, key: Key, workers: int, alpha: float) -> list[int]:
-    """Return the ⌈α·N⌉ senders of step ``key``, ascending. The same on all workers."""
+    """Draw the ⌈α·N⌉ senders of step ``key``. The ranks are ascending, and equal on all workers."""
     random = np.random.default_rng([seed % 2**64, _SENDERS, *key])
     count = math.ceil(_clean(alpha * workers))
     drawn: list[int] = np.sort(random.choice(workers, count, replace=False)).tolist()
@@ -59,7 +65,7 @@ def draw_senders(seed: int, key: Key, workers: int, alpha: float) -> list[int]:
 
 
 def draw_samples(seed: int, key: Key, rank: int, samples: int, beta: float) -> list[int]:
-    """Return the indices of the samples that sender ``rank`` gives in step ``key``, ascending."""
+    """Draw the samples that sender ``rank`` sends in step ``key``: positions in its batch."""
     random = np.random.default_rng([seed % 2**64, _SAMPLES, *key, rank])
     count = given(samples, beta)
     drawn: list[int] = np.sort(random.choice(samples, count, replace=False)).tolist()
@@ -67,7 +73,7 @@ def draw_samples(seed: int, key: Key, rank: int, samples: int, beta: float) -> l
 
 
 def _clean(value: float) -> float:
-    return round(value, 9)  # 0.1 · 30 is 3, not 3.0000000000000004
+    return round(value, 9)  # 0.07 · 100 becomes 7 instead of 7.000000000000001
 
 
 def require_fraction(name: str, value: object) -> None:

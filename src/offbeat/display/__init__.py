@@ -1,1 +1,1 @@
-"""How results are displayed: tables and plots."""
+"""Tables and plots of results."""

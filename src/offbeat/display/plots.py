@@ -1,4 +1,4 @@
-"""Figures. Only this module imports matplotlib, which is an optional dependency."""
+"""Matplotlib figures. Only this module imports matplotlib, which is an optional dependency."""
 
 import io
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 INK = "#010203"
 """Placeholder colour of text and axes: ``as_svg`` replaces it by the text colour of the page."""
 
-_METADATA = ("Date", "Creator", "Format", "Type")  # left out, so that equal figures are equal text
+_METADATA = ("Date", "Creator", "Format", "Type")  # left out, so that equal figures give equal text
 
 
 def new_figure(width: float, height: float, *, dpi: int) -> tuple[Any, Any]:
     """Return an empty figure and its axes.
 
-    It does not use pyplot, so a notebook keeps its backend and no figure stays open.
+    It does not use pyplot, so a notebook keeps its plotting backend and no figure stays open.
 
     Args:
         width: Width in inches.
@@ -33,8 +33,8 @@ def new_figure(width: float, height: float, *, dpi: int) -> tuple[Any, Any]:
 def as_svg(figure: Any) -> str:
     """Return a figure as an SVG element for an HTML page.
 
-    It has no background, and ``INK`` becomes the text colour of the page. Text is drawn as paths,
-    so it does not depend on fonts. Equal figures give equal text.
+    The background is transparent, and ``INK`` becomes the text colour of the page. Letters are
+    drawn as paths, so they do not depend on fonts. Equal figures give equal SVG text.
     """
     from matplotlib import rc_context
 

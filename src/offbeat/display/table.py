@@ -1,4 +1,4 @@
-"""Tables, rendered as Markdown or HTML."""
+"""Tables of text, rendered as Markdown or HTML."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from html import escape
 
 @dataclass(frozen=True)
 class Table:
-    """Text in rows and columns. The first column names the rows.
+    """Text in rows and columns. The first column contains the names of the rows.
 
     Attributes:
         headings: Heading of each column.
-        rows: Cells of each row, as many as there are headings.
-        caption: Caption of one line; empty for none.
+        rows: Cells of each row. A row has as many cells as there are headings.
+        caption: Caption of one line. Empty: no caption.
     """
 
     headings: tuple[str, ...]
@@ -20,14 +20,14 @@ class Table:
     caption: str = ""
 
     def markdown(self) -> str:
-        """Return the caption and the table as Markdown. The first column is set as code."""
+        """Return the caption and the table as Markdown. The first column is formatted as code."""
         lines = [f"| {' | '.join(self.headings)} |", f"|{'---|' * len(self.headings)}"]
         lines += [f"| {' | '.join((f'`{first}`', *rest))} |" for first, *rest in self.rows]
         above = [self.caption, ""] if self.caption else []
         return "\n".join([*above, *lines, ""])
 
     def html(self) -> str:
-        """Return the table as HTML. Text is escaped; a narrow page scrolls only the table."""
+        """Return the table as HTML, with escaped text. On a narrow page only the table scrolls."""
         head = "".join(f"<th>{escape(heading)}</th>" for heading in self.headings)
         above = f"<caption>{escape(self.caption)}</caption>" if self.caption else ""
         rows = "".join(f"<tr>{_cells(row)}</tr>" for row in self.rows)

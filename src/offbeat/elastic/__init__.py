@@ -1,1 +1,1 @@
-"""Elastic training: workers that fail or join while the others continue."""
+"""Elastic training: workers may be lost or join while the others continue."""

@@ -1,31 +1,35 @@
 """The protocol by which real processes agree on the next view, in the store of their process group.
 
-A view change from view v to view v + 1 has four steps:
+A *view* is one composition of the workers, its *members*. Each worker has a number, its *identity*:
+its rank in view 0, or the next unused number if it joined later. The store is the key-value store
+of ``torch.distributed``.
 
-1. *Arrive.* Each member writes the key ``here`` of view v + 1. It then waits for the members that
-   have not arrived, except those whose process has ended, those that have left, and those that were
-   silent for too long.
-2. *Decide.* When no member is awaited, the lowest arrived member proposes the members of the view:
-   the arrived workers and the workers that ask to join. When the time limit for silent members has
-   passed, every arrived member proposes. The store accepts the first proposal of a view and no
-   other (compare-and-set), so all workers read the same decision, however the network is cut.
-3. *Open.* The members in the decision open process groups with each other. A member that is not in
-   it was left behind, and raises an error.
-4. *Retry.* If step 3 fails, the members of the decision start again with view v + 2.
+When a member is lost or a worker asks to join, view v + 1 replaces view v in four steps:
+
+1. *Arrive.* Each member of view v writes the key ``view/<v+1>/here/<worker>``. Then it waits for
+   the other members, except those whose process has ended and those that have left.
+2. *Decide.* When all of these have arrived, the arrived member with the lowest identity proposes
+   the members of view v + 1: the arrived workers and the workers that ask to join. If members do
+   not arrive in time, every arrived member makes such a proposal without them. The store accepts
+   only the first proposal of a view (compare-and-set). So all workers read the same decision, even
+   if the network is divided.
+3. *Open.* The members of view v + 1 open process groups with each other. A worker that the decision
+   excludes raises an error.
+4. *Retry.* If step 3 fails, the members of view v + 1 start again with view v + 2.
 
 Steps 1 and 2 are in this file, steps 3 and 4 in ``elastic/membership.py``.
 
-Keys of a training, below ``offbeat/elastic/<name>``:
+The keys of one training begin with ``offbeat/elastic/<name>``:
 
-    size               number of workers that began together
+    size               number of workers in view 0
     keeper             rank of the worker whose process serves the store, if one does
-    address/<worker>   address of a worker's heartbeat connections; taken by workers that join
+    address/<worker>   address at which the worker accepts heartbeat connections
     latest             number of the latest view that was opened
-    left/<worker>      exists once a worker has left
+    left/<worker>      exists once the worker has left
     ended              exists once the training has ended
     view/<n>/wanted    exists once a worker requests view n
-    view/<n>/begun     exists once a member has arrived: opening view n - 1 is then pointless
-    view/<n>/here/<worker>   exists once a worker has arrived; true if it was in no view before
+    view/<n>/begun     exists once a member has arrived; the opening of view n - 1 is then given up
+    view/<n>/here/<worker>   exists once the worker has arrived; true if it was in no earlier view
     view/<n>/decided   the decision
     view/<n>/groups/…  addresses of the process groups
 """
@@ -43,19 +47,23 @@ from offbeat.transport.membership import EndedError
 
 T = TypeVar("T")
 SILENCE_SECONDS = 30.0
-"""Time for which a view change waits for a silent member, if timeout_seconds is not less."""
-_LEAVE_SECONDS = 1.0
-_POLL_SECONDS = 0.01, 0.1  # time between two looks at the store: at first, and at most
+"""Time for which a view change waits for silent members, unless timeout_seconds is less.
+
+A *silent* member neither arrives nor is known to have ended.
+"""
+_LEAVE_SECONDS = 1.0  # time limit of leave()
+_POLL_SECONDS = 0.01, 0.1  # pause between two reads of the store: the first, and the longest
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The members of a view, as written in the store.
+    """The composition of a view, as written in the store.
 
     Attributes:
         members: Identities of the members, ascending.
         newcomers: Identities of the members that were in no earlier view.
-        asked: Lowest identity that no worker had taken when the decision was made.
+        asked: Lowest identity that no worker had taken when the decision was made. Workers that
+            asked to join by then have smaller identities.
     """
 
     members: list[int]
@@ -64,14 +72,15 @@ class Decision:
 
 
 class Agreement:
-    """The agreement protocol, as run by one worker through all views of a training.
+    """The agreement protocol, as run by one worker in all views of a training.
 
     Args:
         worker: Identity of this worker.
         store: Store of the training.
-        heartbeats: Heartbeat connections of this process.
+        heartbeats: Heartbeat connections of this process, which tell whose process has ended.
         timeout_seconds: Time limit of one operation.
-        silence_seconds: Time for which a view change waits for silent members.
+        silence_seconds: Time for which a view change waits for silent members, unless
+            ``timeout_seconds`` is less.
     """
 
     def __init__(
@@ -88,13 +97,16 @@ class Agreement:
         self.silence_seconds = min(silence_seconds, timeout_seconds)
 
     def decide(self, number: int, before: Decision, patience: float, *, newcomer: bool) -> Decision:
-        """Arrive at view ``number``, and return its decision, which may exclude this worker.
+        """Arrive at view ``number`` and return the decision on it. Blocks.
+
+        The decision may exclude this worker.
 
         Args:
             number: Number of the view.
-            before: Decision of the view before it.
-            patience: Seconds without an arrival after which silent members are excluded.
-            newcomer: True if this worker was in no view before.
+            before: Decision on the previous view.
+            patience: If no member has arrived for this many seconds, the members that have not
+                arrived are given up.
+            newcomer: True if this worker was in no earlier view.
 
         Raises:
             EndedError: The training has ended.
@@ -106,13 +118,13 @@ class Agreement:
         def arrive() -> None:
             if store.get("decided") is None:
                 store.put(f"here/{self.worker}", newcomer)
-                store.put("begun", True)  # for members that still open the view before
-                store.put("wanted", True)  # for all other members
+                store.put("begun", True)  # read by members that still open the previous view
+                store.put("wanted", True)  # read by members that train
 
         arrived: set[int] = set()
         left: set[int] = set()
 
-        def look() -> tuple[Any, Any]:
+        def read() -> tuple[Any, Any]:
             arrived.update(store.present("here/{}", others - arrived))
             left.update(self.store.present("left/{}", others - arrived))
             return store.get("decided"), self.store.get("ended")
@@ -121,7 +133,7 @@ class Agreement:
         pause, longest = _POLL_SECONDS
         while True:
             count = len(arrived)
-            decided, ended = self.call(look)
+            decided, ended = self.call(read)
             if len(arrived) > count:
                 last_arrival = time.monotonic()
             if decided is not None:
@@ -130,9 +142,9 @@ class Agreement:
                 raise EndedError(f"rank {self.worker}: the others have ended the training")
             dead = self.heartbeats.dead()
             awaited, present = others - arrived - left - dead, {self.worker, *(arrived - dead)}
-            # A minority waits for the whole time-out, so that one badly connected worker does not
-            # exclude all others. A majority waits since the last arrival, so that slightly late
-            # workers are not excluded.
+            # A minority waits for timeout_seconds, so that a badly connected worker does not
+            # exclude all others. A majority waits for ``patience`` after each arrival, so that
+            # slightly late workers are not excluded.
             majority, now = len(present) >= len(awaited), time.monotonic()
             if majority:
                 expired = now - last_arrival > patience
@@ -145,15 +157,17 @@ class Agreement:
             pause = min(2 * pause, longest)
 
     def is_decided(self, number: int) -> bool:
-        """Return True if view ``number`` is decided, or the training has ended.
-
-        A worker that was stopped for a while then learns the outcome, and not that its time is up.
-        """
+        """Return True if a decision on view ``number`` exists, or the training has ended."""
         keys = f"view/{number}/decided", "ended"
         return self.call(lambda: any(self.store.get(key) is not None for key in keys))
 
     def leave(self, number: int, *, ended: bool) -> None:
-        """Announce to the members of view ``number`` that this worker leaves permanently."""
+        """Announce to the members of view ``number`` that this worker leaves permanently.
+
+        Args:
+            number: Number of the current view.
+            ended: True if the training has ended on all workers.
+        """
 
         def announce() -> None:
             self.store.put("ended" if ended else f"left/{self.worker}", True)
@@ -161,11 +175,16 @@ class Agreement:
 
         with contextlib.suppress(StoreLostError):
             self.store.call(announce, "leaving", seconds=_LEAVE_SECONDS)
-        if not ended:  # at the end, the others may still be finishing and would see a death
+        # If the training has ended, the connections stay open until the process exits: other
+        # members may still be finishing, and would take this worker for dead.
+        if not ended:
             self.heartbeats.close()
 
     def _propose(self, number: int, before: Decision, present: list[int]) -> None:
-        """Propose a view of the ``present`` workers and the reachable workers that ask to join."""
+        """Propose the members of view ``number``: ``present`` and the workers that ask to join.
+
+        Workers that ask to join and cannot be reached are left out.
+        """
         addresses = self.call(partial(self._join_requests, before.asked))
         asked = before.asked + len(addresses)
         unreachable = self.heartbeats.connect(addresses)
@@ -181,23 +200,34 @@ class Agreement:
         self.call(propose)
 
     def _join_requests(self, first: int) -> dict[int, str]:
-        """Return the addresses of the workers that have taken an identity from ``first`` on."""
+        """Return the addresses of the workers with identity ``first`` or larger, by identity.
+
+        A worker asks to join by writing its address under the next unused identity.
+        """
         addresses: dict[int, str] = {}
         while (address := self.store.get(f"address/{first + len(addresses)}")) is not None:
             addresses[first + len(addresses)] = address
         return addresses
 
     def connect_heartbeats(self, members: Iterable[int]) -> list[int]:
-        """Connect to the members that are not monitored, and return those that are unreachable."""
+        """Open heartbeat connections to those ``members`` that have none yet.
+
+        Returns:
+            The members that cannot be reached.
+        """
         others = [w for w in members if w != self.worker and not self.heartbeats.monitors(w)]
 
         def read() -> dict[int, str]:
             addresses = {worker: self.store.get(f"address/{worker}") for worker in others}
-            return {worker: one for worker, one in addresses.items() if one is not None}
+            return {worker: text for worker, text in addresses.items() if text is not None}
 
         return self.heartbeats.connect(self.call(read)) if others else []
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return the result of ``function``, which accesses the store."""
+        """Return the result of ``function``, which accesses the store.
+
+        Raises:
+            StoreLostError: ``function`` failed or took longer than ``timeout_seconds``.
+        """
         what = f"rank {self.worker}: agreeing on the next view failed"
         return self.store.call(function, what, seconds=self.timeout_seconds)

@@ -1,4 +1,9 @@
-"""Opens the communicator that belongs to a process group or to a custom transport."""
+"""Opens a communicator between the members of a process group, or from a custom transport.
+
+If training is *elastic*, workers may be lost or join while the others continue. The communicator
+then has a ``membership``, through which the workers agree on the next *view* (composition of the
+workers).
+"""
 
 import logging
 import uuid
@@ -31,14 +36,16 @@ def open_communicator(
     """Open a new communicator between the members of ``group``. A collective.
 
     Args:
-        group: Process group of ``torch.distributed``, or a ``Transport``; None is the default
-            group.
+        group: Process group of ``torch.distributed``, or a ``Transport`` that makes the
+            communicator. None is the default process group.
         timeout_seconds: Time limit of one operation.
         what: Name of the caller, for error messages.
         elastic: True if the communicator must have a ``membership``.
 
     Raises:
-        AttachError: No process group is initialised, or the communicator has no ``membership``.
+        AttachError: ``torch.distributed`` is not initialised; this process is not a member of the
+            group; or a ``membership`` is needed, and the group or transport cannot provide one.
+        CommunicationError: A worker did not open its connections in time.
         TypeError: The transport did not return a communicator.
     """
     make = getattr(group, "make_communicator", None)
@@ -47,7 +54,7 @@ def open_communicator(
             "torch.distributed is not initialised: call torch.distributed.init_process_group() "
             f"before {what}, and start the script with torchrun"
         )
-    if group is None:  # the default group of the simulator is a transport
+    if group is None:  # in a simulation the default group is a transport
         make = getattr(dist.group.WORLD, "make_communicator", None)
     if make is not None:
         made = make(timeout_seconds)
@@ -86,11 +93,11 @@ def open_elastic(
     Args:
         group: Process group with the gloo backend; None is the default group.
         timeout_seconds: Time limit of one operation.
-        silence_seconds: Time for which a view change waits for silent members, if it is less than
-            ``timeout_seconds``.
+        silence_seconds: Time for which a view change waits for members that do not answer, unless
+            ``timeout_seconds`` is less.
 
     Raises:
-        AttachError: The backend is not gloo, or this process is not a member.
+        AttachError: The backend is not gloo, or this process is not a member of the group.
         CommunicationError: A worker did not take part, or the store does not answer.
     """
     if dist.get_rank(group) < 0:
@@ -107,7 +114,7 @@ def open_elastic(
     root, heartbeats = SharedStore(base, location_of(base)), HeartbeatConnections()
 
     def begin() -> SharedStore:
-        # All members of the group read the name that the first one has written.
+        # The first member to get here names the training. The others read this name.
         name = SharedStore(keys, root.location).put_if_absent("name", uuid.uuid4().hex)
         training = f"{LATEST_TRAINING}/{name}"
         store = root.within(training)

@@ -1,4 +1,8 @@
-"""Heartbeat connections: sockets that stay open exactly as long as the process at the other end."""
+"""Heartbeat connections: sockets that are closed when the process at the other end ends.
+
+Nothing is sent on them. A worker finds out that the process of another worker has ended because the
+kernel of that machine then closes the socket.
+"""
 
 import contextlib
 import os
@@ -10,20 +14,22 @@ from collections.abc import Mapping
 
 from offbeat.transport.torch_backend.network_interface import gloo_address
 
-_CONNECT_SECONDS = 2.0
-_BACKLOG = 4096  # connections that are never accepted; the highest value that Linux takes
+_CONNECT_SECONDS = 2.0  # time limit of connect()
+_BACKLOG = 4096  # number of connections that may wait to be accepted; the default maximum of Linux
 
 
 class HeartbeatConnections:
-    """Detects that the process of another worker has ended.
+    """Detects that the processes of other workers have ended.
 
-    Each process listens on a port and never accepts. Its kernel completes the connections whether
-    the process computes or is stopped, and closes them when the process ends. So no thread, no
-    message and no computing time is needed. A host that loses power or network does not close its
-    connections: its worker is silent, not dead.
+    Each process listens on a port and never accepts a connection. The kernel completes connections
+    to this port even while the process computes or is suspended, and closes them when the process
+    ends. So neither threads nor messages are needed. A machine that loses power or its network
+    cannot close its connections. Its workers are therefore not reported as dead.
 
     Attributes:
         address: Address on which this process listens, as ``host:port``.
+        close: Function that closes all sockets of this object. It is also called when this object
+            is garbage-collected and when Python exits.
     """
 
     def __init__(self) -> None:
@@ -32,14 +38,16 @@ class HeartbeatConnections:
         self.address = f"{host}:{port}"
         self._sockets: dict[int, socket.socket] = {}
         self._dead: set[int] = set()
-        # Closes the sockets however the training ends, without a ResourceWarning.
         self.close = weakref.finalize(self, _close, listener, self._sockets)
         _instances.add(self)
 
     def connect(self, addresses: Mapping[int, str]) -> list[int]:
-        """Connect to processes, given by worker, and return the workers that cannot be reached.
+        """Connect to other workers, and return those that cannot be reached.
 
-        Skips the workers that are already monitored. Blocks for at most 2 s.
+        Skips workers that are already monitored. Blocks for at most about 2 s.
+
+        Args:
+            addresses: Address of each worker, as ``host:port``, by identity (number of the worker).
         """
         attempts: dict[int, socket.socket] = {}
         unreachable = []
@@ -62,15 +70,16 @@ class HeartbeatConnections:
         return unreachable
 
     def monitors(self, worker: int) -> bool:
-        """Return True if the worker is monitored, or was until it died."""
+        """Return True if this object was connected to the worker, even if that has died."""
         return worker in self._sockets or worker in self._dead
 
     def dead(self) -> frozenset[int]:
-        """Return the workers whose process has ended. Takes microseconds."""
+        """Return the workers that have ended or have called ``close``. Takes microseconds."""
         poll = select.poll()
-        by_descriptor = {one.fileno(): worker for worker, one in self._sockets.items()}
+        by_descriptor = {socket_.fileno(): worker for worker, socket_ in self._sockets.items()}
         for descriptor in by_descriptor:
-            poll.register(descriptor, select.POLLIN)  # readable only at its end: no data is sent
+            # No data are sent, so a socket is readable only once the other end is closed.
+            poll.register(descriptor, select.POLLIN)
         for descriptor, _ in poll.poll(0):
             worker = by_descriptor[descriptor]
             self._sockets.pop(worker).close()
@@ -82,11 +91,12 @@ _instances: "weakref.WeakSet[HeartbeatConnections]" = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    for one in list(_instances):
-        one.close()
+    for instance in list(_instances):
+        instance.close()
 
 
-# A forked child, such as a data loader's, would keep the sockets of a dead parent open.
+# A forked child, such as a process of a DataLoader, inherits the sockets. It must close them, or
+# they would stay open after the death of its parent.
 os.register_at_fork(after_in_child=_close_all)
 
 

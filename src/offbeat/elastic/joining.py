@@ -1,4 +1,9 @@
-"""Joining: a new process asks to become a member of an elastic training that is running."""
+"""Joining: a new process becomes a worker of an elastic training that is already running.
+
+A *view* is one composition of the workers, its *members*. The members communicate through the
+store of their ``torch.distributed`` process group. The new process connects to this store, writes
+its address, and waits until the members have decided on a view that contains it.
+"""
 
 import os
 import time
@@ -20,27 +25,27 @@ from offbeat.transport.torch_backend.store_access import call_within
 LATEST_TRAINING = "offbeat/elastic"
 """Key in the store. Its value is the key prefix of the training that began last."""
 _POLL_SECONDS = 0.05  # time between two reads of the store
-_CONNECT_SECONDS = 30.0
-_MARGIN_SECONDS = 1.0  # torch may raise its time-out error this much too late
-_ATTEMPTS = 2  # each failed attempt costs the members one view change
+_CONNECT_SECONDS = 30.0  # longest wait for a connection to the store
+_MARGIN_SECONDS = 1.0  # delay with which torch may raise its time-out error
+_ATTEMPTS = 2  # attempts to join; each failed attempt costs the members one view change
 
 
 def join(address: str | None = None) -> Transport:
-    """Return the ``group`` argument with which a new worker attaches to a running training.
+    """Return the ``group`` argument of ``attach`` with which a new worker joins a running training.
 
-    The training must have been attached with ``min_workers``. The new process does not call
-    ``init_process_group``. Its ``attach`` blocks until the members of the training admit it, which
-    they do at the beginning of an optimizer step. After ``timeout_seconds`` without admission
-    ``attach`` raises ``CommunicationTimeout``. If several trainings use the store, the worker joins
-    the one that began last.
+    The workers of the running training must have passed ``min_workers`` to ``attach``. The new
+    process does not call ``init_process_group``. Its ``attach`` blocks until the other workers
+    admit it, which they do at the beginning of an optimizer step. It raises
+    ``CommunicationTimeout`` if they do not admit it within ``timeout_seconds``. If several
+    trainings use the store, the new worker joins the one that began last.
 
     Args:
-        address: Address of the store of the members' process group, as ``host:port`` or
-            ``file://path``. None uses ``MASTER_ADDR`` and ``MASTER_PORT``.
+        address: Address of the store of the running training's process group, as ``host:port`` or
+            ``file://path``. None uses the environment variables ``MASTER_ADDR`` and
+            ``MASTER_PORT``.
 
     Raises:
-        ValueError: The address has another form; or it is None, and one of the two environment
-            variables is not set.
+        ValueError: ``address`` has another form, or an environment variable is needed and not set.
     """
     if address is None:
         variables = "MASTER_ADDR", "MASTER_PORT"
@@ -57,27 +62,29 @@ def join(address: str | None = None) -> Transport:
 
 
 class Newcomer(Transport):
-    """Transport of a worker that joins a running training.
+    """Transport (factory of communicators) of a worker that joins a running training.
 
-    A *view* is a period of the training with the same set of workers. The communicator belongs to
-    the first view that this worker is a member of.
+    The communicator belongs to the first view that contains this worker.
 
     Args:
-        address: Address of the store.
+        address: Address of the store, as ``host:port`` or ``file://path``.
     """
 
     def __init__(self, address: str) -> None:
         self._address = address
 
     def make_communicator(self, timeout_seconds: float) -> Communicator:
-        """Ask to join, and wait until the members have agreed on a view with this worker.
+        """Ask to join, and return a communicator once the members have admitted this worker.
+
+        Args:
+            timeout_seconds: Time limit of the admission, and of each operation afterwards.
 
         Raises:
             AttachError: The training has ended.
-            CommunicationError: The store cannot be reached, or the members cannot connect to this
+            CommunicationError: The store cannot be reached, the members cannot connect to this
                 process, or the view could not be opened.
-            CommunicationTimeout: No training began at the store, or the members did not admit this
-                worker, within ``timeout_seconds``.
+            CommunicationTimeout: Within ``timeout_seconds`` no training began at the store, or its
+                members did not admit this worker.
         """
         deadline = time.monotonic() + timeout_seconds
         root = SharedStore(self._open_store(timeout_seconds), self._address)
@@ -109,16 +116,16 @@ class Newcomer(Transport):
         """Request a view change, and return the view that admits this worker.
 
         Returns:
-            The view. None if the members read the request and could not connect to this worker.
+            The view; None if the members read the request but could not connect to this worker.
         """
         store, worker = agreement.store, agreement.worker
         what = f"rank {worker}: joining failed"
         number = store.call(lambda: store.get("latest") or 0, what)
         requested = False
         while time.monotonic() < deadline:
-            following = store.within(f"view/{number + 1}")
+            next_view = store.within(f"view/{number + 1}")
             ended = store.call(partial(store.get, "ended"), what)
-            decided = store.call(partial(following.get, "decided"), what)
+            decided = store.call(partial(next_view.get, "decided"), what)
             if ended is not None:
                 raise AttachError(f"rank {worker}: the training at {store.location} has ended")
             if decided is not None:
@@ -126,11 +133,11 @@ class Newcomer(Transport):
                 decision = Decision(**decided)
                 if worker in decision.members:
                     return Participant(agreement).enter_as_newcomer(number, decision)
-                if decision.asked > worker:
+                if decision.asked > worker:  # the members have read the request and refused it
                     return None
             elif not requested:
                 requested = True
-                store.call(partial(following.put, "wanted", True), what)
+                store.call(partial(next_view.put, "wanted", True), what)
             else:
                 time.sleep(_POLL_SECONDS)
         raise CommunicationTimeout(
@@ -167,7 +174,7 @@ class Newcomer(Transport):
         )
 
     def _await_training(self, root: SharedStore, deadline: float, timeout_seconds: float) -> str:
-        """Wait for a training at the store. Returns the key prefix of the one that began last."""
+        """Wait until a training uses the store. Return the key prefix of the latest training."""
         while time.monotonic() < deadline:
             value = root.call(lambda: root.get(LATEST_TRAINING), "joining failed")
             if value is not None:
@@ -180,10 +187,10 @@ class Newcomer(Transport):
 
 
 def _take_identity(store: SharedStore, heartbeats: HeartbeatConnections) -> int:
-    """Reserve the lowest free identity in the store for this worker, and return it.
+    """Reserve the lowest unused identity (number of a worker) for this worker, and return it.
 
-    The identity is the worker's number in the training. Writing the address under it is the request
-    to join, and members read the requests in the order of the identities.
+    The worker reserves an identity by writing its address under it. This is also its request to
+    join.
     """
     worker = int(store.get("size"))
     while store.put_if_absent(f"address/{worker}", heartbeats.address) != heartbeats.address:

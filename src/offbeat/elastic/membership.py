@@ -1,6 +1,8 @@
-"""The views of an elastic training of real processes: opening them, and asking for the next one.
+"""Membership of real processes: opens a view, and changes to the next one.
 
-See ``elastic/agreement.py`` for the protocol.
+A *view* is one composition of the workers. ``elastic/agreement.py`` describes the protocol by which
+the workers decide on the members of the next view. This module opens the communicator of a view
+that was decided, and requests another view if that fails.
 """
 
 import itertools
@@ -22,20 +24,23 @@ from offbeat.transport.torch_backend.store_access import KeyPoll
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 logger = logging.getLogger("offbeat")
-_RETRY_SILENCE_SECONDS = 3.0  # patience with a member that was silent during the previous opening
+_RETRY_SILENCE_SECONDS = 3.0  # wait for members that did not answer during the last opening
 _CLOSING_SECONDS = 5.0  # longest wait for the threads of a view that has ended
-_STORE_SECONDS = 1.0  # time between two looks at the store
-_HEARTBEAT_SECONDS = 0.2  # time between two looks at the heartbeat connections
+_STORE_SECONDS = 1.0  # time between two reads of the store
+_HEARTBEAT_SECONDS = 0.2  # time between two checks of the heartbeat connections
 
 
 class ElasticCommunicator(TorchCommunicator):
-    """A communicator whose workers can agree on the next view."""
+    """The communicator of a view with several members, which can agree on the next view."""
 
     membership: Membership
 
     @override
     def twin(self) -> Communicator:
-        """Return a duplicate, which has no membership: only the original starts a view change."""
+        """Return a second communicator, without ``membership``; see ``Communicator.twin``.
+
+        Only the original communicator starts view changes.
+        """
         twin = super().twin()
         del twin.__dict__["membership"]
         return twin
@@ -48,13 +53,13 @@ class ElasticSingle(SingleCommunicator):
 
 
 class Participant:
-    """This process in one training, through all its views.
+    """One worker of an elastic training, from its first view to its last.
 
     Args:
-        agreement: Agreement of this worker with the others.
+        agreement: The agreement protocol, as run by this worker.
 
     Attributes:
-        last_active: Time (monotonic clock) at which this worker last took part in the training.
+        last_active: Time (monotonic clock) of this worker's last step or view change.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -64,7 +69,12 @@ class Participant:
         self.last_active = time.monotonic()
 
     def enter(self, number: int, decision: Decision, opening_seconds: float) -> View:
-        """Open view ``number``.
+        """Open view ``number``: connect to its members. A collective of the members.
+
+        Args:
+            number: Number of the view.
+            decision: Members of the view.
+            opening_seconds: Time limit.
 
         Raises:
             CommunicationError: A member did not take part.
@@ -90,7 +100,12 @@ class Participant:
         return view
 
     def enter_as_newcomer(self, number: int, decision: Decision) -> View:
-        """Open view ``number``, which admits this worker, or the first later one that opens."""
+        """Open view ``number``, which admits this worker. If that fails, try the next views.
+
+        Raises:
+            EndedError: The training has ended.
+            CommunicationError: This worker cannot join.
+        """
         try:
             return self.enter(number, decision, self.silence_seconds)
         except StoreLostError:
@@ -119,8 +134,8 @@ class Participant:
                 lost=partial(self._lost_ranks, members),
                 abandoned_key=f"view/{number + 1}/begun",
             )
-            # The communicator is closed before this worker arrives at the next view. If closing
-            # waited for a stuck thread longer than the others wait, they would leave it behind.
+            # A worker closes its communicator before it arrives at the next view. Closing must be
+            # faster than ``silence_seconds``, or the others would continue without this worker.
             communicator = ElasticCommunicator(
                 factory,
                 timeout_seconds=self.timeout_seconds,
@@ -130,12 +145,12 @@ class Participant:
         return communicator
 
     def next_view(self, view: int, before: Decision, *, step: int | None) -> View:
-        """Agree on and open the view after ``view``, or the first later one that opens.
+        """Agree on the view after ``view`` and open it. If that fails, try the next views.
 
         Args:
             view: Number of the view that has ended or could not be opened.
-            before: Its members.
-            step: Steps of this worker so far; None if it was in no view.
+            before: Members of this view.
+            step: Number of steps that this worker has taken; None if it was in no view yet.
 
         Raises:
             EndedError: The training has ended.
@@ -161,9 +176,9 @@ class Participant:
             except CommunicationError as error:
                 logger.info("rank %d: view %d was not opened: %s", self.worker, number, error)
                 now, reason = time.monotonic(), str(error)
-            # A member that falls silent after it has arrived costs three times the limit: if it was
-            # to propose, until the others propose; then it is in the decision, so until the opening
-            # fails; and then until the next agreement excludes it.
+            # A member that stops answering after it has arrived may cost ``silence_seconds`` three
+            # times: until the others propose in its place, until the opening of the view with this
+            # member fails, and until the next decision excludes it.
             longest = max(self.timeout_seconds, 3 * self.silence_seconds) + self.silence_seconds
             if now - started > longest and not self.agreement.is_decided(number + 1):
                 raise CommunicationTimeout(
@@ -171,7 +186,7 @@ class Participant:
                     f"{now - started:.1f} s, longer than "
                     f"timeout_seconds={self.timeout_seconds:g} allows: {reason}"
                 )
-            # A member that was silent during the whole opening has used up its time.
+            # Wait less for a member that did not answer during the whole opening.
             was_silent = now - opening > 0.9 * self.silence_seconds
             patience = self.silence_seconds
             if was_silent:
@@ -179,21 +194,21 @@ class Participant:
         raise AssertionError
 
     def _lost_ranks(self, members: tuple[int, ...]) -> list[int]:
-        """Return the ranks, in a view with these members, of the dead ones."""
+        """Return the ranks of those ``members`` whose processes have ended."""
         dead = self.agreement.heartbeats.dead()
         return [rank for rank, worker in enumerate(members) if worker in dead]
 
 
 class StoreMembership:
-    """The ``Membership`` of one view, through the store of the process group.
+    """The ``Membership`` of one view, over the store of the process group.
 
     Args:
-        participant: This process in the training.
+        participant: This worker.
         number: Number of the view.
         decision: Members of the view.
 
     Attributes:
-        view: The view; set once it is open.
+        view: The view. ``Participant.enter`` sets it once the view is open.
     """
 
     view: View
@@ -205,27 +220,27 @@ class StoreMembership:
             participant.agreement.store.store, f"view/{number + 1}/wanted", _STORE_SECONDS
         )
         self._member_died = False
-        self._last_look = time.monotonic()
+        self._last_check = time.monotonic()
         close_at_exit(self._poll)
 
     def change_requested(self) -> bool:
-        """See ``Membership.change_requested``. Also True once a member has died.
+        """Return True if a worker asks to join, or another member starts a view change or has died.
 
-        If the store is lost, training continues until a member dies.
+        Never blocks. If the store does not answer, only deaths are noticed.
         """
         self._participant.last_active = now = time.monotonic()
-        if now - self._last_look > _HEARTBEAT_SECONDS:
-            self._last_look = now
+        if now - self._last_check > _HEARTBEAT_SECONDS:
+            self._last_check = now
             dead = self._participant.agreement.heartbeats.dead()
             self._member_died = self._member_died or bool(dead & self._others)
         return self._poll.found() or self._member_died
 
     def next_view(self, *, view: int, step: int) -> View:
-        """See ``Membership.next_view``."""
+        """Agree on the next view and open it; see ``Membership.next_view``."""
         self._poll.close()
         return self._participant.next_view(view, self._decision, step=step)
 
     def leave(self, *, ended: bool) -> None:
-        """See ``Membership.leave``."""
+        """Announce that this worker leaves permanently; see ``Membership.leave``."""
         self._poll.close()
         self._participant.agreement.leave(self._number, ended=ended)

@@ -1,4 +1,9 @@
-"""Transfer of model and optimizer state from one worker to the workers that lack it."""
+"""Transfer of model and optimizer state from one worker to workers that have joined or are behind.
+
+A transfer consists of two messages: the lengths of payload and JSON text, and the payload. The
+payload begins with the JSON text, which describes the values and the dtype and shape of each
+tensor. The bytes of the tensors follow in the same order.
+"""
 
 import json
 import logging
@@ -14,11 +19,17 @@ from offbeat.transport.communicator import Communicator
 
 logger = logging.getLogger("offbeat")
 
-_TAG = 0  # tag of the messages; no other messages are in flight during a transfer
+_TAG = 0  # tag of both messages; no other messages are sent during a transfer
 
 
 def send_values(communicator: Communicator, values: Any, destinations: Sequence[int]) -> None:
-    """Send numbers, strings, tensors, and lists and dictionaries of them to some ranks."""
+    """Send ``values`` to the ranks ``destinations``. Blocks.
+
+    Args:
+        communicator: Communicator between the workers.
+        values: Numbers, strings, tensors, None, or nested lists and dictionaries of them.
+        destinations: Ranks that call ``receive_values``.
+    """
     tensors: list[Tensor] = []
     text = json.dumps(_encode(values, tensors)).encode()
     parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8)]
@@ -35,7 +46,10 @@ def send_values(communicator: Communicator, values: Any, destinations: Sequence[
 
 
 def receive_values(communicator: Communicator, source: int) -> Any:
-    """Return the values that rank ``source`` has sent with ``send_values``, on the CPU."""
+    """Return the values that rank ``source`` sends with ``send_values``. Blocks.
+
+    Tensors are on the CPU.
+    """
     what = f"state from rank {source}"
     header = torch.zeros(2, dtype=torch.int64)
     communicator.receive(header, source=source, tag=_TAG, what=what).wait()
@@ -60,7 +74,7 @@ class _TensorReader:
 
 
 def _encode(value: Any, tensors: list[Tensor]) -> Any:
-    """Return JSON with the dtype and shape of each tensor, and append the tensors in order."""
+    """Return ``value`` in a form that JSON can represent, and append its tensors to ``tensors``."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
@@ -87,9 +101,11 @@ def _decode(coded: Any, tensors: _TensorReader) -> Any:
 
 
 def optimizer_values(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Any]:
-    """Return the optimizer state of each parameter, in a form that ``send_values`` takes.
+    """Return the optimizer state of each parameter, in a form that ``send_values`` accepts.
 
-    Each entry is a pair: True if it is a tensor on the device of the parameter, and its value.
+    Each parameter has a dictionary, like ``optimizer.state[parameter]``. Its values are pairs: True
+    if the value is a tensor on the parameter's device, and the value itself. Values that cannot be
+    sent are left out with a warning.
     """
     return [
         {
@@ -114,7 +130,13 @@ def _can_be_sent(optimizer: Optimizer, key: str, value: object) -> bool:
 def load_optimizer_values(
     optimizer: Optimizer, parameters: Sequence[Tensor], values: Sequence[Any]
 ) -> None:
-    """Replace the state of each parameter by the result of ``optimizer_values``."""
+    """Replace the optimizer state of each parameter.
+
+    Args:
+        optimizer: The optimizer.
+        parameters: The parameters that the sender passed to ``optimizer_values``, on this worker.
+        values: Result of ``optimizer_values`` on the sender.
+    """
     for parameter, state in zip(parameters, values, strict=True):
         if not state:
             optimizer.state.pop(parameter, None)

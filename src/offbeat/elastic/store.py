@@ -1,4 +1,7 @@
-"""The shared store of an elastic training, with a time limit for every access."""
+"""The shared store of an elastic training: a key-value store that all its workers can access.
+
+It is the store of the ``torch.distributed`` process group.
+"""
 
 import json
 import os
@@ -13,18 +16,21 @@ from offbeat.errors import CommunicationError
 from offbeat.transport.torch_backend.store_access import call_within
 
 T = TypeVar("T")
-_LIMIT_SECONDS = 10.0
+_LIMIT_SECONDS = 10.0  # default time limit of SharedStore.call()
 
 
 class StoreLostError(CommunicationError):
-    """The store does not answer. Without it the workers cannot agree on anything."""
+    """The store does not answer. Without it the workers cannot agree on the next view."""
 
 
 class SharedStore:
-    """JSON values under keys, which all workers of a training can read and write.
+    """A store of JSON values under string keys.
+
+    The methods may block for long if the store does not answer. ``call`` runs code that uses them
+    with a time limit.
 
     Args:
-        store: Store of ``torch.distributed`` that holds them.
+        store: Store of ``torch.distributed`` that holds the values.
         location: Address of the store, for error messages.
     """
 
@@ -32,7 +38,10 @@ class SharedStore:
         self.store, self.location = store, location
 
     def within(self, prefix: str) -> "SharedStore":
-        """Return a view of the keys that begin with ``prefix``, which it omits."""
+        """Return the part of this store whose keys begin with ``prefix`` and a slash.
+
+        ``store.within("a").get("b")`` is the same as ``store.get("a/b")``.
+        """
         return SharedStore(dist.PrefixStore(prefix, self.store), self.location)  # type: ignore[attr-defined]
 
     def put(self, key: str, value: object) -> None:
@@ -44,23 +53,26 @@ class SharedStore:
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def put_if_absent(self, key: str, value: object) -> Any:
-        """Write a value unless the key exists, atomically, and return the value of the key."""
+        """Write a value unless the key exists, and return the value that the key then has.
+
+        The operation is atomic: if several workers call it, all of them return the same value.
+        """
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
 
     def present(self, pattern: str, workers: Iterable[int]) -> list[int]:
-        """Return the workers for which the key ``pattern.format(worker)`` exists."""
+        """Return those ``workers`` for which the key ``pattern.format(worker)`` exists."""
         keys = {worker: pattern.format(worker) for worker in workers}
         if not keys or self.store.check(list(keys.values())):
             return list(keys)
         return [worker for worker, key in keys.items() if self.store.check([key])]
 
     def call(self, function: Callable[[], T], what: str, *, seconds: float = _LIMIT_SECONDS) -> T:
-        """Return the result of ``function``, which reads and writes this store.
+        """Call ``function`` with a time limit, and return its result.
 
         Args:
-            function: Run in a thread.
+            function: Function that accesses this store. It is called in a thread.
             what: Beginning of the error message.
-            seconds: Time limit, without the time in which this process was stopped.
+            seconds: Time limit. Time for which this process was suspended does not count.
 
         Raises:
             StoreLostError: ``function`` failed or exceeded the time limit.
@@ -78,23 +90,24 @@ class SharedStore:
 
 
 def without_prefixes(store: Any) -> Any:
-    """Return the store below all prefixes, which other processes can open."""
+    """Return the store that underlies a store with key prefixes (``PrefixStore``)."""
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     return store
 
 
 def location_of(store: Any) -> str:
-    """Return the address of a store in readable form."""
+    """Return the address of a store: ``host:port``, or the path of a file."""
     if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return f"{store.host}:{store.port}"
     return str(getattr(store, "path", type(store).__name__))
 
 
 def is_kept_here(store: Any) -> bool:
-    """Return True if this process serves a TCPStore, which then ends with it. Linux only.
+    """Return True if this process is the server of a TCPStore. Returns False except on Linux.
 
-    Torch does not tell; a listening socket on the port of the store does.
+    Torch does not offer this information. Instead the function looks for a socket of this process
+    that listens on the store's port.
     """
     tcp = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
     if not tcp or not os.path.isdir("/proc/self/fd"):

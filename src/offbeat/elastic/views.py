@@ -1,16 +1,17 @@
 """View changes: one view ends, and its workers start the next one from a common state.
 
-The loss of a worker and the admission of one are handled alike:
+A *view* is one composition of the workers. When a worker is lost or joins, each worker does this:
 
-1. Each worker abandons everything in flight and agrees with the others on the next view
+1. It abandons all operations and agrees with the others on the next view
    (``transport/membership.py``).
-2. Each worker reports which state it has. All workers derive the same plan from the reports: one
-   worker sends its whole state to the workers that lack it, and the models of some are averaged.
-3. Each worker starts a new flow.
+2. It sends a report on its state to the others. All workers derive the same plan from the reports:
+   one worker sends its model and optimizer state to the workers that lack them, and then the models
+   of some workers are averaged.
+3. It starts a new *flow* (the code that drives the strategy in each step).
 
-A worker writes the state it receives only once it has all of it. If another worker is lost
-meanwhile, each worker has either its old model or the common one, and the next attempt finds out
-which workers are ahead.
+A worker overwrites its model only after it has received the new one completely. So if another
+worker is lost in step 2, each worker has either its old model or the common one. The reports of the
+next attempt then tell which workers have the common one.
 """
 
 import hashlib
@@ -44,12 +45,15 @@ logger = logging.getLogger("offbeat")
 
 
 def open_wire(team: Team, strategy: Strategy, precision: Precision) -> Wire:
-    """Open the wire of one view. A collective.
+    """Return the wire of one view: it sums tensors over the workers at some precision.
+
+    A collective.
 
     Args:
         team: Workers of the view.
-        strategy: Strategy, which may choose the precision itself.
-        precision: ``wire`` argument of ``attach``.
+        strategy: Strategy of the training. Some strategies choose the precision themselves.
+        precision: ``wire`` argument of ``attach``. With "auto" and a strategy that does not choose
+            the precision, the wire adapts it at run time.
     """
     if precision == "auto" and not chooses_precision(strategy):
         return AdaptiveWire(team)
@@ -58,17 +62,18 @@ def open_wire(team: Team, strategy: Strategy, precision: Precision) -> Wire:
 
 @dataclass(frozen=True)
 class _Report:
-    """State of one worker when a view begins.
+    """What one worker tells the others about its state when a view begins.
 
     Attributes:
-        fresh: True if the worker has joined and has nothing to contribute.
-        common: Number of the last view whose common model it has received.
-        decided: Number of rounds it has decided since then.
-        unsynced: True if its model contains steps that no other worker has received.
+        fresh: True if the worker has just joined and does not have the model yet.
+        common: Number of the last view whose common model the worker has received.
+        decided: Number of rounds decided since then. In a *round* all workers decide together what
+            to synchronize.
+        unsynced: True if the worker's model contains steps that were not synchronized.
         steps: Number of local steps.
         syncs: Number of local steps that synchronized.
         digest: Hash of the settings that must be equal on all workers.
-        carried: Carried state of its flow that is common to all workers.
+        carried: State of the worker's flow that is equal on all workers and survives view changes.
     """
 
     fresh: bool
@@ -83,12 +88,13 @@ class _Report:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Steps to a common state. Derived from the reports, so all workers have the same plan.
+    """How the workers reach a common state.
 
     Attributes:
-        source: Rank of a worker that is ahead.
-        behind: Ranks that receive the whole state of the source.
-        contributing: Ranks whose models are averaged. Empty if the models are then equal.
+        source: Rank of the worker that sends its model, optimizer state and step counters.
+        behind: Ranks of the workers that receive them.
+        contributing: Ranks of the workers whose models are then averaged. Empty if the models are
+            already equal.
     """
 
     source: int
@@ -97,14 +103,21 @@ class _Plan:
 
 
 def plan_of(reports: Sequence[_Report], *, waits: bool, replicates: bool) -> _Plan:
-    """Return the plan that follows from the reports.
+    """Return the plan by which the workers reach a common state.
+
+    A worker is *ahead* if no other worker has made more progress. Workers compare their progress by
+    the last view whose common model they have received. If ``waits`` or ``replicates``, ties are
+    broken by the number of rounds decided since then. If ``replicates``, remaining ties are broken
+    by ``unsynced``.
+
+    If ``replicates``, one worker that is ahead sends its state to all workers that are not. Nothing
+    is averaged. Otherwise one worker that is ahead sends its state to the workers that have just
+    joined. Then the models that are ahead are averaged.
 
     Args:
         reports: Reports of all workers, in rank order.
-        waits: True if all workers wait for each mean. A worker that has decided one round more then
-            has everything that the others contributed to it. Otherwise all workers that received
-            the common model of the same view count as equally far.
-        replicates: True if all workers that step hold the same parameters.
+        waits: True if all workers wait for the mean of each round and continue from it.
+        replicates: True if all workers that step have the same parameters between two steps.
     """
     old = [rank for rank, report in enumerate(reports) if not report.fresh]
 
@@ -120,25 +133,27 @@ def plan_of(reports: Sequence[_Report], *, waits: bool, replicates: bool) -> _Pl
     if replicates:
         return _Plan(ahead[0], sorted({*range(len(reports))} - {*ahead}), [])
     contributing = ahead
-    if waits and len(ahead) == len(old):  # no worker missed a mean: average the steps after it
+    if waits and len(ahead) == len(old):
+        # All models contain the last mean, and those without further steps are equal to it.
         contributing = [rank for rank in old if reports[rank].unsynced] or ahead[:1]
     return _Plan(ahead[0], fresh, contributing)
 
 
 class Views:
-    """The view changes of one worker. Calling the object carries one out.
+    """Carries out the view changes of one worker: ``views(error)`` ends a view, begins the next.
 
     Args:
-        strategy: Strategy, which a new flow drives in each view.
-        worker: This worker.
+        strategy: Strategy of the training.
+        worker: Data and means of communication of this worker.
         precision: ``wire`` argument of ``attach``.
-        stats: Returns the totals of this worker.
+        stats: Function that returns the totals of this worker.
         lines: Descriptions of the settings that must be equal on all workers.
         min_workers: Number of workers below which training ends (≥ 1).
 
     Attributes:
-        iteration: Iterations of this worker; set before the first view begins.
-        report_seconds: Function called with the duration of each view change in seconds.
+        iteration: The step loop of this worker, which holds the current flow. The caller sets it
+            before the first view begins.
+        report_seconds: Function that is called with the duration of each view change in seconds.
     """
 
     def __init__(
@@ -156,11 +171,11 @@ class Views:
         self._text = "\n".join(versioned(lines))
         self.iteration: Iteration | None = None
         self.report_seconds: Callable[[float], None] = lambda seconds: None
-        self._fresh = False  # True until a worker that joined has received the state
-        self._common = worker.team.view
-        self._decided, self._unsynced = 0, False  # see _Report; of the flow that ends
-        self._overtaken = False  # True if this worker received the state after its current step
-        self._last: CommunicationError | None = None  # why there is no further view
+        self._fresh = False  # True if this worker has joined and does not have the model yet
+        self._common = worker.team.view  # see _Report
+        self._decided, self._unsynced = 0, False  # see _Report; values of the flow that has ended
+        self._overtaken = False  # True if this worker received the model of a later step
+        self._last: CommunicationError | None = None  # reason for which there is no further view
 
     def require_current_view(self) -> None:
         """Raise CommunicationError if a view change is requested."""
@@ -169,11 +184,11 @@ class Views:
             raise CommunicationError("a worker asks to join, or another one has left the view")
 
     def __call__(self, error: CommunicationError) -> bool:
-        """End this view because of ``error``, and begin the next one. A collective.
+        """End this view because of ``error``, and begin the next one. A collective. Blocks.
 
         Returns:
-            True if this worker has received the model after the step it was about to take, so that
-            it must skip the step.
+            True if the current step of this worker is obsolete, because another worker was ahead
+            and has sent its model. The caller must skip the step.
 
         Raises:
             CommunicationError: There is no next view for this worker, or too few workers are left.
@@ -199,16 +214,18 @@ class Views:
         return self._overtaken
 
     def record(self) -> None:
-        """Add the view to the totals and to the next record."""
+        """Write number and members of the view to the totals and to the next telemetry record."""
         worker, team = self._worker, self._worker.team
         worker.details.update(view=team.view, members=list(team.members))
         worker.record.update(view=team.view, workers=team.size)
 
     def join(self) -> None:
-        """Begin the view that has admitted this worker.
+        """Begin the view that has admitted this worker, which has just joined. A collective.
+
+        If that fails, begin the next view that includes this worker.
 
         Raises:
-            CommunicationError: The view ended before it began, or there are too few workers.
+            CommunicationError: There is no next view for this worker, or there are too few workers.
             MismatchError: The settings of this worker differ from those of the others.
         """
         self._fresh = True
@@ -219,7 +236,10 @@ class Views:
         self.record()
 
     def _change(self, error: CommunicationError) -> None:
-        """Leave the view because of ``error``, and repeat this until a next view has begun."""
+        """Leave the current view because of ``error``, and begin the next one.
+
+        If that fails, leave this view as well and begin the one after it, and so on.
+        """
         team = self._worker.team
         while True:
             membership = team.membership
@@ -237,17 +257,17 @@ class Views:
                 error = another
 
     def begin(self) -> None:
-        """Begin the view that the team has entered. A collective.
+        """Begin the view that the team has entered: steps 2 and 3 of this module. A collective.
 
         Raises:
-            CommunicationError: Another view is needed.
-            MismatchError: The settings of this worker, which has joined, differ.
+            CommunicationError: The view failed, so that another view change is needed.
+            MismatchError: The settings of this worker differ from those of the others.
         """
         worker, team, iteration = self._worker, self._worker.team, self.iteration
         assert iteration is not None
         reports = self._exchange_reports()
-        before = iteration.flow
-        plan = plan_of(reports, waits=before.waits, replicates=before.replicates)
+        old_flow = iteration.flow
+        plan = plan_of(reports, waits=old_flow.waits, replicates=old_flow.replicates)
         self._copy(plan, reports)
         if plan.contributing:
             weight, total = float(team.rank in plan.contributing), float(len(plan.contributing))
@@ -260,8 +280,8 @@ class Views:
         flow = flow_of(self._strategy, worker)
         flow.start(reports[plan.source].carried)
         if not self._fresh:
-            flow.keep_local(before)
-        self._fresh = False  # only now: until here this worker had no state of use to others
+            flow.keep_local(old_flow)
+        self._fresh = False  # only now: a failure before leaves this worker without the model
         worker.barrier(f"the beginning of view {team.view}")
         iteration.begin_view(flow)
         logger.info("rank %d of %d begins view %d", team.rank, team.size, team.view)
@@ -281,8 +301,8 @@ class Views:
         """Return the reports of all workers.
 
         Raises:
-            CommunicationError: The settings of another worker, which has joined, differ. It leaves.
-            MismatchError: The settings of this worker differ.
+            CommunicationError: A worker that has joined has other settings. That worker leaves.
+            MismatchError: This worker has joined and has other settings than the others.
         """
         worker, stats, iteration = self._worker, self._stats(), self.iteration
         assert iteration is not None
@@ -299,25 +319,26 @@ class Views:
         communicator, what = worker.team.communicator, "reports at the beginning of a view"
         payload = json.dumps(vars(report)).encode()
         reports = [
-            _Report(**json.loads(one)) for one in communicator.gather_bytes(payload, what=what)
+            _Report(**json.loads(text)) for text in communicator.gather_bytes(payload, what=what)
         ]
-        if all(one.fresh for one in reports):
+        if all(report.fresh for report in reports):
             raise OffbeatError(
                 "no worker is left that has the model: all workers of this view joined just now. "
                 "Restart training from a checkpoint"
             )
-        first = next(rank for rank, one in enumerate(reports) if not one.fresh)
-        others = [rank for rank, one in enumerate(reports) if one.digest != reports[first].digest]
-        if others:
+        first = next(rank for rank, other in enumerate(reports) if not other.fresh)
+        digest = reports[first].digest
+        differing = [rank for rank, other in enumerate(reports) if other.digest != digest]
+        if differing:
             texts = communicator.gather_bytes(self._text.encode(), what=what)
             lines = [text.decode().split("\n") for text in texts]
-            text = "; ".join(difference(lines, rank, first) for rank in others)
-            kind = MismatchError if communicator.rank in others else CommunicationError
-            raise kind(text)
+            message = "; ".join(difference(lines, rank, first) for rank in differing)
+            kind = MismatchError if communicator.rank in differing else CommunicationError
+            raise kind(message)
         return reports
 
     def _copy(self, plan: _Plan, reports: Sequence[_Report]) -> None:
-        """Copy model, optimizer state and counters from the source to the workers behind it."""
+        """Copy model, optimizer state and counters from ``plan.source`` to ``plan.behind``."""
         worker, communicator = self._worker, self._worker.team.communicator
         tensors = worker.replica.everything()
         if communicator.rank == plan.source and plan.behind:

@@ -1,1 +1,1 @@
-"""Callbacks for training frameworks, each in a module named after the framework."""
+"""Callbacks for training frameworks. Each module has the name of its framework."""

@@ -1,4 +1,4 @@
-"""A callback that trains under a strategy with Lightning's ``Trainer``."""
+"""A callback for Lightning's ``Trainer`` that trains under a strategy."""
 
 import contextlib
 import tempfile
@@ -15,7 +15,8 @@ from typing_extensions import override
 from offbeat import CheckpointError, Strategy, Synchronizer, attach, load, save
 
 KEY = "offbeat"
-"""Key in a checkpoint: the files of ``offbeat.save`` of all workers, as bytes, by file name."""
+"""Key in a Lightning checkpoint. Its value maps the name of each worker's ``offbeat.save`` file to
+the bytes of the file (a tensor)."""
 
 
 class OffbeatCallback(Callback):
@@ -23,17 +24,18 @@ class OffbeatCallback(Callback):
 
         trainer = Trainer(strategy="ddp", devices=4, callbacks=[OffbeatCallback(offbeat.SelSync())])
 
-    Validation and the model in a checkpoint use the consensus, the mean over all workers. A
-    checkpoint also contains the local model, optimizers and state of every worker, so it is larger
-    by a factor of the number of workers. ``Trainer.fit(ckpt_path=...)`` continues from them exactly
-    as the uninterrupted run. The DistributedDataParallel of ``strategy="ddp"`` is switched off.
+    During training each worker has a local model. Validation and the weights in a checkpoint use
+    the *consensus*, the mean of the local models over all workers. A checkpoint also contains the
+    local model and the optimizer states of every worker, so its size grows with the number of
+    workers. ``Trainer.fit(ckpt_path=...)`` continues from these exactly, as the uninterrupted run
+    would. The DistributedDataParallel of ``strategy="ddp"`` is switched off.
 
     Args:
-        strategy: Strategy, as in ``attach``.
-        options: Further keyword arguments of ``attach``.
+        strategy: Strategy, as in ``offbeat.attach``.
+        options: Further keyword arguments of ``offbeat.attach``.
 
     Attributes:
-        sync: The synchronizer; None before ``Trainer.fit``.
+        sync: The synchronizer that ``offbeat.attach`` returned. None before ``Trainer.fit``.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class OffbeatCallback(Callback):
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach, and continue from this worker's file in the checkpoint, if there is one."""
+        """Attach the model. If the Trainer resumes, load this worker's state."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._options.setdefault("scaler", scaler)
         self.sync = attach(pl_module, trainer.optimizers, self._strategy, **self._options)
@@ -91,21 +93,21 @@ class OffbeatCallback(Callback):
     def _watch_saving(self, trainer: Any, pl_module: Any) -> None:
         """Replace the weights in every checkpoint by the consensus.
 
-        This uses the module's hook, because with ``save_weights_only`` Lightning does not call the
-        callbacks' hook.
+        This wraps ``pl_module.on_save_checkpoint``, because with ``save_weights_only`` Lightning
+        does not call the hook of callbacks.
         """
-        after: Callable[[dict[str, Any]], None] = pl_module.on_save_checkpoint
+        original: Callable[[dict[str, Any]], None] = pl_module.on_save_checkpoint
 
         def on_save_checkpoint(checkpoint: dict[str, Any]) -> None:
             if self._training and self.sync is not None:
                 self._consensus.close()
                 with self.sync.consensus():
-                    held = trainer.strategy.lightning_module_state_dict()
+                    state = trainer.strategy.lightning_module_state_dict()
                     checkpoint["state_dict"] = {
                         key: value.detach().clone() if isinstance(value, Tensor) else value
-                        for key, value in held.items()
+                        for key, value in state.items()
                     }
-            after(checkpoint)
+            original(checkpoint)
 
         pl_module.on_save_checkpoint = on_save_checkpoint
 
@@ -115,7 +117,7 @@ class OffbeatCallback(Callback):
 
     @override
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Give all workers the same model."""
+        """End training: give all workers the final mean model."""
         if self.sync is not None and self._training:
             self._training = False
             self._consensus.close()
@@ -132,9 +134,10 @@ class OffbeatCallback(Callback):
 
 
 def _gathered(content: bytes, device: torch.device) -> list[Tensor]:
-    """Return the ``content`` of each worker in rank order, on rank 0 only. A collective.
+    """Gather the ``content`` of each worker on rank 0, which writes the checkpoint. A collective.
 
-    Rank 0 writes the checkpoint.
+    Returns:
+        The contents in rank order. Empty on other ranks.
     """
     own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     if not dist.is_initialized() or dist.get_world_size() == 1:

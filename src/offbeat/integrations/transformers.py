@@ -1,4 +1,4 @@
-"""A callback that trains under a strategy with Hugging Face's ``Trainer``."""
+"""A callback for Hugging Face's ``Trainer`` that trains under a strategy."""
 
 import contextlib
 import copy
@@ -14,7 +14,7 @@ from typing_extensions import override
 from offbeat import CheckpointError, Strategy, Synchronizer, attach, load, save
 
 FOLDER = "offbeat"
-"""Folder in each checkpoint of the Trainer: the files of ``offbeat.save`` of all workers."""
+"""Folder inside each checkpoint of the Trainer, for the file that each worker saves."""
 
 
 class OffbeatCallback(TrainerCallback):
@@ -22,19 +22,20 @@ class OffbeatCallback(TrainerCallback):
 
         trainer = Trainer(model, args, callbacks=[OffbeatCallback(offbeat.SelSync())], ...)
 
-    Evaluation and the model that the Trainer saves use the consensus, the mean over all workers.
-    Each worker also saves its local model, optimizer and state in ``FOLDER``.
-    ``Trainer.train(resume_from_checkpoint=...)`` continues from them exactly as the uninterrupted
-    run. The DistributedDataParallel that the Trainer puts around the model is switched off.
+    During training each worker has a local model. Evaluation and the model that the Trainer saves
+    use the *consensus*, the mean of the local models over all workers. Each worker also saves its
+    local model and optimizer state in ``FOLDER``. ``Trainer.train(resume_from_checkpoint=...)``
+    continues from these exactly, as the uninterrupted run would. The DistributedDataParallel that
+    the Trainer puts around the model is switched off.
 
     Args:
-        strategy: Strategy, as in ``attach``.
-        options: Further keyword arguments of ``attach``.
-        checkpoint: Path of the checkpoint that ``Trainer.train`` resumes from. None:
-            ``args.output_dir/checkpoint-STEP``.
+        strategy: Strategy, as in ``offbeat.attach``.
+        options: Further keyword arguments of ``offbeat.attach``.
+        checkpoint: Path that was given to ``Trainer.train(resume_from_checkpoint=...)``. None: the
+            path ``args.output_dir/checkpoint-STEP``.
 
     Attributes:
-        sync: The synchronizer; None before ``Trainer.train``.
+        sync: The synchronizer that ``offbeat.attach`` returned. None before ``Trainer.train``.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class OffbeatCallback(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach, and if the Trainer resumes, continue from this worker's file."""
+        """Attach the model. If the Trainer resumes, load this worker's state."""
         if self.sync is not None:
-            self.sync.detach()  # an earlier training has failed
+            self.sync.detach()  # needed if an earlier training has failed
         optimizer = kwargs["optimizer"]
         self._options.setdefault("scaler", getattr(optimizer, "scaler", None))
         self.sync = attach(kwargs["model"], optimizer, self._strategy, **self._options)
@@ -70,7 +71,7 @@ class OffbeatCallback(TrainerCallback):
             self._enter_consensus()
 
     def _enter_consensus(self) -> None:
-        """Replace the model by the consensus until the next step."""
+        """Replace the model by the consensus until ``_leave_consensus``."""
         assert self.sync is not None
         self._leave_consensus()
         self._consensus.enter_context(self.sync.consensus())
@@ -101,7 +102,7 @@ class OffbeatCallback(TrainerCallback):
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the local state of each worker, after the Trainer has saved the consensus."""
+        """Save this worker's local state, after the Trainer has saved the consensus."""
         if self.sync is None:
             return
         self._leave_consensus()
@@ -110,7 +111,10 @@ class OffbeatCallback(TrainerCallback):
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give all workers the same model: the final mean, or the best one if it was loaded."""
+        """End training: give all workers the final mean model.
+
+        With ``load_best_model_at_end`` the model that the Trainer has loaded stays instead.
+        """
         if self.sync is None:
             return
         model: nn.Module = kwargs["model"]

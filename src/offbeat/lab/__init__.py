@@ -1,6 +1,7 @@
-"""EVIDENCE: recipes, real workers on shaped links, comparisons and reports.
+"""Experiments: recipes, worker processes on slow links, comparisons and reports.
 
-The names here are those for a recipe of one's own.
+A *recipe* is a training task with a target: model, data, optimizer, schedule, metric. The names
+exported here are those that a custom recipe needs; its function is marked with ``@recipe``.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,8 @@
-"""Checkpoints of a run: a resumed run repeats its events and continues as if never interrupted."""
+"""Checkpoints of a run, and early stops with a checkpoint.
+
+A resumed run emits its earlier evaluations again and then continues as if it had never been
+interrupted.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -33,13 +37,13 @@ _MAY_DIFFER = {
 
 
 class EventLog:
-    """Passes on the events of a run and keeps those that a resumed run has to repeat.
+    """Passes on the events of a run and stores those that a resumed run must repeat.
 
     Args:
         emit: Function that receives each event.
 
     Attributes:
-        lines: Events to repeat, as JSON.
+        lines: Stored events, as JSON: evaluations, their number, and calibrations.
     """
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
@@ -47,20 +51,22 @@ class EventLog:
         self.lines: list[str] = []
 
     def __call__(self, event: Event) -> None:
-        """Log and pass on an event."""
+        """Pass on an event, and store it if necessary."""
         if isinstance(event, EvaluationCount | Evaluation | Calibration):
             self.lines.append(to_json(event))
         self._emit(event)
 
 
 class RunCheckpoints:
-    """Saves and loads the checkpoints of one worker's run, if its method has a synchronizer.
+    """Saves and loads the checkpoints of one worker's run.
+
+    Does nothing if the method has no ``Synchronizer``, such as baselines of other packages.
 
     Args:
-        job: The run.
-        task: Its task.
-        method: Its method.
-        log: Events so far.
+        job: Configuration of the run.
+        task: Task that the run trains.
+        method: Strategy or baseline that trains it.
+        log: Log of the events so far.
     """
 
     def __init__(self, job: Job, task: Task, method: Method, log: EventLog) -> None:
@@ -68,11 +74,14 @@ class RunCheckpoints:
         self._sync = method.sync if isinstance(method, Attached) else None
         self._scheduler = task.scheduler if isinstance(task.scheduler, LRScheduler) else None
 
-    def resume(self, looks: EvaluationSchedule) -> None:
-        """Load the newest checkpoint and repeat its events, if the job asks for it. A collective.
+    def resume(self, schedule: EvaluationSchedule) -> None:
+        """Load the newest checkpoint and repeat its events, if the job says so. A collective.
+
+        Args:
+            schedule: Schedule of evaluations, which gets the number that the saved run chose.
 
         Raises:
-            CheckpointError: there is no checkpoint, or it is that of another run.
+            CheckpointError: there is no checkpoint, or it belongs to a run with other options.
         """
         if not self._job.resume or self._sync is None:
             return
@@ -84,12 +93,12 @@ class RunCheckpoints:
         self._log(Resumed(loaded.step))
         for event in map(from_json, loaded.extra["events"]):
             if isinstance(event, EvaluationCount):
-                looks.choose(event.evaluations)
+                schedule.choose(event.evaluations)
             self._log(event)
 
     def _require_same_run(self, saved: dict[str, Any]) -> None:
         current = asdict(self._job)
-        # A field that the saving version did not know had its default.
+        # Fields that an older version of Offbeat did not save had their defaults.
         saved = {field.name: field.default for field in fields(self._job)} | saved
         for name in current.keys() - _MAY_DIFFER:
             if current[name] != saved[name]:
@@ -99,7 +108,11 @@ class RunCheckpoints:
                 )
 
     def save_if_due(self, last: int) -> None:
-        """Save after every ``save_every`` steps, or only after the ``last`` step. A collective."""
+        """Save a checkpoint if this step requires one. A collective.
+
+        Checkpoints are due after every ``save_every`` steps of the job. If that is None, the only
+        one is due after the ``last`` step.
+        """
         job, sync = self._job, self._sync
         if job.checkpoints is None or sync is None:
             return
@@ -108,12 +121,12 @@ class RunCheckpoints:
             self._save(sync)
 
     def stop_if_requested(self, request: StopRequest | None, last: int) -> bool:
-        """Save and detach if the run is asked to stop after this step.
+        """Save a checkpoint and detach if the run is asked to stop after this step.
 
         A collective if it returns True.
 
         Args:
-            request: Request of the launching process; None: the run cannot be stopped.
+            request: Object through which the run is asked to stop. None: it cannot be asked.
             last: Number of steps of the run.
 
         Returns:
@@ -126,7 +139,7 @@ class RunCheckpoints:
         if request.may_continue(sync.rank, sync.step, last=last, seconds=seconds):
             return False
         every = self._job.save_every
-        if every is None or sync.step % every:  # else `save_if_due` has just saved
+        if every is None or sync.step % every:  # otherwise `save_if_due` has just saved
             self._save(sync)
         self._log(Stopped(sync.step, str(self._job.checkpoints)))
         request.wait_until_all_saved(sync.rank, seconds)

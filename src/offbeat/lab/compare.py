@@ -1,4 +1,8 @@
-"""Comparisons of methods under the same seeds, recorded as one JSON line per result."""
+"""Comparisons of training methods: runs with the same seeds, recorded in ``results.jsonl``.
+
+A *method* is a strategy of this package or a baseline, together with its own options, such as
+``--wire int8``.
+"""
 
 import json
 import platform
@@ -29,13 +33,13 @@ from offbeat.telemetry import Stats
 RESULTS = "results.jsonl"
 
 _DETERMINED = ("evaluations", "alone_seconds")
-"""Fields of a job that the first run of a comparison determines for all."""
+"""Fields of a job that the first run of a comparison determines for all later runs."""
 _PER_RUN = {"strategy", "seed", *_DETERMINED, *method_fields()}
 """Fields in which the runs of one comparison differ."""
 _IGNORED = {"log", "checkpoints", "save_every", "resume", "timeout_seconds", "measure_links"}
 """Fields that do not affect a result."""
 _OPTIONS = {"measure_alone": "turns"}
-"""Options of the command line that are not named after their field."""
+"""Command-line names of fields whose option has another name."""
 
 
 def run_and_record(
@@ -46,16 +50,16 @@ def run_and_record(
     lr_scales: Sequence[float] = (),
     command: str = "",
 ) -> Result:
-    """Run ``job`` and return its result.
+    """Run ``job``, collect its events, and return the ``Result``. Writes no file.
 
-    The job of the result contains the number of evaluations and the step time that the run chose.
+    The job in the result has the number of evaluations and the step time that the run determined.
 
     Args:
-        job: The run.
+        job: Configuration of the run.
         on_event: Function that receives each event of rank 0.
-        runner: Runner of the job.
-        lr_scales: Factors on the learning rate that this method is tried with, for the result.
-        command: Command line, for the result.
+        runner: Runner that starts the workers.
+        lr_scales: Value of ``Result.lr_scales``.
+        command: Value of ``Result.command``.
     """
     recipe = find_recipe(job.recipe)
     points: list[Evaluation] = []
@@ -128,28 +132,28 @@ def compare(
     command: str = "",
     may_differ: Collection[str] = (),
 ) -> list[Result]:
-    """Run ``job`` under each strategy and seed, and append each result to a file of JSON lines.
+    """Run ``job`` with each method and seed, and append each result to a file of JSON lines.
 
-    Seeds are the outer loop: a machine that slows down slows all strategies down. The first run
-    determines the number of evaluations, so that all curves have the same steps, and the step time
-    that the sleeps of stragglers are multiples of.
+    Seeds are the outer loop, so that a machine that becomes slower affects all methods alike. The
+    first run determines the number of evaluations for all runs, so that they evaluate at the same
+    steps. It also determines the step time by which the sleeps of artificial stragglers are scaled.
 
-    A run whose result is already in the file is skipped. So an interrupted comparison continues,
-    and further strategies, seeds and factors extend a finished one.
+    A run whose result is already in the file is skipped. An interrupted comparison can therefore be
+    continued, and a finished one can be extended by methods, seeds and factors.
 
     Args:
         job: Settings that all runs share.
-        strategies: Methods, each optionally followed by options for it alone; see ``Job.under``.
-        seeds: Number of seeds, from that of ``job`` on.
-        lr_scales: Factors on the learning rate that every method is tried with, except one with a
-            factor among its options. Empty: the factor of ``job``.
-        runner: Runner of the jobs.
+        strategies: Methods in the text form that ``Job.under`` accepts.
+        seeds: Number of seeds. The first one is the seed of ``job``.
+        lr_scales: Factors on the learning rate. A method runs once with each of them, unless its
+            own options contain a factor. Empty: only the factor of ``job``.
+        runner: Runner that starts the workers.
         output: Directory of ``results.jsonl``, or path of a file whose name ends in ``.jsonl``.
-        on_start: Function that receives the job of each run.
+        on_start: Function that receives the job of each run before it starts.
         on_event: Function that receives the events of rank 0.
-        on_reused: Function that receives each result of a skipped run.
-        command: Command line, for the results.
-        may_differ: Fields of the job in which results in the file may differ from it.
+        on_reused: Function that receives the existing result of each skipped run.
+        command: Command line to store in the results.
+        may_differ: Fields of ``job`` that may differ from the results already in the file.
 
     Returns:
         All results in the file, in its order.
@@ -185,21 +189,21 @@ def count_runs(job: Job, strategies: Sequence[str], seeds: int, lr_scales: Seque
 def _runs(
     job: Job, strategies: Sequence[str], seeds: int, lr_scales: Sequence[float]
 ) -> Iterator[tuple[Job, Sequence[float]]]:
-    """Yield the job of each run and the factors that its method is tried with."""
+    """Yield the job of each run and its ``Result.lr_scales``."""
     for seed in range(job.seed, job.seed + seeds):
         for strategy in strategies:
             jobs = [
                 replace(replace(job, lr_scale=scale).under(strategy), seed=seed)
                 for scale in lr_scales or (job.lr_scale,)
             ]
-            if all(other == jobs[0] for other in jobs):  # the method has its own factor
+            if all(other == jobs[0] for other in jobs):  # the method sets its own factor
                 yield jobs[0], ()
             else:
                 yield from ((scaled, lr_scales) for scaled in jobs)
 
 
 def _read_existing(path: Path, job: Job, runner: Runner, ignored: Collection[str]) -> list[Result]:
-    """Return the results in the file.
+    """Remove an incomplete last line from the file and return the results in it.
 
     Raises:
         ValueError: a result belongs to another comparison.
@@ -208,13 +212,13 @@ def _read_existing(path: Path, job: Job, runner: Runner, ignored: Collection[str
         return []
     data = path.read_bytes()
     complete = data.rfind(b"\n") + 1
-    if complete < len(data):  # the last line was cut off
+    if complete < len(data):  # an interrupted write left an incomplete last line
         path.write_bytes(data[:complete])
     results = read_results(path)
     skipped = _PER_RUN.union(ignored)
 
     def shared(job: Job, **others: Any) -> dict[str, Any]:
-        fields = {name: one for name, one in public_job(job).items() if name not in skipped}
+        fields = {name: value for name, value in public_job(job).items() if name not in skipped}
         return fields | others
 
     current = shared(
@@ -246,13 +250,13 @@ def _read_existing(path: Path, job: Job, runner: Runner, ignored: Collection[str
 
 
 def _with_determined(job: Job, other: Job) -> Job:
-    """Return ``job`` with the determined fields of ``other`` where its own are still open."""
-    still_open = [name for name in _DETERMINED if getattr(job, name) is None]
-    return replace(job, **{name: getattr(other, name) for name in still_open})
+    """Return ``job`` with those fields of ``_DETERMINED`` that are None taken from ``other``."""
+    missing = [name for name in _DETERMINED if getattr(job, name) is None]
+    return replace(job, **{name: getattr(other, name) for name in missing})
 
 
 def _is_of(result: Result, job: Job, ignored: Collection[str]) -> bool:
-    """Return True if a run of ``job`` would give ``result``."""
+    """Return True if ``result`` is that of a run of ``job``."""
     existing, wanted = public_job(result.job), public_job(job)
     for name in _DETERMINED:
         if wanted[name] is None:
@@ -264,5 +268,5 @@ def _append(path: Path, line: str) -> None:
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(line)
-    except OSError as error:  # name the file: the error of a full disk does not
+    except OSError as error:  # the error of a full disk does not name the file
         raise OSError(error.errno, error.strerror, str(path)) from None

@@ -1,4 +1,4 @@
-"""Distributed evaluation, and the steps at which a run evaluates."""
+"""Evaluation of a model by all workers together, and the steps at which a run evaluates."""
 
 import json
 import time
@@ -14,22 +14,22 @@ from offbeat.lab.recipes.held_out import HeldOut
 MAX_EVALUATIONS = 24
 """Largest number of evaluations of a run that chooses the number itself."""
 SHARE = 0.1
-"""Largest time of all evaluations, as a share of the training time."""
+"""Limit on the time of all evaluations together, as a fraction of the training time."""
 FREE_SECONDS = 3.0
-"""Time that the evaluations of any run may take, however short the run is."""
+"""Time that the evaluations of a run may always take, even if that exceeds ``SHARE``."""
 
 
 class EvaluationSchedule:
-    """The steps at which a run evaluates: evenly spaced, with the last step.
+    """The steps at which a run evaluates: evenly spaced, the last step included.
 
     Args:
         steps: Number of steps of the run.
-        number: Number of evaluations. None: the run measures the time of an evaluation at the
-            first of ``MAX_EVALUATIONS`` steps and then calls ``choose``.
+        number: Number of evaluations. None: start with ``MAX_EVALUATIONS``. At the first of these
+            steps, the run measures the time of one evaluation and calls ``choose``.
 
     Attributes:
         open: True until the number of evaluations is known.
-        over: True if the run ends at this evaluation, before its last step.
+        over: Set to True by a run that ends early, at the current evaluation.
     """
 
     def __init__(self, steps: int, number: int | None) -> None:
@@ -38,9 +38,9 @@ class EvaluationSchedule:
         self._at = evenly(steps, MAX_EVALUATIONS if number is None else number)
 
     def __contains__(self, step: int) -> bool:
-        """Return True if the run evaluates after ``step``. False for the last step.
+        """Return True if the training loop evaluates after ``step``.
 
-        The evaluation at the end belongs to the end of the run, not to the training loop.
+        False for the last step: the final evaluation follows the training loop.
         """
         return step in self._at and step < self._steps
 
@@ -51,15 +51,19 @@ class EvaluationSchedule:
 
 
 def evenly(steps: int, number: int) -> set[int]:
-    """Return ``number`` evenly spaced steps with the last one, or all steps if they are fewer."""
+    """Return ``number`` evenly spaced steps with the last one included, but at most all steps."""
     number = min(number, steps)
     return {round(steps * (i + 1) / number) for i in range(number)}
 
 
 def affordable(evaluation_seconds: float, training_seconds: float) -> int:
-    """Return the number of evaluations that fit into the time for them, 1 to ``MAX_EVALUATIONS``.
+    """Return how many evaluations fit into a run's time for them: 1 to ``MAX_EVALUATIONS``.
 
-    The time is a tenth of the training time, but at least 3 s.
+    The time for evaluations is a tenth of the training time, but at least 3 s.
+
+    Args:
+        evaluation_seconds: Time of one evaluation.
+        training_seconds: Expected training time of the whole run.
     """
     budget = max(SHARE * training_seconds, FREE_SECONDS)
     return max(1, min(MAX_EVALUATIONS, int(budget / max(evaluation_seconds, 1e-9))))
@@ -70,7 +74,7 @@ def evaluate_together(
 ) -> dict[str, float]:
     """Return the metrics of a model that is the same on all workers. A collective.
 
-    Each worker evaluates its share of the batches. All workers return the same values.
+    Each worker evaluates its share of the held-out batches. All workers return the same values.
 
     Raises:
         CommunicationError: a worker did not send its share.
@@ -80,9 +84,9 @@ def evaluate_together(
 
 
 def expected_seconds(evaluate: HeldOut, model: nn.Module) -> float:
-    """Estimate the time of this worker's share of an evaluation from its first batch.
+    """Time the first batch of this worker's share of an evaluation, and extrapolate to the share.
 
-    All workers should call it at the same time, so that they share cores as in an evaluation.
+    All workers should call it at the same time. They then compete for cores as in an evaluation.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     began = time.perf_counter()
@@ -91,11 +95,11 @@ def expected_seconds(evaluate: HeldOut, model: nn.Module) -> float:
 
 
 def gather(value: Any, device: torch.device, what: str) -> list[Any]:
-    """Return the JSON value of every worker in rank order. A collective.
+    """Return the values of all workers, in rank order. A collective.
 
     Args:
-        value: This worker's JSON value.
-        device: Device that the communication backend needs.
+        value: This worker's value, of a type that JSON can represent.
+        device: Device of tensors that the communication backend can send.
         what: Description of the values, for the error message.
 
     Raises:

@@ -1,6 +1,8 @@
-"""Events of a run: values within a process, lines of JSON between processes and in checkpoints.
+"""Events that report the progress of a run, and their form as lines of JSON.
 
-``step`` is the number of steps that each worker has taken so far.
+A worker process sends the lines to the process that started it. A checkpoint contains them, too.
+``step`` is always the number of steps that rank 0 has taken so far. *Local step time* is the time
+of a step without communication.
 """
 
 import json
@@ -13,7 +15,7 @@ from offbeat.telemetry import Stats
 
 @dataclass(frozen=True)
 class Start:
-    """The start of training: steps of each worker, and size of the model's parameters."""
+    """Training starts: ``steps`` steps per worker, with parameters of ``model_bytes`` bytes."""
 
     steps: int
     model_bytes: int
@@ -21,11 +23,11 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """A step without an evaluation.
+    """Rank 0 took a step that was not followed by an evaluation.
 
     Attributes:
         step: Number of steps.
-        seconds: Training seconds of rank 0: computing and waiting, without evaluation.
+        seconds: Training seconds of rank 0 so far: computing and waiting, without evaluations.
     """
 
     step: int
@@ -34,13 +36,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A step, followed by an evaluation of the consensus.
+    """All workers took a step and evaluated the consensus, the mean of their models.
 
     Attributes:
         step: Number of steps.
-        seconds: Training seconds of rank 0, as in ``Step``.
-        metric: Value of the recipe's metric.
-        metrics: Values of all metrics by name, the recipe's metric included.
+        seconds: Training seconds of rank 0 so far, as in ``Step``.
+        metric: Value of the recipe's main metric.
+        metrics: Values of all metrics by name, the main metric included.
     """
 
     step: int
@@ -51,14 +53,14 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The start of something other than training, described by ``what``, until the next event."""
+    """Until the next event, the run does something other than training, such as "evaluating"."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class EvaluationCount:
-    """The number of evaluations that the run has chosen, given the expected seconds of one."""
+    """The run chose its number of evaluations. It expects one to take ``seconds``."""
 
     evaluations: int
     seconds: float
@@ -66,7 +68,7 @@ class EvaluationCount:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Bandwidth of the slowest link in one direction, all links being busy, and median latency."""
+    """Measured bandwidth of the slowest link while all links are in use, and median latency."""
 
     bytes_per_second: float
     latency_seconds: float
@@ -74,14 +76,14 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class LocalStepTime:
-    """Mean step time without communication; sleeps of ``lab.stragglers`` are multiples of it."""
+    """Mean local step time, measured for artificial stragglers, which sleep multiples of it."""
 
     step_seconds: float
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Mean step time without communication, measured within the run but off its clock."""
+    """Mean local step time after ``step`` steps. Measuring it does not count as training time."""
 
     step: int
     step_seconds: float
@@ -89,14 +91,14 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The continuation from a checkpoint of ``step``. The events that it repeats follow."""
+    """The run continues from the checkpoint of ``step``. Earlier evaluations are repeated next."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """The early end of a run on request, after all workers saved a checkpoint in ``directory``."""
+    """The run was asked to stop early. All workers saved a checkpoint in ``directory``."""
 
     step: int
     directory: str
@@ -104,19 +106,20 @@ class Stopped:
 
 @dataclass(frozen=True)
 class NotSaved:
-    """The early end of a run on request, without a checkpoint, for the reason ``why``."""
+    """The run was asked to stop early, but could not save a checkpoint, for the reason ``why``."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of training.
+    """Training has ended.
 
     Attributes:
         stats: Totals of every worker, in rank order.
-        step_seconds: Duration of every step, for a method that knows it only now (``ideal``); it
-            replaces the seconds of all earlier events. None: those are valid.
+        step_seconds: Duration of a step, if the method determines it only at the end (the baseline
+            ``ideal``). The seconds of earlier events must then be replaced by ``step`` times it.
+            None: the seconds of earlier events are valid.
     """
 
     stats: tuple[Stats, ...]
@@ -155,7 +158,7 @@ def to_json(event: Event) -> str:
 
 
 def from_json(line: str | bytes) -> Event:
-    """Return the event of a line that ``to_json`` made."""
+    """Return the event that ``to_json`` converted to ``line``."""
     values = json.loads(line)
     kind = _KINDS[values.pop("event")]
     if kind is End:
@@ -165,7 +168,7 @@ def from_json(line: str | bytes) -> Event:
 
 
 def stats_of(values: Mapping[str, Any]) -> Stats:
-    """Return the ``Stats`` of the values of ``Stats.to_dict()``, without its derived ones."""
+    """Return the ``Stats`` whose ``to_dict`` returned ``values``. Derived values are ignored."""
     known = {field.name: values[field.name] for field in fields(Stats) if field.name in values}
     if values.get("flags"):  # version 0.1.0 wrote them outside the details
         known["details"] = {"flags": values["flags"], **known.get("details", {})}

@@ -1,4 +1,8 @@
-"""The baseline ``ideal``: BSP on the ideal network, the speed-up limit of every method."""
+"""The baseline ``ideal``: BSP timed as if communication took no time.
+
+BSP (bulk synchronous parallel) averages the gradients of all workers in every step. A *baseline* is
+a method that strategies are compared with. *Virtual time* is the simulator's clock.
+"""
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator
@@ -23,19 +27,19 @@ IDEAL = "ideal"
 
 @dataclass(frozen=True, kw_only=True)
 class Ideal(Baseline):
-    """BSP on an infinitely fast network: its samples, at the step time of a worker alone.
+    """BSP on an infinitely fast network, the speed-up limit that other methods are compared with.
 
-    **Update**: that of BSP.
+    **Update**: that of BSP. The run really averages the gradients, but the time for that is not
+    counted.
 
-    **Clock**: steps · step time without communication.
+    **Training seconds**: number of steps · step time without communication.
 
-    On processes, ``LocalTraining`` measures the step time on all workers at once, before the run
-    and after it. The result is the mean over all timed steps and over the workers: the clocks of
-    other methods are sums, which include slow steps, too. The time of this run's own communication
-    does not count.
+    On real processes, ``LocalTraining`` measures this step time before and after the run, while all
+    workers train without communication. It is the mean over all timed steps and all workers. A
+    median would ignore occasional slow steps, which the times of other methods include.
 
-    In virtual time, the clock is the mean over the workers of their compute times. No worker waits
-    for the slowest one.
+    In virtual time, the training seconds are the mean of the workers' compute times, so that no
+    worker waits for the slowest one.
     """
 
     name: ClassVar[str] = IDEAL
@@ -59,7 +63,7 @@ class Ideal(Baseline):
 
 
 class _OnIdealNetwork(Attached):
-    """BSP with the clock of a subclass."""
+    """BSP that never waits. The subclass defines the training seconds."""
 
     @property
     @override
@@ -98,7 +102,7 @@ class _Virtual(_OnIdealNetwork):
     def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
         super().__init__(task, lr_scale, sync)
         self._device = device_of(task.model)
-        self._gathered = (0, 0.0)  # step of the last collective, and the mean compute time then
+        self._gathered = (0, 0.0)  # step of the last `_gather`, and the mean compute time then
 
     @property
     @override

@@ -1,7 +1,9 @@
-"""The settings of one training run, shared by command line, processes and result files.
+"""The settings of one training run, shared by command line, worker processes and result files.
 
-The command line builds its help from the fields of ``Job``. Modules that only a run needs, such as
-torch, are therefore imported inside the methods.
+A *method* is what a run trains with: a strategy of this package or a *baseline* to compare with.
+
+The command line builds its help from the fields of ``Job``. To show help quickly, this module
+imports torch and other slow modules only inside its methods.
 """
 
 import dataclasses
@@ -28,11 +30,10 @@ class Option:
 
     Attributes:
         help: Help text, one sentence.
-        flags: Flags such as ``--workers`` and ``-n``; empty: the field's name.
-        unset: Text shown as the default if the default is None.
+        flags: Flags such as ``--workers`` and ``-n``; empty: one flag, made from the field's name.
+        unset: Text that the help shows as the default if the default is None.
         is_path: True if the value is a path.
-        of_method: True if the option is part of the method, so that a comparison may set it for one
-            strategy alone.
+        of_method: True if a comparison can set the option separately for each method.
     """
 
     help: str
@@ -56,7 +57,10 @@ def option(
     least: int | None = None,
     above: float | None = None,
 ) -> Any:
-    """Declare a field of ``Job`` with an option; see ``Option`` and ``setting``."""
+    """Declare a field of ``Job`` that is also a command-line option.
+
+    The arguments are those of ``Option``, and the range: ``least`` ≤ value, ``above`` < value.
+    """
     metadata: dict[str, Any] = {"option": Option(help, flags, unset, is_path, of_method)}
     if flags:
         metadata["label"] = flags[0].removeprefix("--")
@@ -64,7 +68,7 @@ def option(
 
 
 def option_of(field: "dataclasses.Field[Any]") -> Option | None:
-    """Return the option of a field of ``Job``; None if it has none."""
+    """Return the command-line option of a field of ``Job``; None if the field has no option."""
     return field.metadata.get("option")
 
 
@@ -77,11 +81,12 @@ class Job:
 
     The other fields:
 
-    - ``jitter``, ``slow``: stragglers among real workers; see ``lab.stragglers``. Their sleeps are
-      multiples of ``alone_seconds`` (None: measured by the run).
-    - ``measure_links``: True to measure the links before and after training, on processes only.
-    - ``measure_alone``: True to calibrate at each evaluation, on processes only; see
-      ``lab.step_time``.
+    - ``jitter``, ``slow``: artificial stragglers among real workers; see ``lab.stragglers``.
+    - ``alone_seconds``: step time without communication, by which the sleeps of stragglers are
+      scaled. None: the run measures it.
+    - ``measure_links``: True to measure the links before and after training. Only with gloo.
+    - ``measure_alone``: True to calibrate: measure the step time without communication before
+      training and at each evaluation; see ``lab.step_time``. Not in the simulator.
     - ``workers_per_node``: number of workers of each simulated node.
     """
 
@@ -172,7 +177,8 @@ class Job:
         """Raise for any mistake that can be found before a worker starts.
 
         Args:
-            task: Task that a job with the same recipe, data and workers has built; None: build it.
+            task: Task of the recipe, if another job with the same recipe, data and number of
+                workers has already built it. None: build it now.
 
         Returns:
             The task.
@@ -243,8 +249,8 @@ class Job:
         """Raise unless the strategy or baseline supports the settings of this job.
 
         Raises:
-            ValueError, TypeError: it does not, or its name is unknown.
-            ImportError: its package is not installed.
+            ValueError, TypeError: it does not support a setting, or its name is unknown.
+            ImportError: the package of the baseline is not installed.
         """
         from offbeat.errors import AttachError
         from offbeat.lab.methods.base import Baseline
@@ -259,7 +265,7 @@ class Job:
         wire = self.wire or method.default_wire
         try:
             require_abilities(method, wire=wire, nodes=self.workers_per_node > 1)
-        except AttachError as error:  # for a command line this is a wrong argument
+        except AttachError as error:  # on the command line, this is a wrong argument
             raise ValueError(str(error)) from None
 
     def _check_refused(self, method: "Baseline") -> None:
@@ -275,12 +281,12 @@ class Job:
 
     @property
     def label(self) -> str:
-        """Strategy and other options of the method, in the form that ``under`` reads."""
+        """Strategy and other options of the method, in the form that ``under`` accepts."""
         return " ".join([self.strategy, *self.options])
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Options of the method that differ from the default, as in ``--wire int8``."""
+        """Options of the method that differ from the default, such as ``--wire int8``."""
         return tuple(
             f"{option.flag(field.name)} {str(getattr(self, field.name)).removesuffix('.0')}"
             for field, option in _method_options().items()
@@ -288,7 +294,7 @@ class Job:
         )
 
     def _implied(self, name: str) -> object:
-        """Return the value that the strategy implies: for ``wire``, its default precision."""
+        """Return the strategy's own default: for ``wire`` its precision, otherwise None."""
         from offbeat.lab.methods.registry import parse_method
         from offbeat.strategies import Strategy
 
@@ -296,21 +302,21 @@ class Job:
             return None
         try:
             method = parse_method(self.strategy)
-        except (ValueError, TypeError):  # a result with a custom strategy that is not available
+        except (ValueError, TypeError):  # an old result: its custom strategy is not importable here
             return None
         return method.default_wire if isinstance(method, Strategy) else None
 
     def under(self, text: str) -> "Job":
-        """Return this job with another method.
+        """Return a copy of this job with another method.
 
-        ``job.under("local:period=8 --wire int8 --lr-scale 2")``
+        Example: ``job.under("local:period=8 --wire int8 --lr-scale 2")``.
 
         Args:
-            text: A strategy or baseline, followed by options of the method: learning-rate scale,
-                sampler, injection, wire.
+            text: Strategy or baseline, optionally followed by ``--lr-scale``, ``--sampler``,
+                ``--injection`` or ``--wire`` with a value.
 
         Raises:
-            ValueError: another option, or an option without a value.
+            ValueError: the text contains another option, or an option without a value.
         """
         strategy, *words = text.split() or [""]
         fields = {option.flag(field.name): field for field, option in _method_options().items()}
@@ -352,12 +358,12 @@ def _method_options() -> "dict[dataclasses.Field[Any], Option]":
 
 
 def method_fields() -> frozenset[str]:
-    """Return the names of the fields that are options of the method."""
+    """Return the names of the fields of ``Job`` that a comparison can set for each method."""
     return frozenset(field.name for field in _method_options())
 
 
 def _pairs(text: str, words: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield flags and values of ``--flag value`` and ``--flag=value``."""
+    """Yield (flag, value) for each ``--flag value`` or ``--flag=value``."""
     rest = iter(words)
     for word in rest:
         flag, equals, value = word.partition("=")

@@ -1,4 +1,8 @@
-"""Results of runs, and their form as lines of ``results.jsonl``."""
+"""Results of training runs, and their form as lines of the file ``results.jsonl``.
+
+A *method* is what a run trains with: a strategy of this package or a baseline. A *peer* is a
+baseline of torch or another package, which runs its own code.
+"""
 
 import json
 from collections.abc import Mapping
@@ -20,21 +24,20 @@ class Result:
         job: Configuration of the run.
         metric: Name of the recipe's metric that is compared with ``target``.
         higher_is_better: True if larger values of the metric are better.
-        target: The recipe's target value of the metric. Methods are compared by the time in which
-            they reach it.
+        target: The recipe's target value of the metric. Methods are compared by the time that they
+            need to reach it.
         link: Description of the network between the workers.
         machine: Description of the hardware.
         versions: Versions of Offbeat, torch and Python by name.
-        simulated: True if all seconds are virtual time.
+        simulated: True if all seconds are virtual time, the simulator's clock.
         points: Evaluations in order, at least one. The last one is at the end of the run.
         stats: Totals of each worker, in rank order.
         model_bytes: Size of the model's parameters; None in results of old versions.
         links: Measurements of the links before and after the training; empty if not measured.
-        turns: Calibrations: step times of workers that trained without communication, measured
-            before the training and at each evaluation (``lab.step_time.calibrate``). Empty if the
-            run was not calibrated.
-        lr_scales: Factors on the learning rate that were tried with the method; empty if it was not
-            tuned.
+        turns: Calibrations: step times without communication, measured before the training and at
+            each evaluation (``lab.step_time.calibrate``). Empty if the run was not calibrated.
+        lr_scales: Factors on the learning rate that the comparison tries with this method; empty if
+            it does not tune the learning rate.
         command: Command line of the comparison.
     """
 
@@ -61,7 +64,7 @@ class Result:
 
     @property
     def label(self) -> str:
-        """Strategy and the non-default options of the method, as in "bsp --wire int8"."""
+        """Strategy and its options that differ from the defaults, such as "bsp --wire int8"."""
         return self.job.label
 
     @property
@@ -85,44 +88,38 @@ class Result:
         return self.seconds_to(self.target)
 
     def seconds_to(self, target: float) -> float | None:
-        """Return the training seconds of the first evaluation at ``target`` or better, or None."""
+        """Return the training seconds at the first evaluation that reached ``target``, or None."""
         sign = 1 if self.higher_is_better else -1
         return next((p.seconds for p in self.points if sign * p.metric >= sign * target), None)
 
     @property
     def is_ideal(self) -> bool:
-        """True if the method is ``ideal``: BSP, timed without communication (see ``lab.ideal``)."""
+        """True if the method is the baseline ``ideal``: BSP timed without communication."""
         return is_ideal(self.strategy)
 
     @property
     def measured(self) -> bool:
-        """True if waiting time, bytes and synchronizations are known.
-
-        They are unknown for a peer: a method of torch or another package that runs its own code.
-        """
+        """True if waiting time, bytes and synchronizations are known. They are not for a peer."""
         return not is_peer(self.strategy)
 
     @property
     def lssr(self) -> float | None:
-        """Share of steps without synchronization, mean over the workers; None if unknown."""
+        """LSSR, the share of steps without synchronization: mean over workers; None if unknown."""
         return self._mean("lssr") if self.measured else None
 
     @property
     def payload_bytes(self) -> float | None:
-        """Bytes passed to collectives and pushes, mean over the workers; None if unknown."""
+        """Bytes that a worker gave to collectives or pushed, mean over workers; None if unknown."""
         return self._mean("payload_bytes") if self.measured else None
 
     @property
     def idle(self) -> float | None:
-        """Share of the training time spent waiting, mean over the workers; None if unknown."""
+        """Share of the training time spent waiting, mean over workers; None if unknown."""
         return self._mean("idle") if self.measured else None
 
     @property
     def flag_rate(self) -> float | None:
-        """Share of steps in which the worker's own trigger fired, over all workers (SelSync).
-
-        None if unknown.
-        """
+        """Share of steps in which a worker asked to synchronize (SelSync); None if unknown."""
         return self._mean("flags") / max(1.0, self._mean("steps")) if self.measured else None
 
     @property
@@ -139,7 +136,7 @@ class Result:
         return {"steps": stats.steps, "details": stats.details}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and the derived values as JSON values, for ``results.jsonl``."""
+        """Return all fields and some derived properties as JSON values, for ``results.jsonl``."""
         derived = (
             *("strategy", "label", "final", "final_metrics", "seconds", "time_to_target_seconds"),
             *("lssr", "payload_bytes", "idle", "flag_rate", "details"),
@@ -158,10 +155,10 @@ class Result:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Result":
-        """Return the ``Result`` that ``values`` describe, which are a result of ``to_dict``.
+        """Return the ``Result`` whose ``to_dict`` returned ``values``.
 
-        Values from another version of Offbeat are accepted: unknown fields are ignored, and fields
-        that version 0.1.0 lacked get their defaults.
+        Another version of Offbeat may have written the values. Unknown fields are ignored, and
+        fields that version 0.1.0 lacked get their defaults.
 
         Raises:
             ValueError, KeyError, TypeError, AttributeError: the values are not a result.
@@ -184,7 +181,7 @@ class Result:
 
 
 def _job_of(values: Mapping[str, Any]) -> Job:
-    """Return the job of a saved result. Fields that this version does not know are dropped."""
+    """Return the job of a saved result, without fields that this version does not know."""
     known, strategy = {field.name for field in fields(Job)}, values["strategy"]
     if values.get("optimizer_state") == "average":  # once an option, now a setting of the strategy
         strategy += ("," if ":" in strategy else ":") + "optimizer_state=average"
@@ -192,7 +189,7 @@ def _job_of(values: Mapping[str, Any]) -> Job:
 
 
 def public_job(job: Job) -> dict[str, Any]:
-    """Return a job as JSON values. Paths lose their directories: results may be published."""
+    """Return a job as JSON values without the directories of its paths, for publication."""
     values = asdict(job)
     for name in ("data", "log", "checkpoints"):
         if values[name] is not None:

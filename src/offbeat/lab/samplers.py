@@ -1,4 +1,4 @@
-"""Data of each worker: its sampler, its batches, and the fractions of data injection."""
+"""The training data of each worker: sampler, partition, batches, settings of data injection."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -28,10 +28,11 @@ def make_sampler(
         workers: Number of workers.
         rank: Rank of the worker.
         seed: Seed of the order and of the partition.
-        kind: ``seldp``: all samples, starting at another part on each worker. ``defdp``: one
-            fixed N-th of the samples. ``distributed``: torch's ``DistributedSampler``, with another
-            N-th in every epoch.
-        partition: Partition of the samples, ``label:K`` or ``dirichlet:A``; None for no partition.
+        kind: ``seldp``: each worker reads all samples and starts at a different part. ``defdp``:
+            each of N workers reads a fixed 1/N of the samples. ``distributed``: torch's
+            ``DistributedSampler``, which gives a worker a different 1/N in every epoch.
+        partition: Partition of the samples among the workers, as for ``make_partition``; None for
+            no partition. With a partition, ``kind`` has no effect.
 
     Raises:
         ValueError: the kind or the partition is unknown, or the samples have no labels.
@@ -51,10 +52,17 @@ def make_sampler(
 
 
 def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:
-    """Return the sample indices of each worker for ``label:K`` or ``dirichlet:A``.
+    """Return the sample indices of each worker.
+
+    Args:
+        text: ``label:K`` for K labels per worker, or ``dirichlet:A`` for shares of each label that
+            are drawn from a Dirichlet distribution with parameter A.
+        task: The task.
+        workers: Number of workers.
+        seed: Seed of the partition.
 
     Raises:
-        ValueError: the text is invalid, or the samples have no single label.
+        ValueError: the text is invalid, or the samples do not have exactly one label each.
     """
     kind, _, value = text.partition(":")
     labels = task.samples.labels
@@ -71,14 +79,16 @@ def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:
 
 
 class Batches(Iterable[tuple[Tensor, ...]]):
-    """``task.steps`` batches in the order of a sampler, over as many epochs as that takes.
+    """The batches of one worker for all ``task.steps`` steps, in the order of a sampler.
+
+    An iteration passes over the samples as often as necessary.
 
     Args:
         task: The task.
         sampler: Sampler of this worker.
         size: Number of samples per batch; None for the task's batch size.
-        readers: Number of processes that read ahead.
-        done: Number of batches to skip, because a resumed run has trained on them.
+        readers: Number of processes that load batches in advance.
+        done: Number of batches to skip. A resumed run has already trained on them.
     """
 
     def __init__(
@@ -102,17 +112,17 @@ class Batches(Iterable[tuple[Tensor, ...]]):
         return self._task.steps
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        given, (epoch, self._grouped.skip) = self._done, divmod(self._done, len(self._grouped))
+        count, (epoch, self._grouped.skip) = self._done, divmod(self._done, len(self._grouped))
         while True:
             self._sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-            # A loader draws a random number at the start of an epoch. A resumed epoch has drawn it
-            # before the checkpoint, so that it must not change the random state again.
+            # A DataLoader draws from torch's random generator when an epoch starts. The checkpoint
+            # of a resumed epoch was saved after that draw, so it must not happen twice.
             with torch.random.fork_rng(devices=[], enabled=self._grouped.skip > 0):
                 batches = iter(self._loader)
             for batch in batches:
-                if given == self._task.steps:
+                if count == self._task.steps:
                     return
-                given += 1
+                count += 1
                 yield batch
             epoch += 1
 
@@ -133,6 +143,9 @@ class _SkippingSampler(Sampler[list[int]]):
 
 def parse_injection(text: str) -> tuple[float, float]:
     """Return α and β from text such as ``0.5,0.5``.
+
+    In each step of data injection, a share α of the workers sends a share β of its batch to the
+    other workers.
 
     Raises:
         ValueError: the text is invalid, or a number is not in (0, 1].

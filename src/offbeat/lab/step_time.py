@@ -1,4 +1,7 @@
-"""Step time of workers that train without communication: the reference for every speed-up."""
+"""Measurement of the *local step time*: the time of a training step without communication.
+
+It is the reference for the speed-up of every method.
+"""
 
 import copy
 import random
@@ -28,8 +31,8 @@ class Duration:
     """Length of one measurement.
 
     Attributes:
-        warmup_steps: Number of steps before the timed ones: the first ones allocate memory and
-            choose kernels.
+        warmup_steps: Number of untimed steps at the start, which allocate memory and choose
+            kernels.
         least_steps: Minimum number of timed steps.
         least_seconds: Minimum time of the timed steps.
     """
@@ -42,7 +45,7 @@ class Duration:
 REFERENCE = Duration(warmup_steps=5, least_steps=10, least_seconds=4.0)
 """Duration of a measurement before or after a run."""
 CALIBRATION = Duration(warmup_steps=2, least_steps=5, least_seconds=1.0)
-"""Duration of a calibration. Short: each evaluation has one, and all of them count."""
+"""Duration of a calibration (see ``calibrate``). It is short, as each evaluation has one."""
 
 
 class LocalTraining:
@@ -72,7 +75,7 @@ class LocalTraining:
         self.step_seconds = 0.0
 
     def measure(self) -> None:
-        """Train for the duration. A collective."""
+        """Train for the duration and update ``step_seconds``. A collective."""
         # All workers start together and train for the same time, so that none is timed while other
         # cores are idle.
         gather(None, self._device, "the start of local training")
@@ -96,7 +99,10 @@ class LocalTraining:
                 return
 
     def _step(self, batch: Any) -> None:
-        """Do the work of ``Attached.train``, except for the schedule, which could run out."""
+        """Train on a batch as ``Attached.train`` does, at a constant learning rate.
+
+        The learning-rate schedule is not advanced: it has only as many steps as the run.
+        """
         task = self._task
         with task.scaled_lr(self._lr_scale):
             task.loss(task.model, batch).backward()
@@ -132,15 +138,16 @@ def _state_restored(task: Task) -> Iterator[None]:
 def calibrate(
     step: int, task: Task, lr_scale: float, batches: Callable[[], Iterable[Any]]
 ) -> Calibration:
-    """Measure the local step time in the middle of a run, off its clock. A collective.
+    """Measure the local step time in the middle of a run. A collective.
 
-    The speed of a shared machine drifts by a third within minutes. A step time that was measured in
-    another run, or before and after this one, is therefore a poor reference. A calibration lies
-    within seconds of the steps that it is compared with, so that a slow machine slows down both.
+    The speed of a shared machine may drift by a third within minutes. A step time that was measured
+    in another run, or before and after this one, is therefore a poor reference. A calibration takes
+    place within seconds of the steps that it is compared with, so that a slow machine affects both.
+    The time of a calibration does not count as training time.
 
     Args:
-        step: Number of steps of the run that each worker has taken.
-        task: Task for calibrations only; the method's task is left alone.
+        step: Number of steps of the run so far.
+        task: A second copy of the run's task, used for calibrations only.
         lr_scale: Factor on the learning rate.
         batches: Function that returns a new iterator over this worker's batches.
     """
@@ -152,7 +159,9 @@ def calibrate(
 def measure_recipe(
     name: str, *, data: Path | None = None, steps: int = 15, warmup_steps: int = 5
 ) -> tuple[nn.Module, float]:
-    """Train some steps in this process, with torch's current number of threads.
+    """Return the model of a recipe and its step time, measured in this process.
+
+    The measurement uses torch's current number of threads.
 
     Args:
         name: Name of a recipe, or path of a recipe's file.

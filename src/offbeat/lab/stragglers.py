@@ -1,4 +1,4 @@
-"""Stragglers among real workers: steps of varying length and slower workers."""
+"""Artificial stragglers: sleeps that lengthen the steps of real workers."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from offbeat.lab.recipes import Task
 from offbeat.lab.step_time import LocalTraining
 
-_PURPOSE = 0x756E6576  # part of the seed (seed, purpose, rank): no other draw shares the stream
+_PURPOSE = 0x756E6576  # makes the random numbers independent of others with the same seed
 
 
 class StragglerLoss:
-    """A task's loss that sleeps after each evaluation, to emulate a slower worker.
+    """A task's loss function that sleeps after each call, to emulate a slower worker.
 
     For the step time t without communication:
 
@@ -25,13 +25,13 @@ class StragglerLoss:
     rank and step, so that all methods of a comparison sleep equally long.
 
     Args:
-        task: Task to train; restored after a measurement.
+        task: Task whose loss is replaced. A measurement of t trains it and restores its state.
         batches: Function that returns a new iterator over this worker's batches.
         slowdown: Factor on this worker's step time (≥ 1).
         jitter: Coefficient of |z| (≥ 0).
         seed: Seed of z.
-        step_seconds: t in seconds. None: measure it now, as the mean over the workers. The first
-            run of a comparison measures it for all.
+        step_seconds: t in seconds. None: measure it now, as the mean over the workers (a
+            collective).
 
     Attributes:
         step_seconds: t in seconds.
@@ -67,7 +67,8 @@ def parse_slow(text: str | None, workers: int) -> dict[int, float]:
     """Return rank → slowdown for ``RANK=FACTOR,RANK=FACTOR``.
 
     Raises:
-        ValueError: another form, a rank that does not exist, or a factor below 1.
+        ValueError: the text has another form, a rank does not exist, or a factor is below 1 or
+            infinite.
     """
     slowdowns: dict[int, float] = {}
     for part in filter(None, (text or "").split(",")):

@@ -1,7 +1,10 @@
-"""The training of one recipe under one method on one worker, reported as events.
+"""The training loop of an experiment: one worker trains a recipe with a method and emits events.
 
-``python -m offbeat.lab.train JSON`` runs one worker of ``lab.launch.processes``. ``train_worker``
-does the same in an existing process group.
+A *recipe* builds the task: model, data, optimizer. A *method* is a strategy of this package or a
+baseline to compare with. The *consensus* is the mean model of all workers.
+
+``train_worker`` runs one worker in an existing process group. ``python -m offbeat.lab.train JSON``
+runs one in a new process, which ``lab.launch.processes`` starts.
 """
 
 import json
@@ -57,11 +60,11 @@ from offbeat.synchronizer import Synchronizer
 
 
 def choose_backend() -> str:
-    """Return the backend for ``init_process_group`` before ``train_worker``.
+    """Return the backend to pass to ``init_process_group`` before calling ``train_worker``.
 
-    ``"nccl"`` if this machine has a GPU for each of the launcher's processes on it, else
-    ``"gloo"``. All machines of a run must have the same number of GPUs per process. Under every
-    backend except NCCL, ``train_worker`` trains on the CPU.
+    It is ``"nccl"`` if this machine has a GPU for each of its workers (``LOCAL_WORLD_SIZE``, by
+    default 1), and otherwise ``"gloo"``. The result must be the same on all machines of a run. With
+    gloo, ``train_worker`` trains on the CPU.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= local
@@ -69,7 +72,7 @@ def choose_backend() -> str:
 
 
 def worker_device() -> torch.device:
-    """Return the device of this worker: under NCCL the GPU of its local rank, else the CPU."""
+    """Return the device of this worker: with NCCL the GPU of its local rank, otherwise the CPU."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", dist.get_node_local_rank())
     return torch.device("cpu")
@@ -80,27 +83,27 @@ def train_worker(
 ) -> None:
     """Run ``job`` on this worker. A collective.
 
-    The events are a ``Start``, a ``Step`` or an ``Evaluation`` for each step, and an ``End``. A
-    ``Waiting`` precedes everything other than training. Measurements have events if the job asks
-    for them, and an ``EvaluationCount`` reports the number of evaluations if the job leaves it
-    open. A resumed run repeats the events of its checkpoint after ``Resumed``. A run that is asked
-    to stop ends with ``Stopped``.
+    Rank 0 emits these events:
+
+    - ``Start``, then a ``Step`` or an ``Evaluation`` for each step, then the final ``Evaluation``
+      and ``End``;
+    - ``Waiting`` before everything other than training;
+    - ``LinkSpeed``, ``LocalStepTime`` and ``Calibration`` for measurements that the job requests;
+    - ``EvaluationCount`` if the job does not set the number of evaluations;
+    - ``Resumed``, followed by the events in the checkpoint, if the job continues a run;
+    - ``Stopped`` instead of ``End`` if the run is asked to stop early.
 
     Args:
-        job: The run.
-        emit: Function that receives the events on rank 0. The other ranks do not call it.
-        stop_request: Request to stop early, for a job with checkpoints.
+        job: Configuration of the run.
+        emit: Function that receives the events on rank 0. It is not called on other ranks.
+        stop_request: Object through which the run can be asked to stop early; requires a job with
+            checkpoints.
     """
     _Worker(job, emit if dist.get_rank() == 0 else (lambda event: None)).run(stop_request)
 
 
 class _Worker:
-    """One worker's part of a run.
-
-    Args:
-        job: The run.
-        emit: Function that receives the events.
-    """
+    """One worker of a run."""
 
     def __init__(self, job: Job, emit: Callable[[Event], None]) -> None:
         self._job, self._device, self._emit = job, worker_device(), EventLog(emit)
@@ -109,10 +112,10 @@ class _Worker:
         self._recipe = find_recipe(job.recipe)
         self._emit(Waiting("loading the data"))
         self._task = self._recipe.build(job.setup())
-        if job.max_steps is not None:  # the learning-rate schedule stays that of the whole run
+        if job.max_steps is not None:  # the learning-rate schedule still covers all steps
             self._task.steps = min(self._task.steps, job.max_steps)
         self._task.model.to(self._device)
-        self._looks = EvaluationSchedule(self._task.steps, job.evaluations)
+        self._schedule = EvaluationSchedule(self._task.steps, job.evaluations)
 
     def run(self, stop_request: StopRequest | None) -> None:
         job, task, emit = self._job, self._task, self._emit
@@ -122,20 +125,20 @@ class _Worker:
         if not job.resume:
             calibrate_at(0)
         for seed in (torch.manual_seed, np.random.seed, random.seed):
-            seed(job.seed * 1000 + dist.get_rank())  # only the augmentation depends on the rank
+            seed(job.seed * 1000 + dist.get_rank())  # the ranks differ in augmentation and dropout
         method = self._start_method()
         emit(Start(task.steps, sum(p.nbytes for p in task.model.parameters())))
         checkpoints = RunCheckpoints(job, task, method, emit)
-        checkpoints.resume(self._looks)
+        checkpoints.resume(self._schedule)
         if checkpoints.stop_if_requested(stop_request, task.steps):
             return
         for batch in self._batches(method):
             method.train(batch)
             metrics = None
-            if method.step in self._looks:
+            if method.step in self._schedule:
                 emit(Waiting("evaluating"))
                 metrics = self._evaluate_consensus(method, calibrate_at)
-                if self._looks.over:
+                if self._schedule.over:
                     break
             if metrics is None:
                 emit(Step(method.step, method.seconds))
@@ -177,8 +180,8 @@ class _Worker:
         return Attached(task, job.lr_scale, attach_strategy(chosen))
 
     def _make_straggler(self, task: Task, job: Job, emit: Callable[[Event], None]) -> Job:
-        """Slow ``task`` down as the job says; return the job with the step time of the sleeps."""
-        # Simulated workers are slowed down by their virtual clock.
+        """Make ``task`` sleep as ``job`` says. Return ``job`` with ``alone_seconds`` measured."""
+        # In the simulator, stragglers have longer steps in virtual time and do not sleep.
         if not (job.jitter or job.slow) or dist.get_backend() == "simulated":
             return job
         if job.alone_seconds is None:
@@ -195,12 +198,12 @@ class _Worker:
         return replace(job, alone_seconds=loss.step_seconds)
 
     def _make_calibration(self, job: Job) -> Callable[[int], None]:
-        """Return a function that calibrates after a step, or does nothing if the job says so."""
+        """Return a function that calibrates after a step. It does nothing unless the job asks."""
         if not job.measure_alone or dist.get_backend() == "simulated":
             return lambda step: None
         task = self._recipe.build(job.setup())
         task.model.to(self._device)
-        self._make_straggler(task, job, lambda event: None)  # slowed down alike, with new draws
+        self._make_straggler(task, job, lambda event: None)  # sleeps like the run's own task
 
         def calibrate_at(step: int) -> None:
             self._emit(Waiting("training alone"))
@@ -221,29 +224,29 @@ class _Worker:
     def _evaluate_consensus(
         self, method: Method, calibrate_at: Callable[[int], None]
     ) -> dict[str, float] | None:
-        """Evaluate the consensus and calibrate, off the method's clock. A collective.
+        """Evaluate the consensus and calibrate. Does not count as training time. A collective.
 
-        The first call chooses the number of evaluations if the job leaves it open.
+        The first call chooses the number of evaluations if the job does not set it.
 
         Returns:
-            The metrics. None if the chosen number does not include an evaluation now, or if the run
-            has reached the job's ``max_seconds``, which ends it.
+            The metrics, or None in two cases: the run has reached the job's ``max_seconds`` and
+            must end, or the number of evaluations that was just chosen needs none at this step.
         """
-        job, task, looks, device = self._job, self._task, self._looks, self._device
+        job, task, schedule, device = self._job, self._task, self._schedule, self._device
         start = time.perf_counter()
         with method.consensus():
             if job.max_seconds is not None:
                 seconds = gather(method.seconds, device, "the training seconds of all workers")
-                looks.over = max(seconds) >= job.max_seconds
-                if looks.over:
+                schedule.over = max(seconds) >= job.max_seconds
+                if schedule.over:
                     return None
-            if looks.open:
+            if schedule.open:
                 cost = time.perf_counter() - start + expected_seconds(task.evaluate, task.model)
                 number = affordable(cost, method.seconds / method.step * task.steps)
                 number = int(gather(number, device, "the number of evaluations")[0])
-                looks.choose(number)
+                schedule.choose(number)
                 self._emit(EvaluationCount(number, cost))
-                if method.step not in looks:
+                if method.step not in schedule:
                     return None
             metrics = evaluate_together(task.evaluate, task.model, device)
             calibrate_at(method.step)
@@ -253,9 +256,9 @@ class _Worker:
         """Iterate over this worker's batches, on its device.
 
         Args:
-            method: Method to train. Its steps are skipped, and data injection works through it.
-                None: all batches, without injection.
-            task: Task of the batches; None: that of the run.
+            method: Method that trains on the batches. Batches of the steps that it has already
+                taken are skipped, and data injection is applied. None: all batches, no injection.
+            task: Task that provides the samples; None: the task of the run.
         """
         job, task = self._job, task or self._task
         sampler = job.sampler_for(task, dist.get_rank())
@@ -274,11 +277,14 @@ class _Worker:
 def share_cores(workers: int, rank: int | None = None) -> None:
     """Limit this process to its share of this machine's cores.
 
+    The number of torch's threads becomes cores / workers, at least 1. If ``rank`` is given and the
+    cores can be divided evenly, the process is also pinned: to its own cores, or to a core that
+    equally many processes share. Without pinning, the scheduler may let one busy process run twice
+    as fast as another for seconds.
+
     Args:
         workers: Number of worker processes on this machine.
-        rank: Number of this process among them, which pins it to its own cores, or to a core shared
-            by equally many processes: otherwise the scheduler may let one of several busy processes
-            run twice as fast as another for seconds. None, or numbers that do not divide: any core.
+        rank: Rank of this process among them; None: do not pin.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     torch.set_num_threads(max(1, (len(cores) or os.cpu_count() or 1) // workers))
@@ -290,22 +296,22 @@ def share_cores(workers: int, rank: int | None = None) -> None:
 
 
 def import_from_current_directory() -> None:
-    """Make modules of the current directory importable, for custom strategies.
+    """Make modules in the current directory importable, for custom strategies.
 
-    ``python -m`` does so; a console script and ``python -P`` do not.
+    Needed for console scripts and ``python -P``, which do not put that directory on ``sys.path``.
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 def encode(job: Job, rank: int, rendezvous: str, stop_request: str | None = None) -> str:
-    """Return the argument of ``python -m offbeat.lab.train`` for one worker.
+    """Return the JSON argument of ``python -m offbeat.lab.train`` for one worker.
 
     Args:
-        job: The run.
+        job: Configuration of the run.
         rank: Rank of the worker.
-        rendezvous: Path of a file, which does not exist yet, through which the workers connect.
-        stop_request: Path of the ``StopRequest``.
+        rendezvous: Path of a new file through which the workers find each other (``file://``).
+        stop_request: Path of the ``StopRequest``'s file; None: the run cannot be asked to stop.
     """
     values = {
         "job": asdict(job),
@@ -317,7 +323,10 @@ def encode(job: Job, rank: int, rendezvous: str, stop_request: str | None = None
 
 
 def main() -> None:
-    """Run the worker of the JSON argument. An error is one line on standard error."""
+    """Run one worker, described by ``sys.argv[1]``, the result of ``encode``.
+
+    An expected error is written as one line to standard error, and the exit status is 1.
+    """
     import_from_current_directory()
     values = json.loads(sys.argv[1])
     job, rank, path = Job(**values["job"]), values["rank"], values["stop_request"]
@@ -342,7 +351,7 @@ def main() -> None:
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # gloo's destructors would wait for workers that have ended
+    os._exit(status)  # a normal exit runs gloo's destructors, which wait for ended workers
 
 
 if __name__ == "__main__":

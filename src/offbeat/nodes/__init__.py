@@ -1,1 +1,1 @@
-"""Nodes: groups of workers with fast links, which average their gradients in every step."""
+"""Nodes: groups of workers, usually on one machine, that average gradients in every step."""

@@ -1,16 +1,20 @@
-"""Operations between nodes of several workers, built from one communicator inside and one across.
+"""Operations between nodes of several workers, such as the sum of a tensor over the nodes.
 
-All workers of a node pass the same tensor to an operation. Each worker sends one part of it to its
-counterparts in the other nodes (first stage), and the node gathers the parts of the result (second
-stage). So a node sends as much as a single worker would. All workers of a node receive the same
-bits, because each part of the result reaches the node through one worker.
+A *node* is a group of workers, usually on one machine, that acts as one worker towards other nodes.
+All workers of a node start the same operation with the same tensor. It has two stages:
 
-Second stages run in a background activity, in the order in which the operations were started. First
-stages end at different times on the workers of a node, and no worker may delay the second stage of
-another while it is busy with something else.
+1. Across nodes: worker k of each node takes part k of the tensor, and carries out the operation on
+   this part with worker k of all other nodes.
+2. Inside the node: the workers gather the parts of the result.
 
-``Handle.done`` of an operation may therefore differ between the workers of a node. Code that
-decides by it must first agree inside the node, with ``Team.agree``.
+So a node sends as many bytes as a single worker would. All workers of a node receive the same bits,
+because each part of the result enters the node through one worker.
+
+The second stages run in a background thread, in the order in which the operations were started. A
+worker that is busy computing therefore does not delay the second stage on the other workers.
+
+At any moment ``Handle.done`` may return True on one worker of a node and False on another. Code
+that depends on it must first agree inside the node, with ``Team.agree``.
 """
 
 from collections.abc import Callable
@@ -43,10 +47,12 @@ _POLL_SECONDS = 0.0005
 
 
 class LabelledCommunicator(Wrapper):
-    """A communicator that adds a label to its error messages, because its ranks are not global.
+    """A communicator that adds a label to the names of its operations in error messages.
+
+    The label shows to which group the ranks in a message refer.
 
     Args:
-        inner: Communicator that does the work.
+        inner: Communicator that carries out the operations.
         label: Label, for example "inside the node".
     """
 
@@ -68,12 +74,12 @@ class _Job:
     """An operation whose first stage is in flight.
 
     Attributes:
-        first: Stage across the nodes.
-        stream: CUDA stream on which its tensors are used. None for tensors on the CPU.
-        second: Runs the stage inside the node on the result of ``first``. Returns the result of the
-            operation.
-        ended: Receives the result of the operation, or the exception that ended it.
-        next: Receives the next job. Receives None if the communicator is closed.
+        first: Handle of the first stage, across nodes.
+        stream: CUDA stream of the thread that started the operation. None for tensors on the CPU.
+        second: Function that runs the second stage, inside the node. It receives the result of the
+            first stage and returns the result of the operation.
+        ended: Promise of the result of the operation, or of the exception that ended it.
+        next: Promise of the next job in the queue. None in place of a job ends the queue.
     """
 
     first: Handle[Any]
@@ -84,15 +90,15 @@ class _Job:
 
 
 class NodeCommunicator(Communicator):
-    """Operations between nodes. All workers of a node start the same operations.
+    """Operations between nodes, in which each node counts as one worker.
 
-    ``rank`` is the number of the node, ``size`` the number of nodes. The workers of a node must
-    pass equal tensors. Otherwise the result mixes parts of different tensors; ``Broadcast`` uses
-    the tensor of the first worker of the node.
+    ``rank`` is the number of the node, ``size`` the number of nodes. All workers of a node must
+    start the same operations with equal tensors. The result is otherwise a mixture, except that
+    ``Broadcast`` uses the tensor of the first worker of a node.
 
     Args:
         across: Communicator of this worker and its counterparts in the other nodes.
-        inside: Communicator of the workers of this node, for this object alone.
+        inside: Communicator of the workers of this node. Nothing else may use it.
     """
 
     def __init__(self, across: Communicator, inside: Communicator) -> None:
@@ -102,7 +108,7 @@ class NodeCommunicator(Communicator):
         self._next: Promise[_Job | None] = self.host.promise()
         self._running = self._closed = False
         self._twins: list[NodeCommunicator] = []
-        # Read on the main thread, because the current GPU differs between threads.
+        # Read here, on the main thread: the background thread may have another current GPU.
         self._device = inside.control_device
 
     @property
@@ -141,14 +147,17 @@ class NodeCommunicator(Communicator):
         rows: int,
         result: Callable[[Tensor], Any],
     ) -> Handle[Any]:
-        """Start an operation in which each worker of the node handles an equal range of columns.
+        """Start an operation on parts of the tensor, one part for each worker of the node.
+
+        The tensor is regarded as a matrix. A part is a range of its columns, padded with zeros so
+        that all parts have equal sizes.
 
         Args:
             operation: The operation.
-            tensor: Its tensor, a matrix of ``rows`` equal rows. Columns are padded with zeros to a
-                multiple of the number of workers.
-            rows: Number of nodes if each row is for another node, else 1.
-            result: Converts the received rows into the result of the operation.
+            tensor: Tensor of the operation.
+            rows: Number of rows of the matrix: the number of nodes if each row is sent to a
+                different node, otherwise 1.
+            result: Function that converts the received matrix into the result of the operation.
         """
         workers, width = self._inside.size, tensor.numel() // rows
         share = max(1, -(-width // workers))
@@ -170,7 +179,7 @@ class NodeCommunicator(Communicator):
         return self._start_stages(first, second, operation.what, tensor)
 
     def _broadcast(self, operation: Broadcast, tensor: Tensor) -> Handle[Tensor]:
-        """Broadcast through the first worker of each node. A broadcast is rare, so not in parts."""
+        """Start a broadcast through the first worker of each node: rare, so not in parts."""
         first: Handle[Tensor] = Completed(tensor)
         if self._inside.rank == 0:
             first = self._across.start(operation)
@@ -183,14 +192,14 @@ class NodeCommunicator(Communicator):
         return self._start_stages(first, second, operation.what, tensor)
 
     def _on_inside_device(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` on the GPU if ``inside`` is NCCL: ``across`` may be gloo on the CPU."""
+        """Copy ``tensor`` to the GPU if it is on the CPU and the node communicates by NCCL."""
         moves = self._device.type == "cuda" and not tensor.is_cuda
         return tensor.to(self._device) if moves else tensor
 
     def _start_stages(
         self, first: Handle[Any], second: Callable[[Any], Any], what: str, tensor: Tensor
     ) -> Handle[Any]:
-        """Queue the second stage of an operation whose first one was started."""
+        """Queue the second stage of an operation whose first stage was started."""
         if self._closed:
             raise CommunicationError(f"{what} after this worker has left: attach again")
         if not self._running:
@@ -201,7 +210,7 @@ class NodeCommunicator(Communicator):
         job = _Job(first, stream, second, self.host.promise(), self.host.promise())
         self._next.fulfil(job)
         self._next = job.next
-        # No time-out here: each stage has one, and its error says more.
+        # Wait without a time limit here: each stage has one, and its error is more precise.
         ended = self._across.await_promise(job.ended, what=what, patient=True)
         return _Stages(self, ended)
 
@@ -218,7 +227,7 @@ class NodeCommunicator(Communicator):
         self._inside.close(together=together)
 
     def _stop(self) -> None:
-        """End the background activity once the started operations have ended."""
+        """End the background thread once the operations in its queue have ended."""
         if not self._closed:
             self._closed = True
             self._next.fulfil(None)
@@ -227,7 +236,7 @@ class NodeCommunicator(Communicator):
 
 
 class _Stages(Handle[Any]):
-    """Both stages of an operation."""
+    """Handle of an operation with two stages."""
 
     def __init__(self, communicator: NodeCommunicator, ended: Handle[Any]) -> None:
         self._communicator, self._ended = communicator, ended
@@ -243,16 +252,16 @@ class _Stages(Handle[Any]):
             if isinstance(result, Exception):
                 raise explained(result)
         except CommunicationError:
-            # Closing ends the waits of this worker's peers, in its node and across.
+            # This wakes the workers that wait for this one, inside the node and across nodes.
             self._communicator.close()
             raise
         return result
 
 
 def _run_second_stages(across: Communicator, queue: Promise[_Job | None]) -> None:
-    """Finish the queued jobs in order until the communicator is closed.
+    """Complete the queued jobs in order, until the communicator is closed.
 
-    After a failure every later job ends with the same exception.
+    After a failure all later jobs end with the same exception.
     """
     failure: Exception | None = None
     while True:
@@ -266,19 +275,19 @@ def _run_second_stages(across: Communicator, queue: Promise[_Job | None]) -> Non
         if failure is None:
             try:
                 outcome = _finish(job, across)
-            except Exception as error:  # any exception, because the worker waits for the outcome
-                error.__traceback__ = None  # it would keep the tensors of the operation
+            except Exception as error:  # any exception, because the main thread waits for it
+                error.__traceback__ = None  # it would keep the tensors of the operation in memory
                 outcome = failure = error
         job.ended.fulfil(outcome)
         queue = job.next
-        del job, outcome  # frees their tensors while waiting for the next job
+        del job, outcome  # frees the tensors before the wait for the next job
 
 
 def _finish(job: _Job, across: Communicator) -> Any:
     """Wait for the first stage, then run the second one.
 
-    On a GPU this polls first. Waiting for NCCL would make the stream wait on which the worker
-    computes meanwhile.
+    On a GPU the first stage is polled until it is done. To wait for an NCCL operation earlier would
+    block ``job.stream``, on which the main thread computes meanwhile.
     """
     if job.stream is None:
         return job.second(job.first.wait())

@@ -1,4 +1,7 @@
-"""Detection of nodes: which workers form one, and the communicators inside and across nodes."""
+"""Finds out which workers form a node, and opens communicators inside and across nodes.
+
+A *node* is a group of workers, usually on one machine, that acts as one worker towards other nodes.
+"""
 
 import contextlib
 import json
@@ -27,9 +30,10 @@ class WorkerCommunicators:
     """The communicators of one worker in a node.
 
     Attributes:
-        everyone: All workers of all nodes.
-        inside: The workers of this worker's node.
-        across: This worker and its counterparts in the other nodes. Has the ``host`` of ``inside``.
+        everyone: Communicator of all workers of all nodes.
+        inside: Communicator of the workers of this worker's node.
+        across: Communicator of this worker and its counterparts: if it is worker k of its node,
+            they are worker k of each other node. It has the same ``host`` object as ``inside``.
     """
 
     everyone: Communicator
@@ -44,17 +48,19 @@ def open_nodes(
     *,
     sharded: bool = False,
 ) -> tuple[Communicator, Node | None]:
-    """Return the communicator between nodes and this worker's node. A collective of ``group``.
-
-    With one worker in each node, return the communicator of all workers and None.
+    """Detect the nodes and open their communicators. A collective of ``group``.
 
     Args:
-        group: All workers. None: the default group. A custom transport must have
+        group: Process group of all workers. None: the default group. A custom transport must have
             ``make_nodes(timeout_seconds)``, which returns ``WorkerCommunicators``.
-        node_group: Process group of this worker's node. "auto" reads the environment variables of
-            torchrun, or asks the custom transport.
+        node_group: Process group of this worker's node. "auto": the environment variables of
+            torchrun, or the custom transport, determine the nodes.
         timeout_seconds: Time limit of one operation.
-        sharded: True if the workers of a node hold shards of the model, see ``Node``.
+        sharded: True if each worker of a node holds one shard of the model.
+
+    Returns:
+        The communicator between nodes, and this worker's node. If each node has one worker: the
+        communicator of all workers, and None.
 
     Raises:
         AttachError: the nodes are invalid. Raised on all workers.
@@ -109,7 +115,7 @@ def _open_groups(
 ) -> tuple[Communicator, Node]:
     """Open process groups inside this worker's node and across the nodes."""
     place, seconds = node.index(everyone.rank), everyone.timeout_seconds
-    host = ThreadHost()  # shared, because one background activity waits for both communicators
+    host = ThreadHost()  # shared, because one background thread waits for both communicators
     with contextlib.ExitStack() as on_failure:
         inside_group = GroupFactory.among(group, node) if node_group == "auto" else node_group
         inside = TorchCommunicator(inside_group, timeout_seconds=seconds, host=host)
@@ -128,9 +134,10 @@ def _open_groups(
 def _node_of(
     communicators: WorkerCommunicators, *, sharded: bool = False
 ) -> tuple[Communicator, Node]:
-    """Return the communicator between nodes and the node.
+    """Return the communicator between nodes, and the node.
 
-    Workers with shards exchange them with their counterparts directly.
+    With shards, the communicator connects this worker with its counterparts alone, which hold the
+    same shard.
     """
     inside = LabelledCommunicator(communicators.inside, "inside the node")
     between = LabelledCommunicator(communicators.across, "between nodes")
@@ -142,7 +149,7 @@ def _node_of(
 def node_ranks(
     group: dist.ProcessGroup | Transport | None, node_group: NodeGroup
 ) -> list[int] | str:
-    """Return the ranks of this worker's node in the default group, or why they are unknown."""
+    """Return the ranks of this worker's node in the default group, or the reason if unknown."""
     if not (group is None or isinstance(group, dist.ProcessGroup)) or not dist.is_initialized():
         return "there is no process group"
     node = _reported_node(group, node_group)
@@ -153,7 +160,7 @@ def node_ranks(
 
 
 def _reported_node(group: dist.ProcessGroup | None, node_group: NodeGroup) -> list[int] | str:
-    """Return the ranks of this worker's node in ``group``, or why they are unknown."""
+    """Return the ranks of this worker's node in ``group``, or the reason if they are unknown."""
     if node_group == "auto":
         return _node_from_environment(dist.get_rank(group), dist.get_world_size(group))
     if not isinstance(node_group, dist.ProcessGroup):
@@ -191,7 +198,8 @@ def layout(reported: Sequence[list[int] | str]) -> list[list[int]]:
     """Return the ranks of each node. Nodes are ordered by their lowest rank.
 
     Args:
-        reported: By rank, the ranks of the worker's node, or why the worker does not know them.
+        reported: Report of each worker, in rank order: the ranks of its node, or a text if the
+            worker does not know its node. The text is the reason.
 
     Raises:
         AttachError: a worker does not know its node, two workers disagree about a node, or nodes

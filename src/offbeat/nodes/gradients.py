@@ -1,4 +1,8 @@
-"""Averaging inside a node: all its workers have the same gradients and buffers in every step."""
+"""Averaging of gradients and buffers inside a node, in every step.
+
+A *node* is a group of workers, usually on one machine, that acts as one worker towards other nodes.
+Its workers hold equal models, or shards of one model.
+"""
 
 from collections.abc import Sequence
 
@@ -15,12 +19,14 @@ from offbeat.transport.team import Team
 
 
 class NodeBuffers:
-    """Averages the buffers of a model that ``fully_shard`` has sharded inside the node.
+    """Averages only the buffers, for a model that ``fully_shard`` has sharded inside the node.
 
-    ``fully_shard`` itself averages the gradients, so they are complete when backward ends.
+    ``fully_shard`` itself averages the gradients during backward. The subclass ``NodeMean``
+    averages gradients, too.
 
     Args:
-        inside: Communicator of the workers of this node. Its bytes and waits are not counted.
+        inside: Communicator of the workers of this node. ``Stats`` does not count its bytes and
+            waiting time.
         model: The model.
 
     Attributes:
@@ -31,14 +37,17 @@ class NodeBuffers:
 
     def __init__(self, inside: Communicator, model: nn.Module) -> None:
         team = self._team = Team(inside)
-        # A separate replica, because buckets of the flow may be in flight.
+        # A separate Replica: the staging memory of the strategy's Replica may be in use.
         self._buffers = ExactMean(team, Replica(model, ()))
 
     def start(self, bucket: int) -> bool:
-        """Handle a bucket of gradients that backward has completed.
+        """Start to average a bucket, a group of gradients that backward has completed.
+
+        Args:
+            bucket: Index of the bucket in ``AttachedOptimizer.buckets``.
 
         Returns:
-            True if ``start`` should be called for further buckets.
+            True if ``start`` should be called for further buckets. Here False, without any action.
         """
         return False
 
@@ -52,7 +61,9 @@ class NodeBuffers:
         self._buffers.average_buffers(1.0, self._team.size, what=what)
 
     def pause(self, index: int) -> None:
-        """Take part in ``average`` without a step. All workers of the node must do so. Blocks.
+        """Average as ``average`` does, although no step follows. Blocks.
+
+        Called at a barrier, such as the end of training. All workers of the node must call it.
 
         Args:
             index: Index of the optimizer whose step would be next.
@@ -61,14 +72,15 @@ class NodeBuffers:
 
 
 class NodeMean(NodeBuffers):
-    """Averages gradients and buffers, so that the workers of a node remain equal.
+    """Averages gradients and buffers, so that the models of a node remain equal.
 
-    The strategy sees the mean gradient of the node. Floating-point and complex buffers become their
-    mean, too; signed integer buffers become their maximum. With one optimizer all buckets of
-    gradients but the last are launched during backward.
+    The strategy receives the mean gradients of the node. Floating-point and complex buffers become
+    their mean, signed integer buffers become their maximum. With a single optimizer, all buckets of
+    gradients except the last are sent while backward still runs.
 
     Args:
-        inside: Communicator of the workers of this node. Its bytes and waits are not counted.
+        inside: Communicator of the workers of this node. ``Stats`` does not count its bytes and
+            waiting time.
         model: The model.
         optimizers: The attached optimizers.
     """

@@ -1,7 +1,8 @@
 """Models that ``fully_shard`` (FSDP2) has sharded over the workers of a node.
 
-Each worker trains its local shard of every parameter together with its counterparts in the other
-nodes, which hold the same shard. Torch gathers parameters and reduces gradients inside the node.
+A *node* is a group of workers, usually on one machine. Inside it torch gathers parameters and
+reduces gradients. Across nodes, each worker averages its local shard of every parameter with its
+*counterparts*: the workers of other nodes that hold the same shard.
 """
 
 import sys
@@ -21,21 +22,23 @@ from offbeat.transport.communicator import Transport
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return True for a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # imported if a DTensor exists
+    module = sys.modules.get("torch.distributed.tensor")  # no DTensor exists before its import
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Return True if ``fully_shard`` was applied to this module itself."""
+    """Return True if ``fully_shard`` was applied to ``module`` itself, not only to submodules."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 class Shard(nn.Parameter):
-    """The local shard of a parameter. Shares the memory of the parameter and of its gradient.
+    """The local shard of a parameter, as a plain parameter in the same memory.
+
+    Its ``grad`` is the local shard of the parameter's gradient.
 
     Attributes:
-        parameter: The parameter (a DTensor) that the module and the optimizer hold.
+        parameter: The sharded parameter (a DTensor), which the model and the optimizer hold.
     """
 
     parameter: Any
@@ -59,7 +62,7 @@ class Shard(nn.Parameter):
 
 
 def _sharded_like(value: Tensor, like: Any) -> Tensor:
-    """Return the DTensor with the local shard ``value`` and the sharding of ``like``."""
+    """Return a DTensor with the local shard ``value``, sharded like the DTensor ``like``."""
     result: Tensor = type(like.data).from_local(
         value,
         like.device_mesh,
@@ -72,13 +75,17 @@ def _sharded_like(value: Tensor, like: Any) -> Tensor:
 
 
 def _local(tensor: Any) -> Tensor:
-    with torch.no_grad():  # with gradients it would return a new autograd tensor each time
+    with torch.no_grad():  # otherwise autograd would record to_local() as an operation
         local: Tensor = tensor.to_local()
         return local
 
 
 def local_parts(values: Any) -> Any:
-    """Return nested ``values`` with each DTensor replaced by its local shard, for saving."""
+    """Return ``values`` with each DTensor in it replaced by its local shard, to save them.
+
+    Args:
+        values: A state, such as a ``state_dict()``: nested dictionaries, lists and tuples.
+    """
     if isinstance(values, Tensor):
         return _local(values) if is_sharded(values) else values
     if isinstance(values, dict):
@@ -89,15 +96,24 @@ def local_parts(values: Any) -> Any:
 
 
 def model_state(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a state that ``model`` can load, from its saved ``local_parts``."""
+    """Return a state for ``model.load_state_dict``.
+
+    Args:
+        model: The model.
+        saved: The saved result of ``local_parts(model.state_dict())``.
+    """
     present = model.state_dict()
     return {name: _restored(value, present[name]) for name, value in saved.items()}
 
 
 def optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a state that ``optimizer`` can load, from its saved ``local_parts``.
+    """Return a state for ``optimizer.load_state_dict``.
 
     A tensor with the shape of a parameter's local shard is sharded like that parameter.
+
+    Args:
+        optimizer: The optimizer.
+        saved: The saved result of ``local_parts(optimizer.state_dict())``.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
@@ -114,9 +130,10 @@ def _restored(value: Any, like: Any) -> Any:
 
 
 class Shards(nn.Module):
-    """The local shards of a model, as a module whose parameters have the names of the model's.
+    """The local shards of a model, as a module.
 
-    Its buffers are those of the model.
+    Its parameters are the shards, with the same names as in the model. Its buffers are those of the
+    model.
 
     Args:
         model: A model whose parameters are all DTensors.
@@ -124,7 +141,7 @@ class Shards(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._model = [model]  # in a list, because it is not a submodule
+        self._model = [model]  # a list, so that torch does not register it as a submodule
         self.reshard()
         self._shards = {id(p): Shard.of(p) for p in model.parameters()}
 
@@ -133,9 +150,10 @@ class Shards(nn.Module):
         return self._shards[id(parameter)]
 
     def reshard(self) -> None:
-        """Reshard the modules that an evaluation has left with gathered parameters.
+        """Free the parameters that torch has gathered for an evaluation.
 
-        Changes of the shards would not reach gathered parameters.
+        The next forward pass gathers them again. Without this, it would not see changes of the
+        shards.
         """
         for module in self._model[0].modules():
             if is_fully_sharded(module):
@@ -147,7 +165,7 @@ class Shards(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         named = self._model[0].named_parameters(prefix, recurse, remove_duplicate)
         for name, parameter in named:
-            if id(parameter) in self._shards:  # False if the user has replaced the parameter
+            if id(parameter) in self._shards:  # False if the user replaced the parameter later
                 yield name, self._shards[id(parameter)]
 
     @override
@@ -162,15 +180,19 @@ def shards_of(
 ) -> Shards | None:
     """Return the local shards of a model that ``fully_shard`` has sharded over this node.
 
-    None if the model has no DTensors. Sends nothing.
+    Sends nothing.
 
     Args:
         model: The model.
-        group: Argument ``group`` of ``attach``.
-        node_group: Argument ``node_group`` of ``attach``. None: no nodes, so no shards.
+        group: Argument ``group`` of ``attach``: all workers.
+        node_group: Argument ``node_group`` of ``attach``: the workers of this node. None: there are
+            no nodes of several workers.
+
+    Returns:
+        The shards. None if the model has no DTensors or ``node_group`` is None.
 
     Raises:
-        AttachError: the model is sharded in any other way.
+        AttachError: the model is sharded in another way.
     """
     if node_group is None or not any(map(is_sharded, model.parameters())):
         return None
@@ -188,7 +210,8 @@ def _require_placement(model: nn.Module, node: list[int] | str) -> None:
 
     Args:
         model: The model.
-        node: Ranks of the node. Not checked if a text: ``open_nodes`` raises it as an error.
+        node: Ranks of the node's workers. A text says why they are unknown, and is not checked
+            here, because ``open_nodes`` raises it as an error.
     """
     for name, p in model.named_parameters():
         if not is_sharded(p):

@@ -1,7 +1,7 @@
-"""Plan: predict the time of a step under each strategy and recommend one.
+"""The planner: predicts the time of a training step under each strategy, and recommends one.
 
-The strategies' own code runs in virtual time on a placeholder model. The plan predicts time alone;
-only a training shows the final metric.
+The code of the strategies runs in a simulation, on a small placeholder for the model. A plan
+predicts time, traffic and memory. It does not predict the final metric, which only training shows.
 """
 
 from offbeat.plan.forecast import Forecast

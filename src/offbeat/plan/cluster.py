@@ -1,16 +1,18 @@
-"""A simulated cluster on which few workers run and represent all others.
+"""A simulated cluster in which a few workers run and represent all others.
 
-Workers that start the same operations in the same order need not all be run. The running workers
-are the *representatives*. A collective starts once all representatives have joined it, and its
-duration is that of a collective of all workers.
+Workers that start the same operations in the same order need not all run. Those that run are the
+*representatives*. A collective starts once all representatives have joined it, and it takes as long
+as a collective of all workers. *Jitter* is the random variation of compute times. All times are
+*virtual time*, the simulator's clock.
 
-* **One representative.** Without jitter the clocks of all workers agree. With jitter every other
-  worker is simulated by its clock alone: the clock advances by the worker's own compute time, and
-  every clock waits for the end of a collective. The durations are those of a full run, provided
-  that no decision of a worker depends on the time. A decision depends on the time if a worker polls
-  an operation (``Handle.done``): if the operation has ended on some clocks but not on others,
-  ``DivergedError`` is raised, and the caller runs all workers.
-* **One representative per node, or every worker.** Each representative has its own time.
+* **One representative.** Without jitter, the clocks of all workers show the same time. With jitter,
+  every worker has a clock, but only one worker runs. A clock advances by the compute time of its
+  worker. When the workers wait for a collective, all earlier clocks advance to its end. The
+  durations are those of a full run if no decision of a worker depends on the time. A decision
+  depends on the time if a worker polls an operation (``Handle.done``). If the operation has then
+  ended according to some clocks but not to others, ``DivergedError`` is raised, and the caller must
+  run all workers.
+* **One representative per node, or every worker.** Each representative has its own clock.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +36,11 @@ from offbeat.simulate.kernel import Kernel, Signal
 from offbeat.simulate.network import CollectiveKind, Network
 from offbeat.simulate.workers import DeadlockError, SimulatedWorker, Workers
 
-_JITTER = 0x6D6972726F72  # the purpose in (seed, purpose)
+_JITTER = 0x6D6972726F72  # distinguishes the jitter from other uses of the same seed
 
 
 class DivergedError(Exception):
-    """Raised if workers would take different decisions, so that one cannot represent all."""
+    """Raised if workers would decide differently, so that one cannot represent all of them."""
 
 
 class StepTime:
@@ -47,8 +49,9 @@ class StepTime:
         duration = max over the workers of the node (seconds · jitter factor) + tail
 
     Args:
-        seconds: Compute time of a step of one worker, seconds.
-        jitter: Standard deviation of the compute time relative to ``seconds``; log-normal.
+        seconds: Mean compute time of a step of one worker, seconds.
+        jitter: Standard deviation of the jitter factor, whose distribution is log-normal with mean
+            1. With 0 all steps take equally long.
         workers: Workers per node; 1 without nodes.
         tail: Seconds from the end of computing until the gradients are averaged inside the node.
     """
@@ -59,7 +62,7 @@ class StepTime:
         self._normal = -variance / 2, np.sqrt(variance)
 
     def draw(self, random: np.random.Generator, count: int) -> NDArray[np.float64]:
-        """Draw the compute seconds, without the tail, of one step of ``count`` workers or nodes."""
+        """Draw the compute seconds of one step of ``count`` workers or nodes, without the tail."""
         if not self.jitter:
             return np.full(count, self.seconds)
         factors = random.lognormal(*self._normal, size=(count, self.workers))
@@ -76,10 +79,10 @@ class _Cost(NamedTuple):
 
 @dataclass(eq=False)
 class _Drawn:
-    """Compute seconds of all workers or nodes in one step.
+    """Compute times of all workers or nodes in one step.
 
     Attributes:
-        seconds: The seconds, by worker or node.
+        seconds: Compute seconds, by worker or node.
         taken: Number of representatives that have started the step.
     """
 
@@ -88,21 +91,21 @@ class _Drawn:
 
 
 class RepresentativeCluster(SimulatedCluster):
-    """A simulated cluster whose representatives run; see the module.
+    """A simulated cluster in which only the representatives run; see the module.
 
     Args:
         workers: The representatives.
-        members: Their global ranks.
-        size: Number of workers, including those that are represented.
+        members: Global ranks of the representatives.
+        size: Number of all workers, running or represented.
         network: The links.
         step_time: Duration of a step.
-        scale: ``Host.scale``.
+        scale: Elements of the full model per element of a float32 tensor (``Host.scale``).
         seed: Seed of the jitter.
 
     Attributes:
-        clocks: Virtual seconds of every worker, or every node; None unless one worker represents
-            several and steps vary.
-        computed: Mean compute seconds of the workers so far; 0 without clocks.
+        clocks: Virtual time of every worker or node, in seconds. None unless there is jitter and
+            one representative stands for several workers or nodes.
+        computed: Compute seconds so far, mean over the workers or nodes; 0 without ``clocks``.
     """
 
     def __init__(
@@ -120,14 +123,14 @@ class RepresentativeCluster(SimulatedCluster):
         self._random = np.random.default_rng([seed, _JITTER])
         self._drawn: dict[int, _Drawn] = {}  # by step
         self._current: dict[int, NDArray[np.float64]] = {}  # seconds of the current step, by rank
-        self._units = size // step_time.workers  # workers, or nodes
+        self._units = size // step_time.workers  # number of workers, or of nodes
         self.clocks: NDArray[np.float64] | None = None
         self.computed = 0.0
         if step_time.jitter and len(self._members) == 1 < self._units:
             self.clocks = np.zeros(self._units)
         self._costs: dict[tuple[CollectiveKind, Group], _Cost] = {}
         self._representatives: dict[Group, list[int]] = {}
-        self._free: dict[tuple[bool, int], float] = {}  # network cards by (inside, rank)
+        self._free: dict[tuple[bool, int], float] = {}  # end of a link's traffic: (inside, rank)
 
     # -- computing and waiting -------------------------------------------------------------------
 
@@ -135,22 +138,22 @@ class RepresentativeCluster(SimulatedCluster):
     def compute_step(self, rank: int, progress: float) -> None:
         before, ends = self._progress[rank], progress >= 1
         self._progress[rank] = 0.0 if ends else progress
-        part, tail = progress - before, self._step_time.tail if ends else 0.0
-        own = self._step_time.seconds
+        share, tail = progress - before, self._step_time.tail if ends else 0.0
+        seconds = self._step_time.seconds
         if self._step_time.jitter:
             if before == 0:
                 self._current[rank] = self._draw(rank)
             drawn = self._current[rank]
-            own = float(drawn[rank // self._step_time.workers])
+            seconds = float(drawn[rank // self._step_time.workers])
             if self.clocks is not None:
-                self.clocks += drawn * part + tail
-                self.computed += float(drawn.mean()) * part + tail
-        self.workers.sleep(own * part + tail, "computing a step")
+                self.clocks += drawn * share + tail
+                self.computed += float(drawn.mean()) * share + tail
+        self.workers.sleep(seconds * share + tail, "computing a step")
 
     def _draw(self, rank: int) -> NDArray[np.float64]:
-        """Return the compute seconds of all units in the next step of ``rank``.
+        """Return the compute seconds of all workers or nodes in the next step of ``rank``.
 
-        All representatives see the same seconds for the same step.
+        All representatives receive the same numbers for the same step.
         """
         step = self._steps[rank]
         self._steps[rank] += 1
@@ -175,7 +178,7 @@ class RepresentativeCluster(SimulatedCluster):
             self.clocks += seconds
 
     def require_agreement(self, end: EndSignal) -> None:
-        """Raise DivergedError if ``end`` has passed on some clocks but not on all."""
+        """Raise DivergedError if a collective has ended on some clocks but not on all."""
         if self.clocks is not None and end.seconds != np.inf:
             passed = int(np.count_nonzero(self.clocks >= end.seconds))
             if 0 < passed < len(self.clocks):
@@ -228,7 +231,7 @@ class RepresentativeCluster(SimulatedCluster):
 
 
 class _Workers(Workers):
-    """Simulated workers that share one random state, because a plan draws no random numbers."""
+    """Simulated workers that share one random state, because they draw no random numbers."""
 
     @override
     def _load_random(self, worker: SimulatedWorker) -> None:
@@ -236,7 +239,7 @@ class _Workers(Workers):
 
 
 class _SingleWorker(_Workers):
-    """One simulated worker, which runs on the calling thread."""
+    """One simulated worker, which runs on the calling thread instead of a thread of its own."""
 
     @override
     def run(self, function: Callable[[SimulatedWorker], Any]) -> None:
@@ -249,7 +252,7 @@ class _SingleWorker(_Workers):
     @override
     def wait(self, signal: Signal, what: str) -> None:
         worker = self.current
-        if worker.background:  # runs on a thread of its own
+        if worker.background:  # a background activity has a thread of its own
             super().wait(signal, what)
             return
         while not signal.happened:
@@ -262,6 +265,6 @@ class _SingleWorker(_Workers):
 
 
 def workers_for(members: Sequence[int]) -> Workers:
-    """Return simulated workers that run as the representatives ``members``."""
+    """Return as many simulated workers as there are representatives ``members``."""
     kind = _SingleWorker if len(members) == 1 else _Workers
     return kind(Kernel(), len(members), seed=0)

@@ -1,7 +1,7 @@
-"""Communicators for the planner, which simulates few workers in place of all.
+"""Communicators for the planner, which runs a few simulated workers in place of all.
 
-The simulated workers are the *representatives* (see ``plan/cluster.py``). A collective of
-representatives takes as long as a collective of all workers, but combines fewer tensors.
+The workers that run are the *representatives* (see ``plan/cluster.py``). A collective takes as long
+as one of all workers, but combines only the tensors of the representatives.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,7 @@ from offbeat.transport.team import Node, Team
 
 
 class _RepresentativeHandle(SimulatedHandle):
-    """Handle that checks that all represented workers would see the same ``done``.
-
-    ``done`` raises DivergedError if the operation has ended for only some of them.
-    """
+    """Handle whose ``done`` has the same result on all workers, or raises DivergedError."""
 
     @override
     def done(self) -> bool:
@@ -39,11 +36,13 @@ class _RepresentativeHandle(SimulatedHandle):
 class RepresentativeCommunicator(SimulatedCommunicator):
     """Communicator of one representative.
 
-    Collectives combine the tensors of the representatives only. A sum is scaled up to the size of
-    the communicator. The sum of float32 tensors of a placeholder model, whose values do not matter,
-    is the tensor of one representative times that size. A broadcast returns the tensor of the first
-    representative. A gather or an exchange repeats the tensor of a representative for the workers
-    that it represents. Blank tensors have a size but no values.
+    ``size`` is the number of all workers. Collectives combine the tensors of the k representatives:
+
+    * A sum is the sum of the k tensors times ``size``/k. If the model is a placeholder, the values
+      of float32 tensors do not matter; their sum is the first tensor times ``size``.
+    * A broadcast returns the tensor of the first representative.
+    * A gather and an exchange repeat the tensor of each representative ``size``/k times. They
+      return blank tensors, which have a size but no values, if they receive blank tensors.
     """
 
     handle_type = _RepresentativeHandle
@@ -73,8 +72,8 @@ class RepresentativeCommunicator(SimulatedCommunicator):
                 result = torch.empty_like(tensor)
 
                 def store_chunks(tensors: Sequence[Tensor]) -> None:
-                    own = [one.chunk(self.size)[self.rank] for one in tensors]
-                    chunks = [own[i * len(own) // self.size] for i in range(self.size)]
+                    received = [each.chunk(self.size)[self.rank] for each in tensors]
+                    chunks = [received[i * len(received) // self.size] for i in range(self.size)]
                     torch.cat(chunks, out=result)
 
                 return self._join("exchange", operation, list, store_chunks, result)
@@ -82,7 +81,7 @@ class RepresentativeCommunicator(SimulatedCommunicator):
 
     @override
     def _size_bytes(self, operation: Any) -> float:
-        # Each worker of a node sends an equal part of the tensor to the other nodes.
+        # In nodes of L = sharing workers, each worker sends 1/L of the tensor to the other nodes.
         return bytes_of(operation.tensor, self.cluster.scale, operation.tail) / self.group.sharing
 
     def _sum(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -98,14 +97,15 @@ def _first(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _nothing(_: object) -> None:
-    """Do nothing: blank tensors hold no values."""
+    """Combine or store blank tensors, which have no values."""
 
 
 class _RepresentativeNodes(NodeCommunicator):
     """Communicator between nodes with one representative each.
 
-    It starts the same messages as a ``NodeCommunicator``. But a representative sends the whole
-    tensor between nodes, where a worker sends its part; ``_size_bytes`` divides the bytes.
+    A worker of a real node sends its part of a tensor to the other nodes, and then the node gathers
+    the parts of the result. A representative passes on the whole tensor, and the simulation counts
+    the bytes of one part.
     """
 
     @override
@@ -113,26 +113,25 @@ class _RepresentativeNodes(NodeCommunicator):
         if not isinstance(operation, Sum | Maximum | Gather | Exchange):
             return super().start(operation)
         tensor, what = operation.tensor, operation.what
-        part = bytes_of(tensor, self.host.scale, operation.tail) / self._inside.size
+        part_bytes = bytes_of(tensor, self.host.scale, operation.tail) / self._inside.size
         parts = self.size if isinstance(operation, Gather) else 1
 
         def gather_inside(received: Any) -> Any:
-            """Simulate the gather inside the node, in which each worker has one part."""
-            self._inside.gather(blank(round(parts * part)), what=what).wait()
+            self._inside.gather(blank(round(parts * part_bytes)), what=what).wait()
             return received
 
         return self._start_stages(self._across.start(operation), gather_inside, what, tensor)
 
 
 def team_of(cluster: RepresentativeCluster, member: int, size: int) -> Team:
-    """Return the team of one representative.
+    """Return the workers that train together, and their communicators, for one representative.
 
     With several workers per node, the members of the team are the nodes.
 
     Args:
         cluster: The simulated cluster.
-        member: Global rank of the representative: in nodes, the first worker of its node.
-        size: Number of workers, including those that are represented.
+        member: Global rank of the representative. With nodes, it is the first worker of its node.
+        size: Number of all workers, running or represented.
     """
     group = cluster.connections.subgroup(0, tuple(range(size)), 1)
     workers = RepresentativeCommunicator(cluster, member, group)

@@ -1,4 +1,4 @@
-"""Forecast of one strategy, a row of a plan: figures of a run in its steady state."""
+"""The forecast of one strategy: mean figures of a simulated run in its steady state."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,8 +11,8 @@ from offbeat.strategies import Strategy
 from offbeat.units import show_seconds
 
 FAR_APART = 64
-"""Number of steps between means above which a forecast warns."""
-_NOTHING = 0.0005  # share of the time that is shown as 0.0 %
+"""Number of steps between two means of a parameter above which a forecast warns."""
+_LEAST_SHOWN = 0.0005  # smaller shares of the time would be shown as 0.0 %
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,19 +20,21 @@ class Forecast:
     """Predicted figures of one strategy.
 
     Attributes:
-        strategy: Text form, as read by ``offbeat.parse_strategy``.
-        wire: Precision in which means are sent; the last choice of a strategy that chooses.
-        step_seconds: Mean time from one step to the next, computing and waiting.
-        throughput: Samples per second relative to a single worker; at most N.
-        idle: Share of the time spent waiting, in [0, 1]; with nodes, waiting for other nodes.
-        apart_steps: Largest number of steps of a worker between two means of the same parameter, or
-            the staleness reported by the strategy if that is larger. 0 if gradients are averaged in
-            every step, ``inf`` if there was no mean.
-        payload_bytes: Bytes per step that a worker hands to operations, as in ``Stats``.
-        memory_bytes: Largest size of live tensors besides model, gradients and optimizer state.
+        strategy: Text form of the strategy, as read by ``offbeat.parse_strategy``.
+        wire: Precision at which means are sent. If the strategy chooses it, the last choice.
+        step_seconds: Mean duration of a step, with waiting.
+        throughput: Samples per second relative to a single worker, at most the number of workers.
+        idle: Share of the time that a worker waits for others, in [0, 1]. With nodes, only the
+            waiting for other nodes.
+        apart_steps: Largest number of steps between two means of the same parameter, or the largest
+            staleness (age of the newest mean in the model, in steps) that the strategy reports, if
+            that is larger. 0 if gradients are averaged in every step; ``inf`` if there was no mean.
+        payload_bytes: Bytes per step that a worker passes to operations, as in ``Stats``.
+        memory_bytes: Largest size of the tensors in memory, without model, gradients and optimizer
+            state.
         busy: Share of the time in which the worker's link is busy, in [0, 1].
-        steady: False if the run was ended before its figures were certain to ± 1 %.
-        note: Description of the means and of the waiting.
+        steady: False if the run reached its time limit before its figures were certain to ± 1 %.
+        note: Text that says how often means are taken and how long workers wait.
     """
 
     strategy: str
@@ -50,16 +52,17 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Measured:
-    """A forecast and further figures of its run.
+    """A forecast and further figures of the run from which it was made.
 
     Attributes:
         strategy: The strategy.
         forecast: The forecast.
         details: ``Stats.details`` at the end of the run.
-        interval_steps: Mean number of steps between two means; ``inf`` if there are none.
-        pass_steps: Mean number of steps between two means of the same parameter; ``inf`` if there
+        interval_steps: Mean number of steps between two means of any parameters; ``inf`` if there
             are none.
-        step_seconds: Mean duration of a step without waiting for other nodes.
+        pass_steps: Mean number of steps between two means of the same parameter; ``inf`` if there
+            are none. It exceeds ``interval_steps`` if a mean covers only a part of the model.
+        step_seconds: Mean duration of a step without waiting for other workers or nodes.
     """
 
     strategy: Strategy
@@ -78,14 +81,14 @@ def measure(
     text: str | None = None,
     most_seconds: float = MOST_SECONDS,
 ) -> Measured:
-    """Run ``strategy`` until it is in the steady state, and return its figures.
+    """Simulate training with ``strategy`` until it is in the steady state. Return its figures.
 
     Args:
         strategy: The strategy.
-        wire: A precision, or "auto" for a strategy that chooses.
+        wire: Precision, or "auto" for a strategy that chooses the precision itself.
         setting: Model and cluster.
-        text: Name of the row; None is the text form.
-        most_seconds: Processor seconds after which the run ends in any case.
+        text: Name of the strategy in the forecast; None means its text form.
+        most_seconds: Limit of the processor seconds that the run may take.
     """
     detector = SteadyStateDetector(
         jitter=setting.jitter > 0, alone=setting.alone, most_seconds=most_seconds
@@ -125,7 +128,7 @@ def measure(
 
 
 def _without_warmup(strategy: Strategy) -> Strategy:
-    """Return the strategy without warm-up steps, which do not affect the steady state."""
+    """Return the strategy without warm-up steps, because they do not affect the steady state."""
     changes: Any = {"warmup_steps": 0}
     return replace(strategy, **changes) if getattr(strategy, "warmup_steps", 0) else strategy
 
@@ -138,7 +141,7 @@ def _note(measured: Measured, setting: Setting) -> str:
     parts = [_means(measured, setting)]
     parts.append(f"the link is busy {percent(forecast.busy)} of the time")
     waited = forecast.idle * forecast.step_seconds
-    if forecast.idle >= _NOTHING:
+    if forecast.idle >= _LEAST_SHOWN:
         per_step = interval in (1, math.inf) or "staleness_max" in measured.details
         wait = show_seconds(waited if per_step else waited * interval)
         parts[-1] += f", workers wait {wait} for each {'step' if per_step else 'mean'}"
@@ -167,17 +170,17 @@ def _means(measured: Measured, setting: Setting) -> str:
 
 
 def every(steps: float) -> str:
-    """Return "in each step" for 1 and "every 8 steps" for 8."""
+    """Return text: "in each step" for 1, "every 8 steps" for 8."""
     shown = number(steps)
     return "in each step" if shown == "1" else f"every {shown} steps"
 
 
 def number(value: float) -> str:
-    """Return ``value`` with three digits, and never fewer than those of its integer part."""
+    """Return ``value`` as text with three digits, or more if its integer part has more."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def percent(share: float) -> str:
-    """Return "4.9 %" for 0.049."""
+    """Return a share as text in percent: "4.9 %" for 0.049."""
     value = 100 * share
     return f"{value:.1f} %" if 0.05 <= value < 9.95 else f"{value:.0f} %"

@@ -1,4 +1,4 @@
-"""Memory of a strategy: the live tensors that are reachable from its worker."""
+"""Memory of a strategy: the size of the tensors that are reachable from its objects."""
 
 import gc
 import sys
@@ -16,7 +16,7 @@ from offbeat.transport.host import Host
 from offbeat.transport.placeholder_tensors import kept_bytes
 
 _LEAVES = (str, bytes, int, float, complex, type, type(None), ModuleType, BuiltinFunctionType)
-# Objects that hold no tensor of the strategy or lead to other workers.
+# Objects that hold no tensor of the strategy, or refer to other workers.
 _EXCLUDED = (nn.Module, Host, SimulatedCluster, Kernel, Signal, SimulatedWorker, Workers)
 _Kind = Literal["nothing", "tensor", "function", "method", "container"]
 
@@ -24,34 +24,37 @@ _Kind = Literal["nothing", "tensor", "function", "method", "container"]
 def reachable_bytes(
     roots: Iterable[Any], excluded: set[int], scale: float, hidden: object = None
 ) -> int:
-    """Return the bytes of all storages reachable from ``roots`` or the calling functions.
+    """Return the bytes of all tensor storages that one worker can reach.
+
+    References are followed from ``roots`` and from local variables of the functions of Offbeat that
+    are being called.
 
     Args:
-        roots: Objects of one worker.
+        roots: Objects of the worker.
         excluded: Addresses of storages that do not count.
-        scale: ``Host.scale``.
+        scale: Elements of the full model per element of a model tensor (``Host.scale``).
         hidden: An object whose references are not followed.
     """
     stack = [*roots, *_caller_locals()]
     seen = {id(hidden)}
     sizes: dict[int, int] = {}
     while stack:
-        one = stack.pop()
-        cls: Any = type(one)
+        value = stack.pop()
+        cls: Any = type(value)
         kind = _kind(cls)
-        if kind == "nothing" or id(one) in seen:
+        if kind == "nothing" or id(value) in seen:
             continue
-        seen.add(id(one))
+        seen.add(id(value))
         if kind == "container":
-            stack += gc.get_referents(one)
+            stack += gc.get_referents(value)
         elif kind == "tensor":
-            address = one.untyped_storage().data_ptr()
+            address = value.untyped_storage().data_ptr()
             if address not in excluded and address not in sizes:
-                sizes[address] = kept_bytes(one, scale)
-        elif kind == "function":  # its globals would lead everywhere
-            stack += [cell.cell_contents for cell in one.__closure__ or () if _filled(cell)]
+                sizes[address] = kept_bytes(value, scale)
+        elif kind == "function":  # not its globals, which refer to the whole program
+            stack += [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
         else:
-            stack += [one.__self__, one.__func__]
+            stack += [value.__self__, value.__func__]
     return sum(sizes.values())
 
 
@@ -67,7 +70,7 @@ def _kind(cls: type) -> _Kind:
 
 
 def _caller_locals() -> list[Any]:
-    """Return the local variables of the calling functions of this package, except ``plan``."""
+    """Return the local variables of the calling functions of Offbeat, up to one of ``plan``."""
     values: list[Any] = []
     frame = sys._getframe(2).f_back
     while frame is not None:

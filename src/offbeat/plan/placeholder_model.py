@@ -1,9 +1,11 @@
-"""The placeholder model: a few thousand numbers, each of which stands for many, and its training.
+"""The placeholder model, a small model that represents a large one, and its simulated training.
 
-The tensors of the placeholder keep the proportions of the full model, so that strategies cut
-buckets, parts and fragments in the same places (``offbeat.transport.placeholder_tensors``). Nothing
-is computed. The values do not matter, with one exception: the norm of the gradient rises in the
-steps in which SelSync should synchronize.
+Each element of the placeholder represents ``scale`` elements of the full model (see
+``transport/placeholder_tensors.py``). Its tensors have the proportions of the full model's tensors.
+Strategies therefore divide both models at the same places into buckets or parts, the units that are
+sent separately. Training computes nothing, and the values of the tensors do not matter, with one
+exception. The strategy SelSync synchronizes when the norm of the gradient changes. The norm
+therefore rises in the steps in which SelSync should synchronize.
 """
 
 import math
@@ -31,12 +33,13 @@ from offbeat.transport.handle import Handle
 from offbeat.transport.team import Team
 from offbeat.units import parse_count
 
-_NUMBERS = 2**16  # approximate size of the placeholder of a given model
-_LARGE, _SMALL = 2**21, 2**18  # numbers of a tensor if only their count is given: 8 and 1 MiB
+_ELEMENTS = 2**16  # approximate size of the placeholder of a given model
+# If only the number of parameters is given: elements of a tensor (8 and 1 MiB), number of tensors.
+_LARGE, _SMALL = 2**21, 2**18
 _MOST_TENSORS, _FEWEST_TENSORS = 256, 64
 _FLOAT32 = 4
-_SIGNIFICANT = 1e4  # ‖g‖ in a step in which SelSync should synchronize; 1 in all others
-_LONGEST_PATTERN = 200  # steps until the pattern of these steps repeats
+_SIGNIFICANT = 1e4  # norm of the gradient if SelSync should synchronize; 1 in all other steps
+_LONGEST_PATTERN = 200  # most steps after which the pattern of significant gradients repeats
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,13 @@ class Shapes:
     """Sizes of the tensors of a model and of its placeholder.
 
     Attributes:
-        parameters: Name and placeholder size of each trainable parameter, in the model's order.
-        buffers: Name and placeholder size of each floating-point buffer.
-        integers: Elements of all signed integer buffers, which stand for themselves.
-        scale: Numbers of the full model per number of the placeholder.
-        count: Numbers of the full model that a mean of models replaces, counted as float32.
+        parameters: Name and number of placeholder elements of each trainable parameter, in the
+            model's order.
+        buffers: Name and number of placeholder elements of each floating-point buffer.
+        integers: Number of elements of all signed integer buffers, which are not scaled.
+        scale: Elements of the full model per element of the placeholder.
+        count: Number of averaged elements of the full model: parameters and floating-point buffers.
+            An element that is summed in float64 counts as two.
     """
 
     parameters: tuple[tuple[str, int], ...]
@@ -59,12 +64,15 @@ class Shapes:
 
     @property
     def model_bytes(self) -> float:
-        """Bytes of the model sent in float32."""
+        """Bytes of the full model if it is sent in float32."""
         return _FLOAT32 * self.count
 
 
 def shapes_of(parameters: float | str | nn.Module) -> Shapes:
-    """Return the sizes of a model, or of a model with a given number of parameters.
+    """Return the sizes of the tensors of a model and of its placeholder.
+
+    Args:
+        parameters: The model; or its number of parameters, as a number or text like "25M".
 
     Raises:
         TypeError: ``parameters`` has another type.
@@ -82,24 +90,25 @@ def shapes_of(parameters: float | str | nn.Module) -> Shapes:
 
 
 def _shapes_of_count(count: float) -> Shapes:
-    """Return equal tensors, small relative to a bucket of 8 MiB, with at least one number each.
+    """Return the sizes of a model of equal tensors with ``count`` elements in total.
 
-    A bucket holds a power of two of them, so that buckets are full. Some tensors are split into a
-    weight and a small bias, so that every bucket has a small tensor, as in most models.
+    A bucket of 8 MiB holds a power of two of the tensors, so all buckets except one are full.
+    Some tensors are split into a weight and a small bias, so that every bucket has a small tensor,
+    as in most models.
     """
-    numbers = float(_SMALL)
-    while count / numbers > _MOST_TENSORS and numbers < _LARGE:
-        numbers *= 2
-    while count / numbers < _FEWEST_TENSORS and numbers > 1:
-        numbers /= 2
-    tensors = math.ceil(count / numbers)
-    each = 2 ** max(7, 15 - tensors.bit_length())
-    scale = numbers / each
-    last = math.ceil((count - (tensors - 1) * numbers) / scale)
+    elements = float(_SMALL)
+    while count / elements > _MOST_TENSORS and elements < _LARGE:
+        elements *= 2
+    while count / elements < _FEWEST_TENSORS and elements > 1:
+        elements /= 2
+    tensors = math.ceil(count / elements)
+    placeholder_elements = 2 ** max(7, 15 - tensors.bit_length())
+    scale = elements / placeholder_elements
+    last = math.ceil((count - (tensors - 1) * elements) / scale)
     sizes: list[int] = []
     for i in range(tensors):
-        size = each if i < tensors - 1 else last
-        biased = size > 1 and i % max(1, int(_LARGE / numbers / 2)) == 0
+        size = placeholder_elements if i < tensors - 1 else last
+        biased = size > 1 and i % max(1, int(_LARGE / elements / 2)) == 0
         sizes += [size - 1, 1] if biased else [size]
     named = tuple((f"tensor {i:06d}", size) for i, size in enumerate(sizes))
     return Shapes(named, (), 0, scale, count)
@@ -114,7 +123,7 @@ def _shapes_of_model(model: nn.Module) -> Shapes:
     integers = sum(b.numel() for _, b in model.named_buffers() if b.dtype in counts)
     sizes = [_float32(t) for _, t in (*trainable, *buffers)]
     count = sum(sizes)
-    scale = max(1.0, count / _NUMBERS)
+    scale = max(1.0, count / _ELEMENTS)
     scaled = [max(1, round(size / scale)) if size else 0 for size in sizes]
     scale = count / max(1, sum(scaled))
     named = [(n, size) for (n, _), size in zip((*trainable, *buffers), scaled, strict=True)]
@@ -123,21 +132,22 @@ def _shapes_of_model(model: nn.Module) -> Shapes:
 
 
 def _float32(tensor: Tensor) -> float:
-    """Return the number of float32 values with as many bytes as ``tensor`` in a sum."""
-    numbers = as_real(tensor.detach()).numel()
-    return numbers * staging_dtype(tensor).itemsize / _FLOAT32
+    """Return the bytes of ``tensor`` in a sum, divided by the four bytes of a float32."""
+    elements = as_real(tensor.detach()).numel()
+    return elements * staging_dtype(tensor).itemsize / _FLOAT32
 
 
 class PlaceholderModel(nn.Module):
-    """A model with the tensors of ``shapes``, with gradients.
+    """A model with small tensors that represent those of a large model, and with gradients.
 
     Args:
         shapes: Sizes of the tensors.
-        lssr: Share of steps, in (0, 1), in which the norm of the gradient does not rise.
+        lssr: Share of steps, in (0, 1), with a small gradient. In all other steps the gradient is
+            large enough for SelSync to synchronize.
 
     Attributes:
         tensors: The parameters, in the model's order.
-        optimizer: An optimizer of all parameters that does nothing.
+        optimizer: An optimizer of all parameters, whose step does nothing.
     """
 
     def __init__(self, shapes: Shapes, lssr: float) -> None:
@@ -156,13 +166,16 @@ class PlaceholderModel(nn.Module):
         self._step = 0
 
     def differentiate(self) -> None:
-        """Set the gradients of the next step. A share 1 − ``lssr`` of the steps is significant."""
+        """Set the gradients of the next step, as backward would.
+
+        They are large in a share 1 − ``lssr`` of the steps.
+        """
         before, self._step = self._step, self._step + 1
         significant = math.floor(before * self._share) != math.floor((before - 1) * self._share)
         gradient = self.tensors[0].grad
         if gradient is not None:
-            # Written through numpy, which does not increment the version counter: the record of a
-            # run takes an increment for a mean.
+            # Writing through numpy does not increment the tensor's version counter. The record of a
+            # run would take an increment for a mean.
             gradient.numpy()[:1] = _SIGNIFICANT if significant else 1.0
 
     def storage_addresses(self) -> set[int]:
@@ -173,7 +186,10 @@ class PlaceholderModel(nn.Module):
 
 
 class _PlaceholderOptimizer:
-    """An optimizer that does nothing. An optimizer of torch would import torch's compiler."""
+    """An optimizer that does nothing.
+
+    An optimizer of torch would import torch's compiler, which a plan does not need.
+    """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.param_groups = [{"params": parameters}]
@@ -181,7 +197,10 @@ class _PlaceholderOptimizer:
 
 
 class _AveragedGradients(NodeBuffers):
-    """Gradients averaged inside the node already: the cluster counts the time as computing."""
+    """Gradients that are averaged inside the node in no time.
+
+    The cluster adds the time of this mean to the compute time of the step.
+    """
 
     def __init__(self) -> None:
         pass
@@ -194,16 +213,17 @@ class _AveragedGradients(NodeBuffers):
 class PlaceholderTraining:
     """Training of a placeholder model by one worker.
 
-    Assembles the same objects as ``attach``, without hooks. It does not use ``Synchronizer``, which
-    compares the workers, hooks optimizers (and so imports torch's compiler), and ends the training.
-    The constructor is a collective, as ``attach`` is.
+    It creates the same objects as ``attach``, except for ``Synchronizer`` and hooks. A
+    ``Synchronizer`` would compare the settings of the workers and hook the optimizer, which imports
+    torch's compiler. The constructor is a collective, as ``attach`` is.
 
     Args:
         strategy: The strategy.
-        wire: The precision, as in ``attach``.
-        team: The workers.
+        wire: Precision at which the strategy sends means, as in ``attach``.
+        team: The workers and their communicators.
         model: The placeholder model.
-        averages: True if the workers of a node average their gradients in this run.
+        averages: True if the workers of a node average their gradients in this run. Otherwise the
+            mean inside a node takes no time.
 
     Attributes:
         roots: Objects from which the tensors of the training can be reached.
@@ -241,7 +261,7 @@ class PlaceholderTraining:
         self.roots = [worker, flow, self._iteration]
 
     def step(self) -> None:
-        """Make one step of training: set gradients, then step the optimizer."""
+        """Take one training step: set the gradients, then call the strategy as ``attach`` does."""
         self._model.differentiate()
         self._iteration.report_buckets()
         self._iteration.prepare(0)
@@ -256,10 +276,10 @@ class PlaceholderTraining:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes handed to operations so far, including the current step."""
+        """Bytes passed to operations so far, including the current step."""
         return self._account.payload_bytes
 
     @property
     def stats(self) -> Stats:
-        """Totals since the start."""
+        """Totals of this worker since the start."""
         return self._recorder.stats

@@ -1,4 +1,4 @@
-"""The function ``offbeat.plan`` and the check of its arguments."""
+"""The function ``offbeat.plan``, and the checks of its arguments."""
 
 import math
 from collections.abc import Sequence
@@ -37,63 +37,77 @@ def plan(
     inside: float | str | None = None,
     inside_latency: float | str | None = None,
 ) -> Plan:
-    """Predict the time of a step under each strategy.
+    """Predict the time of a step under each strategy, and recommend a strategy.
 
-    The strategies' own code runs in virtual time, as in ``offbeat.simulate``, on a model of a few
-    thousand numbers, each of which stands for many. Nothing is trained. The figures describe the
-    steady state, without warm-up. A run takes at most five processor seconds; a row that was not
-    steady by then says so (``Forecast.steady``).
+    The code of each strategy runs in a simulation, as in ``offbeat.simulate``, on a small
+    placeholder for the model. Nothing is trained. The figures describe the steady state, without
+    warm-up. One simulation takes at most about five processor seconds. If it is not steady by then,
+    ``Forecast.steady`` is False.
 
     *Not modelled*: the final metric; the arithmetic of sums and codecs; integer buffers, if only
     the number of parameters is given; workers that are always slower than others; and other traffic
-    on the network. Backward takes twice as long as forward and completes the gradients evenly.
-    Jitter is log-normal and independent between steps and workers.
+    on the network. Backward takes twice as long as forward, and completes gradients at a constant
+    rate. Jitter is log-normal and independent between steps and workers.
 
-    **Default strategies**: ``bsp``; ``local`` with period 8, and with the smallest period whose
-    idle share is at most 5 %; ``selsync:target_lssr=…``; ``streaming``, with a larger staleness if
-    workers wait at the default one; ``async`` with the smallest even staleness that hides the merge
-    (with jitter: idle ≤ 5 %); eager ``async`` with a staleness that it does not reach.
+    The *idle share* is the share of the time that a worker waits for others. *Throughput* counts
+    samples per second. The *staleness* of a strategy is the largest age of the newest mean in a
+    worker's model, in steps.
 
-    **Recommendation**:
+    **Default strategies**:
 
-    1. BSP, if its idle share is at most 10 %. Averaging models may need about as many more steps
-       (``LOST_STEPS``). The cost is called negligible up to 2 %.
+    * ``bsp``
+    * ``local`` with period 8, and with the smallest period whose idle share is at most 5 %
+    * ``selsync:target_lssr=…`` with the given ``lssr``
+    * ``streaming``, with a larger staleness than its default if workers would wait
+    * ``async`` with the smallest even staleness at which workers do not wait (with jitter: at which
+      the idle share is at most 5 %)
+    * ``async:schedule=eager`` with a staleness bound that it does not reach
+
+    **Recommendation**: the first of these that is among the strategies.
+
+    1. BSP, if its idle share is at most 10 %. Averaging models instead of gradients may need 10 %
+       more steps (``LOST_STEPS``).
     2. StreamingAveraging, if it reaches 95 % of the best throughput.
-    3. The LocalSGD with the shortest period of at most 8 whose idle share is at most 5 %.
-    4. Of all that reach 95 % of the best throughput, the one with the fewest steps between means.
-       Ties are broken by the order of ``offbeat strategies``, custom strategies last; between two
-       AsyncAveraging the cyclic one is preferred.
+    3. The LocalSGD with the shortest period, if the period is at most 8 and the idle share at most
+       5 %.
+    4. Of all strategies that reach 95 % of the best throughput, the one with the fewest steps
+       between means. If several have equally many, the first in the list that ``offbeat
+       strategies`` prints; custom strategies come last, and eager ``async`` after cyclic.
 
-    **Nodes** of L workers are trained as by ``attach(..., node_group=…)``. A single node is run
-    first: its step ends when its slowest worker has computed and the mean of its gradients has
-    arrived. "Idle" then means waiting for other nodes, as in ``Stats``; the speed-up includes both.
+    **Nodes** of several workers train as with ``attach(..., node_group=…)``. A single node is
+    simulated first. Its step ends when its slowest worker has computed its gradients and their mean
+    over the node has arrived. The idle share then counts only the waiting for other nodes, as in
+    ``Stats``. The throughput accounts for all waiting.
 
-    **SelSync** is assumed to find significant gradients in every 1/(1 − ``lssr``)-th step. Its row
-    shows what this costs. Its benefit is in the metric, not in the time.
+    **SelSync** synchronizes in the steps whose gradient changes significantly. The plan assumes one
+    such step in 1/(1 − ``lssr``). It shows the cost of these synchronizations but not their
+    benefit, which lies in the final metric.
 
     Args:
-        parameters: Number of averaged parameters, or text like "25M", taken to be in tensors much
-            smaller than a bucket of 8 MiB; or the model itself, with its tensors.
+        parameters: The model; or the number of its averaged parameters, like 25e6 or "25M", which
+            stands for a model of equal tensors of at most 8 MiB.
         step_time: Compute time t of a step without communication: seconds, or text like "50ms".
-        workers: Number of workers N (≥ 1).
+        workers: Number of workers (≥ 1).
         bandwidth: Bandwidth of each worker's link in each direction: bits per second, or text like
             "1Gbit/s".
-        latency: Latency α of a message: seconds, or text like "100us" (≥ 0).
+        latency: Latency of a message: seconds, or text like "100us" (≥ 0).
         jitter: Standard deviation of the compute time relative to t, in [0, 1].
-        wire: Precision of models and gradients, as in ``attach``; None is each strategy's default.
-        lssr: Share of local steps of SelSync, in (0, 1). Also assumed for a SelSync with ``delta``.
-        strategies: Strategies to forecast in place of the default ones, as text or objects,
-            including custom ones but no baselines.
-        workers_per_node: L (≥ 1), a divisor of ``workers``. With L > 1, ``bandwidth`` and
-            ``latency`` describe the link of a node, shared by its workers.
-        inside: Bandwidth of each worker's link inside its node in each direction; None is
+        wire: Precision of models and gradients, as in ``attach``; None means the default of each
+            strategy.
+        lssr: Share of the steps of SelSync without a mean, in (0, 1). Used for the default SelSync
+            and for one with ``delta``; one with ``target_lssr`` uses that share.
+        strategies: Strategies to forecast in place of the default ones: text, or ``Strategy``
+            objects. Custom strategies are possible, baselines are not.
+        workers_per_node: Number of workers per node, L (≥ 1), a divisor of ``workers``. With L > 1,
+            ``bandwidth`` and ``latency`` describe the link of a node, which its workers share.
+        inside: Bandwidth of each worker's link inside its node, in each direction; None means
             "100Gbit/s".
-        inside_latency: Latency inside a node; None is "10us".
+        inside_latency: Latency of a message inside a node; None means "10us".
 
     Raises:
         AttachError: A strategy cannot train in nodes.
         TypeError: An argument has the wrong type.
-        ValueError: A value is impossible, a strategy is a baseline, or a strategy cannot use
+        ValueError: A value is out of its range, a strategy is a baseline, or a strategy cannot use
             ``wire``. The message shows the right form.
     """
     setting, given = check_arguments(
@@ -115,8 +129,8 @@ def plan(
         candidates = list(suggestions(wire, setting))
     else:
         candidates = [_evaluate(text, strategy, wire, setting) for text, strategy in given]
-    first = next((one for one in candidates if isinstance(one.strategy, BSP)), None)
-    bsp = first or evaluate(BSP(), wire, setting)
+    measured_bsp = next((each for each in candidates if isinstance(each.strategy, BSP)), None)
+    bsp = measured_bsp or evaluate(BSP(), wire, setting)
     recommendation, reason = recommend(candidates, bsp.forecast, setting)
     network = setting.network
     return Plan(
@@ -132,14 +146,18 @@ def plan(
         jitter=jitter,
         wire=wire or "float32",
         model_bytes=setting.shapes.model_bytes,
-        rows=tuple(one.forecast for one in candidates),
+        rows=tuple(candidate.forecast for candidate in candidates),
         recommendation=recommendation,
         reason=reason,
     )
 
 
 def _evaluate(text: str, strategy: Strategy, wire: Precision | None, setting: Setting) -> Measured:
-    """Return the forecast of ``strategy``. SelSync with a threshold gets the assumed share."""
+    """Return the forecast of ``strategy``.
+
+    The placeholder model has no real gradients, so SelSync with a threshold ``delta`` is replaced
+    by SelSync with a target for the share of local steps.
+    """
     if isinstance(strategy, SelSync) and strategy.target_lssr is not None:
         setting = replace(setting, lssr=strategy.target_lssr)
     elif isinstance(strategy, SelSync) and strategy.delta not in (0, math.inf):
@@ -162,11 +180,11 @@ def check_arguments(
     inside: float | str | None = None,
     inside_latency: float | str | None = None,
 ) -> tuple[Setting, list[tuple[str, Strategy]] | None]:
-    """Check the arguments of ``plan``, which are documented there, without running anything.
+    """Check the arguments of ``plan``, which documents them. Simulates nothing.
 
     Returns:
-        Model and cluster, without the cost of nodes; and the given strategies, each with its text
-        form, or None if there are none.
+        Model and cluster, in which means inside a node cost nothing yet; and the given strategies,
+        each with its text form, or None if ``strategies`` is None.
     """
     require_integer("workers", workers, least=1)
     if wire is not None:
@@ -194,11 +212,11 @@ def check_arguments(
         return setting, None
     if isinstance(strategies, str) or not strategies:
         raise ValueError(f'strategies must be a list like ["bsp", "local:period=8"]: {strategies}')
-    return setting, [_read(one, wire, workers_per_node > 1) for one in strategies]
+    return setting, [_read(given, wire, workers_per_node > 1) for given in strategies]
 
 
 def _read(given: str | Strategy, wire: Precision | None, nodes: bool) -> tuple[str, Strategy]:
-    """Return the text form and the strategy, or raise if ``plan`` cannot forecast it."""
+    """Return the text form and the strategy. Raise if ``plan`` cannot forecast it."""
     if not isinstance(given, str | Strategy):
         raise TypeError(f"a strategy is text like local:period=8, or a Strategy; got {given!r}")
     strategy = parse_strategy(given) if isinstance(given, str) else given

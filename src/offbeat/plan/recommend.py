@@ -1,4 +1,4 @@
-"""The recommendation of a plan. The docstring of ``offbeat.plan`` states the rule."""
+"""The recommendation of a plan. The docstring of ``offbeat.plan`` states its rules."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,13 @@ from offbeat.strategies import (
 )
 
 NEGLIGIBLE_IDLE = 0.02
-"""Idle share below which exact synchronous training costs almost nothing."""
+"""Idle share of BSP up to which the reason says that BSP costs almost nothing. The idle share is
+the share of the time that a worker waits for others."""
 LOST_STEPS = 0.1
-"""Share of steps that averaging models may lose against BSP for the same metric. Measured with one
-model and one seed (``benchmarks/results/streaming-links.jsonl``): streaming averaging reached four
-accuracies with 0.8 to 1.2 times the steps of BSP, 1.0 times on average over three links."""
+"""Share of additional steps that averaging models may need to reach the same metric as BSP. BSP is
+recommended up to this idle share. In a measurement with one model and one seed
+(``benchmarks/results/streaming-links.jsonl``), streaming averaging needed 0.8 to 1.2 times the
+steps of BSP to reach four accuracies, on average over three links 1.0 times."""
 
 _WATCH = "watch the final metric, or make a step longer with a larger batch"
 
@@ -33,20 +35,20 @@ def recommend(
         bsp: Forecast of BSP, even if BSP is not a candidate.
         setting: Model and cluster.
     """
-    if bsp.idle <= LOST_STEPS and any(isinstance(one.strategy, BSP) for one in candidates):
+    if bsp.idle <= LOST_STEPS and any(isinstance(each.strategy, BSP) for each in candidates):
         return bsp, _why_bsp(bsp, setting)
     premise = f"BSP would wait {percent(bsp.idle)} of the time"
-    fastest = max(one.forecast.throughput for one in candidates)
-    fast = [one for one in candidates if one.forecast.throughput >= (1 - IDLE_LIMIT) * fastest]
+    fastest = max(each.forecast.throughput for each in candidates)
+    fast = [each for each in candidates if each.forecast.throughput >= (1 - IDLE_LIMIT) * fastest]
     for measured in fast:
         if isinstance(measured.strategy, StreamingAveraging):
             return measured.forecast, f"{premise}; {_why_streaming(measured)}"
     short = [
-        one
-        for one in candidates
-        if isinstance(one.strategy, LocalSGD)
-        and one.forecast.apart_steps <= SHORT_PERIOD
-        and one.forecast.idle <= IDLE_LIMIT
+        each
+        for each in candidates
+        if isinstance(each.strategy, LocalSGD)
+        and each.forecast.apart_steps <= SHORT_PERIOD
+        and each.forecast.idle <= IDLE_LIMIT
     ]
     measured = min(short or fast, key=_preference)
     chosen = measured.forecast
@@ -56,24 +58,23 @@ def recommend(
 
 
 def _preference(measured: Measured) -> tuple[float, int, bool]:
-    """Return a key whose minimum is preferred; see rule 4 of ``offbeat.plan``."""
+    """Return the sort key for rule 4 of ``offbeat.plan``. The smallest key is preferred."""
     strategy, order = measured.strategy, [*STRATEGIES.values()]
     kind = type(strategy)
     eager = isinstance(strategy, AsyncAveraging) and strategy.schedule == "eager"
-    place = order.index(kind) if kind in order else len(order)
-    return measured.forecast.apart_steps, place, eager
+    position = order.index(kind) if kind in order else len(order)
+    return measured.forecast.apart_steps, position, eager
 
 
 def _why(measured: Measured, setting: Setting) -> str:
     chosen = measured.forecast
-    why = f"{chosen.strategy} waits {percent(chosen.idle)}"
+    idle = percent(chosen.idle)
+    why = f"{chosen.strategy} waits {idle}"
     if isinstance(measured.strategy, AsyncAveraging) and "landing_seconds" in measured.details:
-        merge = number(measured.details["landing_seconds"] / setting.step_seconds)
-        if percent(chosen.idle) == percent(0.0):
-            why = f"so {chosen.strategy} hides it"
-        else:
-            why = f"and with {chosen.strategy} workers wait {percent(chosen.idle)}"
-        why = f"a merge is in flight for {merge} steps, {why}"
+        steps = number(measured.details["landing_seconds"] / setting.step_seconds)
+        if idle == percent(0.0):
+            why = f"{chosen.strategy} does not wait for it"
+        why = f"a mean is in flight for {steps} steps, and {why}"
     if chosen.apart_steps > FAR_APART:
         why += f", but lets the workers go {number(chosen.apart_steps)} steps apart: {_WATCH}"
     return why
@@ -90,7 +91,7 @@ def _why_bsp(bsp: Forecast, setting: Setting) -> str:
 
 
 def _why_streaming(measured: Measured) -> str:
-    """Describe how often the whole model is sent, in which precision, and how long workers wait."""
+    """Say how often the whole model is sent, at which precision, and how long workers wait."""
     chosen, passes = measured.forecast, measured.pass_steps
     why = f"{chosen.strategy} sends the model in {chosen.wire} while computing, "
     why += f"all of it {every(passes)}, and waits {percent(chosen.idle)}"

@@ -1,4 +1,8 @@
-"""The record of a run: totals after each step, from which a forecast is computed."""
+"""The record of a simulated run: totals after each step, from which a forecast is computed.
+
+Some workers may not run but be represented by others (see ``plan/cluster.py``). Worker 0 always
+runs. All times are virtual seconds, from the simulator's clock.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -8,19 +12,19 @@ from offbeat.plan.cluster import RepresentativeCluster
 from offbeat.plan.memory import reachable_bytes
 from offbeat.plan.placeholder_model import PlaceholderModel, PlaceholderTraining
 
-_SPARSER = 1.6  # factor on the number of occasions from one measurement of memory to the next
+_SPARSER = 1.6  # growth of the number of possible measurements of memory until the next one
 
 
 class Step(NamedTuple):
     """Totals of a run at the end of a step.
 
     Attributes:
-        clock: Virtual seconds, mean over the workers.
+        clock: Time of the end of the step, mean over the workers.
         computed: Compute seconds so far, mean over the workers.
-        payload: Bytes that worker 0 has handed to operations.
-        busy: Seconds for which the link of worker 0 is occupied by the operations started so far.
-        backlog: Seconds until the link of worker 0 is free.
-        syncs: Steps that synchronized.
+        payload: Bytes that worker 0 has passed to operations so far.
+        busy: Seconds for which all operations so far occupy the link of worker 0.
+        backlog: Seconds from the end of the step until the link of worker 0 is free.
+        syncs: Number of steps so far that synchronized.
     """
 
     clock: float
@@ -40,9 +44,10 @@ class Record:
         running: Number of workers that run.
         step_seconds: Compute time of a step, seconds.
         steps: Totals after each step that all running workers have completed.
-        gaps: Steps in which parameters were written, with the largest number of steps since the
-            previous write of a parameter.
-        memory: Largest measured memory, bytes.
+        gaps: Pairs (step, gap), one for each step in which worker 0 received a mean of parameters
+            for which it had received one before. The gap is the largest number of steps since the
+            previous mean of one of these parameters.
+        memory: Largest memory of worker 0, without model and gradients, bytes.
         details: ``Stats.details`` of worker 0 at the end.
     """
 
@@ -58,9 +63,9 @@ class Record:
         self._trainings: dict[int, PlaceholderTraining] = {}  # by rank
         self._counts = [0] * self.running  # completed steps, by rank
         self._sums: list[list[float]] = []  # by step: clock, computed, number of workers
-        self._of_worker_0: list[tuple[float, float, float, int]] = []  # by step
+        self._totals: list[tuple[float, float, float, int]] = []  # of worker 0, by step
         self._busy = self._free = 0.0
-        self._occasions, self._next_occasion = 0, 0
+        self._changes, self._next_change = 0, 0  # of the payload of worker 0
         self._measured_payload = -1
 
     def __len__(self) -> int:
@@ -70,20 +75,20 @@ class Record:
         """Start the record of worker ``rank``."""
         self._trainings[rank] = training
         if rank == 0:
-            self._tensors, self._own = model.tensors, model.storage_addresses()
+            self._tensors, self._excluded = model.tensors, model.storage_addresses()
             self._versions = [tensor._version for tensor in self._tensors]
-            self._written = [0] * len(self._versions)
+            self._last_means = [0] * len(self._versions)  # steps, by parameter
             training.before_waiting(self._measure_memory)
 
     def close(self) -> None:
-        """End the record and release the workers."""
+        """End the record, and release the objects of the workers."""
         if 0 in self._trainings:
             self.details = dict(self._trainings[0].stats.details)
         self._trainings.clear()
         self._tensors = []
 
     def stepped(self, rank: int) -> bool:
-        """Record a completed step of worker ``rank``. Return True if all have now completed it."""
+        """Record that ``rank`` has completed a step. Return True if it is the last worker to."""
         number = self._counts[rank]
         self._counts[rank] += 1
         if number == len(self._sums):
@@ -97,19 +102,25 @@ class Record:
             self._observe(number + 1)
         complete = sums[2] == self.running
         if complete:
-            totals = self._of_worker_0[number]
+            totals = self._totals[number]
             self.steps.append(Step(sums[0] / self.running, sums[1] / self.running, *totals))
         return complete
 
     def _times(self, rank: int) -> tuple[float, float]:
-        """Return virtual seconds and compute seconds so far."""
+        """Return the present time and the compute seconds so far.
+
+        They are those of worker ``rank``, or means if the cluster has clocks of all workers.
+        """
         cluster = self.cluster
         if cluster.clocks is not None:
             return float(cluster.clocks.mean()), cluster.computed
         return cluster.workers.kernel.now, self._trainings[rank].stats.compute_seconds
 
     def _observe(self, step: int) -> None:
-        """Record the totals of worker 0 and its written parameters."""
+        """Record the totals of worker 0, and which of its parameters were averaged in ``step``.
+
+        The placeholder's optimizer writes nothing, so only a mean increments a version counter.
+        """
         self._measure_memory(None)
         for span in self.cluster.spans:
             if span.rank == 0 and span.kind == "transfer" and not span.inside:
@@ -118,38 +129,45 @@ class Record:
         self.cluster.spans.clear()
         now, stats = self.cluster.workers.kernel.now, self._trainings[0].stats
         backlog = max(0.0, self._free - now)
-        self._of_worker_0.append((stats.payload_bytes, self._busy, backlog, stats.syncs))
+        self._totals.append((stats.payload_bytes, self._busy, backlog, stats.syncs))
         versions = [tensor._version for tensor in self._tensors]
         if versions != self._versions:
             gaps = [0]
             for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)):
                 if new != old:
-                    gaps += [step - self._written[i]] if self._written[i] else []
-                    self._written[i] = step
+                    gaps += [step - self._last_means[i]] if self._last_means[i] else []
+                    self._last_means[i] = step
             if any(gaps):
                 self.gaps.append((step, max(gaps)))
             self._versions = versions
 
     def _measure_memory(self, _: object) -> None:
-        """Measure the memory of worker 0, ever more rarely, if it has sent anything since."""
+        """Measure the memory of worker 0, if it has sent something since the previous call.
+
+        A measurement is slow. The number of such changes from one measurement to the next therefore
+        grows by a factor.
+        """
         training = self._trainings[0]
         payload = training.payload_bytes
         if payload == self._measured_payload:
             return
         self._measured_payload = payload
-        self._occasions += 1
-        if self._occasions >= self._next_occasion:
-            self._next_occasion = math.ceil(self._occasions * _SPARSER)
+        self._changes += 1
+        if self._changes >= self._next_change:
+            self._next_change = math.ceil(self._changes * _SPARSER)
             scale = self.cluster.scale
-            used = reachable_bytes(training.roots, self._own, scale, hidden=self)
+            used = reachable_bytes(training.roots, self._excluded, scale, hidden=self)
             self.memory = max(self.memory, used)
 
     def agrees(self, other: "Record", tolerance: float) -> bool:
-        """Return True if all steps of both records took as long and sent as much."""
+        """Return True if both records have the same bytes, and the same times up to ``tolerance``.
+
+        The tolerance is relative for times above 1 s, and otherwise in seconds.
+        """
         if len(self) != len(other):
             return False
         return all(
-            abs(one.clock - two.clock) <= tolerance * max(1.0, one.clock)
-            and one.payload == two.payload
-            for one, two in zip(self.steps, other.steps, strict=True)
+            abs(mine.clock - theirs.clock) <= tolerance * max(1.0, mine.clock)
+            and mine.payload == theirs.payload
+            for mine, theirs in zip(self.steps, other.steps, strict=True)
         )

@@ -17,22 +17,22 @@ class Plan:
     """Forecasts for one model, machine and network, and the strategy to try first.
 
     Attributes:
-        parameters: Numbers that are averaged.
+        parameters: Number of averaged elements of the model.
         step_seconds: Compute time t of a step, seconds.
-        workers: Number of workers N.
+        workers: Number of workers.
         bandwidth: Bandwidth of each worker's or node's link in each direction, bits per second.
-        latency_seconds: Latency α of a message.
-        workers_per_node: Number of workers per node, L.
-        inside: Bandwidth of each worker's link inside its node, bits per second; None without
-            nodes.
-        inside_latency_seconds: Latency inside a node; None without nodes.
-        node_step_seconds: Duration of a step of a single node, with the mean of its gradients; t
-            without nodes.
+        latency_seconds: Latency of a message, seconds.
+        workers_per_node: Number of workers per node (≥ 1).
+        inside: Bandwidth of each worker's link inside its node, bits per second; None if a node has
+            one worker.
+        inside_latency_seconds: Latency inside a node, seconds; None if a node has one worker.
+        node_step_seconds: Mean duration of a step of a single node, with the mean of its gradients,
+            seconds. It is t if a node has one worker.
         jitter: Standard deviation of the compute time relative to t.
-        wire: Precision, as in ``attach``.
-        model_bytes: Size M of the model before compression, bytes.
-        rows: One forecast per strategy.
-        recommendation: The row to try first.
+        wire: Precision at which means are sent, as in ``attach``; "float32" if none was given.
+        model_bytes: Size of the model in float32, bytes.
+        rows: Forecasts, one per strategy.
+        recommendation: Forecast of the strategy to try first.
         reason: One sentence that explains the recommendation.
     """
 

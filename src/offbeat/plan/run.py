@@ -1,4 +1,8 @@
-"""Runs of a strategy on a placeholder model: by one worker if possible, otherwise by all."""
+"""Simulated runs of a strategy on a placeholder model.
+
+A placeholder model is small and represents a large one. If all workers behave alike, only one of
+them runs and represents the others (see ``plan/cluster.py``). Otherwise all workers run.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,13 +20,15 @@ from offbeat.simulate.randomness import RandomState
 from offbeat.simulate.workers import SimulatedWorker
 from offbeat.strategies import BSP, Strategy
 
-_FEW_WORKERS = 4  # in the runs that check whether one worker represents all
-_MOST_STEPS, _LEAST_STEPS, _LEAST_MEANS = 300, 30, 3  # of these runs
+# Runs that check whether one worker represents all: workers or nodes, length, tolerance of times.
+_FEW_WORKERS = 4
+_MOST_STEPS, _LEAST_STEPS, _LEAST_MEANS = 300, 30, 3
 _TOLERANCE = 1e-9
-_DRAWS = 20_000  # of the step of a node with jitter, for its mean
-_NODE_STEPS = 3  # all later steps are like the last one
+_DRAWS = 20_000  # random steps whose mean is the expected duration of a node's step
+_NODE_STEPS = 3  # steps of a single node: all later ones take as long as the third
 
 Ended = Callable[[Record], bool]
+"""Function that returns True once a record is long enough."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +37,13 @@ class Setting:
 
     Attributes:
         shapes: Sizes of the model's tensors.
-        workers: Number of workers N.
-        network: The links, with nodes of L workers.
-        step_seconds: Compute time t of a step, seconds.
-        jitter: Standard deviation of the compute time relative to t.
-        lssr: Share of local steps of SelSync.
+        workers: Number of workers.
+        network: The links, and the number of workers per node.
+        step_seconds: Mean compute time of a step, seconds.
+        jitter: Standard deviation of the compute time relative to ``step_seconds``.
+        lssr: Share of steps in which SelSync does not synchronize.
         tail: Seconds from the end of computing until the gradients are averaged inside the node.
-        node_bytes: Memory for that mean, bytes.
+        node_bytes: Memory for the mean inside the node, bytes.
     """
 
     shapes: Shapes
@@ -56,7 +62,7 @@ class Setting:
 
     @property
     def representatives(self) -> range:
-        """Global ranks of one worker per node; all ranks without nodes."""
+        """Global ranks of the first worker of each node. All ranks if a node has one worker."""
         return range(0, self.workers, self.network.workers_per_node)
 
     @property
@@ -66,7 +72,7 @@ class Setting:
 
     @property
     def mean_step_seconds(self) -> float:
-        """Mean duration of a step of a worker, or of a node, that waits for no other."""
+        """Mean duration of a step of a worker or node that does not wait for others."""
         step = self.step_time
         if step.workers == 1 or not step.jitter:
             return step.seconds + step.tail
@@ -74,18 +80,20 @@ class Setting:
 
 
 class _EndedError(Exception):
-    """Ends the simulated workers once the record is long enough."""
+    """Stops the simulated workers once the record is long enough."""
 
 
 def run(strategy: Strategy, wire: Precision, setting: Setting, ended: Ended) -> Record:
-    """Run ``strategy`` until ``ended(record)``, which is called after each step of all workers.
+    """Simulate training with ``strategy`` until ``ended(record)`` returns True.
+
+    Only one worker, or one node, runs at first. If it turns out not to represent all, the training
+    is simulated again with all workers, and a new record begins.
 
     Args:
         strategy: The strategy.
-        wire: Precision of the strategy, or "auto" for a strategy that chooses.
+        wire: Precision, or "auto" for a strategy that chooses the precision itself.
         setting: Model and cluster.
-        ended: Returns True once the record is long enough. A second record restarts from the
-            beginning if one worker turns out not to represent all.
+        ended: Returns True once the record is long enough. Called after each step of all workers.
     """
     if can_represent(strategy, wire, setting):
         try:
@@ -98,9 +106,9 @@ def run(strategy: Strategy, wire: Precision, setting: Setting, ended: Ended) -> 
 def can_represent(strategy: Strategy, wire: Precision, setting: Setting) -> bool:
     """Return True if one worker, or one node, is expected to represent all.
 
-    Never true for nodes with jitter, which have no clocks. The strategies of this package treat all
-    ranks alike. Another strategy is expected to do so if, with a few workers, a run of one of them
-    equals a run of all.
+    False for nodes with jitter, which the clocks of a ``RepresentativeCluster`` do not support. The
+    strategies of Offbeat treat all ranks alike. A custom strategy is tested: it is simulated with a
+    few workers, once with one of them running and once with all. Both runs must be equal.
     """
     if setting.network.workers_per_node > 1 and setting.jitter:
         return False
@@ -114,11 +122,11 @@ def can_represent(strategy: Strategy, wire: Precision, setting: Setting) -> bool
         means = record.steps[-1].syncs if steps else 0
         return steps >= _MOST_STEPS or (means >= _LEAST_MEANS and steps >= _LEAST_STEPS)
 
-    one, all_ = (
+    record_of_one, record_of_all = (
         run_members(strategy, wire, small, members, ended)
         for members in (small.representatives[:1], small.representatives)
     )
-    return one.agrees(all_, _TOLERANCE)
+    return record_of_one.agrees(record_of_all, _TOLERANCE)
 
 
 def run_members(
@@ -130,16 +138,17 @@ def run_members(
     *,
     averages: bool = False,
 ) -> Record:
-    """Run the workers ``members``, which represent all, until ``ended(record)``.
+    """Simulate training by the workers ``members``, which represent all workers.
 
     Args:
-        strategy: See ``run``.
-        wire: See ``run``.
-        setting: See ``run``.
-        members: Global ranks: worker 0, or one worker of each node.
-        ended: See ``run``.
-        averages: True if the gradients are averaged inside each node in the run; otherwise
-            ``setting.tail`` accounts for the time.
+        strategy: The strategy.
+        wire: Precision, or "auto" for a strategy that chooses the precision itself.
+        setting: Model and cluster.
+        members: Global ranks: worker 0 alone, or the first worker of each node. All workers, if a
+            node has one worker.
+        ended: Returns True once the record is long enough. Called after each step of all workers.
+        averages: True if gradients are averaged inside each node during the run. Otherwise the
+            compute time contains the time of these means, ``setting.tail``.
 
     Raises:
         DivergedError: One worker does not represent all.
@@ -174,8 +183,8 @@ def run_members(
 def with_node_cost(setting: Setting) -> Setting:
     """Return ``setting`` with the time and memory of averaging gradients inside a node.
 
-    A single node is run for a few steps to measure them. Strategies then run with steps that are
-    longer by this time, so their messages inside a node do not queue behind gradients.
+    A simulation of a single node measures them in a few steps. Later simulations add this time to
+    the compute time of a step, and send no gradients inside a node.
     """
     workers = setting.network.workers_per_node
     if workers == 1:

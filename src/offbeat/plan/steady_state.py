@@ -1,14 +1,17 @@
-"""Detection of the steady state of a run, and of the steps from which to take its figures.
+"""Detection of the steady state of a simulated run. The forecast is made from its last steps.
 
-Without jitter a run is steady if its steps repeat exactly. A period of p steps must occur three
-times: each step with the same seconds, bytes and backlog of the link. A mean must be taken in it,
-and the repetition must continue for eight more periods. The backlog is compared because a slowly
-growing queue otherwise looks steady. Eight more periods are required because the first intervals of
-a schedule of nearly equal intervals (14, 14, 14 and 15 steps, for example) look like a period.
+Without jitter (random variation of compute times) a run is steady if its steps repeat exactly. A
+period of p steps must occur three times, and then eight more times (at most for 512 steps). Steps
+are equal if they have the same duration, the same bytes, the same number of synchronizations, and
+the same backlog of the link: the time until the link is free. The period must contain a mean.
 
-With jitter, or if nothing repeats (rate control may wander), the means of batches of steps decide.
-Their confidence interval must be within ± 1 % for seconds and ± 3 % for bytes, and the backlog must
-not grow.
+* The backlog is compared because a slowly growing queue otherwise looks steady.
+* Eight more periods are required because the first intervals of a schedule with nearly equal
+  intervals, for example 14, 14, 14 and 15 steps, look like a period.
+
+With jitter, or if the steps do not repeat, the means of batches of steps decide. The half width of
+their confidence interval must be at most 1 % for durations and 3 % for bytes. The backlog must not
+grow.
 """
 
 import math
@@ -22,29 +25,31 @@ from numpy.typing import NDArray
 
 from offbeat.plan.record import Record, Step
 
-_REPEATS = 3
-_CONFIRMED, _MOST_CONFIRMED = 8, 512  # periods, and steps; longer intervals err by less than 1 %
-_SILENT_STEPS = 4096  # after which a run without a mean counts as steady: there may never be one
-_DIGITS = 6  # of seconds relative to a step
-_ROUNDING = 8  # bytes of a step: the workers of a node send equal parts, rounded
+_REPEATS = 3  # occurrences of a period before it is a candidate
+_CONFIRMED = 8  # further periods that must follow
+_MOST_CONFIRMED = 512  # steps: limit of the length of these periods together
+_SILENT_STEPS = 4096  # steps after which a period need not contain a mean
+_DIGITS = 6  # compared digits of a duration in units of the compute time of a step
+_ROUNDING = 8  # bytes by which equal steps may differ, because parts of a tensor are rounded
 _SPARSER = 1.1  # factor on the number of steps from one check to the next
 _BATCHES = {10: 2.262, 7: 2.447}
 """Number of batches → quantile of Student's distribution (95 %). Two numbers of batches are tested,
 because the length of a batch may coincide with a period."""
-_WITHIN, _BYTES_WITHIN = 0.01, 0.03
-_LEAST_BATCHED = 100  # steps
-_BACKLOG = 0.05  # relative increase between two halves that counts as growth
+_WITHIN, _BYTES_WITHIN = 0.01, 0.03  # largest half widths for durations and bytes
+_LEAST_BATCHED = 100  # steps before batches are tested
+_BACKLOG = 0.05  # relative increase of the mean backlog, from one half of the steps to the other
 _START = Step(0.0, 0.0, 0, 0.0, 0.0, 0)
-MOST_SECONDS = 5.0  # processor seconds of a run
+MOST_SECONDS = 5.0
+"""Default limit of the processor seconds that a run may take."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The steps from which figures are taken.
+    """The steps from which the figures of a forecast are taken.
 
     Attributes:
         first: Number of steps before the window.
-        last: Number of steps up to the end of the window.
+        last: Number of steps up to and including the last one of the window.
         steady: False if the run was ended before it was steady.
     """
 
@@ -54,13 +59,13 @@ class Window:
 
 
 class SteadyStateDetector:
-    """Decides when a run has been long enough.
+    """Decides when a run is long enough.
 
     Args:
-        jitter: True if steps vary.
-        alone: True if there is no other worker or node.
-        most_seconds: Processor seconds after which the run ends in any case.
-        now: Returns the processor seconds so far.
+        jitter: True if compute times vary.
+        alone: True if there is only one worker or node.
+        most_seconds: Limit of the processor seconds that the run may take.
+        now: Function that returns the processor seconds of this process.
 
     Attributes:
         window: The steps from which to take figures. Valid once ``ended`` has returned True.
@@ -78,13 +83,13 @@ class SteadyStateDetector:
         self._now, self._until = now, now() + most_seconds
         self._next_check = 4  # number of steps
         self._candidate: tuple[int, int] | None = None  # period, and the step at which it was found
-        self._numbers: dict[tuple[float, ...], int] = {}  # of different steps
-        self._sequence: list[int] = []  # number of each step
-        self._sizes: list[float] = []  # different numbers of bytes of a step
+        self._numbers: dict[tuple[float, ...], int] = {}  # a number for each kind of step
+        self._sequence: list[int] = []  # number of the kind of each step
+        self._sizes: list[float] = []  # bytes of a step, different values
         self.window = Window(0, 0, steady=False)
 
     def ended(self, record: Record) -> bool:
-        """Return True, and set ``window``, if ``record`` is long enough."""
+        """Return True and set ``window`` if ``record`` is long enough or the time is used up."""
         steps = len(record)
         late = self._now() > self._until
         if steps < self._next_check and not late:
@@ -101,6 +106,7 @@ class SteadyStateDetector:
     # -- exact repetition ------------------------------------------------------------------------
 
     def _repeated(self, record: Record) -> Window | None:
+        """Return the last steps that repeat exactly; None if they do not repeat long enough."""
         self._extend(record)
         steps, matches = len(record), _self_matches(self._sequence)
         if self._candidate is not None:
@@ -121,7 +127,7 @@ class SteadyStateDetector:
         return Window(steps - times * period, steps, steady=True)
 
     def _extend(self, record: Record) -> None:
-        """Extend the sequence, in which equal steps have equal numbers."""
+        """Append the new steps to the sequence, in which equal steps have equal numbers."""
         unit = record.step_seconds
         steps = record.steps
         for i in range(len(self._sequence), len(steps)):
@@ -134,7 +140,10 @@ class SteadyStateDetector:
             self._sequence.append(self._numbers.setdefault(key, len(self._numbers)))
 
     def _period(self, record: Record, matches: Sequence[int]) -> int | None:
-        """Return the shortest period that has occurred three times and contains a mean."""
+        """Return the shortest period that has occurred three times and contains a mean.
+
+        After 4096 steps a period without a mean counts, too: there may never be a mean.
+        """
         steps = record.steps
         last = steps[-1]
         for period in range(1, len(steps) // _REPEATS + 1):
@@ -149,30 +158,34 @@ class SteadyStateDetector:
     # -- batch means -----------------------------------------------------------------------------
 
     def _batched(self, record: Record, *, late: bool) -> Window | None:
+        """Return the steps after the first fifth if their means are certain, or if time is up."""
         steps = len(record)
-        sent = [two.payload - one.payload for one, two in pairwise(record.steps)]
+        sent = [step.payload - before.payload for before, step in pairwise(record.steps)]
         period = _payload_period(sent)
-        cycles = 4 * (steps - 1) // 5 // period  # the first fifth of the steps does not count
-        close = cycles >= max(_BATCHES) and any(sent[-period * cycles :])
-        for batches in _BATCHES if close and not self._alone else ():
-            close = close and self._close(record, batches, cycles // batches * period)
-        if close or self._alone:
+        cycles = 4 * (steps - 1) // 5 // period  # without the first fifth of the steps
+        certain = cycles >= max(_BATCHES) and any(sent[-period * cycles :])
+        for batches in _BATCHES if certain and not self._alone else ():
+            certain = certain and self._certain(record, batches, cycles // batches * period)
+        if certain or self._alone:
             return Window(steps - max(1, cycles) * period, steps, steady=True)
         if not late:
             return None
         return Window(max(1, steps - max(1, cycles) * period), steps, steady=False)
 
-    def _close(self, record: Record, batches: int, each: int) -> bool:
-        """Return True if the means of the last ``batches`` of ``each`` steps are close enough."""
-        first = len(record) - batches * each
-        ends = [record.steps[first - 1 + i * each] for i in range(batches + 1)]
-        waited = np.diff([one.clock - one.computed for one in ends])  # compute times are known
-        payload = np.diff([one.payload for one in ends])
+    def _certain(self, record: Record, batches: int, length: int) -> bool:
+        """Return True if the last ``batches`` batches of ``length`` steps have similar means.
+
+        Only the waiting times are tested, because the mean of the compute times is known.
+        """
+        first = len(record) - batches * length
+        ends = [record.steps[first - 1 + i * length] for i in range(batches + 1)]
+        waited = np.diff([step.clock - step.computed for step in ends])
+        payload = np.diff([step.payload for step in ends])
         seconds = (ends[-1].clock - ends[0].clock) / batches
         sent = (ends[-1].payload - ends[0].payload) / batches
         if _half_width(waited) > _WITHIN * seconds or _half_width(payload) > _BYTES_WITHIN * sent:
             return False
-        backlog = [one.backlog for one in record.steps[first:]]
+        backlog = [step.backlog for step in record.steps[first:]]
         half = len(backlog) // 2
         before, after = float(np.mean(backlog[:half])), float(np.mean(backlog[half:]))
         return after - before <= _BACKLOG * max(after, record.step_seconds)
@@ -182,20 +195,23 @@ def _payload_period(sent: Sequence[float]) -> int:
     """Return the shortest period of the bytes sent, or 1 if less than half of them repeat."""
     ids: dict[float, int] = {}
     known: list[float] = []
-    matches = _self_matches([ids.setdefault(_known_size(known, one), len(ids)) for one in sent])
+    matches = _self_matches([ids.setdefault(_known_size(known, each), len(ids)) for each in sent])
     periods = range(1, len(sent) // _REPEATS + 1)
     least = len(sent) // 2
     return next((p for p in periods if matches[p] >= max(p, least) and any(sent[-p:])), 1)
 
 
 def _half_width(batch: NDArray[np.float64]) -> float:
-    """Return half the width of the confidence interval of the mean."""
+    """Return half the width of the 95 % confidence interval of the mean of ``batch``."""
     count = len(batch)
     return float(_BATCHES[count] * batch.std(ddof=1) / math.sqrt(count))
 
 
 def _known_size(known: list[float], size: float) -> float:
-    """Return the element of ``known`` that equals ``size`` up to rounding. Append it if missing."""
+    """Return the element of ``known`` that equals ``size`` up to rounding.
+
+    If there is none, append ``size`` and return it.
+    """
     for other in known:
         if abs(other - size) <= _ROUNDING:
             return other
@@ -204,10 +220,10 @@ def _known_size(known: list[float], size: float) -> float:
 
 
 def _self_matches(values: Sequence[int]) -> list[int]:
-    """Return, for each shift p, how many of the last values equal the values p places before.
+    """Return for each shift p how many values at the end equal those p places before them.
 
-    Counts from the end up to the first difference: the Z algorithm on the reversed sequence, in
-    linear time.
+    The count stops at the first difference from the end. This is the Z algorithm on the reversed
+    sequence, which takes linear time.
     """
     text = values[::-1]
     count = len(text)

@@ -1,4 +1,8 @@
-"""The default strategies of a plan, and their settings, which a few runs determine."""
+"""The default strategies of a plan. A few simulated runs determine their settings.
+
+The *idle share* of a run is the share of the time that a worker waits for others. The *staleness*
+of a strategy is the largest age of the newest mean in a worker's model, in steps.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,41 +23,48 @@ from offbeat.strategies import (
 from offbeat.training.compatibility import chooses_precision
 
 IDLE_LIMIT = 0.05
-"""Share of the time that workers may wait under a suggested setting."""
+"""Largest idle share of a suggested setting."""
 SHORT_PERIOD = 8
-"""Period of LocalSGD with which docs/choosing.md says to start."""
+"""Period of LocalSGD with which to start, according to docs/choosing.md."""
 
-_EAGER_BOUND = 16  # least staleness suggested for the eager schedule
-_MARGIN = 1.25  # factor on the staleness that was reached, if steps vary
+_EAGER_BOUND = 16  # least staleness bound suggested for the eager schedule
+_MARGIN = 1.25  # with jitter: factor on the staleness that a run has reached
 _UNBOUNDED = 10**9
-_GROWTH = 1.25  # least factor from one staleness to the next
+_GROWTH = 1.25  # least factor from one staleness to the next in a search
 _RUNS = 5  # most runs of a search
-_TINY = 1e-6  # share of the time: rounding
-_NOISE = 0.003  # share of the time: error of a figure measured with jitter
-_FAST = 1e18  # bits per second
+_TINY = 1e-6  # rounding error of an idle share
+_NOISE = 0.003  # with jitter: statistical error of an idle share
+_FAST = 1e18  # bits per second of a link that takes no time
 
 
 def evaluate(
     strategy: Strategy, wire: Precision | None, setting: Setting, text: str | None = None
 ) -> Measured:
-    """Return the forecast of ``strategy`` with ``wire``; None is the strategy's default.
+    """Return the forecast of ``strategy``.
 
-    If the strategy cannot choose a precision itself, "auto" is the most exact precision for which
-    workers wait for the link at most a tenth of the time, which is the aim of ``AdaptiveWire``.
+    If ``wire`` is "auto" and the strategy does not choose a precision itself, the forecast uses the
+    most exact of float32, bfloat16 and int8 at which workers wait for the link for at most a tenth
+    of the time, or int8. Training aims at the same limit.
+
+    Args:
+        strategy: The strategy.
+        wire: Precision at which means are sent; None means the strategy's default.
+        setting: Model and cluster.
+        text: Name of the strategy in the forecast; None means its text form.
     """
     wire = wire or strategy.default_wire
     if wire != "auto" or chooses_precision(strategy):
         return measure(strategy, wire, setting, text=text)
-    unhindered = _step_without_link(strategy, setting)
+    without_link = _step_without_link(strategy, setting)
     for precision in CHOICES:
         measured = measure(strategy, precision, setting, text=text)
-        if 1 - unhindered / measured.forecast.step_seconds <= MOST_WAITING:
+        if 1 - without_link / measured.forecast.step_seconds <= MOST_WAITING:
             break
     return measured
 
 
 def _step_without_link(strategy: Strategy, setting: Setting) -> float:
-    """Return the seconds of a step over an infinitely fast link, where only stragglers delay it."""
+    """Return the seconds of a step if the link takes no time, so that only jitter causes waits."""
     if not setting.jitter:
         return setting.step_seconds + setting.tail
     fast = replace(setting, network=replace(setting.network, bandwidth=_FAST, latency=0.0))
@@ -61,7 +72,7 @@ def _step_without_link(strategy: Strategy, setting: Setting) -> float:
 
 
 def suggestions(wire: Precision | None, setting: Setting) -> Iterator[Measured]:
-    """Yield the forecasts of the default strategies; see ``offbeat.plan``."""
+    """Yield the forecasts of the default strategies, which ``offbeat.plan`` lists."""
     yield evaluate(BSP(), wire, setting)
     yield from _suggest_local(wire, setting)
     yield evaluate(SelSync(target_lssr=setting.lssr), wire, setting)
@@ -73,9 +84,10 @@ def suggestions(wire: Precision | None, setting: Setting) -> Iterator[Measured]:
 def _suggest_local(wire: Precision | None, setting: Setting) -> Iterator[Measured]:
     """Yield LocalSGD with ``SHORT_PERIOD`` and with the smallest sufficient period, ascending.
 
-    The smallest period H is sought whose idle share is at most ``IDLE_LIMIT``. Workers wait
-    c + d·√H for each mean, where d is caused by jitter. Without jitter one run gives c; with jitter
-    two runs give c and d. They give the next H to try.
+    A period H is sufficient if the idle share is at most ``IDLE_LIMIT``. The search assumes that
+    workers wait c + d·√H for each mean: c for the transfer, and d·√H for other workers because of
+    jitter. Without jitter d is 0, and one run gives c. With jitter the last two runs give c and d.
+    From c and d follows the next H to try.
     """
     known: dict[int, Measured] = {}
     waits: list[tuple[int, float]] = []
@@ -96,12 +108,13 @@ def _period_for(waits: Sequence[tuple[int, float]], computed: float) -> int:
 
     Args:
         waits: One or two pairs (H, c + d·√H).
-        computed: t, seconds.
+        computed: Duration t of a step without waiting, seconds.
     """
-    (period, wait), *more = waits
+    (period, wait), *later = waits
     slope = 0.0
-    for other, another in more:
-        slope = max(0.0, (another - wait) / (math.sqrt(other) - math.sqrt(period)))
+    for later_period, later_wait in later:
+        slope = (later_wait - wait) / (math.sqrt(later_period) - math.sqrt(period))
+        slope = max(0.0, slope)
     fixed = max(0.0, wait - slope * math.sqrt(period))
     share = computed * IDLE_LIMIT / (1 - IDLE_LIMIT)
     root = (slope + math.sqrt(slope**2 + 4 * share * fixed)) / (2 * share)
@@ -109,14 +122,14 @@ def _period_for(waits: Sequence[tuple[int, float]], computed: float) -> int:
 
 
 def _sufficient(measured: Measured, setting: Setting) -> bool:
-    """Return True if workers wait for at most ``IDLE_LIMIT`` of the time."""
+    """Return True if the idle share is at most ``IDLE_LIMIT``, up to its error."""
     return measured.forecast.idle <= IDLE_LIMIT + (_NOISE if setting.jitter else _TINY)
 
 
 def suggest_streaming(wire: Precision | None, setting: Setting) -> Measured:
-    """Return StreamingAveraging, with a larger staleness if workers wait at the default one.
+    """Return StreamingAveraging with the default staleness, or a larger one if workers wait.
 
-    If workers wait, the time of a step falls as the staleness grows.
+    A larger staleness bound shortens the waits.
     """
     strategy = StreamingAveraging()
     for _ in range(_RUNS):
@@ -130,11 +143,12 @@ def suggest_streaming(wire: Precision | None, setting: Setting) -> Measured:
 
 
 def _suggest_cyclic(wire: Precision | None, setting: Setting) -> Measured:
-    """Return AsyncAveraging with the shortest cycle that hides the merge.
+    """Return AsyncAveraging with the shortest cycle in which workers do not wait.
 
-    If a merge takes longer than a cycle, the cycle takes as long as the merge, which gives the next
-    cycle to try. With jitter the cycle is then extended until workers wait for at most
-    ``IDLE_LIMIT`` of the time.
+    A cycle is half the staleness: the steps from one mean to the next. If a mean takes longer than
+    the steps of a cycle, workers wait, and the cycle takes as long as the mean. This time gives the
+    next cycle to try. With jitter the cycle is then extended until the idle share is at most
+    ``IDLE_LIMIT``.
     """
     steady = replace(setting, jitter=0.0)
     cycle = 1
@@ -142,12 +156,12 @@ def _suggest_cyclic(wire: Precision | None, setting: Setting) -> Measured:
         measured = evaluate(AsyncAveraging(staleness=2 * cycle), wire, steady)
         if measured.forecast.idle <= _TINY:
             break
-        merge = cycle * measured.forecast.step_seconds
-        cycle = max(cycle + 1, math.ceil(merge / measured.step_seconds * (1 - _TINY)))
+        mean_seconds = cycle * measured.forecast.step_seconds
+        cycle = max(cycle + 1, math.ceil(mean_seconds / measured.step_seconds * (1 - _TINY)))
     if not setting.jitter:
         return measured
-    for more in (0, 1, 2, 4, 8):  # the first steps of slack help most
-        cycle += more
+    for extension in (0, 1, 2, 4, 8):  # the first additional steps help most
+        cycle += extension
         measured = evaluate(AsyncAveraging(staleness=2 * cycle), wire, setting)
         if _sufficient(measured, setting):
             break
@@ -155,10 +169,10 @@ def _suggest_cyclic(wire: Precision | None, setting: Setting) -> Measured:
 
 
 def _suggest_eager(wire: Precision | None, setting: Setting) -> Measured:
-    """Return eager AsyncAveraging with a staleness that it does not reach."""
+    """Return eager AsyncAveraging, with a staleness bound that it does not reach."""
     unbounded = AsyncAveraging(schedule="eager", staleness=_UNBOUNDED)
     measured = evaluate(unbounded, wire, setting)
-    most = measured.details.get("staleness_max", 0) * (_MARGIN if setting.jitter else 1.0)
-    staleness = max(_EAGER_BOUND, math.ceil(most) + 1)
+    reached = measured.details.get("staleness_max", 0) * (_MARGIN if setting.jitter else 1.0)
+    staleness = max(_EAGER_BOUND, math.ceil(reached) + 1)
     row = replace(measured.forecast, strategy=f"async:schedule=eager,staleness={staleness}")
     return replace(measured, strategy=replace(unbounded, staleness=staleness), forecast=row)

@@ -1,1 +1,1 @@
-"""Reduced precision of messages between workers."""
+"""Reduced precision of the messages between workers: codecs and sums with error feedback."""

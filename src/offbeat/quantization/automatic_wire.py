@@ -1,4 +1,11 @@
-"""A wire that chooses its precision during training, for means that workers wait for."""
+"""A wire that chooses its own precision during training: float32, bfloat16 or int8.
+
+A *wire* sums tensors over the workers at some precision. This one is for strategies whose workers
+block until a mean has arrived (BSP, LocalSGD). It measures how long they block.
+
+In a *round* all workers decide together what to average next. Each worker sends a *vote*, a list of
+numbers, and all receive the *tally*, the sum of the votes. The measurements are a part of the vote.
+"""
 
 import logging
 import math
@@ -19,40 +26,38 @@ from offbeat.transport.team import Team
 logger = logging.getLogger("offbeat")
 
 MOST_WAITING = 0.1
-"""Largest share of the time that workers may wait for the link."""
+"""Target: workers wait for the network for at most this share of the training time."""
 CHOICES: tuple[Precision, ...] = ("float32", "bfloat16", "int8")
-"""Precisions to choose from.
-
-With fewer bits the errors that the wire keeps grow large. Such precisions suit strategies that keep
-the error in the model.
-"""
+"""Precisions to choose from. With int4 and int2 the quantization errors would grow too large."""
 _BITS: dict[str, float] = {precision: sum_bits(precision) for precision in CHOICES}
-_MARGIN = 0.5  # load at most expected of more bits; with a larger one the choice oscillates
-_MIN_STEPS = 16  # local steps per worker between two choices
-_MIN_SUMS = 4  # sums of one stream between two choices
-_CONTROL_STREAM = "the choice of a precision"  # entry of ``state_dict`` that holds the choice
+_MARGIN = 0.5  # more bits are chosen if the expected load is at most this; 1 would oscillate
+_MIN_STEPS = 16  # fewest local steps per worker between two choices
+_MIN_SUMS = 4  # fewest sums of one tensor between two choices
+_CONTROL_STREAM = "the choice of a precision"  # key in ``state_dict`` of everything but the errors
 
 
 class AdaptiveWire(Wire):
     """Sums over the workers at a precision that they choose together.
 
-    The load of ``PrecisionControl`` is the time for which workers wait for the link, relative to
-    ``MOST_WAITING``. Each round counts only the shortest wait of any worker. That worker arrived
-    last, so it waited for the link alone; the other workers waited for it, too.
+    **Choice.** ``PrecisionControl`` chooses the precision from a *load*: the time for which workers
+    wait for the network, divided by the time that ``MOST_WAITING`` allows. In each round the
+    shortest wait of all workers counts. That worker was the last to arrive, so it waited only for
+    the network. The waits of the other workers also contain the time until it arrived.
 
-    Every vote carries the measurements of its worker. When a round is decided, the tally of the
-    round before has arrived on all workers. They all read it then and make the same choice, which
-    holds for all sums started afterwards. So all sums of a round must be started on the same side
-    of that moment on all workers.
+    **Agreement.** When a round is decided, each worker evaluates the tally of the previous round
+    (``apply_measurements``). All workers read the same numbers and make the same choice. It applies
+    to all sums that are started afterwards. Therefore all workers must start a given sum before, or
+    all after, they decide a given round.
 
-    An exact sum that follows a quantized sum of the same stream carries its errors. None are lost
-    when the precision changes.
+    **Errors.** If a sum is exact and the previous sum of the same stream was quantized, the worker
+    adds the stored quantization errors to its contribution. A change of the precision therefore
+    loses no errors.
 
     Args:
         team: The workers.
 
     Attributes:
-        control: Chooses the precision. Common.
+        control: Chooses the precision. It has the same state on all workers.
         reason: Reason for the last choice, for ``Stats.details``.
     """
 
@@ -61,14 +66,16 @@ class AdaptiveWire(Wire):
         self.control = PrecisionControl()
         self.reason = "initial precision"
         self._previous_tally: Handle[tuple[float, ...]] | None = None
-        self._outdated_tallies = 0  # next tallies to ignore: measured before the last change
-        # Sums over all workers since the last choice.
+        # Number of coming tallies to ignore. They contain measurements at the previous precision.
+        self._outdated_tallies = 0
+        # Totals over all workers since the last choice.
         self._steps = self._seconds = self._waited_seconds = 0.0
-        self._sums_by_stream: dict[str, int] = {}  # since the last choice
-        # Step, time and seconds waited at the last vote. None: no interval is being measured.
+        self._sums_by_stream: dict[str, int] = {}  # number of sums since the last choice
+        # Local steps, clock and seconds waited at the last vote. The next vote reports the
+        # differences to them. None if it has nothing to report.
         self._last_vote: tuple[int, float, float] | None = None
         self._exact_streams: set[str] = set()  # streams whose last sum was exact
-        self._sent_errors: dict[str, ErrorFeedback] = {}  # carried by tentative exact sums
+        self._sent_errors: dict[str, ErrorFeedback] = {}  # errors to restore if a sum is undone
 
     @property
     @override
@@ -84,15 +91,15 @@ class AdaptiveWire(Wire):
 
     @override
     def measurements(self, step: int, *, stepping: bool) -> tuple[float, ...]:
-        """Return steps and seconds since the last vote, then one entry for each worker.
+        """Return the local steps and seconds since the last vote, then one number per worker.
 
-        The entry of this worker is the seconds that it waited. The other entries are 0, so that the
-        tally lists the waits of all workers.
+        The number of this worker is the seconds that it waited, or infinity if it has measured
+        nothing. The numbers of the other workers are 0. The tally thus lists the waits of all
+        workers.
 
         Args:
-            step: Local steps so far.
-            stepping: False measures nothing, because this worker takes no step. Its entry is
-                infinite, which excludes it.
+            step: Number of local steps so far.
+            stepping: False if this worker takes no step. It then measures nothing.
         """
         waits = [0.0] * self._team.size
         waits[self._team.rank] = math.inf
@@ -107,10 +114,10 @@ class AdaptiveWire(Wire):
 
     @override
     def apply_measurements(self, sums: Handle[tuple[float, ...]]) -> None:
-        """Evaluate the tally of the round before, and keep that of this round for the next one.
+        """Evaluate the tally of the previous round. Store the tally of this round for the next one.
 
         Args:
-            sums: Tally of ``measurements`` in the round that is being decided.
+            sums: Sum of ``measurements`` over the workers in the round that is being decided.
         """
         tally, self._previous_tally = self._previous_tally, sums
         if tally is None or self._team.size == 1:
@@ -128,7 +135,8 @@ class AdaptiveWire(Wire):
 
     def _choose(self) -> None:
         """Choose a precision by the measurements since the last choice."""
-        step, waited = self._seconds / self._steps, self._waited_seconds / self._steps
+        step, waited = self._seconds / self._steps, self._waited_seconds / self._steps  # per step
+        # With this wait, waiting is the share MOST_WAITING of the step.
         allowed = (step - waited) * MOST_WAITING / (1 - MOST_WAITING)
         load = waited / allowed if allowed > 0 else math.inf if waited > 0 else 0.0
         previous = self.control.precision
@@ -172,7 +180,7 @@ class AdaptiveWire(Wire):
         )
 
     def _add_errors(self, tensor: Tensor, stream: str, *, tentative: bool) -> None:
-        """Add the errors of both stages to an exact contribution, and remove them."""
+        """Add the stored errors to an exact contribution, and delete them."""
         errors = self._streams.pop(stream)
         tensor.add_(errors.sent.reshape(-1)[: tensor.numel()])
         size = errors.summed.numel()
@@ -197,11 +205,11 @@ class AdaptiveWire(Wire):
 
     @override
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return the errors of all streams, and choice and measurements as one more stream.
+        """Return the errors of all streams, and the state of the choice as one more stream.
 
-        The entry "sent" of that stream has the fields of ``control``, the number of outdated
-        tallies, the measurements since the last choice, and the interval since the last vote. Times
-        are relative to now, because clocks differ between runs. "summed" has the previous tally.
+        That stream has two vectors. "sent" lists the fields of ``control``, the number of outdated
+        tallies, the totals since the last choice, and the interval since the last vote. Times are
+        relative to now, because clocks differ between runs. "summed" is the previous tally.
         """
         control = [
             float(PRECISIONS.index(value)) if isinstance(value, str) else float(value)
@@ -209,10 +217,10 @@ class AdaptiveWire(Wire):
         ]
         now, account = self._team.host.now(), self._team.account.wait_seconds
         sums = max(self._sums_by_stream.values(), default=0)
-        measured = [self._steps, self._seconds, self._waited_seconds, sums]
+        totals = [self._steps, self._seconds, self._waited_seconds, sums]
         step, clock, waited = (0, now, account) if self._last_vote is None else self._last_vote
         interval = [self._last_vote is not None, step, now - clock, account - waited]
-        numbers = [*control, self._outdated_tallies, *measured, *interval]
+        numbers = [*control, self._outdated_tallies, *totals, *interval]
         tally = () if self._previous_tally is None else self._previous_tally.wait()
         return {
             **super().state_dict(),
@@ -224,7 +232,8 @@ class AdaptiveWire(Wire):
 
     @override
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        super().load_state_dict({key: one for key, one in state.items() if key != _CONTROL_STREAM})
+        errors = {stream: value for stream, value in state.items() if stream != _CONTROL_STREAM}
+        super().load_state_dict(errors)
         numbers, tally = (state[_CONTROL_STREAM][key].tolist() for key in ("sent", "summed"))
         for field in fields(PrecisionControl):
             number, current = numbers.pop(0), getattr(self.control, field.name)

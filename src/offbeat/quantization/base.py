@@ -1,7 +1,7 @@
-"""The contract of a codec, and the pieces in which codecs work.
+"""Base class of the codecs, which quantize float32 numbers into bytes and back.
 
-Numbers are quantized in blocks of ``BLOCK``. Arithmetic is in float32, on the device of the
-tensors, one piece at a time. A piece fits into the processor's cache.
+A codec quantizes blocks of ``BLOCK`` (512) numbers. It computes in float32, on the device of its
+tensors. A long tensor is processed in *pieces* of whole blocks that fit into the processor's cache.
 """
 
 from abc import ABC, abstractmethod
@@ -13,14 +13,15 @@ from torch import Tensor
 
 from offbeat.quantization.kernels import BLOCK
 
-PIECE_BLOCKS = 256  # half a MiB of float32, and as much scratch memory
+PIECE_BLOCKS = 256  # blocks in a piece: 512 KiB of float32, and as much scratch memory
 
 
 class Codec(ABC):
     """Quantizes float32 numbers into bytes and back.
 
-    In all methods ``start`` is the position, in the numbers of the whole payload, of the first
-    number to encode or decode. It is a multiple of ``BLOCK``.
+    The encoded bytes are called the *payload*. A method may process only a part of it. Its argument
+    ``start`` is then the index, among all numbers of the payload, of the first number of the part.
+    It is a multiple of ``BLOCK``.
     """
 
     block_bytes: ClassVar[int]
@@ -36,32 +37,36 @@ class Codec(ABC):
         start: int = 0,
         keep_error: bool = True,
     ) -> None:
-        """payload ← Q(values + plus); values ← the quantization error, values + plus − Q(…).
+        """payload ← Q(s) with s = values + plus;  values ← s − Q(s), the quantization error.
 
         The error of a number that is not finite is 0.
 
         Args:
             values: float32, 1-D, a whole number of blocks. Overwritten.
-            payload: uint8, 1-D, ``block_bytes`` for each block.
-            plus: Floating point, 1-D. Zeros stand for missing numbers; numbers beyond the end of
-                ``values`` are ignored.
-            start: Position in the payload.
+            payload: uint8, 1-D, ``block_bytes`` for each block. The whole payload.
+            plus: Floating point, 1-D. If it is shorter than ``values``, zeros stand for the missing
+                numbers. If it is longer, the rest is ignored. None: zeros.
+            start: Index of the first number in the payload.
             keep_error: False leaves undefined contents in ``values``, which is faster.
         """
 
     @abstractmethod
     def decode(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
-        """values ← payload. ``values`` has any float type and may end inside a block."""
+        """values ← decoded numbers. ``values`` has any float type and may end inside a block."""
 
     @abstractmethod
     def add(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
-        """values ← values + payload. ``values`` is float32 and has a whole number of blocks."""
+        """values ← values + decoded numbers. ``values`` is float32 and has whole blocks."""
 
 
 def piece_elements(elements: int, device: torch.device) -> int:
-    """Return the length of a piece of a tensor of ``elements`` numbers: a whole number of blocks.
+    """Return the number of elements in a piece, a multiple of ``BLOCK``.
 
-    On a GPU the whole tensor is one piece.
+    On a CPU it is ``PIECE_BLOCKS`` blocks. On a GPU one piece holds the whole tensor.
+
+    Args:
+        elements: Number of elements of the tensor.
+        device: Device of the tensor.
     """
     if device.type == "cpu":
         return PIECE_BLOCKS * BLOCK
@@ -69,7 +74,7 @@ def piece_elements(elements: int, device: torch.device) -> int:
 
 
 def pieces(values: Tensor) -> Iterator[slice]:
-    """Iterate over the slices of ``values`` that are its pieces."""
+    """Yield the slice of each piece of ``values``, in order."""
     elements = values.numel()
     step = piece_elements(elements, values.device)
     for start in range(0, elements, step):
@@ -77,7 +82,7 @@ def pieces(values: Tensor) -> Iterator[slice]:
 
 
 def add_piece(part: Tensor, plus: Tensor | None, piece: slice) -> None:
-    """part ← part + plus[piece]. Numbers that ``plus`` lacks count as 0."""
+    """part ← part + plus[piece]. If ``plus`` is None or too short, missing numbers count as 0."""
     if plus is not None and piece.start < plus.numel():
         addend = plus[piece]
         part[: addend.numel()].add_(addend)

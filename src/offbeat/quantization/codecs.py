@@ -1,4 +1,7 @@
-"""The codecs by name, and bfloat16. The integer codecs are in ``integers.py``."""
+"""The table ``CODECS`` of codecs by precision, and the bfloat16 codec.
+
+The integer codecs are in ``integers.py``.
+"""
 
 from math import isfinite
 
@@ -12,7 +15,10 @@ from offbeat.quantization.kernels import BLOCK
 
 
 class BFloat16(Codec):
-    """Numbers with 8 significant bits, rounded to nearest even. Keeps NaN and infinity."""
+    """Floating-point numbers with 8 significant bits, rounded to nearest even.
+
+    NaN and infinity are encoded as such.
+    """
 
     block_bytes = 2 * BLOCK
 
@@ -33,8 +39,8 @@ class BFloat16(Codec):
             rounded.copy_(part)
             if keep_error:
                 part.sub_(rounded)
-                # The sum is a cheap test: it is finite only if all errors are. It may be infinite
-                # for finite errors, too. On a GPU reading it would block.
+                # An error is NaN or infinite if its number is, or overflows. The sum is a cheap
+                # test: if it is finite, all errors are. On a GPU, reading it would block.
                 if part.device.type != "cpu" or not isfinite(part.sum().item()):
                     part.nan_to_num_(0.0, 0.0, 0.0)
 

@@ -1,4 +1,8 @@
-"""Flat vectors that are read piece by piece, so that a received sum is never decoded as a whole."""
+"""Vectors that are decoded piece by piece when they are read.
+
+A quantized sum arrives as *payloads*, the bytes that a codec has encoded. If its reader processes
+one piece after another, the sum never exists in memory as a whole tensor.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,13 +22,14 @@ from offbeat.transport.handle import Handle
 
 @dataclass(frozen=True)
 class PackedPayloads:
-    """A range of integer payloads, as the compiled loops take it.
+    """Encoded elements of a vector, as arguments of ``kernels.land``.
 
     Attributes:
-        rows: One payload per row. The numbers are the sum of the rows, in this order.
-        bits: Bits of an integer.
-        first: Index of the block with which the range begins.
-        count: Number of elements in the range.
+        rows: Whole integer payloads, one per row. An element is the sum of the decoded rows, added
+            in the order of the rows.
+        bits: Bits of an integer: 8, 4 or 2.
+        first: Index of the block, within each payload, with which the elements begin.
+        count: Number of elements.
     """
 
     rows: NDArray[np.uint8]
@@ -38,7 +43,7 @@ class LazyVector(ABC):
 
     Attributes:
         elements: Number of elements.
-        dtype: Floating-point type that holds the elements, or held them before quantization.
+        dtype: Floating-point type of the elements. Of a quantized vector: before quantization.
         device: Device of the elements.
     """
 
@@ -47,17 +52,18 @@ class LazyVector(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Size of the vector as a tensor, in bytes."""
+        """Bytes of a tensor that holds the vector."""
         return self.elements * self.dtype.itemsize
 
     @abstractmethod
     def read(self, values: Tensor, start: int = 0) -> None:
-        """values ← the elements from ``start`` on. ``start`` is a multiple of ``BLOCK``."""
+        """Fill ``values`` with the elements from ``start`` on, a multiple of ``BLOCK``."""
 
     def packed(self, start: int, limit: int) -> PackedPayloads | None:
-        """Return the integer payloads of at most ``limit`` elements from ``start`` on.
+        """Return the encoded elements from ``start`` on, at most ``limit`` and only of one chunk.
 
-        None if the vector has no such payloads. Fewer elements are returned at the end of a chunk.
+        Returns:
+            None if the elements are not stored as integer payloads on the CPU.
         """
         return None
 
@@ -72,7 +78,7 @@ class LazyVector(ABC):
 
 
 class TensorVector(LazyVector):
-    """The elements of a 1-D tensor."""
+    """A vector whose elements are those of a 1-D tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor.numel(), tensor.dtype, tensor.device)
@@ -84,13 +90,13 @@ class TensorVector(LazyVector):
 
 
 class PayloadVector(LazyVector):
-    """A vector in chunks, each of which is the sum of one or more payloads.
+    """A vector of encoded chunks, each of which is the sum of one or more payloads.
 
     Args:
         codec: Codec of the payloads.
-        chunks: Payloads of each chunk, in the order in which they are added.
+        chunks: Payloads of each chunk. They are decoded and added in this order.
         chunk_elements: Elements in a chunk, a multiple of ``BLOCK``. The last chunks may have less.
-        like: Vector with the number of elements, the dtype and the device of this one.
+        like: Vector with the same number of elements, dtype and device.
     """
 
     def __init__(
@@ -102,7 +108,7 @@ class PayloadVector(LazyVector):
     ) -> None:
         super().__init__(like.elements, like.dtype, like.device)
         self._codec, self._chunks, self._chunk_elements = codec, chunks, chunk_elements
-        self._rows: dict[int, NDArray[np.uint8]] = {}  # of chunks with several payloads
+        self._rows: dict[int, NDArray[np.uint8]] = {}  # by chunk: its payloads in one array
 
     @override
     def read(self, values: Tensor, start: int = 0) -> None:
@@ -143,12 +149,12 @@ class PayloadVector(LazyVector):
 
 
 class UpdateSum(Handle[LazyVector]):
-    """A sum of updates in flight, together with this worker's own contribution.
+    """A sum over the workers in flight, and the contribution of this worker. See ``sum_updates``.
 
     Args:
         total: The sum.
-        sent: This worker's update after quantization, with the bits that its peers decode. The
-            difference to the update itself is the quantization error, which the caller keeps.
+        sent: This worker's update after quantization, as all workers decode it. The update minus
+            ``sent`` is the quantization error.
     """
 
     def __init__(self, total: Handle[LazyVector], sent: LazyVector) -> None:

@@ -13,7 +13,10 @@ from offbeat.quantization.base import Codec, add_piece, pieces
 from offbeat.quantization.kernels import BLOCK, SMALLEST_SCALE, kernels_for
 
 _ROUNDING = 1.5 * 2.0**23
-"""A float32 of this size has no fraction bits: adding it rounds to nearest even in the low bits."""
+"""Adding this to a small float32 rounds it to an integer, because the sum has no fraction bits.
+
+Ties round to even. The lowest bits of the sum are the integer in two's complement.
+"""
 
 
 class IntegerCodec(Codec):
@@ -23,15 +26,20 @@ class IntegerCodec(Codec):
         scale = (largest absolute value of the block) / L
         |error| ≤ scale / 2, apart from float32 rounding
 
-    A block with a number that is not finite has the scale NaN, so all of it decodes to NaN. A block
-    whose scale is below ``SMALLEST_SCALE`` has the scale 0, and its numbers are the error.
+    If a block contains NaN or infinity, its scale is NaN. The whole block then decodes to NaN, and
+    all its errors are 0. If the scale would be below ``SMALLEST_SCALE``, it is 0. The block then
+    decodes to zeros, and the errors are the numbers themselves.
 
-    Payload: the scales of all blocks, then the integers of all blocks, packed in two's complement.
-    Byte j of a block of B bytes holds the numbers j, j + B, j + 2·B, …, from the lowest bits up, so
-    that packing works on contiguous memory.
+    A payload contains the scales of all blocks, then the integers of all blocks, packed in two's
+    complement. If B bytes hold the integers of a block, byte j of them holds the numbers j, j + B,
+    j + 2·B, …, from the lowest bits up. So packing works on contiguous memory.
 
-    Uses the compiled loops of ``kernels.py`` where they apply and torch operations elsewhere. A
-    payload decodes to the same bits with both.
+    The compiled loops of ``kernels.py`` do the work where they apply, and torch operations
+    elsewhere. A payload decodes to the same bits with both.
+
+    Attributes:
+        bits: Bits of an integer: 8, 4 or 2.
+        block_bytes: Bytes of one block in a payload: a scale of 4 bytes and the packed integers.
     """
 
     bits: ClassVar[int]
@@ -56,7 +64,7 @@ class IntegerCodec(Codec):
             scale, packed = self._split(payload, start + piece.start, part.numel())
             inverse, finite = self._set_scale(x.abs().amax(1, keepdim=True), scale)
             if not keep_error:
-                # The integers are the lowest bytes of the sums.
+                # The lowest byte of each sum is the integer.
                 rounding = torch.full((1, BLOCK), _ROUNDING, device=x.device)
                 torch.addcmul(rounding, x, inverse, out=x)
                 self._pack(x.view(torch.int32).to(torch.int8), packed)
@@ -65,7 +73,7 @@ class IntegerCodec(Codec):
             x.addcmul_(rounded, scale, value=-1)
             if not finite:
                 x.nan_to_num_(0.0, 0.0, 0.0)
-                rounded.nan_to_num_(0.0, 0.0, 0.0)  # blocks with scale NaN
+                rounded.nan_to_num_(0.0, 0.0, 0.0)  # blocks whose scale is NaN
             self._pack(rounded.to(torch.int8), packed)
 
     @override
@@ -101,11 +109,11 @@ class IntegerCodec(Codec):
         """Run a compiled loop on a piece. Return False if none applies to this tensor.
 
         Args:
-            part: The piece.
+            part: Numbers of the piece.
             payload: The whole payload.
-            start: Position of the piece in the payload.
-            name: The loop.
-            flag: Last argument of the loop: ``keep_error`` of encode, ``add`` of decode.
+            start: Index of the first number of the piece in the payload.
+            name: Name of the loop.
+            flag: Argument ``keep_error`` of the encode loop, or ``add`` of the decode loop.
         """
         loops = kernels_for(part)
         if loops is None:
@@ -121,18 +129,19 @@ class IntegerCodec(Codec):
         return True
 
     def _set_scale(self, largest: Tensor, scale: Tensor) -> tuple[Tensor, bool]:
-        """scale ← the scales of blocks with these largest absolute values.
+        """scale ← the scale of each block, given the largest absolute value of each block.
+
+        A scale below ``SMALLEST_SCALE`` becomes 0, and one that is not finite becomes NaN.
 
         Returns:
-            The inverse scales, and True if all scales are known to be finite. A scale below
-            ``SMALLEST_SCALE`` becomes 0 and one that is not finite becomes NaN; the inverse of
-            both is 0.
+            The inverse scales (0 for the scales 0 and NaN), and True if all scales are known to be
+            finite.
         """
-        # Not a Python number, by which CUDA would divide with other bits than a CPU.
+        # A tensor: CUDA divides by a Python number less exactly than a CPU.
         levels = torch.full_like(largest, 2 ** (self.bits - 1) - 1)
         torch.div(largest, levels, out=scale)
         inverse = scale.reciprocal()
-        usual = finite = False  # on a GPU reading the extremes would block
+        usual = finite = False  # not known on a GPU, where reading the extremes would block
         if scale.device.type == "cpu":
             low, high = scale.aminmax()
             finite = high.item() < inf  # False if a scale is NaN
@@ -140,13 +149,13 @@ class IntegerCodec(Codec):
         if not usual:
             tiny = scale < SMALLEST_SCALE
             inverse.masked_fill_(tiny | ~scale.isfinite(), 0.0)
-            scale.masked_fill_(tiny, 0.0).add_(scale - scale)  # ∞ becomes NaN
+            scale.masked_fill_(tiny, 0.0).add_(scale - scale)  # ∞ − ∞ is NaN
         return inverse, finite
 
     def _pack(self, integers: Tensor, packed: Tensor) -> None:
-        """packed ← the int8 integers, four bytes in one operation. One row for each block.
+        """Pack int8 integers into ``packed``. Both have one row for each block.
 
-        Overwrites ``integers``.
+        The int32 operations process four bytes at a time. They overwrite ``integers``.
         """
         if self.bits == 8:
             packed.copy_(integers)
@@ -160,14 +169,15 @@ class IntegerCodec(Codec):
             words.bitwise_or_(column.bitwise_and_(_in_each_byte(mask << shift, device)))
 
     def _decode_blocks(self, payload: Tensor, start: int, values: Tensor) -> None:
-        """values ← the numbers of a range of a payload. ``values`` is float32 in whole blocks."""
+        """Decode into ``values``, which is float32 and has whole blocks."""
         scale, packed = self._split(payload, start, values.numel())
-        highest = 8 - self.bits
-        # The product is exact: a scale is 0 or far from the smallest float32.
-        values.view(-1, BLOCK).copy_(self._unpack(packed)).mul_(scale * 2.0**-highest)
+        # Removes the factor of ``_unpack``. The product with a scale is exact, because a scale is 0
+        # or far from the smallest float32.
+        unit = 2.0 ** (self.bits - 8)
+        values.view(-1, BLOCK).copy_(self._unpack(packed)).mul_(scale * unit)
 
     def _unpack(self, packed: Tensor) -> Tensor:
-        """Return the integers as int8, times 2^(8 − bits): each in the highest bits of its byte."""
+        """Return the integers times 2^(8 − bits): as int8, each in the highest bits of its byte."""
         if self.bits == 8:
             return packed
         words, highest, device = packed.view(torch.int32), 8 - self.bits, packed.device
@@ -179,10 +189,7 @@ class IntegerCodec(Codec):
         return integers
 
     def _split(self, payload: Tensor, start: int, elements: int) -> tuple[Tensor, Tensor]:
-        """Return views of a range of a payload: scales (float32) and packed integers (int8).
-
-        Both have one row for each block.
-        """
+        """Return views of the scales (float32) and packed integers (int8), one row per block."""
         first, last = start // BLOCK, -(-(start + elements) // BLOCK)
         size, offset = self.block_bytes - 4, payload.numel() // self.block_bytes * 4
         scales = payload[4 * first : 4 * last].view(torch.float32)
@@ -192,7 +199,7 @@ class IntegerCodec(Codec):
 
 @cache
 def _int32(value: int, device: torch.device) -> Tensor:
-    """Return a constant. With a Python number the operations above take longer."""
+    """Return a constant tensor. Operations with a Python number would take longer."""
     return torch.tensor(value, dtype=torch.int32, device=device)
 
 
@@ -202,21 +209,21 @@ def _in_each_byte(bits: int, device: torch.device) -> Tensor:
 
 
 class Int8(IntegerCodec):
-    """1 + 4/512 bytes per number: −127 to 127, times 1/127 of the largest of the block."""
+    """Integers from −127 to 127. A number takes 8 bits, and a block 4 bytes for its scale."""
 
     bits = 8
     block_bytes = BLOCK + 4
 
 
 class Int4(IntegerCodec):
-    """1/2 + 4/512 bytes per number: −7 to 7, times 1/7 of the largest of the block."""
+    """Integers from −7 to 7. A number takes 4 bits, and a block 4 bytes for its scale."""
 
     bits = 4
     block_bytes = BLOCK // 2 + 4
 
 
 class Int2(IntegerCodec):
-    """1/4 + 4/512 bytes per number: −1, 0 or 1, times the largest of the block."""
+    """The integers −1, 0 and 1. A number takes 2 bits, and a block 4 bytes for its scale."""
 
     bits = 2
     block_bytes = BLOCK // 4 + 4

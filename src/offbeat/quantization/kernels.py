@@ -1,8 +1,10 @@
-"""Inner loops of quantization and landing, compiled with numba if it is installed.
+"""Inner loops of quantization and of model updates, compiled with numba if it is installed.
 
-Each loop makes one pass over memory where torch operations make about ten. ``decode``, ``move`` and
-``land`` compute what must be equal on all workers. They give the same bits as the torch operations,
-so numba may be installed on some workers only.
+Each loop makes one pass over memory where torch operations make about ten.
+
+``move`` and ``land`` apply a mean update D to the *shared model P*, a copy of the model that must
+have the same bits on all workers. They and ``decode`` give the same bits as the torch operations
+that replace them without numba. So numba may be installed on only some of the workers.
 """
 
 import os
@@ -22,25 +24,26 @@ Bytes = NDArray[np.uint8]
 BLOCK = 512
 """Numbers in a block. The integers of a block share one scale."""
 SMALLEST_SCALE = 2.0**-100
-"""A smaller scale counts as zero, because its inverse would overflow."""
+"""A smaller scale is replaced by 0. The inverses of the smallest float32 would overflow."""
 _LANES = 16
-"""Number of partial sums to which the squares of a block are folded, half onto half.
+"""Number of partial sums when the squares of a block are added.
 
-A running sum cannot be compiled to vector instructions.
+The second half of the squares is added to the first half, and so on until 16 sums are left. Unlike
+a running sum, this compiles to vector instructions.
 """
-_INFINITY_BITS = 0x7F800000  # float32 infinity as an integer; larger integers are NaN
-_ROUNDING = np.float32(1.5 * 2.0**23)  # has no fraction bits: adding it rounds to nearest even
+_INFINITY_BITS = 0x7F800000  # bit pattern of float32 infinity; those of NaN are larger
+_ROUNDING = np.float32(1.5 * 2.0**23)  # see ``integers.py``: adding it rounds to an integer
 
 
 def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error: bool) -> None:
-    """Quantize blocks to integers; see ``integers.IntegerCodec``.
+    """Quantize blocks to integers; see ``integers.IntegerCodec`` for the format.
 
     Args:
-        values: Whole blocks. Become the quantization errors if ``keep_error``.
-        scales: One scale for each block. Written.
-        packed: ``BLOCK * bits / 8`` bytes for each block. Written.
+        values: Numbers of whole blocks.
+        scales: Output: one scale for each block.
+        packed: Output: ``BLOCK * bits / 8`` bytes for each block.
         bits: Bits of an integer: 8, 4 or 2.
-        keep_error: False leaves ``values`` as they are.
+        keep_error: True replaces ``values`` by the quantization errors. False does not change them.
     """
     levels, mask = np.float32(2 ** (bits - 1) - 1), 2**bits - 1
     count, width = 8 // bits, BLOCK * bits // 8
@@ -49,7 +52,8 @@ def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error:
     integers = shifted.view(np.int32)
     for block in range(values.size // BLOCK):
         start = block * BLOCK
-        largest = np.int32(0)  # absolute values as integers: the order is that of the numbers
+        # Bit patterns of absolute values, read as integers, have the order of the values.
+        largest = np.int32(0)
         for i in range(start, start + BLOCK):
             absolute = np.int32(raw[i] & 0x7FFFFFFF)
             largest = absolute if absolute > largest else largest
@@ -84,12 +88,19 @@ def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error:
 
 
 def decode(values: Floats, scales: Floats, packed: Bytes, bits: int, add: bool) -> None:
-    """values ← the numbers of a payload, or values + numbers if ``add``.
+    """Decode integers and scales into ``values``, the inverse of ``encode``.
 
-    ``values`` may end inside the last block. The other arguments are those of ``encode``.
+    Args:
+        values: Output. May end inside the last block.
+        scales: One scale for each block.
+        packed: ``BLOCK * bits / 8`` bytes for each block.
+        bits: Bits of an integer: 8, 4 or 2.
+        add: True adds the numbers to ``values``. False replaces ``values``.
     """
     count, width = 8 // bits, BLOCK * bits // 8
-    highest = 0xFF << (8 - bits) & 0xFF  # mask of the highest field, whose sign is that of the byte
+    # Each integer is shifted to the highest bits of a byte, so that the byte has its sign. ``unit``
+    # removes the factor 2^(8 − bits) of this shift.
+    highest = 0xFF << (8 - bits) & 0xFF
     unit = np.float32(2.0 ** (bits - 8))
     for block in range(scales.size):
         step, place = scales[block] * unit, block * width
@@ -114,21 +125,21 @@ def move(
     lookahead: float,
     lr: float,
 ) -> None:
-    """Apply a landed mean: the step of ``averaging.parts.update_part.UpdatePart``.
+    """Apply a mean update to the shared model, as ``averaging.parts.update_part.UpdatePart`` does.
 
         v ← momentum·v + D
         Δ = lr·(D + lookahead·v)
         P ← P + Δ
-        shift ← Δ − u
+        shift ← Δ − u        the caller adds this to the worker's local model
 
     Args:
-        shift: D, the mean of the updates. Written.
-        sent: u, this worker's update.
-        base: P. Written.
-        velocity: v. Written. An empty array stands for v = 0 and Δ = lr·D.
-        momentum: Factor of v.
+        shift: Input D, the mean of the updates of all workers. Output Δ − u.
+        sent: u, the update that this worker has sent.
+        base: P. Updated in place.
+        velocity: v, updated in place. If the array is empty, Δ = lr·D.
+        momentum: Factor of the old v.
         lookahead: Factor of v in Δ.
-        lr: Factor of Δ.
+        lr: Outer learning rate.
     """
     keep, forward, rate = np.float32(momentum), np.float32(lookahead), np.float32(lr)
     if velocity.size:
@@ -148,8 +159,8 @@ def move(
 def measure(values: Floats, squares: NDArray[np.float64], index: int) -> None:
     """Add ‖values‖² to ``squares[index]``.
 
-    The result has the same bits however the values are divided between calls, if all calls but the
-    last have whole blocks.
+    A long vector may be passed in several calls. The bits of the result do not depend on how it is
+    divided, if all calls but the last have whole blocks.
     """
     folded = np.empty(BLOCK, np.float32)
     for start in range(0, values.size, BLOCK):
@@ -184,23 +195,25 @@ def land(
     lr: float,
     squares: NDArray[np.float64],
 ) -> None:
-    """Run ``decode``, ``measure`` and ``move`` block by block, in the first-level cache.
+    """Decode D and u, measure their norms, and apply ``move``, in one pass over memory.
+
+    The symbols are those of ``move``. Each block is processed completely in the first-level cache.
 
     Args:
-        payloads: One payload per row, see ``integers.IntegerCodec``. Their sum, in the order of the
-            rows, is D·weight.
+        payloads: Integer payloads, one per row; see ``integers.IntegerCodec``. The sum of the
+            decoded rows, added in their order, is weight·D.
         bits: Bits of an integer in ``payloads``.
-        sent: The payload of u.
+        sent: Payload of u.
         sent_bits: Bits of an integer in ``sent``.
-        first: Index, in all payloads, of the block with which ``shift`` begins.
-        weight: Divisor of the sum.
-        shift: Becomes Δ − u. Its length may end inside a block.
-        base: P as in ``move``. Has the length of ``shift``.
-        velocity: v as in ``move``. Has the length of ``shift``, or is empty.
-        momentum: Factor of v, as in ``move``.
-        lookahead: Factor of v in Δ, as in ``move``.
-        lr: Factor of Δ, as in ``move``.
-        squares: ‖D‖² and ‖u‖² are added to its two elements.
+        first: Index of the block, within each payload, that the first block of ``shift`` holds.
+        weight: Sum of the weights of all workers.
+        shift: Output Δ − u. May end inside a block.
+        base: P, as long as ``shift``. Updated in place.
+        velocity: v, as long as ``shift`` or empty. Updated in place.
+        momentum: Factor of the old v.
+        lookahead: Factor of v in Δ.
+        lr: Outer learning rate.
+        squares: Two elements, to which ‖D‖² and ‖u‖² are added.
     """
     keep, forward, rate = np.float32(momentum), np.float32(lookahead), np.float32(lr)
     divisor = np.float32(weight)
@@ -229,7 +242,7 @@ def land(
                         part[j] = np.float32(np.int8(fields[j] << up & highest)) * step
         for i in range(length):
             mean[i] /= divisor
-        for i in range(length, BLOCK):  # beyond the end of the tensor
+        for i in range(length, BLOCK):  # padding after the last number
             mean[i] = own[i] = np.float32(0)
         for index in range(2):  # as in ``measure``
             values = mean if index == 0 else own
@@ -253,7 +266,7 @@ def land(
         else:
             for i in range(length):
                 mean[i] *= rate
-        # A separate loop: one loop over five arrays is not compiled to vector instructions.
+        # A separate loop, because a loop over five arrays does not compile to vector instructions.
         for i in range(length):
             shared[i] += mean[i]
             moved[i] = mean[i] - own[i]
@@ -261,7 +274,7 @@ def land(
 
 @dataclass(frozen=True)
 class Kernels:
-    """The compiled loops, each with the arguments of the function of its name."""
+    """The compiled functions. Each has the arguments of the Python function of the same name."""
 
     encode: Callable[..., None]
     decode: Callable[..., None]
@@ -272,9 +285,9 @@ class Kernels:
 
 @cache
 def kernels() -> Kernels | None:
-    """Return the compiled loops, or None without numba or with ``OFFBEAT_KERNELS=0``.
+    """Return the compiled functions. None if numba is missing or ``OFFBEAT_KERNELS=0`` is set.
 
-    The first call on a machine compiles them in some seconds and stores them on its disk.
+    The first call on a machine takes some seconds to compile them, and stores them on its disk.
     """
     if os.environ.get("OFFBEAT_KERNELS") == "0":
         return None
@@ -300,10 +313,7 @@ def kernels() -> Kernels | None:
 
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:
-    """Return the compiled loops if they apply to these tensors, else None.
-
-    They need contiguous float32 tensors on the CPU.
-    """
+    """Return ``kernels()`` if all tensors are contiguous float32 tensors on the CPU, else None."""
     for tensor in tensors:
         if tensor.dtype != torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
             return None
@@ -313,9 +323,10 @@ def kernels_for(*tensors: Tensor) -> Kernels | None:
 def _compiled(function: Callable[..., None], signature: Any) -> Callable[..., None]:
     import numba
 
-    # The numpy error model keeps IEEE arithmetic, for equal bits. nogil lets network threads run.
+    # The numpy error model makes a division by zero infinite, as in torch. With nogil, network
+    # threads run meanwhile.
     options: Any = {"nogil": True, "error_model": "numpy"}
     try:
         return cast("Callable[..., None]", numba.njit(signature, cache=True, **options)(function))
-    except RuntimeError:  # no directory for the cache can be written
+    except RuntimeError:  # the compiled code cannot be stored, for lack of a writable directory
         return cast("Callable[..., None]", numba.njit(signature, **options)(function))

@@ -1,9 +1,11 @@
-"""Payloads of a quantized sum: bits on the wire, and the arithmetic of both stages.
+"""Payloads of a quantized sum: number of bits sent, encoding, and addition.
 
-A quantized sum has two stages (``two_stage_sum.py``): each worker adds up one chunk of the tensor,
-and then sends the sum of its chunk to all workers. All chunks consist of the same number of whole
-blocks; zeros fill the end of the last chunks. A sum of updates may take a single stage instead
-(``uses_single_stage``).
+A *payload* is a tensor of quantized numbers, as bytes. A quantized sum over the workers has two
+stages (``two_stage_sum.py``). In the first stage, each worker receives one chunk of the tensor from
+every worker and adds up these chunks. In the second stage, it sends the sum of its chunk to all
+workers. All chunks have the same number of whole blocks. Zeros fill the end of the last chunks.
+
+A sum of updates over few workers may take a single stage instead (``uses_single_stage``).
 """
 
 from collections.abc import Sequence
@@ -16,23 +18,25 @@ from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.decoding import LazyVector
 from offbeat.quantization.kernels import BLOCK
 
-_SECOND_PRECISION = {"int2": "int4"}  # a sum of numbers with 2 bits needs more than 2 bits
+# Precision of the second stage, if it is not that of the first: a sum of 2-bit numbers needs more.
+_SECOND_PRECISION = {"int2": "int4"}
 _SINGLE_STAGE_LIMIT = 1.1
 """A single stage is used if it sends at most 1.1 times the bits of two stages.
 
-It may send a few more bits, because it saves an operation and a quantization.
+A few more bits are worth it, because one operation and one quantization are saved.
 """
 
 
 def second_precision(precision: str) -> str:
-    """Return the precision of the second stage, given that of the first."""
+    """Return the precision of the second stage for a ``precision`` of the first stage."""
     return _SECOND_PRECISION.get(precision, precision)
 
 
 def sum_bits(precision: str) -> float:
     """Return the bits per number of a two-stage sum, both stages together.
 
-    Each of N workers sends (N − 1)/N of these bits, because it keeps one chunk of N.
+    Each of N workers sends (N − 1)/N of these bits per number, because it keeps one of N chunks.
+    "float32" is an exact sum, which sends as much as two stages of 32 bits.
     """
     if precision == "float32":
         return 64.0
@@ -40,10 +44,10 @@ def sum_bits(precision: str) -> float:
 
 
 def uses_single_stage(precision: str, workers: int) -> bool:
-    """Return True if a sum of updates takes a single stage.
+    """Return True if ``Wire.sum_updates`` takes a single stage.
 
     In the single stage each worker receives the updates of all workers and adds them up. The bits
-    grow with the number of workers, so only few workers with a low precision use it.
+    grow with the number of workers, so it is used for few workers only.
     """
     if precision == "float32":
         return False
@@ -51,9 +55,10 @@ def uses_single_stage(precision: str, workers: int) -> bool:
 
 
 def update_bits(precision: str, workers: int) -> float:
-    """Return the bits per number of a sum of updates, counted as in ``sum_bits``.
+    """Return the bits per number of ``Wire.sum_updates``, in one or two stages.
 
-    In a single stage each worker sends its whole update to all other workers.
+    As in ``sum_bits``, each of N workers sends (N − 1)/N of these bits per number. In a single
+    stage it sends its whole update to N − 1 workers, which is (N − 1)/N of N times the bits.
     """
     if uses_single_stage(precision, workers):
         return workers * _bits(precision)
@@ -65,12 +70,15 @@ def _bits(precision: str) -> float:
 
 
 class StageCodecs:
-    """The codecs of the two stages of a sum, and the payloads that they make.
+    """Encodes the payloads of both stages of a sum.
+
+    Args:
+        precision: Precision of the first stage.
 
     Attributes:
-        precision: Name of the precision.
-        first: Codec of each worker's contribution.
-        second: Codec of the sum of a chunk over the workers.
+        precision: Precision of the first stage.
+        first: Codec of each worker's contribution, in the first stage.
+        second: Codec of the sum of a chunk, in the second stage.
     """
 
     def __init__(self, precision: str) -> None:
@@ -80,15 +88,16 @@ class StageCodecs:
 
     @property
     def largest_block_bytes(self) -> int:
-        """Bytes of a block on the stage whose blocks are larger."""
+        """Bytes of an encoded block in the stage where it is larger."""
         return max(self.first.block_bytes, self.second.block_bytes)
 
     def encode(self, tensor: Tensor, errors: Tensor) -> Tensor:
-        """Return the first-stage payload of ``tensor`` + ``errors``, and update the errors.
+        """Return the first-stage payload of ``tensor`` + ``errors``.
 
         Args:
             tensor: Floating point, 1-D.
-            errors: float32, one row for each chunk. Becomes the quantization errors of the payload.
+            errors: Errors of the previous payload: float32, one row for each chunk. Replaced by the
+                quantization errors of the new payload.
         """
         workers, chunk = errors.shape
         payload = self.first_payload(workers * chunk, errors.device)
@@ -97,7 +106,13 @@ class StageCodecs:
         return payload
 
     def encode_update(self, update: LazyVector, chunks: int, chunk: int) -> Tensor:
-        """Return the first-stage payload of ``update``: ``chunks`` chunks of ``chunk`` numbers."""
+        """Return the first-stage payload of ``update``. No quantization errors are stored.
+
+        Args:
+            update: The vector to encode.
+            chunks: Number of chunks.
+            chunk: Numbers in a chunk, a multiple of ``BLOCK``.
+        """
         payload = self.first_payload(chunks * chunk, update.device)
         step = min(chunk, piece_elements(chunk, update.device))
         scratch = torch.empty(step, device=update.device)
@@ -115,10 +130,11 @@ class StageCodecs:
         """Return the second-stage payload of the sum of the received chunks and ``errors``.
 
         Args:
-            received: First-stage payloads of this worker's chunk, in the order of the ranks.
-            workers: Number of payloads in ``received``.
-            errors: float32, 1-D, as long as the chunk. Its values are added to the sum. They are
-                then replaced by the quantization errors of the returned payload.
+            received: First-stage payloads of this worker's chunk from all workers, concatenated in
+                the order of the ranks.
+            workers: Number of workers.
+            errors: Errors of the previous second stage: float32, 1-D, as long as the chunk.
+                Replaced by the quantization errors of the returned payload.
         """
         payload, parts = self.second_payload(errors), received.chunk(workers)
         for piece in pieces(errors):
@@ -135,10 +151,10 @@ class StageCodecs:
         """Return uninitialized memory for a second-stage payload as long as ``errors``."""
         return self.empty(errors.numel() // BLOCK * self.second.block_bytes, errors.device)
 
-    # Separate methods so that the planner can override them (``placeholder_codecs.py``).
+    # ``placeholder_codecs.py`` overrides the following methods.
 
     def empty(self, size: int, device: torch.device) -> Tensor:
-        """Return uninitialized memory for ``size`` bytes."""
+        """Return an uninitialized payload of ``size`` bytes."""
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def chunks(self, payload: Tensor, workers: int) -> Sequence[Tensor]:
@@ -150,9 +166,9 @@ class StageCodecs:
         return payload.zero_()
 
     def zero_errors(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return quantization errors of 0."""
+        """Return zeros, the quantization errors before the first sum."""
         return torch.zeros(*shape, device=device)
 
     def copy_errors(self, errors: Tensor, into: Tensor | None) -> Tensor:
-        """Return a copy of ``errors``, in the memory of ``into`` if that is given."""
+        """Return a copy of ``errors``. It is written to ``into`` unless that is None."""
         return errors.clone() if into is None else into.copy_(errors)

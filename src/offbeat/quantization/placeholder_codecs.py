@@ -1,7 +1,7 @@
-"""Codecs for placeholder tensors: payloads that have a size and take no memory.
+"""Codecs for simulations of models that do not fit into memory. They compute nothing.
 
-The planner simulates models that are too large to hold (see
-``offbeat.transport.placeholder_tensors``).
+The payloads are *blank tensors*, which report the size of a real payload and occupy eight bytes
+(see ``offbeat.transport.placeholder_tensors``). So the simulator counts the right number of bytes.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from offbeat.transport.placeholder_tensors import blank
 
 
 class _BlankCodec(Codec):
-    """A codec without arithmetic: it encodes nothing and decodes zeros."""
+    """Encodes nothing, and decodes zeros."""
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes  # type: ignore[misc]
@@ -44,7 +44,7 @@ class _BlankCodec(Codec):
 
 
 class BlankStageCodecs(StageCodecs):
-    """Stage codecs whose payloads and errors are blank tensors."""
+    """The ``StageCodecs`` of a simulation: all payloads and quantization errors are blank."""
 
     def __init__(self, precision: str) -> None:
         super().__init__(precision)

@@ -1,8 +1,9 @@
-"""Automatic choice of the precision of messages from measurements that all workers share.
+"""Automatic choice of the precision of messages, by a control loop that all workers share.
 
-There is no model of the network. The workers measure a *load*: how much the messages use of a
-limited resource, relative to the allowed use. The load is assumed to be proportional to the bits
-per number. The next measurement checks each choice.
+The input is a *load*: how much of a limited resource the messages use, divided by the allowed use.
+A load above 1 is too high. An example is the time that workers wait for the network, divided by a
+tenth of the training time. The load is assumed to be proportional to the bits per number. There is
+no other model of the network: the next load shows whether a choice was right.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,8 @@ from offbeat.arguments import Precision
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "int4", "int2")
 """All precisions, from most to fewest bits."""
 
-_PATIENCE_FACTOR = 4  # by which each change in the opposite direction lengthens the patience
-_QUIET_PERIODS = 8  # multiples of the patience without a change after which it becomes shorter
+_PATIENCE_FACTOR = 4  # a change of direction multiplies the patience by this
+_QUIET_PERIODS = 8  # after 8·patience measurements without a change the patience is divided again
 _MAX_PATIENCE = 4**6
 
 
@@ -22,29 +23,33 @@ _MAX_PATIENCE = 4**6
 class PrecisionControl:
     """Chooses a precision from a sequence of loads. All workers call it with the same arguments.
 
-    - A load above 1 selects the precision with the most bits that should bring it to 1 or below, or
-      the one with the fewest bits if none should.
-    - A load so low that the next precision with more bits should keep it at or below ``margin``
-      selects that precision, once ``patience`` measurements have passed since the last change.
-    - Fewer bits are on trial if durations are given. They are reversed if the next measurement
-      shows that steps did not become shorter, because quantization takes time, too.
+    The expected load at b' bits is (load at b bits) · b'/b. Each call of ``update`` applies these
+    rules:
 
-    Each change in the opposite direction to the last one makes the patience four times as long, so
-    that noise does not make the precision oscillate. Long periods without a change shorten it.
-
-    The names of the attributes are keys of checkpoints.
+    - *Fewer bits*: If the load is above 1, choose the precision with the most bits whose expected
+      load is at most 1. If there is none, choose the precision with the fewest bits.
+    - *More bits*: If the next precision with more bits has an expected load of at most ``margin``,
+      choose it. This requires ``patience`` measurements since the last change.
+    - *Trial*: If the caller gives the duration of a step, fewer bits are on trial until the next
+      measurement. If steps did not become shorter, return to the previous precision: quantization
+      takes longer than it saves.
+    - *Patience*: It is multiplied by 4 if two successive changes have opposite directions, so that
+      noise does not make the precision oscillate. It is divided by 4 after a long time without a
+      change.
 
     Attributes:
         precision: Precision in use.
-        counts: Number of measurements since it was chosen.
-        patience: Number of measurements to wait for before more bits are tried.
+        counts: Number of measurements since the last change.
+        patience: Number of measurements since the last change that more bits require.
         heading: Direction of the last change: 1 to fewer bits, −1 to more bits, 0 before the
             first.
-        on_trial: True if the last change was to fewer bits and no measurement has followed.
+        on_trial: True if the last change is on trial.
         before: Precision before the last change.
-        before_seconds: Duration of a step before the last change.
-        refused: True if fewer bits were reversed. The next try must then wait for ``patience``.
+        before_seconds: Duration of a step before the last trial, in seconds.
+        refused: True if the last trial failed. The next one must also wait for ``patience``.
     """
+
+    # The names of the fields are keys of checkpoints.
 
     precision: Precision = "float32"
     counts: int = 0
@@ -64,14 +69,14 @@ class PrecisionControl:
         margin: float = 1.0,
         seconds: float | None = None,
     ) -> bool:
-        """Check the last choice against a measurement, and choose again.
+        """Process a measurement, and change the precision if the rules above require it.
 
         Args:
-            load: Measured load.
+            load: Load measured at the current precision (≥ 0).
             bits: Bits per number at each precision.
             choices: Precisions to choose from, from most to fewest bits.
-            margin: Largest load that may be expected of more bits, at most 1.
-            seconds: Duration of a step. None: fewer bits are not on trial.
+            margin: Largest expected load with which more bits are chosen, at most 1.
+            seconds: Measured duration of a step. None: there are no trials.
 
         Returns:
             True if the precision has changed.

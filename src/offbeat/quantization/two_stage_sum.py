@@ -1,19 +1,24 @@
-"""A quantized sum in two stages, its error feedback, and the order of the second stages.
+"""A quantized sum over the workers in two stages, with error feedback.
 
-1. Each worker quantizes its tensor, one chunk for each worker, and sends chunk k to worker k
-   (all-to-all).
-2. Worker k adds the received chunks in float32, quantizes the sum, and sends it to all workers
-   (all-gather).
+1. All-to-all: each worker quantizes its tensor in one chunk per worker, and sends chunk k to worker
+   k.
+2. All-gather: worker k adds the received chunks in float32, quantizes the sum, and sends it to all
+   workers.
 
-No partial sum is quantized on the way, and all workers decode the same bytes. The quantization
-errors of both stages are added to the next sum of the same stream (error feedback).
+So each number is quantized only twice, and all workers decode the same bytes. A *stream* is a
+sequence of sums of the same tensor. The quantization errors of both stages are added to the next
+sum of the stream (error feedback).
 
-The second stage starts when the worker next calls ``done``, ``wait`` or ``Wire.sum`` after the
-first stage has ended, and at the latest before the worker blocks in any collective. Workers make
-these calls at different times. The order of the all-gathers must still be equal on all workers, so
-second stages start in the order in which the first ones were started, and run on a duplicate of the
-communicator. All wires of a team share one such order. Otherwise a worker that waits for a later
-sum of one wire would delay its peers, which wait for an earlier sum of another wire.
+**When the second stage starts.** The worker's own thread starts it, not a background thread. It
+does so if the first stage has ended when it calls ``done`` or ``wait`` of a sum or starts another
+sum. Before it blocks in any collective, it completes all first stages and starts all second stages,
+because other workers may need these before they start that collective.
+
+**Order.** Workers start second stages at different times, but all must start these collectives in
+the same order. Therefore second stages are queued in the order in which the sums were started. They
+run on a duplicate of the communicator, so that their order is independent of other collectives.
+All wires of a worker share one queue. With a queue for each wire, a worker that waits for a later
+sum of one wire could delay others that wait for an earlier sum of another wire.
 """
 
 from collections import deque
@@ -33,11 +38,13 @@ from offbeat.transport.team import Team
 
 
 class ErrorFeedback:
-    """Quantization errors of one stream that the next sum will add.
+    """Quantization errors of one stream, which the next sum adds.
 
     Attributes:
-        sent: Errors of this worker's contributions: float32, one row for each worker's chunk.
-        summed: Errors of the sums of this worker's chunk: float32, 1-D.
+        sent: Errors of this worker's contribution, in the first stage: float32, one row for each
+            worker's chunk. There are no rows if the caller keeps these errors
+            (``Wire.sum_updates``).
+        summed: Errors of the sum of this worker's chunk, in the second stage: float32, 1-D.
     """
 
     def __init__(self, sent: Tensor, summed: Tensor) -> None:
@@ -45,30 +52,30 @@ class ErrorFeedback:
         self._saved: dict[str, Tensor] = {}
 
     def save(self, stage: Literal["sent", "summed"], codecs: StageCodecs) -> None:
-        """Copy the errors of one stage, for ``restore``."""
+        """Copy the errors of one stage, so that ``restore`` can undo their next change."""
         errors: Tensor = getattr(self, stage)
         self._saved[stage] = codecs.copy_errors(errors, self._saved.get(stage))
 
     def restore(self) -> None:
-        """Restore the errors of both stages from the copies."""
+        """Set the errors of both stages to the saved copies."""
         self.sent.copy_(self._saved["sent"])
         self.summed.copy_(self._saved["summed"])
 
     def discard_saved(self) -> None:
-        """Free the memory of the copies."""
+        """Delete the saved copies."""
         self._saved.clear()
 
 
 @dataclass(eq=False)
 class TwoStageSum(Handle[LazyVector]):
-    """A quantized sum in flight.
+    """A quantized sum in progress. ``start`` starts it.
 
     Attributes:
         team: The workers.
-        twin: Communicator of the second stages.
-        queue: Queue of all sums whose second stage has not started.
+        twin: Duplicate of the communicator, for the second stages.
+        queue: Queue of the sums whose second stage has not started.
         codecs: Codecs of both stages.
-        errors: Error feedback of the stream.
+        errors: Quantization errors of the stream.
         like: Vector with the length, dtype and device of the sum.
         contribute: False if this worker sends zeros.
         tentative: True if ``Wire.undo`` may follow.
@@ -89,22 +96,22 @@ class TwoStageSum(Handle[LazyVector]):
     _result: PayloadVector | None = None
 
     def start(self, payload: Tensor) -> None:
-        """Start the first stage: send the chunks of ``payload``."""
+        """Start the first stage: send one chunk of ``payload`` to each worker."""
         blocks = self.errors.summed.numel() // BLOCK
-        # The bytes of the second stage are counted now, because it starts at any later time.
+        # Count the bytes of the second stage now, because the time of its start may vary.
         self.team.account.sent(blocks * self.codecs.second.block_bytes)
         self._first = self.team.communicator.exchange(payload, what=self.what)
         self.queue.append(self)
 
     @property
     def first(self) -> Handle[Tensor]:
-        """The first stage. Only until the second one is started."""
+        """Handle of the first stage. Not available after the second stage has started."""
         assert self._first is not None
         return self._first
 
     @property
     def second(self) -> Handle[list[Tensor]] | None:
-        """The second stage, once it is started and until its result was taken."""
+        """Handle of the second stage. None before its start, and after ``wait`` has returned."""
         return self._second
 
     def start_second(self) -> None:
@@ -116,7 +123,7 @@ class TwoStageSum(Handle[LazyVector]):
         if self.contribute or bool(received.any()):
             payload = self.codecs.reduce(received, self.team.size, errors)
         else:
-            # Only zeros were sent: the sum is zero, and the errors stay for a later one.
+            # All workers sent zeros. Their sum is zero, and the errors stay for a later sum.
             payload = self.codecs.zero_payload(self.codecs.second_payload(errors))
         with self.team.account.paused():  # counted by ``start``
             self._second = self.twin.gather(payload, what=self.what)
@@ -138,18 +145,19 @@ class TwoStageSum(Handle[LazyVector]):
 
 
 class SecondStageQueue:
-    """Sums of all wires of one account whose second stage has not started, in order of their start.
+    """Queue of the sums whose second stage has not started, in the order of their start.
 
-    It is a callback in ``Account.before_waiting``.
+    The queue is registered in ``Account.before_waiting``. It is therefore called before the worker
+    waits for any collective.
     """
 
     def __init__(self) -> None:
         self._sums: deque[TwoStageSum] = deque()
-        self._waiting = False  # True while this object blocks; its own waits call it, too
+        self._waiting = False  # True while a method waits: this wait calls the queue again
 
     @classmethod
     def of(cls, account: Account) -> "SecondStageQueue":
-        """Return the queue of ``account``. The first call makes and registers it."""
+        """Return the only queue of ``account``. The first call creates and registers it."""
         for callback in account.before_waiting:
             if isinstance(callback, cls):
                 return callback
@@ -161,19 +169,26 @@ class SecondStageQueue:
         self._sums.append(entry)
 
     def has_errors_of(self, streams: dict[str, ErrorFeedback]) -> bool:
-        """Return True if a queued sum will change the errors of one of these streams."""
+        """Return True if a queued sum belongs to one of these streams and will change its errors.
+
+        Args:
+            streams: Quantization errors by the name of the stream.
+        """
         return any(entry.errors is errors for entry in self._sums for errors in streams.values())
 
     def advance(self) -> None:
-        """Start the second stage of every sum whose first one has ended. Never blocks."""
+        """Start second stages, in order, up to the first sum whose first stage has not ended.
+
+        Never blocks.
+        """
         while self._sums and self._sums[0].first.done():
             self._start_second_of_head()
 
     def wait_for(self, entry: TwoStageSum) -> list[Tensor]:
-        """Wait for a sum. Return its second-stage payloads, one for each chunk.
+        """Wait for a sum, and return its second-stage payloads, one for each chunk.
 
-        Starts the second stages of the sums before it, which blocks on their first stages, but not
-        those of later sums: peers may wait for this sum before they start a later one.
+        Waits for the first stages of all earlier sums and starts their second stages. Does not wait
+        for later sums, because other workers may need this sum before they start a later one.
         """
         self._waiting = True
         try:
@@ -186,10 +201,13 @@ class SecondStageQueue:
             self._waiting = False
 
     def __call__(self, handle: Handle[Any]) -> None:
-        """Start all second stages before the worker blocks on ``handle``.
+        """Wait for all first stages and start all second stages, before the worker waits.
 
-        Peers may need them before they start the operation of ``handle``. Does nothing while
-        ``wait_for`` blocks.
+        Other workers may need these second stages before they start the operation of ``handle``.
+        Does nothing if the wait for ``handle`` would not block, or is a wait of this queue.
+
+        Args:
+            handle: Operation for which the worker is about to wait.
         """
         if not self._sums or self._waiting or handle.done():
             return
@@ -201,5 +219,5 @@ class SecondStageQueue:
             self._waiting = False
 
     def _start_second_of_head(self) -> None:
-        self._sums[0].first.wait()  # if it fails, the sum remains in the queue
+        self._sums[0].first.wait()  # if this raises, the sum stays in the queue
         self._sums.popleft().start_second()

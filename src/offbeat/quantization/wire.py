@@ -1,9 +1,13 @@
-"""The wire: sums over the workers, exact or quantized with error feedback.
+"""The wire: sums tensors over the workers, exactly or quantized with error feedback.
 
-A quantized sum of gradients or model changes takes two stages (``two_stage_sum.py``), and the wire
-keeps its quantization errors. A quantized sum of updates (``sum_updates``) is for callers that keep
-the error of their contribution in the model. With few workers and few bits it takes a single stage:
-all workers gather all updates and add them up.
+*Error feedback* means that the quantization error of one sum is added to the next sum of the same
+tensor. There are two kinds of sums, which differ in the place where the errors are stored:
+
+- ``sum``: the wire stores all errors. A quantized sum takes two stages (``two_stage_sum.py``): each
+  worker adds up one chunk of the tensor, then sends the sum of its chunk to all workers.
+- ``sum_updates``: the caller keeps the error of its contribution in its model, and the wire stores
+  only the errors of the second stage. Few workers with few bits need only one stage, in which each
+  worker receives all updates and adds them up.
 """
 
 import math
@@ -24,19 +28,19 @@ from offbeat.transport.team import Team
 
 
 def require_precision(precision: object) -> None:
-    """Raise ValueError unless ``precision`` is one of ``Precision``."""
+    """Raise ValueError if ``precision`` is not the name of a precision or "auto"."""
     require_choice("wire", precision, get_args(Precision))
 
 
 class Wire:
-    """Sums over the workers at one precision.
+    """Sums tensors over the workers at one precision.
 
     The constructor is a collective, unless ``precision`` is "float32".
 
     Args:
         team: The workers.
-        precision: "float32" sends tensors unchanged; other values quantize them. With "auto" each
-            sum names its precision.
+        precision: "float32": tensors are sent unchanged. "bfloat16", "int8", "int4", "int2": they
+            are quantized. "auto": each call of ``sum_updates`` gives the precision.
     """
 
     def __init__(self, team: Team, precision: Precision = "float32") -> None:
@@ -48,20 +52,20 @@ class Wire:
         self._scale = team.host.scale
         if not self.exact:
             if self._scale == 1:
-                kernels()  # compiles now, not in the first step
+                kernels()  # compile now, not in the first step
             self._twin = team.communicator.twin()
 
     @property
     def exact(self) -> bool:
-        """True if no sum is quantized. With a single worker nothing is sent."""
+        """True if no sum is quantized: at float32, and with a single worker."""
         return self.precision == "float32" or self._team.size == 1
 
     @property
     def strategy_sets_precision(self) -> bool:
-        """True if the strategy names the precision of each sum."""
+        """True if the strategy must give the precision of each sum."""
         return self.precision == "auto"
 
-    # -- automatic precision, see ``AdaptiveWire`` -----------------------------------------------
+    # -- hooks for ``AdaptiveWire``, which chooses its precision by measurements -----------------
 
     @property
     def slots(self) -> int:
@@ -69,14 +73,26 @@ class Wire:
         return 0
 
     def measurements(self, step: int, *, stepping: bool) -> tuple[float, ...]:
-        """Return this worker's measurements since its last vote, for the vote of a round."""
+        """Return the measurements since the last call, which the worker sends with its next vote.
+
+        In a *round* all workers decide together what to sum next. Each worker sends a *vote*, a
+        list of numbers, and all receive the sum of the votes.
+
+        Args:
+            step: Number of local steps so far.
+            stepping: True if this worker takes a step in the round.
+        """
         return ()
 
     def apply_measurements(self, sums: Handle[tuple[float, ...]]) -> None:
-        """Choose the precision when a round is decided, given the tally of ``measurements``."""
+        """Choose the precision when a round is decided.
+
+        Args:
+            sums: Sum of ``measurements`` over the workers.
+        """
 
     def discard_interval(self) -> None:
-        """Do not measure the time from the last vote to the next one: it is not training."""
+        """Exclude the time from the last vote to the next one, because it is not training."""
 
     def details(self) -> dict[str, str]:
         """Return the chosen precision and the reason, for ``Stats.details``."""
@@ -93,21 +109,22 @@ class Wire:
         contribute: bool = True,
         tentative: bool = False,
     ) -> Handle[Tensor]:
-        """Start to replace the flat ``tensor`` by its sum over the workers.
+        """Start to replace ``tensor`` by its sum over the workers.
 
-        A tensor so small that its blocks would take more bytes than the tensor is sent exactly.
+        A small tensor is sent exactly if quantization would not save bytes, because blocks of 512
+        numbers are sent.
 
         Args:
-            tensor: 1-D, floating point, with the same shape and dtype on all workers. A lossy wire
-                should sum changes (gradients, updates), because the quantization error is relative
-                to the values.
-            stream: Name under which the same tensor is summed repeatedly. The quantization error of
-                one sum is added to the next of the same stream. The same on all workers.
+            tensor: 1-D, floating point, with the same shape and dtype on all workers. The
+                quantization error is proportional to the values. Therefore sum gradients or changes
+                of a model rather than the model.
+            stream: Name under which the same tensor is summed repeatedly, equal on all workers. The
+                quantization errors are stored under this name.
             what: Name of the operation in errors.
-            contribute: False sends zeros, whatever ``tensor`` holds, and keeps the error of this
-                worker's contributions for a later sum.
-            tentative: True if ``undo`` may follow, which takes a copy of the errors. The same on
-                all workers.
+            contribute: False sends zeros instead of ``tensor``. The errors of earlier contributions
+                are then kept for a later sum.
+            tentative: True if ``undo`` may be called for this sum. Equal on all workers. It costs a
+                copy of the errors.
         """
         self.advance()
         if not contribute:
@@ -137,24 +154,26 @@ class Wire:
         contribute: bool = True,
         precision: Precision | None = None,
     ) -> UpdateSum:
-        """Start to sum updates of a model that keeps the quantization error of the contribution.
+        """Start to sum updates. The caller must keep the quantization error of its update.
 
-        The wire feeds back the error of the second stage only. The caller moves its model by the
-        sum minus ``UpdateSum.sent``, so the error of its contribution stays in the model. The
-        memory of the sum in flight is that of the payloads.
+        To do so, the caller moves its model by the sum minus ``UpdateSum.sent``. The difference
+        between its update and ``sent`` then stays in the model and is part of the next update. The
+        wire stores only the errors of the second stage.
+
+        A quantized sum in flight occupies only the memory of its payloads.
 
         Args:
-            update: This worker's update, of the same length and dtype on all workers. Read once,
-                piece by piece.
-            stream: Name of the stream, as in ``sum``.
+            update: This worker's update, of the same length and dtype on all workers. It is read
+                once, piece by piece.
+            stream: Name under which updates of the same tensor are summed repeatedly, equal on all
+                workers.
             what: Name of the operation in errors.
             contribute: False sends zeros and does not read ``update``.
-            precision: Precision of this sum. None: that of the wire. The same on all workers. The
-                errors of the second stage are added to the next quantized sum of the stream,
-                whatever its precision.
+            precision: Precision of this sum, equal on all workers. None: that of the wire. Sums of
+                one stream may have different precisions.
 
         Raises:
-            ValueError: ``precision`` is lossy and the wire is exact.
+            ValueError: ``precision`` is not float32, but the wire was made for float32.
         """
         self.advance()
         codecs = self._codecs_for(update, self.precision if precision is None else precision)
@@ -173,21 +192,22 @@ class Wire:
         return UpdateSum(total, PayloadVector(codecs.first, chunks, chunk, update))
 
     def undo(self, stream: str) -> None:
-        """Restore the errors from before the last sum of ``stream``.
+        """Set the errors of ``stream`` to those before its last sum.
 
-        The sum was tentative and has ended. All workers call this, and none uses the sum.
+        The sum must have been tentative and have ended. All workers must call this and discard the
+        sum.
         """
         if stream in self._streams:
             self._streams[stream].restore()
 
     def advance(self) -> None:
-        """Start the second stage of every sum whose first one has ended. Never blocks."""
+        """Start the second stages of sums whose first stage has ended. Never blocks."""
         self._queue.advance()
 
     def _gather_updates(
         self, update: LazyVector, codecs: StageCodecs, contribute: bool, what: str
     ) -> UpdateSum:
-        """Sum in a single stage. All workers add all updates in the order of the ranks."""
+        """Sum in a single stage. Each worker adds all updates in the order of the ranks."""
         chunk = -(-self._scaled_elements(update) // BLOCK) * BLOCK
         payload = self._encode_update(update, codecs, 1, chunk, contribute)
         gathering = self._team.communicator.gather(payload, what=what)
@@ -220,7 +240,10 @@ class Wire:
         return started
 
     def _codecs_for(self, vector: LazyVector, precision: Precision) -> StageCodecs | None:
-        """Return the codecs for a sum. None: it is exact, because that sends less."""
+        """Return the codecs for a sum of ``vector``, or None if the sum is exact.
+
+        It is exact at float32, with a single worker, and if quantization would not save bytes.
+        """
         require_precision(precision)
         if precision == "float32" or self._team.size == 1:
             return None
@@ -243,7 +266,11 @@ class Wire:
         return -(-self._scaled_elements(vector) // (BLOCK * self._team.size))
 
     def _scaled_elements(self, vector: LazyVector) -> int:
-        """Return the number of elements that the vector stands for (see ``Host.scale``)."""
+        """Return the number of elements of the full vector.
+
+        It differs from ``vector.elements`` in a simulation that uses a small vector in the place of
+        a large one (see ``Host.scale``).
+        """
         return math.ceil(vector.elements * self._scale)
 
     # -- error feedback --------------------------------------------------------------------------
@@ -273,7 +300,7 @@ class Wire:
         return errors
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the errors of all streams. No sum may be in flight."""
+        """Return copies of the errors of all streams. No sum may be in progress."""
         assert not self._queue.has_errors_of(self._streams), "a sum is in flight"
         return {
             stream: {"sent": errors.sent.clone(), "summed": errors.summed.clone()}
@@ -281,7 +308,7 @@ class Wire:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the errors by those of ``state_dict()``."""
+        """Replace the errors of all streams by those in a result of ``state_dict()``."""
         self._streams = {
             stream: ErrorFeedback(errors["sent"].clone(), errors["summed"].clone())
             for stream, errors in state.items()
@@ -289,7 +316,7 @@ class Wire:
 
 
 class _DecodedSum(Handle[Tensor]):
-    """A quantized sum in flight that is decoded into ``result``."""
+    """A quantized sum in progress, which ``wait`` decodes into ``result``."""
 
     def __init__(self, total: TwoStageSum, result: Tensor) -> None:
         self._total: TwoStageSum | None = total

@@ -1,4 +1,7 @@
-"""Simulator: real training on a simulated cluster, in virtual time."""
+"""The simulator: real training on a simulated cluster.
+
+Durations are measured in *virtual time*, the simulator's clock, and not on this machine.
+"""
 
 from offbeat.simulate.cluster import Span
 from offbeat.simulate.compute import Compute, Straggler

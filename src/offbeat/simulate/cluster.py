@@ -1,6 +1,9 @@
-"""State that the communicators of one simulation share: clock, links, messages, collectives.
+"""The simulated cluster: it times computing, messages and collectives, and delivers their results.
 
-Messages and collectives are in one module because they queue for the same network cards.
+All times are *virtual time*, the simulator's clock. The communicators of all workers share one
+``SimulatedCluster``. Each communicator belongs to a *group* of connected workers and has a
+*context*, a number that separates its operations from those of other communicators. Messages and
+collectives are in one module because they queue for the same network cards.
 """
 
 from collections import defaultdict, deque
@@ -18,7 +21,7 @@ from offbeat.simulate.network import CollectiveKind, Network, sent_bytes
 from offbeat.simulate.workers import Workers
 from offbeat.transport.placeholder_tensors import bytes_of
 
-_Address = tuple[int, int, int, int]  # of messages: context, source, destination, tag
+_Address = tuple[int, int, int, int]  # context, source, destination and tag of a message
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class Span:
 
     Attributes:
         rank: Rank of the worker.
-        kind: ``compute``; ``wait`` (the worker was blocked); or ``transfer`` (its network card was
-            busy, which overlaps with the others).
+        kind: ``compute``; ``wait``, while the worker is blocked; or ``transfer``, while its network
+            card is busy. Transfers overlap with computing and waiting.
         start: Start, virtual seconds.
         end: End, virtual seconds.
         what: Name of the activity.
@@ -49,15 +52,15 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Contribution:
-    """One worker's part of a collective.
+    """One worker's input to a collective.
 
     Attributes:
         kind: Kind of the collective.
         what: Name in errors and in the timeline.
         tensor: Tensor that the worker contributes.
-        size_bytes: Bytes that the tensor stands for.
-        combine: Computes the result, once, from the tensors of all workers in rank order. It must
-            not change them.
+        size_bytes: Size from which the duration is computed, bytes.
+        combine: Computes the result from the tensors of all workers in rank order, without changing
+            them. It is called once per collective.
         store: Stores the result on this worker.
     """
 
@@ -70,7 +73,7 @@ class Contribution:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """Properties that must be the same on all workers."""
+        """Kind, shape and dtype, which must be the same on all workers."""
         return self.kind, self.tensor.shape, self.tensor.dtype
 
     def __str__(self) -> str:
@@ -78,10 +81,10 @@ class Contribution:
 
 
 class EndSignal(Signal):
-    """The end of a collective.
+    """Signal that fires when a collective ends.
 
     Attributes:
-        seconds: Virtual time of the end; infinite until every worker has joined.
+        seconds: Virtual time of the end; infinite until every worker has joined the collective.
     """
 
     seconds: float = float("inf")
@@ -91,8 +94,8 @@ class PendingCollective(PendingOperation):
     """A collective, from the first worker that joins it to its end.
 
     Attributes:
-        signal: The end.
-        contributions: What each worker contributes, by global rank.
+        signal: Fires when the collective ends.
+        contributions: Inputs of the workers that have joined, by global rank.
     """
 
     signal: EndSignal
@@ -104,14 +107,14 @@ class PendingCollective(PendingOperation):
     def finish(self, ranks: Sequence[int], stored_on: Iterable[int]) -> None:
         """Combine the tensors of ``ranks`` and store the result on the workers ``stored_on``."""
         contributions = [self.contributions[rank] for rank in ranks]
-        result = contributions[0].combine([one.tensor for one in contributions])
+        result = contributions[0].combine([each.tensor for each in contributions])
         for rank in stored_on:
             self.contributions[rank].store(result)
 
 
 @dataclass
 class _NetworkCard:
-    """Virtual times at which each direction of a full-duplex network card is free again."""
+    """Virtual time at which each direction of a full-duplex network card becomes free."""
 
     up: float = 0.0
     down: float = 0.0
@@ -119,18 +122,19 @@ class _NetworkCard:
 
 @dataclass
 class SimulatedCluster:
-    """State that the communicators of one simulation share.
+    """The cluster of one simulation: network cards, messages and collectives in flight, progress.
 
     Attributes:
         workers: The simulated workers.
         network: The links.
         compute: The compute time of steps.
         seed: Seed of the compute jitter.
-        faulty: True if workers may be lost. Operations then have time-outs.
+        faulty: True if the run has faults, such as lost workers. Operations then have time-outs.
         spans: Activities of all workers so far.
-        scale: ``Host.scale``.
-        connections: Groups of connected workers, and failures.
-        size: Number of workers that start together.
+        scale: Elements of the full model per element of a float32 tensor; 1 unless the tensors are
+            placeholders for larger ones (``Host.scale``).
+        connections: Groups of connected workers, and the failures of their connections.
+        size: Number of workers at the start.
     """
 
     workers: Workers
@@ -144,24 +148,29 @@ class SimulatedCluster:
     def __post_init__(self) -> None:
         self.size = len(self.workers.all)
         self.connections = Connections(self.workers.kernel, faulty=self.faulty)
-        # By rank: the worker's share of the link of its node, and its link inside the node.
+        # Links to the switch, by rank. In a node of several workers: shares of the node's link.
         self._cards: dict[int, _NetworkCard] = defaultdict(_NetworkCard)
-        self._inside: dict[int, _NetworkCard] = defaultdict(_NetworkCard)
+        self._inside: dict[int, _NetworkCard] = defaultdict(_NetworkCard)  # links inside nodes
         self._joined: dict[tuple[int, int], int] = {}  # collectives so far, by context and rank
         self._collectives: dict[tuple[int, int], PendingCollective] = {}
         self._mail: dict[_Address, deque[Tensor]] = {}
         self._receivers: dict[_Address, deque[tuple[Tensor, Signal]]] = {}
-        self._steps: dict[int, int] = defaultdict(int)  # completed, by rank
-        self._progress: dict[int, float] = defaultdict(float)  # in the current step, by rank
+        self._steps: dict[int, int] = defaultdict(int)  # completed steps, by rank
+        self._progress: dict[int, float] = defaultdict(float)  # share of the current step, by rank
 
     # -- computing and waiting -------------------------------------------------------------------
 
     def compute_step(self, rank: int, progress: float) -> None:
-        """Let the worker compute until its step has made ``progress``, in (0, 1]; 1 ends it."""
+        """Let the worker compute until the share ``progress`` of its step is done.
+
+        Args:
+            rank: Rank of the worker.
+            progress: Share of the step, in (0, 1]; 1 ends the step.
+        """
         before, step = self._progress[rank], self._steps[rank]
         self._progress[rank] = 0.0 if progress >= 1 else progress
         self._steps[rank] += progress >= 1
-        if progress <= before:  # an earlier part of backward again: nothing to charge
+        if progress <= before:  # backward repeats an earlier part, which takes no more time
             return
         seconds = self.compute.seconds(rank, step, self.seed) * (progress - before)
         start = self.workers.kernel.now
@@ -171,7 +180,7 @@ class SimulatedCluster:
             self.spans.append(Span(rank, "compute", start, self.workers.kernel.now, "step"))
 
     def wait(self, rank: int, signal: Signal, what: str) -> None:
-        """Block the worker until ``signal`` and record a wait."""
+        """Block the worker until ``signal`` fires, and record a wait."""
         start = self.workers.kernel.now
         try:
             self.workers.wait(signal, what)
@@ -179,7 +188,7 @@ class SimulatedCluster:
             self._record_wait(rank, start, what)
 
     def idle(self, rank: int, seconds: float, what: str) -> None:
-        """Let ``seconds`` pass for a worker that sleeps or polls, and record a wait."""
+        """Let ``seconds`` of virtual time pass for the worker, and record a wait."""
         start = self.workers.kernel.now
         try:
             self.workers.sleep(seconds, f"polling {what}")
@@ -193,7 +202,11 @@ class SimulatedCluster:
     # -- collectives -----------------------------------------------------------------------------
 
     def join(self, group: Group, context: int, rank: int, contribution: Contribution) -> EndSignal:
-        """Join the next collective of the context. Return the signal of its end."""
+        """Let a worker join the next collective of ``context``. Return the signal of its end.
+
+        Raises:
+            OffbeatError: Kind, shape or dtype differs from those of the first worker that joined.
+        """
         number = self._joined.get((context, rank), 0)
         self._joined[context, rank] = number + 1
         key = (context, number)
@@ -215,15 +228,15 @@ class SimulatedCluster:
         return operation.signal
 
     def participants(self, group: Group) -> Sequence[int]:
-        """Return the members of ``group`` that join its collectives."""
+        """Return the members of ``group`` that must join before a collective starts."""
         return group.members
 
     def _transfer(
         self, operation: PendingCollective, group: Group, contribution: Contribution
     ) -> None:
-        """Occupy the network cards of all members and deliver the result at the end."""
+        """Occupy the network cards of all members, and schedule the delivery of the result."""
         kernel, ranks = self.workers.kernel, group.members
-        # A broadcast between counterparts in several nodes is sent by the first group alone.
+        # Only the first worker of each node broadcasts to other nodes, and uses the whole link.
         sharing = 1 if contribution.kind == "broadcast" else group.sharing
         cards = self._cards_of_collective(ranks, sharing)
         start = max(kernel.now, *(max(card.up, card.down) for card in cards))
@@ -240,7 +253,7 @@ class SimulatedCluster:
         def finish() -> None:
             if operation.can_succeed:
                 operation.finish(ranks, ranks)
-                operation.deliver = None  # a reference cycle, which would keep the tensors
+                operation.deliver = None  # breaks a reference cycle, which would keep the tensors
                 operation.signal.fire()
 
         if self.faulty:
@@ -250,23 +263,25 @@ class SimulatedCluster:
     def _cards_of_collective(self, ranks: Sequence[int], sharing: int) -> list[_NetworkCard]:
         """Return the network cards that a collective of ``ranks`` occupies.
 
-        Inside one node: the workers' links in the node. Between nodes: these, and the shares of all
-        workers of the nodes, because together they are the node's link. A group that shares the
-        link with counterparts (``sharing`` > 1) occupies only the shares of its own workers.
+        Without nodes of several workers, these are the workers' links to the switch. A collective
+        inside one node occupies the workers' links inside the node. A collective between nodes
+        occupies these links and the links of the nodes; the link of a node is represented by the
+        shares of all of its workers. If ``sharing`` > 1 groups use the links of the nodes
+        concurrently, each group occupies only the shares of its own workers.
         """
         network = self.network
         if network.workers_per_node == 1 or (sharing > 1 and network.crosses(ranks)):
             return [self._cards[rank] for rank in ranks]
-        within = [self._inside[rank] for rank in ranks]
+        inside = [self._inside[rank] for rank in ranks]
         if not network.crosses(ranks):
-            return within
-        return [*within, *(card for rank in ranks for card in self._node_link(rank))]
+            return inside
+        return [*inside, *(card for rank in ranks for card in self._node_link(rank))]
 
     def _node_link(self, rank: int) -> list[_NetworkCard]:
-        """Return the link of the worker's node: the shares of all of its workers."""
+        """Return the shares of all workers of the worker's node, which form the node's link."""
         workers = self.network.workers_per_node
         first = self.network.node(rank) * workers
-        return [self._cards[one] for one in range(first, first + workers)]
+        return [self._cards[member] for member in range(first, first + workers)]
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -275,12 +290,13 @@ class SimulatedCluster:
     ) -> Signal:
         """Start a message. Return the signal of its arrival.
 
-        The message needs no receiver yet. It leaves once earlier messages have left the sender's
-        card, even if the receiver's link is busy: the switch stores it until that link is free.
+        The message may arrive before the receiver starts to receive it. It leaves once earlier
+        traffic has left the sender's card. If the receiver's link is busy, the switch stores the
+        message until that link is free.
 
         Args:
             group: The connected workers.
-            context: Context of the communicator.
+            context: Context of the communicator; see the module.
             route: Global rank of the sender, global rank of the receiver, tag.
             tensor: Content of the message.
             what: Name in the timeline.
@@ -314,8 +330,8 @@ class SimulatedCluster:
             arrived.fire()
             self._hand_over(key)
 
-        # The receiver's link is taken when the message leaves, so that messages take links in the
-        # order of virtual time.
+        # The receiver's link is occupied when the message leaves, not when this method is called.
+        # Messages therefore occupy a link in the order of virtual time.
         def occupy_receiver() -> None:
             begin = max(kernel.now, *(card.down for card in down))
             received = max(begin + receiving, start + sending)
@@ -333,7 +349,10 @@ class SimulatedCluster:
     def receive(
         self, group: Group, context: int, route: tuple[int, int, int], tensor: Tensor
     ) -> Signal:
-        """Receive the next message of ``route`` into ``tensor``; see ``send``."""
+        """Receive the next message sent on ``route`` into ``tensor``.
+
+        Return the signal that fires when ``tensor`` holds the message.
+        """
         key, signal = (context, *route), Signal()
         self._receivers.setdefault(key, deque()).append((tensor, signal))
         self._hand_over(key)
@@ -341,10 +360,10 @@ class SimulatedCluster:
         return signal
 
     def _hand_over(self, key: _Address) -> None:
-        """Copy arrived messages into the tensors of the receivers that wait for them."""
+        """Copy arrived messages into the tensors that wait for them."""
         mail, receivers = self._mail.get(key), self._receivers.get(key)
         while mail and receivers:
             tensor, signal = receivers.popleft()
-            if not signal.happened:  # else it has failed
+            if not signal.happened:  # otherwise this receive has failed
                 tensor.copy_(mail.popleft())
                 signal.fire()

@@ -1,4 +1,7 @@
-"""A communicator that runs operations on the simulated cluster, in virtual time."""
+"""A communicator that runs operations on the simulated cluster.
+
+Operations take *virtual time*, the time of the simulator's clock.
+"""
 
 import math
 import operator
@@ -32,7 +35,15 @@ from offbeat.transport.operation import (
 
 
 class SimulatedHandle(Handle[Any]):
-    """Handle of an operation of the simulated cluster."""
+    """Handle of an operation of the simulated cluster.
+
+    Args:
+        communicator: Communicator that started the operation.
+        signal: Fires when the operation ends or fails.
+        result: Returned by ``wait``.
+        what: Name of the operation in errors and in the timeline.
+        patient: True if ``wait`` has no time-out, as for a server that waits for requests.
+    """
 
     def __init__(
         self,
@@ -76,14 +87,15 @@ class SimulatedCommunicator(Communicator):
         cluster: The simulated cluster.
         member: Global rank of this worker.
         group: The connected workers.
-        context: Number that separates the operations of this communicator from those of others in
-            the same group.
-        host: Clock of this worker, shared by twins; None makes one.
-        timeout_seconds: Time-out of an operation. Infinite if no worker can be lost: an operation
-            that never ends is then reported as a deadlock.
+        context: Number that separates the operations of this communicator from those of other
+            communicators of the same group.
+        host: Clock and background threads of this worker; None creates a host.
+        timeout_seconds: Time-out of an operation. If it is infinite, an operation that never ends
+            is reported as a deadlock.
 
     Attributes:
-        membership: Agreement on view changes; None if workers cannot be lost.
+        membership: Agreement with the other workers on who takes part in the training; None for a
+            communicator that does not belong to a training, or is a duplicate or subgroup.
     """
 
     handle_type: ClassVar[type[SimulatedHandle]] = SimulatedHandle
@@ -125,7 +137,7 @@ class SimulatedCommunicator(Communicator):
                 result = torch.empty_like(tensor)
 
                 def store_chunks(tensors: Sequence[Tensor]) -> None:
-                    torch.cat([one.chunk(self.size)[self.rank] for one in tensors], out=result)
+                    torch.cat([each.chunk(self.size)[self.rank] for each in tensors], out=result)
 
                 return self._join("exchange", operation, list, store_chunks, result)
             case Send(tensor=tensor, destination=destination, tag=tag, what=what):
@@ -139,7 +151,7 @@ class SimulatedCommunicator(Communicator):
             case Await(promise=promise, what=what, patient=patient):
                 assert isinstance(promise, SimulatedPromise)
                 signal = promise.signal
-                if self.cluster.faulty:  # a time-out must not count as fulfilment
+                if self.cluster.faulty:  # a time-out of this wait must not fulfil the promise
                     promise.signal.then((signal := Signal()).fire)
                 handle = self.handle_type(self, signal, None, what, patient=patient)
                 return handle.then(lambda _: promise.result)
@@ -148,11 +160,12 @@ class SimulatedCommunicator(Communicator):
     def reduce(
         self, operation: Sum | Maximum, accumulate: Callable[[Tensor, Tensor], object]
     ) -> Handle[Tensor]:
-        """Start replacing the tensor of ``operation`` by a reduction over the workers.
+        """Start an all-reduce that replaces the tensor of ``operation`` by its result.
 
         Args:
-            operation: Gives the tensor and its name.
-            accumulate: Adds the second tensor to the first one, in place.
+            operation: Operation whose tensor and name are used.
+            accumulate: Reduces two tensors and stores the result in the first one, as
+                ``Tensor.add_`` does.
         """
 
         def combine(tensors: Sequence[Tensor]) -> Tensor:
@@ -171,14 +184,15 @@ class SimulatedCommunicator(Communicator):
         store: Callable[[Any], object],
         result: Any = None,
     ) -> Handle[Any]:
-        """Start a collective whose handle returns ``result``, by default the operation's tensor."""
+        """Start a collective whose handle returns ``result`` (None: the operation's tensor)."""
         tensor, what = operation.tensor, operation.what
-        part = Contribution(kind, what, tensor, self._size_bytes(operation), combine, store)
-        signal = self.cluster.join(self.group, self._context, self.member, part)
+        size_bytes = self._size_bytes(operation)
+        contribution = Contribution(kind, what, tensor, size_bytes, combine, store)
+        signal = self.cluster.join(self.group, self._context, self.member, contribution)
         return self.handle_type(self, signal, tensor if result is None else result, what)
 
     def _size_bytes(self, operation: Any) -> float:
-        """Return the bytes that the tensor of a collective stands for."""
+        """Return the size from which the duration of a collective is computed, in bytes."""
         size: int = operation.tensor.nbytes
         return size
 
@@ -191,8 +205,8 @@ class SimulatedCommunicator(Communicator):
         """Return a communicator of some of these workers, including this one.
 
         Args:
-            ranks: Their ranks in this communicator, in the order of their ranks in the new one.
-            sharing: See ``Group``.
+            ranks: Ranks of the members in this communicator, in the order of their new ranks.
+            sharing: Number of such subgroups that use the links of the nodes concurrently.
         """
         members = tuple(self.group.members[rank] for rank in ranks)
         group = self.cluster.connections.subgroup(self._context, members, sharing)

@@ -12,8 +12,8 @@ from offbeat.units import show_seconds, to_seconds
 _FACTOR = Range(above=0, hint="2: twice as slow")
 _NOT_NEGATIVE = Range(least=0)
 _MOST_JITTER = 1e6
-# Purpose in the seed (seed, purpose, rank, step) of the jitter's random generator: other uses of
-# the same seed draw other numbers. It is "jitt" in ASCII.
+# Part of the seed [seed, _JITTER, rank, step] of the jitter's random generator. It keeps the jitter
+# independent of other generators with the same ``seed``. The number is "jitt" in ASCII.
 _JITTER = 0x6A697474
 
 
@@ -23,13 +23,13 @@ def _require_factor(name: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A temporary slowdown of one worker.
+    """A worker that is slow for some steps.
 
     Args:
         rank: Rank of the worker (≥ 0).
         first_step: Number of the first slow step, from 0 (≥ 0).
         steps: Number of slow steps (≥ 1).
-        factor: Factor on the compute time of these steps (> 0; 2 is twice as slow).
+        factor: Factor on the compute time of these steps (> 0; 2 means twice as slow).
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -57,22 +57,23 @@ class Compute:
     """Compute time of every step of every worker, from forward to complete gradients.
 
     Example: ``Compute("50ms", jitter=0.1, slowdown={3: 2.0})``. The attributes have the names of
-    the arguments and hold all times in seconds.
+    the arguments. They hold all times in seconds.
 
-        seconds = (trace or step) · slowdown of the rank · stragglers of (rank, step) · jitter
+        seconds = (trace or step) · slowdown of the rank · factors of stragglers · random factor
 
-    The jitter is a random factor from a log-normal distribution of mean 1 and standard deviation c:
-    exp(σz − σ²/2) with σ² = ln(1 + c²), z standard normal, independent for every (rank, step).
+    The random factor has a log-normal distribution of mean 1 and standard deviation c. It is
+    exp(σz − σ²/2) with σ² = ln(1 + c²) and a standard normal z, which is independent for every
+    rank and step.
 
     Args:
         step: Compute time of a step: text like "50ms", or seconds (> 0).
-        jitter: Standard deviation c of the random factor (0 to 1e6). 0: no random factor.
-        slowdown: Factor on the compute time by rank (> 0; 2 is twice as slow), for the whole run.
+        jitter: Standard deviation c of the random factor (0 to 1e6). 0 disables the factor.
+        slowdown: Factor on the compute time of a rank in all steps (> 0; 2 means twice as slow).
         stragglers: Temporary slowdowns. If several cover the same step of a worker, their factors
             are multiplied.
-        trace: Measured compute times of consecutive steps, as in ``step``, which they replace. The
-            sequence repeats when it ends. A mapping gives each rank its own sequence; ranks that
-            it does not name use ``step``.
+        trace: Measured compute times of consecutive steps, used in place of ``step``: text or
+            seconds. The sequence repeats when it ends. A mapping gives each rank its own sequence;
+            a rank without a sequence uses ``step``.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -121,7 +122,7 @@ class Compute:
     def ranks(self) -> set[int]:
         """Return the ranks named in ``slowdown``, ``stragglers`` and ``trace``."""
         traced = self.trace if isinstance(self.trace, dict) else ()
-        return {*self.slowdown, *traced, *(one.rank for one in self.stragglers)}
+        return {*self.slowdown, *traced, *(straggler.rank for straggler in self.stragglers)}
 
     def seconds(self, rank: int, step: int, seed: int) -> float:
         """Return the compute time of worker ``rank`` in step ``step`` (from 0), in seconds.
@@ -153,7 +154,7 @@ class Compute:
     def to_dict(self) -> dict[str, object]:
         """Return the arguments as JSON values.
 
-        Times are in seconds, ranks that are keys become strings, and each straggler becomes a
+        Times are in seconds. Ranks that are keys become strings. Each straggler becomes a
         dictionary of its fields.
         """
         trace: object = None if self.trace is None else list(self.trace)

@@ -1,4 +1,8 @@
-"""Connections between simulated workers, and what breaks them: losses, interruptions, time-outs."""
+"""Connections between simulated workers, and their failures.
+
+A failure is a lost worker, an interruption of its traffic, or a time-out. All times are *virtual
+time*, the time of the simulator's clock.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -7,18 +11,18 @@ from offbeat.errors import CommunicationError, CommunicationTimeout
 from offbeat.simulate.kernel import Kernel, Signal
 
 NOTICE_SECONDS = 0.05
-"""Virtual seconds from the end of a connection until the peers notice it."""
+"""Virtual seconds from the end of a connection until the other workers notice it."""
 
 
 class PendingOperation:
     """A collective or message in progress, which fails if one of its participants is lost.
 
     Attributes:
-        participants: Ranks of the workers that take part.
-        signal: Fires at the end of the operation.
-        doomed: True once a participant is lost. The operation then never succeeds.
-        deliver: Hands the result to some participants; None until the result is certain. Set if
-            workers can be lost.
+        participants: Global ranks of the workers that take part.
+        signal: Fires when the operation ends or fails.
+        doomed: True once a participant is lost. The operation will then fail.
+        deliver: Stores the result on the given participants, even if the operation is doomed. Set
+            in a run with faults, while a collective that all participants have joined is in flight.
     """
 
     def __init__(self, participants: Iterable[int], signal: Signal) -> None:
@@ -34,16 +38,17 @@ class PendingOperation:
 
 @dataclass(eq=False)
 class Group:
-    """The workers of one communicator and its twins, and the state of their connections.
+    """Connected workers, and the state of their connections.
 
-    A communicator has a group and a *context*: a number that separates its operations from those
-    of the other communicators of the same group, as in MPI.
+    Several communicators may share a group. Each of them has a *context*, as in MPI: a number that
+    separates its operations from those of the others.
 
     Attributes:
         members: Global ranks of the workers, by their rank in the group.
-        sharing: Number of groups like this one that use the links of the nodes concurrently.
+        sharing: Number of groups that use the links of the nodes concurrently. It is L if nodes of
+            L workers are connected by L groups, each with one worker of every node.
         gone: Members whose connections have ended.
-        pending: Operations in progress. Empty unless workers can be lost.
+        pending: Operations in progress; empty in a run without faults.
     """
 
     members: tuple[int, ...]
@@ -57,7 +62,7 @@ class Connections:
 
     Args:
         kernel: The virtual clock.
-        faulty: True if workers may be lost. Operations then have time-outs.
+        faulty: True if the run has faults. Operations that can fail are tracked only then.
     """
 
     def __init__(self, kernel: Kernel, *, faulty: bool) -> None:
@@ -78,40 +83,55 @@ class Connections:
         return group
 
     def subgroup(self, context: int, members: tuple[int, ...], sharing: int) -> Group:
-        """Return the group of ``members`` derived from ``context``: one object for all of them."""
+        """Return the group of a part of the workers of a communicator.
+
+        All members receive the same object.
+
+        Args:
+            context: Context of that communicator.
+            members: Global ranks of the workers in the new group.
+            sharing: See ``Group``.
+        """
         if (context, members) not in self._subgroups:
             self._subgroups[context, members] = self.open(members)
             self._subgroups[context, members].sharing = sharing
         return self._subgroups[context, members]
 
     def derived_context(self, context: int, key: int | tuple[int, ...]) -> int:
-        """Return the context derived from ``context`` by ``key``: the same for all workers."""
+        """Return the context of a communicator derived from the one with ``context``.
+
+        The same arguments give the same number on all workers.
+        """
         return self._contexts.setdefault((context, key), -1 - len(self._contexts))
 
     # -- failures --------------------------------------------------------------------------------
 
     def track(self, group: Group, operation: PendingOperation) -> None:
-        """Make ``operation`` fail if one of its participants is lost, or is lost already."""
+        """Make ``operation`` fail if one of its participants was lost or will be lost."""
         if self.faulty and operation.can_succeed:
-            group.pending = [one for one in group.pending if one.can_succeed]
+            group.pending = [pending for pending in group.pending if pending.can_succeed]
             group.pending.append(operation)
             if group.gone & operation.participants:
                 operation.doomed = True
                 self._fail_later(group, [operation], frozenset())
 
     def disconnect(self, group: Group, member: int, spared: Iterable[int] = ()) -> None:
-        """End the connections of ``member`` in ``group``: its pending operations fail.
+        """End the connections of ``member`` in ``group``, so that its pending operations fail.
 
         Args:
             group: The group.
             member: Global rank of the worker.
-            spared: Global ranks of workers for which a collective succeeds if every worker had
-                joined it.
+            spared: Global ranks of workers on which a pending collective still succeeds, if all
+                participants have joined it.
         """
         if member not in group.members or member in group.gone:
             return
         group.gone.add(member)
-        doomed = [one for one in group.pending if member in one.participants and one.can_succeed]
+        doomed = [
+            operation
+            for operation in group.pending
+            if member in operation.participants and operation.can_succeed
+        ]
         for operation in doomed:
             operation.doomed = True
         self._fail_later(group, doomed, frozenset(spared))
@@ -125,19 +145,19 @@ class Connections:
     def _fail_later(
         self, group: Group, doomed: Sequence[PendingOperation], spared: frozenset[int]
     ) -> None:
-        """Fail ``doomed`` operations when the workers notice the loss."""
+        """Fail the operations ``doomed`` when the workers notice the loss."""
 
         def notice() -> None:
             ranks = sorted(group.members.index(member) for member in group.gone)
             gone = ", ".join(map(str, ranks))
             text = f"lost the connection to rank {gone}, which died, gave up or was cut off"
             for operation in doomed:
-                lucky: frozenset[int] = frozenset()
+                receivers: frozenset[int] = frozenset()
                 if operation.deliver is not None:
-                    lucky = spared & operation.participants
+                    receivers = spared & operation.participants
                     if not operation.signal.happened:
-                        operation.deliver(sorted(lucky))
-                operation.signal.fail(CommunicationError(text), spared=lucky)
+                        operation.deliver(sorted(receivers))
+                operation.signal.fail(CommunicationError(text), spared=receivers)
 
         self._kernel.at(self._kernel.now + NOTICE_SECONDS, notice, "a loss is noticed")
 
@@ -158,15 +178,22 @@ class Connections:
         self._cuts.append((member, self._kernel.now, self._kernel.now + seconds))
 
     def cut_until(self, members: Iterable[int]) -> float:
-        """Return the time at which traffic between ``members`` resumes; ≤ now if it flows."""
+        """Return the time at which traffic between ``members`` resumes.
+
+        It is at most the present time if the traffic is not interrupted.
+        """
         now, ranks = self._kernel.now, frozenset(members)
-        ends = (end for one, start, end in self._cuts if one in ranks and start <= now)
+        ends = (end for member, start, end in self._cuts if member in ranks and start <= now)
         return max(ends, default=0)
 
     def deliver_at(
         self, seconds: float, ranks: Sequence[int], action: Callable[[], None], label: str
     ) -> None:
-        """Schedule an arrival; it is postponed while the traffic of one of ``ranks`` is cut."""
+        """Schedule ``action``, the arrival of a message or of the result of a collective.
+
+        If the traffic of one of ``ranks`` is interrupted at that time, the action is postponed
+        until the traffic resumes.
+        """
         if not self.faulty:
             return self._kernel.at(seconds, action, label)
 

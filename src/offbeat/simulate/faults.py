@@ -1,4 +1,7 @@
-"""Faults of a simulated run: killed workers, pauses, interruptions, and newcomers."""
+"""Faults of a simulated run: killed workers, paused workers, interrupted traffic, and newcomers.
+
+Faults occur at *virtual times*: times of the simulator's clock, which starts at 0.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +14,10 @@ from offbeat.units import to_seconds
 
 @dataclass(frozen=True)
 class _Checked:
-    """Checks the fields ``at``, ``seconds`` and ``worker``. Converts times to seconds."""
+    """Base class that checks the fields ``worker``, ``at`` and ``seconds``.
+
+    Converts times given as text to seconds.
+    """
 
     def __post_init__(self) -> None:
         fields = vars(self)
@@ -23,13 +29,16 @@ class _Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class Kill(_Checked):
-    """End the process of a worker, as ``kill -9`` does. The others notice it a little later.
+    """End the process of a worker, as ``kill -9`` does.
+
+    The other workers notice it 0.05 virtual seconds later. Pending operations with the killed
+    worker then fail.
 
     Args:
         worker: Rank of the worker (≥ 0).
-        at: Virtual time, such as "3 s".
-        spared: Ranks of workers for which a pending collective still succeeds, if every worker had
-            joined it; on the others it fails. A real network can split the outcome in this way.
+        at: Virtual time, such as "3 s" (≥ 0).
+        spared: Ranks of workers on which a pending collective still succeeds, if every worker has
+            joined it. On a real network, too, a collective may succeed on some workers only.
     """
 
     worker: int
@@ -39,12 +48,12 @@ class Kill(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Pause(_Checked):
-    """Stop a worker for a while, as SIGSTOP does.
+    """Suspend a worker for some time, as SIGSTOP and SIGCONT do.
 
     Args:
         worker: Rank of the worker (≥ 0).
-        at: Virtual time of the start.
-        seconds: Duration (> 0).
+        at: Virtual time of the start, such as "3 s" (≥ 0).
+        seconds: Duration, such as "500ms" (> 0).
     """
 
     worker: int
@@ -54,12 +63,14 @@ class Pause(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Cut(_Checked):
-    """Interrupt all traffic from and to a worker for a while.
+    """Interrupt all traffic from and to a worker for some time.
+
+    Messages and results that are due in this time arrive at its end.
 
     Args:
         worker: Rank of the worker (≥ 0).
-        at: Virtual time of the start.
-        seconds: Duration (> 0).
+        at: Virtual time of the start, such as "3 s" (≥ 0).
+        seconds: Duration, such as "500ms" (> 0).
     """
 
     worker: int
@@ -69,13 +80,14 @@ class Cut(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Join(_Checked):
-    """Start a new worker. Its rank is the next number that no worker has had.
+    """Start a new worker during the run.
 
-    The new worker runs the same function as the others. It shares no process group with them:
-    ``attach`` must be the first call that it makes together with them.
+    With N initial workers, the first new worker has rank N, the next one N + 1. It runs the same
+    function as the others but shares no process group with them. Its first collective call must
+    therefore be ``attach``.
 
     Args:
-        at: Virtual time.
+        at: Virtual time of the start, such as "3 s" (≥ 0).
     """
 
     at: str | float
@@ -85,7 +97,7 @@ Fault = Kill | Pause | Cut | Join
 
 
 def require_faults(faults: Sequence[Fault], workers: int) -> None:
-    """Check that ``faults`` are possible with ``workers`` initial workers.
+    """Check ``faults`` for a run with ``workers`` initial workers.
 
     Raises:
         TypeError: An element is not a fault.
@@ -107,7 +119,8 @@ def schedule(
     Args:
         faults: The faults.
         cluster: The simulated cluster.
-        lost: Called with the rank of a killed worker when the others notice.
+        lost: Function called with the rank of a killed worker when the other workers notice the
+            loss.
     """
     workers, kernel = cluster.workers, cluster.workers.kernel
 

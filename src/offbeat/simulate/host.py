@@ -1,4 +1,7 @@
-"""The clock and the background activities of a simulated worker, in virtual time."""
+"""The clock and the background threads of one simulated worker.
+
+The clock shows *virtual time*: it advances with the simulator's events, not with real time.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,13 +13,13 @@ from offbeat.simulate.kernel import Signal
 from offbeat.transport.host import Host, Promise
 
 T = TypeVar("T")
-_POLLS = 100  # at one moment of virtual time, after which the worker sleeps
+_POLLS = 100  # polls without progress of virtual time, after which the worker sleeps
 _SHORTEST_SLEEP_SECONDS = 1e-6
 _LONGEST_SLEEP_SECONDS = 1e-3
 
 
 class SimulatedPromise(Promise[Any]):
-    """A promise in virtual time.
+    """A result that one thread of a simulated worker passes to another.
 
     Attributes:
         signal: Fires when the promise is fulfilled.
@@ -43,14 +46,15 @@ class SimulatedPromise(Promise[Any]):
 
 
 class SimulatedHost(Host):
-    """One simulated worker.
+    """Clock and background threads of one simulated worker.
 
     Args:
         cluster: The simulated cluster.
         rank: Global rank of this worker.
 
     Attributes:
-        totals: Functions passed to ``watch``, from which ``Simulation.stats`` is made.
+        totals: Functions that return the ``Stats`` of this worker's trainings, in the order in
+            which they were passed to ``watch``.
     """
 
     def __init__(self, cluster: SimulatedCluster, rank: int) -> None:
@@ -83,14 +87,15 @@ class SimulatedHost(Host):
         self.totals.append(totals)
 
     def wait(self, signal: Signal, what: str) -> None:
-        """Block this worker until ``signal``."""
+        """Block this worker until ``signal`` fires."""
         self._cluster.wait(self._rank, signal, what)
 
     def polled(self, what: str) -> None:
-        """Record that the worker has polled ``what``, which is not done.
+        """Record that the worker has polled the operation ``what``, which is not done.
 
         A poll takes no virtual time. A loop that polls until the operation is done would therefore
-        never end. After 100 polls at one moment the worker sleeps, each time for longer.
+        never end. After 100 polls at the same virtual time the worker sleeps: for 1 µs, then for
+        twice as long each time, up to 1 ms.
         """
         if self.now() > self._polled_seconds:
             self._polls, self._sleep_seconds = 0, _SHORTEST_SLEEP_SECONDS

@@ -1,7 +1,8 @@
-"""Virtual time: a clock and a queue of events. Knows nothing of torch or threads.
+"""The kernel of the simulator: a clock, a queue of events, and signals. Independent of torch.
 
-Events are executed in the order of their time. Events of the same time are executed in the order
-in which they were scheduled (first in, first out), or in an order shuffled by a seed.
+The clock shows *virtual time*, which jumps from one event to the next. Events are executed in the
+order of their times. Events of the same time are executed in the order in which they were scheduled
+(first in, first out), or in a random order that depends on a seed.
 """
 
 import heapq
@@ -18,13 +19,12 @@ class Kernel:
     """Virtual clock and event queue.
 
     Args:
-        shuffle_seed: Seed by which events of the same time are shuffled; None executes them first
-            in, first out. A result that depends on the seed depends on the order of simultaneous
-            events.
+        shuffle_seed: Seed of the random order of simultaneous events; None executes them first in,
+            first out. A result that changes with the seed depends on the order of such events.
 
     Attributes:
         now: Virtual seconds since the start.
-        recent: Time and label of the last events.
+        recent: Times and labels of the last 20 events, for error messages.
     """
 
     def __init__(self, shuffle_seed: int | None = None) -> None:
@@ -35,7 +35,7 @@ class Kernel:
         self._ties = None if shuffle_seed is None else random.Random(shuffle_seed)
 
     def at(self, seconds: float, action: Callable[[], None], label: str) -> None:
-        """Schedule ``action`` for virtual time ``seconds`` (≥ ``now``)."""
+        """Schedule ``action`` for the virtual time ``seconds`` (≥ ``now``)."""
         assert seconds >= self.now, f"{label} at {seconds} s, but it is {self.now} s already"
         self._number += 1
         tie = 0.0 if self._ties is None else self._ties.random()
@@ -52,13 +52,13 @@ class Kernel:
 
 
 class Signal:
-    """An event that happens at most once, and the callbacks that wait for it.
+    """A signal that fires once, with or without a failure, and then calls the waiting callbacks.
 
     Attributes:
-        happened: True once the event has happened or failed.
-        failure: Reason for which the awaited result will never arrive; None if it has arrived or
-            may still arrive.
-        spared: Ranks of the workers for which the result has arrived despite ``failure``.
+        happened: True once the signal has fired.
+        failure: Reason for which the awaited result will never arrive; None if the result has
+            arrived or may still arrive.
+        spared: Ranks of the workers on which the result has arrived despite ``failure``.
     """
 
     def __init__(self) -> None:
@@ -68,20 +68,20 @@ class Signal:
         self._callbacks: list[Callable[[], Any]] = []
 
     def fail(self, failure: Exception, *, spared: frozenset[int] = frozenset()) -> None:
-        """Fire with a failure. Does nothing if the signal has happened."""
+        """Fire with a failure. Does nothing if the signal has fired already."""
         if not self.happened:
             self.failure, self.spared = failure, spared
             self.fire()
 
     def fire(self) -> None:
-        """Mark the event as happened and call the waiting callbacks."""
+        """Fire the signal: call the waiting callbacks."""
         self.happened = True
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
 
     def then(self, callback: Callable[[], Any]) -> None:
-        """Call ``callback`` when the event happens; at once if it has."""
+        """Call ``callback`` when the signal fires, or now if it has fired already."""
         if self.happened:
             callback()
         else:

@@ -1,4 +1,8 @@
-"""View changes of a simulated training. Real workers agree on views through a store."""
+"""Membership of a simulated training: which workers take part, and how that changes.
+
+A *view* is one composition of the workers. A new view begins when a worker joins or is lost. Real
+workers agree on views through a key-value store; in a simulation one ``MembershipService`` decides.
+"""
 
 from dataclasses import dataclass
 
@@ -12,8 +16,9 @@ from offbeat.simulate.host import SimulatedHost
 from offbeat.simulate.kernel import Signal
 from offbeat.transport.membership import EndedError, Membership, View
 
-_FIRST_CONTEXT = 1_000_000  # of later views; the first view has smaller numbers
-
+# A context is a number that separates the operations of different communicators. Those of later
+# views start here; the first view of a training has a smaller one.
+_FIRST_CONTEXT = 1_000_000
 
 _Opened = tuple[View, SimulatedCommunicator]
 """A view as one worker sees it, and the communicator in it."""
@@ -37,12 +42,13 @@ class _Waiting:
 class MembershipService:
     """Decides the views of one training, for all of its workers.
 
-    A view change ends when every member that is not known to be lost has asked for the next view,
-    or ``timeout_seconds`` after the first member has. Later members are left behind.
+    A view change begins when a member asks for the next view. It ends when every member that is not
+    known to be lost has asked, and after ``timeout_seconds`` at the latest. A member that asks
+    later is excluded.
 
     Args:
         cluster: The simulated cluster.
-        number: Number of the training: trainings to which the workers have attached before.
+        number: Number of earlier trainings in this simulation.
         timeout_seconds: Time-out of view changes and of operations, seconds.
     """
 
@@ -52,16 +58,17 @@ class MembershipService:
         self._hosts: dict[int, SimulatedHost] = {}
         self._view = 0
         self._arrived: dict[int, _Waiting] = {}  # members that wait for the next view
-        self._joining: dict[int, _Waiting] = {}  # newcomers that wait for it
+        self._joining: dict[int, _Waiting] = {}  # newcomers that wait for the next view
         self._lost: set[int] = set()
         self._ended = False
 
     def start(self, member: int) -> SimulatedCommunicator:
         """Return the communicator of a worker in its first view.
 
-        For a worker of the first view this never blocks. A newcomer blocks until it is admitted.
+        An initial worker never blocks here. A newcomer blocks until it is admitted.
 
         Raises:
+            EndedError: Training has ended, so no newcomer is admitted.
             CommunicationError: The newcomer was not admitted within the time-out.
         """
         if member < self.cluster.size:
@@ -69,20 +76,30 @@ class MembershipService:
         waiting = self._joining[member] = _Waiting(Signal())
         if self._ended:
             raise EndedError(f"worker {member} cannot join: training has ended")
-        return self._wait(waiting, member, "being taken in")[1]
+        return self._wait(waiting, member, "joining the training")[1]
 
     def wanted(self, member: int) -> bool:
-        """Return True if a view change has begun or should begin."""
+        """Return True if ``member`` should ask for the next view.
+
+        That is the case if another member has asked for it or a newcomer waits, and ``member`` is
+        not cut off from the network.
+        """
         connections = self.cluster.connections
         reachable = connections.cut_until([member]) <= self.cluster.workers.kernel.now
         return reachable and bool(self._joining or self._arrived)
 
     def regroup(self, member: int, view: int) -> View:
-        """Wait for the next view; see ``Membership.regroup``."""
+        """Return the view that follows ``view``, once it is decided; see ``Membership.next_view``.
+
+        Raises:
+            EndedError: Training has ended.
+            CommunicationError: The other members continue without ``member``, or it is cut off
+                from the network for longer than the time-out.
+        """
         kernel, connections = self.cluster.workers.kernel, self.cluster.connections
         cut = min(connections.cut_until([member]) - kernel.now, self._timeout_seconds)
         if cut > 0:
-            self.cluster.idle(member, cut, "a network that is cut")
+            self.cluster.idle(member, cut, "an interrupted network")
             if connections.cut_until([member]) > kernel.now:
                 raise CommunicationError(
                     f"worker {member}: no other worker could be reached for "
@@ -101,7 +118,7 @@ class MembershipService:
             kernel.at(
                 kernel.now + self._timeout_seconds,
                 lambda: self._decide(number),
-                f"view {number + 1} waits no longer",
+                f"view change {number + 1} times out",
             )
         self._decide_if_complete()
         return self._wait(waiting, member, f"view {view + 1}")[0]
@@ -114,7 +131,7 @@ class MembershipService:
         self._decide_if_complete()
 
     def end(self) -> None:
-        """End the training for all workers. Those that wait for a view get an ``EndedError``."""
+        """End the training. Workers that wait for a view receive an ``EndedError``."""
         self._ended = True
         for member, waiting in [*self._joining.items(), *self._arrived.items()]:
             waiting.error = EndedError(f"worker {member}: training has ended")
@@ -127,7 +144,10 @@ class MembershipService:
             self._decide(self._view)
 
     def _decide(self, number: int) -> None:
-        """Form the view after ``number`` from the arrived members and the newcomers."""
+        """End view ``number`` and begin the next one with the waiting members and newcomers.
+
+        Does nothing if view ``number`` has ended already.
+        """
         if number != self._view or not self._arrived:
             return
         newcomers = frozenset(self._joining)
@@ -138,15 +158,15 @@ class MembershipService:
         context = _FIRST_CONTEXT + 1000 * self._number + self._view
 
         def begin() -> None:
-            for member, one in waiting.items():
-                one.opened = self._open(member, context, newcomers)
-                one.signal.fire()
+            for member, request in waiting.items():
+                request.opened = self._open(member, context, newcomers)
+                request.signal.fire()
 
         kernel = self.cluster.workers.kernel
         kernel.at(kernel.now + NOTICE_SECONDS, begin, f"view {number + 1} begins")
 
     def _open(self, member: int, context: int, newcomers: frozenset[int]) -> _Opened:
-        """Open the current view for ``member``."""
+        """Return the current view and its communicator for ``member``."""
         communicator = SimulatedCommunicator(
             self.cluster,
             member,
@@ -178,9 +198,9 @@ class SimulatedMembership(Membership):
     """Membership of one worker in one view.
 
     Args:
-        service: Decides the views.
+        service: The service that decides the views.
         member: Global rank of this worker.
-        view: The view of the worker's communicator.
+        view: The view.
     """
 
     def __init__(self, service: MembershipService, member: int, view: View) -> None:

@@ -1,4 +1,8 @@
-"""Network of a simulated cluster: links, to which the formulas of ``transport/costs`` apply."""
+"""The network of a simulated cluster: links, and the durations of messages and collectives.
+
+The durations follow the formulas of ``transport/costs.py``. They use these symbols: latency α in
+seconds, bandwidth B in bytes per second, tensor size M in bytes. One message takes α + M/B.
+"""
 
 import math
 from collections import Counter
@@ -22,16 +26,18 @@ from offbeat.transport.costs import (
 from offbeat.units import show_bandwidth, show_seconds, to_bandwidth, to_seconds
 
 CollectiveKind = Literal["reduce", "broadcast", "gather", "exchange"]
-"""All-reduce, broadcast, all-gather, all-to-all."""
+"""The kinds are, in this order: all-reduce, broadcast, all-gather, all-to-all."""
 
 
 class _Formulas(NamedTuple):
     """Costs of one kind of collective.
 
     Attributes:
-        seconds: Duration, from size, number of workers, bytes per second and latency.
-        sent_bytes: Bytes sent by each worker, from size and number of workers.
-        direct: True if every worker has its own flow out of its node, False for a ring.
+        seconds: Function that returns the duration. Arguments: M, number of workers, B and α.
+        sent_bytes: Function that returns the bytes sent by each worker. Arguments: M and number of
+            workers.
+        direct: True if every worker exchanges data with other nodes; False for a ring, in which
+            only one worker of a node sends to the next node.
     """
 
     seconds: Callable[[float, int, float, float], float]
@@ -48,41 +54,46 @@ _COLLECTIVES: dict[CollectiveKind, _Formulas] = {
 
 
 def sent_bytes(kind: CollectiveKind, size_bytes: float, workers: int) -> float:
-    """Return the bytes that each worker sends in a collective of tensors of ``size_bytes``."""
+    """Return the bytes that each worker sends in a collective of tensors of ``size_bytes``.
+
+    For a broadcast this is the mean over the workers.
+    """
     return _COLLECTIVES[kind].sent_bytes(size_bytes, workers)
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Network:
-    """Workers on full-duplex links to one switch, with one latency for every message.
+    """Workers on full-duplex links to one switch, with the same latency for every message.
 
     Example: ``Network("5Gbit/s", latency="50us")``. A bandwidth is text or bits per second, a
     latency is text or seconds. The attributes hold the numbers.
 
-    The slowest participating link determines the speed of a collective. With ``switch``, the N
-    concurrent flows of a collective get switch/N each, even in the rounds of a tree that has fewer
-    flows.
+    The slowest participating link determines the speed of a collective. If the bandwidth of the
+    switch is limited, a collective of N workers has N concurrent flows of bandwidth ``switch``/N.
+    The rounds of a broadcast tree with fewer flows are no faster.
 
-    With ``workers_per_node`` L, ranks 0 to L − 1 are one node, the next L ranks another, and so on.
-    A node has one link to the switch, shared by its workers; inside the node each worker has its
-    own link. A ring over workers of several nodes enters and leaves each node once and uses its
-    full link. In an all-to-all and in a broadcast the workers of a node use its link concurrently.
+    **Nodes.** With L = ``workers_per_node`` > 1, ranks 0 to L − 1 are one node, the next L ranks
+    another, and so on. A node has one link to the switch, shared by its workers. Inside the node
+    each worker has its own link. A ring over several nodes enters and leaves each node once, so it
+    uses the full link of the node. In an all-to-all and in a broadcast the workers of a node share
+    the link.
 
     Args:
-        bandwidth: Bandwidth of every link in each direction; only towards the worker if ``upload``
-            is given.
-        latency: α, from the start of a message to its first byte (≥ 0).
-        upload: Bandwidth from the worker to the switch; None is ``bandwidth``.
-        per_worker: Bandwidth by rank, in both directions of that worker's link, in place of
-            ``bandwidth`` and ``upload``. Not with nodes of several workers.
-        switch: Total bandwidth of the switch, shared by all concurrent flows; None is unlimited.
-        workers_per_node: L (≥ 1).
-        inside: Bandwidth of each worker's link inside its node, in each direction; None is
-            "100Gbit/s". Only with nodes of several workers.
-        inside_latency: α inside a node (≥ 0); None is "10us". Only with nodes of several workers.
-        changes: Factor by time, as in ``{"20s": 0.5}``: from that time on all bandwidths except
-            ``inside`` are the given ones times the factor. Transfers that have started keep their
-            speed.
+        bandwidth: Bandwidth of every link in each direction. If ``upload`` is given, only the
+            bandwidth towards the worker.
+        latency: Latency α from the start of a message to its first byte (≥ 0).
+        upload: Bandwidth from the worker to the switch; None means ``bandwidth``.
+        per_worker: Bandwidth of single workers' links by rank, in both directions. It replaces
+            ``bandwidth`` and ``upload``. Requires ``workers_per_node=1``.
+        switch: Total bandwidth of the switch; None means unlimited.
+        workers_per_node: Number of workers per node, L (≥ 1).
+        inside: Bandwidth of each worker's link inside its node, in each direction; None means
+            "100Gbit/s". Requires nodes of several workers.
+        inside_latency: Latency inside a node (≥ 0); None means "10us". Requires nodes of several
+            workers.
+        changes: Factors on all bandwidths except ``inside``, by the virtual time (the simulator's
+            clock) from which they hold. ``{"20s": 0.5, "40s": 1}`` halves the bandwidths from 20 s
+            to 40 s. Transfers that have started keep their speed.
 
     Raises:
         TypeError: An argument is neither text nor a number, or a rank is not an int.
@@ -162,26 +173,32 @@ class Network:
         return rank // self.workers_per_node
 
     def crosses(self, ranks: Collection[int]) -> bool:
-        """Return True if traffic between ``ranks`` leaves a node. Without nodes it always does."""
+        """Return True if traffic between ``ranks`` leaves a node.
+
+        Always True if every worker is a node by itself.
+        """
         return self.workers_per_node == 1 or len({self.node(rank) for rank in ranks}) > 1
 
     def up(self, rank: int) -> float:
-        """Return bytes per second from worker ``rank``, or its node, to the switch."""
+        """Return the bytes per second from worker ``rank``, or from its node, to the switch."""
         usual = self.bandwidth if self.upload is None else self.upload
         return self.per_worker.get(rank, usual) / 8
 
     def down(self, rank: int) -> float:
-        """Return bytes per second from the switch to worker ``rank``, or its node."""
+        """Return the bytes per second from the switch to worker ``rank``, or to its node."""
         return self.per_worker.get(rank, self.bandwidth) / 8
 
     def collective_bytes_per_second(
         self, ranks: Collection[int], *, flows: int = 1, sharing: int = 1
     ) -> float:
-        """Return B, the bytes per second of a collective of ``ranks``.
+        """Return B, the bandwidth that one flow of a collective of ``ranks`` has, in bytes/s.
 
-        Inside one node B is the speed of its links. Otherwise B is the minimum of: the links of the
-        workers or their nodes, divided by ``flows · sharing``; switch/(N · flows · sharing); and
-        ``inside`` if several of the workers are in one node.
+        In a collective inside one node, B is the bandwidth of the links inside. Otherwise B is the
+        minimum of
+
+        * the bandwidths of the links of the N participating nodes, divided by ``flows · sharing``,
+        * the bandwidth of the switch, divided by N · ``flows · sharing``, and
+        * the bandwidth of the links inside, if several of the workers are in one node.
 
         Args:
             ranks: Ranks of the workers.
@@ -207,8 +224,9 @@ class Network:
     def link_seconds(self, size_bytes: float, source: int, destination: int) -> tuple[float, float]:
         """Return the seconds for which a message occupies the sender's and the receiver's link.
 
-        They are M/min(up(source), switch) and M/min(down(destination), switch), without the
-        latency. Inside a node both are M/B of its links. Both are 0 from a worker to itself.
+        For a message of M bytes they are M/min(up(source), switch) and
+        M/min(down(destination), switch), without the latency. Inside a node both are M divided by
+        the bandwidth of the links inside. Both are 0 for a message of a worker to itself.
         """
         if source == destination:
             return 0.0, 0.0
@@ -224,7 +242,7 @@ class Network:
         return math.inf if self.inside is None else self.inside / 8
 
     def latency_of(self, ranks: Collection[int]) -> float:
-        """Return α between ``ranks``."""
+        """Return the latency α of a message between ``ranks``, in seconds."""
         if self.crosses(ranks) or self.inside_latency is None:
             return self.latency
         return self.inside_latency
@@ -232,16 +250,16 @@ class Network:
     def collective_seconds(
         self, kind: CollectiveKind, size_bytes: float, ranks: Collection[int], sharing: int = 1
     ) -> float:
-        """Return the seconds of a collective of ``ranks``, by the formulas of ``transport/costs``.
+        """Return the duration of a collective of ``ranks``, in seconds.
 
         Args:
             kind: Kind of the collective.
-            size_bytes: Size of the tensor of each worker.
+            size_bytes: Size M of the tensor of each worker.
             ranks: Ranks of the workers.
             sharing: Number of such collectives that use the links concurrently.
         """
         formula, _, direct = _COLLECTIVES[kind]
-        # A ring enters and leaves each node once. Otherwise each worker has its own flow.
+        # A ring has one flow over the link of a node. Otherwise each worker has its own flow.
         flows = max(Counter(map(self.node, ranks)).values(), default=1) if direct else 1
         rate = self.collective_bytes_per_second(ranks, flows=flows, sharing=sharing)
         return formula(size_bytes, len(ranks), rate, self.latency_of(ranks))

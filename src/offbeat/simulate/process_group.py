@@ -1,9 +1,9 @@
-"""A ``torch.distributed`` process group on the simulated cluster.
+"""A ``torch.distributed`` process group whose operations run on the simulated cluster.
 
-A training function may call ``torch.distributed`` itself. Inside the simulation the default process
-group is the group of the simulated worker whose thread makes the call. torch keeps the default
-group in a private object, which ``installed`` replaces by one whose default group depends on the
-thread. This is the only use of private names of torch, tested on torch 2.13.
+A training function may call ``torch.distributed`` itself. Each simulated worker has a thread and
+its own default process group. torch keeps the default group in a private object of
+``torch.distributed.distributed_c10d``. ``installed`` replaces this object by one that has a default
+group for each thread. It relies on private names of torch 2.13.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from offbeat.transport.operation import Sum
 
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], object]] = {
     dist.ReduceOp.SUM: Tensor.add_,
-    dist.ReduceOp.AVG: Tensor.add_,
-    dist.ReduceOp.MAX: lambda total, one: torch.maximum(total, one, out=total),
-    dist.ReduceOp.MIN: lambda total, one: torch.minimum(total, one, out=total),
+    dist.ReduceOp.AVG: Tensor.add_,  # ``allreduce`` divides the sum
+    dist.ReduceOp.MAX: lambda total, other: torch.maximum(total, other, out=total),
+    dist.ReduceOp.MIN: lambda total, other: torch.minimum(total, other, out=total),
     dist.ReduceOp.PRODUCT: Tensor.mul_,
 }
 
@@ -48,32 +48,38 @@ class _Work(dist.Work):
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """A process group whose operations take virtual time.
+    """A process group whose operations take virtual time, the time of the simulator's clock.
 
     Args:
-        communicator: Communicator of this worker for the user's own operations.
-        make: Opens another communicator for each ``offbeat.attach``. Argument: time-out, seconds.
+        communicator: Communicator for this worker's own calls of ``torch.distributed``.
+        make: Function that opens the communicator of each ``offbeat.attach``. Its argument is the
+            time-out of operations in seconds.
+
+    Attributes:
+        make_communicator: The function ``make``; ``offbeat.attach`` calls it.
     """
 
     def __init__(
         self, communicator: SimulatedCommunicator, make: Callable[[float], SimulatedCommunicator]
     ) -> None:
-        size = max(
-            communicator.size, communicator.member + 1
-        )  # a worker that joined later is alone in its group
+        # A worker that joined later is alone in its communicator. torch requires rank < size.
+        size = max(communicator.size, communicator.member + 1)
         super().__init__(communicator.member, size)  # type: ignore[call-arg]
         self._communicator, self.make_communicator = communicator, make
 
     def make_nodes(self, timeout_seconds: float) -> WorkerCommunicators:
-        """Open communicators inside and across the nodes of the ``Network``."""
+        """Open communicators inside and across the nodes of the ``Network``.
+
+        ``offbeat.attach(..., node_group="auto")`` calls this method.
+        """
         everyone = self.make_communicator(timeout_seconds)
         workers = everyone.cluster.network.workers_per_node
-        node, place = divmod(everyone.rank, workers)
+        node, local_rank = divmod(everyone.rank, workers)
         first = node * workers
         return WorkerCommunicators(
             everyone,
             inside=everyone.subgroup(range(first, first + workers)),
-            across=everyone.subgroup(range(place, everyone.size, workers), sharing=workers),
+            across=everyone.subgroup(range(local_rank, everyone.size, workers), sharing=workers),
         )
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -81,7 +87,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return "simulated"
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """``dist.all_reduce``."""
+        """Carry out ``dist.all_reduce``."""
         operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         combine = next((c for op, c in _REDUCTIONS.items() if operation == op), None)
         if combine is None:
@@ -93,7 +99,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return _Work(handle)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        """``dist.broadcast``."""
+        """Carry out ``dist.broadcast``."""
         (tensor,) = tensors
         handle = self._communicator.broadcast(tensor, source=opts.rootRank, what="dist.broadcast")
         return _Work(handle)
@@ -101,7 +107,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def allgather(  # type: ignore[override]
         self, output_tensors: list[list[Tensor]], input_tensor: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """``dist.all_gather``."""
+        """Carry out ``dist.all_gather``."""
         handle = self._communicator.gather(input_tensor[0], what="dist.all_gather")
 
         def copy() -> None:
@@ -111,7 +117,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return _Work(handle, copy)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """``dist.barrier``."""
+        """Carry out ``dist.barrier``."""
         return _Work(self._communicator.sum(torch.zeros(0), what="dist.barrier"))
 
 
@@ -133,10 +139,10 @@ class _World(c10d._World):
 
 @contextlib.contextmanager
 def installed() -> Iterator[Callable[[SimulatedGroup], None]]:
-    """Give every thread its own default process group inside the context.
+    """Give every thread its own default process group while the context is active.
 
-    ``init_process_group`` and ``destroy_process_group`` do nothing inside the context, so that a
-    training function that calls them runs unchanged.
+    ``init_process_group`` and ``destroy_process_group`` do nothing inside the context. A training
+    function that calls them therefore runs unchanged.
 
     Yields:
         A function that sets the default group of the calling thread.

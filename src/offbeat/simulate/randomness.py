@@ -1,10 +1,12 @@
-"""Random state of torch, numpy and random, one for each simulated worker.
+"""The random state of one simulated worker: of torch, numpy and Python's ``random``.
 
-The simulator switches between workers at many events, so a switch must be cheap. numpy takes 60 µs
-to read its global state and 60 µs to set it; torch and random take 15 µs together. Each worker
-therefore has its own numpy bit generator, which is installed as an object. numpy draws normal
-numbers in pairs and keeps the second one outside the bit generator. That number is saved and
-restored separately, once the worker has drawn from numpy at all.
+All simulated workers run in one process and share its global random state. The simulator saves and
+loads this state whenever it switches between workers, so saving and loading must be fast.
+
+numpy takes 60 µs to read its global state and 60 µs to set it; torch and ``random`` together take
+15 µs. Each worker therefore has its own numpy bit generator, and ``load`` exchanges these objects.
+numpy draws normal numbers in pairs and keeps the second one outside the bit generator. That number
+is saved and loaded separately, once the worker has used numpy.
 """
 
 import ctypes
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# Documented by numpy, missing in its stubs.
+# numpy documents these functions, but its type stubs lack them.
 _bit_generator: Any = np.random.get_bit_generator  # type: ignore[attr-defined]
 _set_bit_generator: Any = np.random.set_bit_generator  # type: ignore[attr-defined]
 
@@ -26,7 +28,7 @@ class RandomState:
 
     def __init__(self, torch_state: torch.Tensor, bits: Any, python_state: tuple[Any, ...]) -> None:
         self._torch, self._bits, self._python = torch_state, bits, python_state
-        self._fresh: bytes | None = _memory(bits)  # None after the first draw
+        self._initial: bytes | None = _memory(bits)  # None once numpy has drawn numbers
         self._pair: dict[str, Any] = {"has_gauss": 0, "gauss": 0.0}
 
     @classmethod
@@ -40,14 +42,14 @@ class RandomState:
 
     @classmethod
     def current(cls) -> "RandomState":
-        """Return the present state of the process."""
+        """Return the present random state of the process."""
         state = cls(torch.get_rng_state(), _bit_generator(), random.getstate())
-        state._fresh = None
+        state._initial = None
         state.save()
         return state
 
     def load(self) -> None:
-        """Install this state in the process."""
+        """Set the random state of the process to this state."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         _set_bit_generator(self._bits)
@@ -55,18 +57,18 @@ class RandomState:
             np.random.set_state({**self._bits.state, **self._pair})
 
     def save(self) -> None:
-        """Read the state that the process has reached since ``load``."""
+        """Replace this state by the present random state of the process."""
         self._torch, self._python = torch.get_rng_state(), random.getstate()
         bits = _bit_generator()
-        if bits is self._bits and self._fresh is not None and _memory(bits) == self._fresh:
-            return
-        self._bits, self._fresh = bits, None
+        if bits is self._bits and self._initial is not None and _memory(bits) == self._initial:
+            return  # numpy has not been used
+        self._bits, self._initial = bits, None
         state = np.random.get_state(legacy=False)
         self._pair = {key: state[key] for key in self._pair}
 
 
 def _memory(bits: Any) -> bytes | None:
-    """Return the memory of an MT19937; None for another generator."""
+    """Return the memory of an MT19937 bit generator; None for another generator."""
     if type(bits) is not np.random.MT19937:
         return None
     return ctypes.string_at(bits.ctypes.state_address, 4 * _WORDS_OF_MT19937)

@@ -31,35 +31,42 @@ def simulate(
     shuffle_ties: int | None = None,
     faults: Sequence[Fault] = (),
 ) -> Simulation:
-    """Run ``worker()`` once per worker: real training, in virtual time.
+    """Run ``worker()`` once per simulated worker.
 
-    ``torch.distributed`` is initialised inside ``worker()``. The simulated cluster serves
+    The training is real; only time is simulated. *Virtual time*, the simulator's clock, passes when
+    a worker waits and when it computes a step of an attached optimizer. ``compute`` gives the
+    duration of a step, which does not depend on this machine. The workers take turns in one
+    process, so two runs with the same arguments are bit-identical.
+
+    ``torch.distributed`` is initialised inside ``worker()``. The simulated cluster supports
     ``get_rank``, ``get_world_size``, ``is_initialized``, ``barrier``, ``all_reduce``, ``broadcast``
-    and ``all_gather``, and ``offbeat.attach`` works as on a real cluster. Virtual time passes when
-    a worker waits and when an attached optimizer steps. The duration of a step is given by
-    ``compute``; it does not depend on this machine. The workers take turns in one process, so two
-    runs with the same arguments are bit-identical. If ``network`` has nodes of several workers,
-    ``attach(..., node_group="auto")`` trains in these nodes.
+    and ``all_gather``. ``offbeat.attach`` works as on a real cluster. If ``network`` has nodes of
+    several workers, ``attach(..., node_group="auto")`` uses these nodes.
 
     Args:
-        worker: Training function without arguments. Its return values are in ``results``.
+        worker: Training function without arguments. Its return values are in
+            ``Simulation.results``.
         workers: Number of workers (≥ 1).
-        network: The links; None is ``Network("1Gbit/s", latency="100us")``.
-        compute: Compute time of steps; None is ``Compute("50ms")``.
+        network: The links; None means ``Network("1Gbit/s", latency="100us")``.
+        compute: Compute time of steps; None means ``Compute("50ms")``.
         seed: Seed of the initial random state of each worker and of the compute jitter.
-        shuffle_ties: Seed by which simultaneous events are shuffled, to see whether a result
-            depends on their order; None executes them first in, first out.
+        shuffle_ties: Seed of the random order of simultaneous events; None executes them first in,
+            first out. Runs with several seeds show whether a result depends on that order.
         faults: Faults of the run, such as ``Kill(worker=2, at="3 s")``. With any fault, operations
-            have the time-out of ``attach``, and ``results`` and ``stats`` have an entry for every
-            worker that joins. The entries of a killed worker are None, or as they were.
+            have the time-out of ``attach``. ``results`` and ``stats`` also have an entry for every
+            worker that joins. The result of a killed worker is None; its ``stats`` end at its
+            death.
 
     Returns:
-        Duration, results and timeline.
+        Duration, results, statistics and timeline of the run.
 
     Raises:
+        TypeError: An element of ``faults`` is not a fault, or ``workers`` is not an int.
         ValueError: ``network``, ``compute`` or ``faults`` name a worker that does not exist, or
             ``workers`` is not a multiple of the workers per node.
-        DeadlockError: The workers wait for each other. The message lists what each waits in.
+        RuntimeError: The process already has a ``torch.distributed`` process group.
+        DeadlockError: The workers wait for each other. The message lists the operation in which
+            each worker waits.
         Exception: Exception of a worker, with a note that names its rank.
     """
     require_integer("workers", workers, least=1)
@@ -83,7 +90,7 @@ def simulate(
     connections = cluster.connections
     initial = connections.open(range(workers))
     attached: dict[int, list[SimulatedCommunicator]] = defaultdict(list)
-    services: dict[int, MembershipService] = {}  # by number of the training
+    services: dict[int, MembershipService] = {}  # by number of earlier trainings
 
     def lose(rank: int) -> None:
         for service in services.values():
@@ -117,9 +124,9 @@ def simulate(
 
         try:
             simulated.run(run_worker)
-            return Simulation.of(cluster, [attached[one.rank] for one in simulated.all])
+            return Simulation.of(cluster, [attached[each.rank] for each in simulated.all])
         finally:
-            # Otherwise the objects of a worker, above all its model, would be in a reference cycle
-            # and stay in memory until the next run of the garbage collector.
+            # Break a reference cycle that contains the models of the workers. They would stay in
+            # memory until the next run of the garbage collector.
             for communicator in chain.from_iterable(attached.values()):
                 communicator.host.totals.clear()

@@ -1,4 +1,4 @@
-"""The result of a simulated run."""
+"""The result of a simulated run: duration, results, timeline, and their display."""
 
 import json
 from collections.abc import Sequence
@@ -18,14 +18,15 @@ _MOST_ROWS = 16  # of the table in a notebook
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of a simulated run. All times are virtual seconds.
+    """Result of a simulated run. All times are virtual seconds, from the simulator's clock.
 
     Attributes:
         seconds: Time at which the last worker finished.
         results: Return value of ``worker()``, by rank.
-        stats: ``Stats`` of the last synchronizer of each worker; None if it had none.
+        stats: ``Stats`` of the last synchronizer of each worker, by rank; None for a worker without
+            a synchronizer.
         idle: Waiting / (waiting + computing), over all workers and the whole run, including set-up
-            and evaluation. The idle share of the training alone is ``stats[n].idle``.
+            and evaluation. The idle share of worker n during training is ``stats[n].idle``.
         timeline: Activities of all workers, in the order of their ends.
         sent_bytes: Bytes that each worker sent, without those that stayed inside its node.
         configuration: Workers, network, compute and seed, as JSON values.
@@ -43,7 +44,12 @@ class Simulation:
     def of(
         cls, cluster: SimulatedCluster, attached: Sequence[Sequence[SimulatedCommunicator]]
     ) -> "Simulation":
-        """Collect the result of a finished run and verify its invariants."""
+        """Return the result of a finished run, after checks of its timeline.
+
+        Args:
+            cluster: The simulated cluster.
+            attached: Communicators that each worker opened with ``attach``, by rank.
+        """
         ends = [float(worker.finished_seconds or 0.0) for worker in cluster.workers.all]
         spans = sorted(cluster.spans, key=lambda span: (span.end, span.start, span.rank))
         _verify(spans, [worker.started_seconds for worker in cluster.workers.all], ends)
@@ -54,7 +60,7 @@ class Simulation:
         busy = spent["compute"] + spent["wait"]
         stats: list[Stats | None] = []
         for communicators in attached:
-            totals = [total() for one in communicators for total in one.host.totals]
+            totals = [total() for each in communicators for total in each.host.totals]
             stats.append(totals[-1] if totals and isinstance(totals[-1], Stats) else None)
         return cls(
             seconds=max(ends),
@@ -74,24 +80,24 @@ class Simulation:
         )
 
     def to_json(self) -> str:
-        """Return everything except the results as JSON. The same run gives the same bytes."""
+        """Return everything except ``results`` as JSON. Equal runs give equal text."""
         return json.dumps(
             {
                 "simulated": True,
                 "configuration": self.configuration,
                 "seconds": self.seconds,
                 "idle": self.idle,
-                "stats": [None if one is None else one.to_dict() for one in self.stats],
+                "stats": [None if each is None else each.to_dict() for each in self.stats],
                 "sent_bytes": self.sent_bytes,
                 "timeline": [vars(span) for span in self.timeline],
             }
         )
 
     def plot(self, path: str | Path, *, start: float = 0.0, end: float | None = None) -> None:
-        """Draw the timeline as a PNG: one lane per worker, with its transfers below.
+        """Draw the timeline into an image file: one lane per worker, with its transfers below.
 
         Args:
-            path: Path of the file.
+            path: Path of the file. Its suffix selects the format, for example ".png".
             start: First virtual second shown.
             end: Last virtual second shown; None is the end of the run.
 
@@ -122,11 +128,11 @@ class Simulation:
         figure.savefig(path)
 
     def _repr_html_(self) -> str:
-        """Return a table and a bar of computing and waiting for each of the first workers."""
+        """Return a table, and bars of computing and waiting time, of the first 16 workers."""
         spent = [{"compute": 0.0, "wait": 0.0, "transfer": 0.0} for _ in self.results]
         for span in self.timeline:
             spent[span.rank][span.kind] += span.end - span.start
-        split = [(one["compute"], one["wait"]) for one in spent[:_MOST_ROWS]]
+        split = [(each["compute"], each["wait"]) for each in spent[:_MOST_ROWS]]
         rows = []
         for rank, (computed, waited) in enumerate(split):
             stats = self.stats[rank]
@@ -141,7 +147,7 @@ class Simulation:
         return Table(headings, tuple(rows), caption).html() + self._bars(split)
 
     def _bars(self, split: Sequence[tuple[float, float]]) -> str:
-        """Return computing (blue) and waiting (red) of each worker as SVG, on one time scale."""
+        """Return bars of the computing (blue) and waiting (red) time of each worker, as SVG."""
         scale = 600 / self.seconds if self.seconds else 0.0
         bars = []
         for rank, (computed, waited) in enumerate(split):
@@ -158,10 +164,10 @@ class Simulation:
 
 
 def _verify(spans: Sequence[Span], starts: Sequence[float], ends: Sequence[float]) -> None:
-    """Assert the invariants of a run.
+    """Assert the invariants of a timeline.
 
-    The time of each worker never runs backwards and consists of computing and waiting without gaps.
-    Workers receive as many bytes as they send.
+    The time of each worker consists of computing and waiting, without gaps or overlaps. All workers
+    together receive as many bytes as they send.
     """
     for rank, (clock, end) in enumerate(zip(starts, ends, strict=True)):
         for span in spans:

@@ -1,9 +1,9 @@
-"""Simulated workers: one thread each, of which exactly one runs at a time.
+"""Simulated workers. Each has its own thread, and only one of the threads runs at a time.
 
-A worker runs until it waits for something in virtual time. The kernel then executes events until
-one of them resumes a worker. Every worker has its own random state (torch, numpy, random), as in a
-process. A background activity of a worker, such as a parameter server, has its own thread, which
-ends with the run.
+A worker runs until it has to wait. The kernel then executes events, in the order of *virtual time*
+(the simulator's clock), until one of them resumes a worker. Every worker has its own random state
+(torch, numpy, random), as if it were a process. A background activity of a worker, such as a
+parameter server, has its own thread, which ends with the run.
 """
 
 import sys
@@ -21,28 +21,32 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 class DeadlockError(OffbeatError):
-    """Raised if simulated workers wait for something that can never happen."""
+    """Raised if no simulated worker can continue: all of them wait for events that never happen."""
 
 
 class _StoppedError(BaseException):
-    """Ends the thread of a stopped worker. Not an ``Exception``: user code must not catch it."""
+    """Ends the thread of a stopped worker.
+
+    It is not an ``Exception``, so that ``except Exception`` in user code does not catch it.
+    """
 
 
 class SimulatedWorker:
-    """One worker, or one of its background activities, and its thread.
+    """One worker, or one of its background activities.
 
     Attributes:
         rank: Rank of the worker.
         background: True for a background activity. It must not use random numbers.
         killed: True once the worker is killed.
-        result: Return value of its function.
-        error: Exception raised by its function.
-        started_seconds: Virtual time of its start.
-        finished_seconds: Virtual time of its end; None while it runs.
-        waits_in: Name of the operation for which it waits.
-        thread: Its thread; None until it is scheduled to start.
-        turn: Released to let the thread continue.
-        random: Its random state while another worker runs; None for a background activity.
+        result: Return value of the worker's function.
+        error: Exception raised by the worker's function.
+        started_seconds: Virtual time of the start.
+        finished_seconds: Virtual time of the end; None before.
+        waits_in: Name of the operation for which the worker waits; empty while it runs.
+        thread: The worker's thread; None until the start is scheduled.
+        turn: Semaphore for which the thread waits; released to let the thread continue.
+        random: The worker's random state, saved while another worker runs; None for a background
+            activity.
     """
 
     def __init__(self, rank: int, seed: int, *, background: bool = False) -> None:
@@ -60,12 +64,12 @@ class SimulatedWorker:
 
 
 class Workers:
-    """Runs one function per worker in virtual time.
+    """Runs a function on all workers, in virtual time.
 
     Args:
         kernel: The virtual clock.
-        size: Number of workers.
-        seed: Seed of their random states.
+        size: Number of workers at the start.
+        seed: Seed of the workers' random states.
 
     Attributes:
         all: All workers, including those that joined later, by rank.
@@ -131,7 +135,7 @@ class Workers:
         self._switch_to(worker)
 
     def _switch_to(self, worker: SimulatedWorker) -> None:
-        """Let the thread of ``worker`` run until it waits or ends."""
+        """Let the thread of ``worker`` run until the worker waits or ends."""
         if self._loaded is not worker and not worker.background:
             self._load_random(worker)
         self._current = worker
@@ -153,7 +157,8 @@ class Workers:
 
     def kill(self, rank: int) -> None:
         """End a running worker and its background activities."""
-        for worker in (self.all[rank], *(one for one in self._background if one.rank == rank)):
+        background = [activity for activity in self._background if activity.rank == rank]
+        for worker in (self.all[rank], *background):
             if worker.finished_seconds is None:  # otherwise its thread may be about to end
                 worker.killed = True
                 if worker.thread is not None and worker.thread.is_alive():
@@ -161,18 +166,18 @@ class Workers:
                 worker.finished_seconds = self.kernel.now
 
     def pause(self, rank: int, seconds: float) -> None:
-        """Stop a worker and its background activities for ``seconds``."""
+        """Suspend a worker and its background activities for ``seconds`` of virtual time."""
         self._paused[rank] = max(self._paused.get(rank, 0.0), self.kernel.now + seconds)
 
     def add(self) -> None:
-        """Start another worker with the next free rank."""
+        """Start another worker. Its rank is the number of workers so far."""
         worker = SimulatedWorker(len(self.all), self._seed)
         worker.started_seconds = self.kernel.now
         self.all.append(worker)
         self._start(worker, self._function, "starts")
 
     def _stop(self) -> None:
-        """End all threads that still wait."""
+        """End all threads that still run."""
         self._stopping = True
         for worker in (*self.all, *self._background):
             if worker.thread is not None and worker.thread.is_alive():
@@ -209,19 +214,19 @@ class Workers:
 
     @property
     def current(self) -> SimulatedWorker:
-        """The worker whose thread is running."""
+        """The worker, or background activity, whose thread is running."""
         assert self._current is not None
         return self._current
 
     def spawn(self, activity: Callable[[], None], what: str) -> None:
         """Run ``activity`` as a background activity of the running worker."""
         background = SimulatedWorker(self.current.rank, self._seed, background=True)
-        self._background = [one for one in self._background if one.finished_seconds is None]
+        self._background = [each for each in self._background if each.finished_seconds is None]
         self._background.append(background)
         self._start(background, lambda _: activity(), f"starts {what}")
 
     def wait(self, signal: Signal, what: str) -> None:
-        """Block the running worker until ``signal``; virtual time passes."""
+        """Block the running worker until ``signal`` fires. Meanwhile virtual time passes."""
         worker = self.current
         if worker.killed:  # its stack is unwinding
             raise _StoppedError
@@ -236,7 +241,7 @@ class Workers:
         worker.waits_in = ""
 
     def sleep(self, seconds: float, what: str) -> None:
-        """Block the running worker for virtual ``seconds``."""
+        """Block the running worker for ``seconds`` of virtual time."""
         signal = Signal()
         rank = self.current.rank
         self.kernel.at(self.kernel.now + seconds, signal.fire, f"rank {rank} ends {what}")
@@ -244,7 +249,7 @@ class Workers:
 
 
 def _user_line(worker: SimulatedWorker) -> str:
-    """Return the innermost source line outside of Offbeat and torch at which a worker waits."""
+    """Return the source line at which a worker waits: the innermost one of the user's code."""
     thread = worker.thread
     frame = sys._current_frames().get(thread.ident) if thread and thread.ident else None
     for entry in reversed(traceback.extract_stack(frame) if frame else ()):

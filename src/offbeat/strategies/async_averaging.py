@@ -12,13 +12,13 @@ from offbeat.strategies.base import Outer, SharedModel, Strategy, WorkerView, se
 class AsyncAveraging(Strategy):
     """Workers keep computing while their models are averaged, up to a bound on the staleness.
 
-    P is the shared model, which is bitwise equal on all workers, and x is the local model. In a
-    *launch* every worker takes a snapshot s of x and starts to average it with those of the other
-    workers. The launch *lands* some local steps later: the mean moves P and x.
+    P is the shared model, which has the same bits on all workers, and x is the local model of one
+    worker. In a *launch* every worker takes a snapshot s of x and starts to average it with those
+    of the other workers. The launch *lands* some local steps later: the mean moves P and x.
 
-    **Update**. u = s − P is the worker's update since the last shared model. The weight w is 1. It
-    is 0 for a worker that has run out of data and has nothing new to send, or is excluded. At the
-    landing, in this order:
+    **Update**. u = s − P is the worker's update since the last shared model. Its weight w is 1. It
+    is 0 if the worker has run out of data and has nothing new to send, or if its u contains NaN or
+    infinity and is excluded. At the landing, in this order:
 
         P ← Σ w·s / Σ w                       = P + mean(u), the paper's next P (Lemma 3.1)
         x ← x + (P − s)                       = x + mean(u) − u (Algorithm 2)
@@ -29,18 +29,19 @@ class AsyncAveraging(Strategy):
         v ← μ·v + D;  P ← P + η_o·(D + μ·v)   Nesterov; P ← P + D by default
 
     ``schedule="cyclic"`` (Algorithm 2): the workers launch every β = τ/2 local steps. A launch
-    lands β steps later, just before the next launch. A worker waits there if the mean has not
-    arrived.
+    lands β steps later, just before the next launch. If the mean has not arrived by then, the
+    worker waits for it.
 
     ``schedule="eager"`` (Algorithm 1): a worker votes for the next launch once its last launch has
-    landed and it has taken a step since. The workers launch when the votes of all have been summed.
-    A launch lands at the first step boundary after its mean has arrived. A worker waits, for votes
-    or a mean, only when its newest landed snapshot is τ local steps old.
+    landed and it has taken a step since that launch. The workers launch when the votes of all
+    workers have arrived. A launch lands at the end of the local step in which its mean arrives. A
+    worker waits, for votes or for a mean, only when its newest landed snapshot is τ local steps
+    old.
 
     Args:
         staleness: τ, the largest age of the newest landed snapshot, in local steps of this worker
             (cyclic: even, ≥ 2; eager: ≥ 1).
-        schedule: Time of the launches: "cyclic" (periodic) or "eager" (as often as possible).
+        schedule: Times of the launches: "cyclic" (periodic) or "eager" (as often as possible).
         outer_lr: Outer learning rate η_o > 0.
         outer_momentum: Outer momentum μ in [0, 1).
 
@@ -48,17 +49,17 @@ class AsyncAveraging(Strategy):
     numbers). Both overlap with local steps: β steps with the cyclic schedule, and as many as the
     network needs with the eager one.
 
-    *Memory*, in copies of the model: two, for s and for the sum in flight. P is one more. It is
-    stored with an outer step (``outer_lr`` not 1, or ``outer_momentum``), with a lossy ``wire``,
-    with ``non_finite="exclude"``, and in the eager schedule with ``non_finite="raise"``. Outer
-    momentum adds v, a lossy wire the quantization errors, and ``consensus`` a temporary copy.
-    *State* in checkpoints: all of these but the temporary copy.
+    *Memory*, in copies of the model: one for s, one for the sum in flight, and in these cases one
+    for P: with ``outer_lr`` other than 1, with ``outer_momentum``, with a ``wire`` other than
+    "float32", with ``non_finite="exclude"``, and in the eager schedule with ``non_finite="raise"``.
+    Outer momentum adds v, such a wire adds the quantization errors, and ``consensus`` adds a
+    temporary copy. *State* in checkpoints: all of these but the temporary copy.
 
     *Differs from the paper*: a worker that does not store P sends s instead of u. The result is the
-    same in exact arithmetic, and no copy of the paper's x_init is needed. All workers get a bitwise
-    equal P, so rounding errors do not drive their models apart. Line 22 of Algorithm 1 would
-    discard local steps; here they are kept. Outer momentum, and an eager schedule without a master,
-    are not in the paper.
+    same in exact arithmetic, and no copy of the paper's x_init is needed. P has the same bits on
+    all workers, so rounding errors do not drive their models apart. Line 22 of Algorithm 1 discards
+    local steps, which are kept here. The paper has neither outer momentum nor an eager schedule
+    without a master.
 
     Source: "Asynchronous SGD without gradient delay for efficient distributed training", ICLR 2019
     submission, Algorithms 1 and 2.

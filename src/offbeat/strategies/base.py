@@ -1,25 +1,35 @@
 """The contract of a strategy: what the workers average, and when.
 
 A strategy is a frozen dataclass of hyper-parameters with up to seven methods. It holds no tensors
-and sends no messages. On every worker a *flow* (``offbeat.averaging``) calls the strategy and does
-the rest: communication, consensus, checkpoints and changes of membership.
+and sends no messages. On every worker a *flow* (``offbeat.averaging``) calls these methods and does
+everything else: communication, checkpoints, and changes of the group of workers.
 
-A *round* is one decision of all workers. Every worker sends a *vote*, and every worker receives the
-sum of the votes, the *tally*. The decision may *launch* parts of the model: the workers start to
-average their updates of these parts. A part is *in flight* until it *lands*, which means that the
-average is applied to the model. A *view* is a period with the same set of workers; a new view
-begins when workers join or leave.
+Terms:
 
-    averages()             describe what is averaged, and when a mean takes effect
-    due(worker)            say if the current step ends with a round
-    state(worker)          create the strategy's mutable state, a dataclass
-    vote(worker)           return this worker's numbers, to be summed over all workers
-    decide(worker, tally)  choose what to launch, the same on all workers
-    outer_step(...)        return momentum and outer gain of one launch
-    after_step(worker)     take measurements at the end of a local step
+- Each worker trains a *local model* x. If the workers average models, they also share a model P,
+  the *shared model*, which has the same bits on all workers. P consists of one or several *parts*,
+  which are exchanged separately.
+- To *launch* a part, every worker sends its update of the part, and the workers start to average
+  the updates. The part is *in flight* until it *lands*: until the mean update is added to P and x.
+- In a *round* all workers decide together what to launch. Each worker sends a *vote*. All workers
+  receive the sum of the votes, the *tally*.
+- A *view* is a period with the same group of workers. A new view begins when a worker joins or is
+  lost.
+- The *wire* is the precision at which sums over the workers are sent, such as "float32" or "int8".
+- A *step boundary* is the moment after all optimizers have stepped.
 
-An ordinary strategy defines ``name``, ``averages`` and ``due``. ``LocalSGD`` is the shortest
-example, and docs/writing-a-strategy.md explains the order of the calls.
+The methods:
+
+    averages()             what is averaged, and when a mean takes effect
+    due(worker)            how many parts this worker wants to launch now; 0 requests no round
+    state(worker)          the strategy's mutable state, a dataclass
+    vote(worker)           numbers of this worker, which are summed over all workers
+    decide(worker, tally)  how many parts to launch, equal on all workers
+    outer_step(...)        coefficients of the step that moves P along the mean update
+    after_step(worker)     measurements at the end of a local step
+
+An ordinary strategy defines ``averages`` and ``due``. ``LocalSGD`` is the shortest example, and
+docs/writing-a-strategy.md explains the order of the calls.
 """
 
 import dataclasses
@@ -55,16 +65,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Outer:
-    """A Nesterov step of the shared model P along D, the mean of the workers' updates.
+    """Step of the shared model P along D, the mean of the workers' updates, with momentum.
 
         v ← μ·v + D
         P ← P + η·(D + μ·v)
 
     Attributes:
-        lr: η > 0.
-        momentum: μ in [0, 1). With 0, v is not stored.
+        lr: Outer learning rate η > 0.
+        momentum: Outer momentum μ ≥ 0. v is stored only if μ > 0.
         dtype: Name of the dtype in which P and v are stored, such as "bfloat16". None: the dtype in
-            which the parameters are summed.
+            which the parameters are summed, which is float32 for half types. Not used with
+            ``error_feedback``.
     """
 
     lr: float = 1.0
@@ -79,25 +90,31 @@ class Outer:
 
 @dataclass(frozen=True)
 class SharedModel:
-    """The workers average models. P is the shared model, bitwise equal on all workers.
+    """The workers average models. P is the shared model, x the local model of a worker.
 
-    P is cut into parts. To *launch* a part, every worker sends its update of that part: its model
-    minus P. When the mean D of the updates *lands*, P moves by an outer step along D. The worker's
-    model moves by the same difference, so it keeps the local steps since the launch.
+    To launch a part, every worker sends its update u = x − P of that part. When the mean D of the
+    updates lands, P moves along D by a step Δ (see ``Outer``). The local model replaces its own
+    update by this step, and keeps the local steps that it took since the launch:
+
+        P ← P + Δ                           Δ = D with the default ``Outer()``
+        x ← x + Δ − u
 
     Attributes:
-        parts: Number of parts (≥ 1), or a function that computes it from the bytes of the model.
-            Under ``fully_shard`` the function receives the bytes of the largest shard.
-        lands: Time of a landing. 0: before the next step, so workers wait. k > 0: k local steps
-            after the launch, or before the next launch of the same part if that is earlier.
-            "arrived": at the first step boundary after the mean has arrived.
-        bound: Staleness bound for "arrived", in local steps. A worker waits when its newest landed
-            launch is this old.
-        outer: The step of P along D.
-        error_feedback: True if the quantization error of an update stays in the local model, as
-            part of x − P, so that the next launch sends it. The parts then have equal bytes and may
-            begin inside a tensor; otherwise they consist of whole tensors. With outer momentum the
-            flow calls ``outer_step`` for each launch.
+        parts: Number of parts (≥ 1), or a function that computes it from the bytes of the
+            parameters. If ``fully_shard`` divides the model, the function receives the largest
+            number of bytes that one worker of the node holds.
+        lands: Time at which a launch lands. 0: before the next local step, so workers wait. k > 0:
+            k local steps after the launch, or before the next launch of the same part if that is
+            earlier. Workers wait if the mean has not arrived then. "arrived": at the first step
+            boundary after the mean has arrived.
+        bound: Largest staleness with "arrived", in local steps. The staleness is the age of the
+            newest launch that has landed. A worker waits for a landing when it reaches the bound.
+        outer: Step Δ of P along D.
+        error_feedback: True if the quantization error of an update stays in the local model. It is
+            then part of the next x − P, so the next launch sends it. The parts have equal bytes and
+            may begin inside a tensor. If ``outer`` has momentum, the flow calls ``outer_step`` for
+            each launch. False: parts consist of whole tensors, and the error is stored outside the
+            model and added to the next message.
         optimizer_state: True if the optimizers' state is averaged whenever the last part lands.
             Requires ``lands=0``.
     """
@@ -133,9 +150,10 @@ class Gradients:
     """The workers average gradients, before the optimizer's step.
 
     Attributes:
-        every_step: True if gradients are averaged in every round. Their buckets may then be sent
-            during backward, the last bucket carries the vote, and ``decide`` is never called.
-            False: the workers exchange votes first, and average if ``decide`` launches.
+        every_step: True if every round averages the gradients, so that ``decide`` is never called.
+            Buckets of gradients may then be sent during backward, and the last one carries the
+            vote. False: the workers exchange votes first. They average the gradients if ``decide``
+            returns a ``Launch`` with ``parts`` > 0.
     """
 
     every_step: bool = True
@@ -143,13 +161,14 @@ class Gradients:
 
 @dataclass(frozen=True)
 class CustomFlow:
-    """Another algorithm with its own flow, such as a parameter server or gossip.
+    """An algorithm that needs its own communication code, such as a parameter server or gossip.
 
-    ``attach`` refuses these options for it: a lossy ``wire``, nodes, ``fully_shard``, elastic
-    membership and ``non_finite="exclude"``.
+    ``attach`` refuses these options for it: a ``wire`` other than "float32", ``node_group``,
+    ``min_workers``, and ``non_finite="exclude"``.
 
     Attributes:
-        make: Function that makes the flow from the strategy and the ``offbeat.averaging.Worker``.
+        make: Function that receives the strategy and an ``offbeat.averaging.Worker``, and returns
+            an ``offbeat.averaging.Flow``.
     """
 
     make: Callable[[Any, Any], Any]
@@ -159,10 +178,11 @@ class CustomFlow:
 
 
 class Launch(NamedTuple):
-    """The decision of a round.
+    """The decision of a round: how many parts all workers launch, and at which precision.
 
     Attributes:
-        parts: Number of parts to launch, in cyclic order. ``inf``: all parts. 0: none.
+        parts: Number of parts to launch. ``inf``: all parts. 0: none. The parts take turns: the
+            first one follows the part that was launched last.
         precision: Precision of these parts. None: the ``wire`` given to ``attach``.
     """
 
@@ -173,15 +193,15 @@ class Launch(NamedTuple):
 class Tally:
     """The sums of a round over all workers. Reading an attribute blocks until they have arrived.
 
-    With a fixed schedule ``decide`` reads no attribute, so no worker waits for the sums.
+    A strategy with a fixed schedule reads no attribute in ``decide``, so its workers do not wait.
 
     Args:
         read: Function that waits for the sums and returns the three attributes.
 
     Attributes:
         stepping: Number of workers that take a step in this round.
-        wanted: Sum of ``due`` over these workers.
-        votes: Element-wise sums of the tuples that ``vote`` returned.
+        wanted: Sum of the return values of ``due`` over these workers.
+        votes: Element-wise sum of the tuples that ``vote`` returned on all workers.
     """
 
     def __init__(self, read: Callable[[], tuple[int, float, tuple[float, ...]]]) -> None:
@@ -204,58 +224,70 @@ class Tally:
 
 
 def common(**options: Any) -> Any:
-    """Declare a field of ``state()`` that is equal on all workers.
+    """Declare a field of ``state()`` whose value is equal on all workers.
 
-    In a new view all workers copy it from the most advanced worker. ``options`` are those of
-    ``dataclasses.field``.
+    When a new view begins, all workers copy the value from the worker that has come furthest.
+
+    Args:
+        options: Arguments of ``dataclasses.field``.
     """
     return field(metadata={"common": True}, **options)
 
 
 def local(**options: Any) -> Any:
-    """Declare a field of ``state()`` that each worker keeps in a new view.
+    """Declare a field of ``state()`` whose value each worker keeps when a new view begins.
 
-    A field without a mark is saved in checkpoints and is initialized again in a new view. A
-    ``transient()`` field is not saved either.
+    An unmarked field and a ``transient()`` field start again with the value from ``state()``.
+    Checkpoints contain all fields but the transient ones.
+
+    Args:
+        options: Arguments of ``dataclasses.field``.
     """
     return field(metadata={"local": True}, **options)
 
 
 @dataclass(kw_only=True)
 class WorkerView:
-    """The data about its worker that a strategy may read. The flow keeps it up to date.
+    """What a strategy may read about the worker it runs on. The flow keeps the values up to date.
 
-    Values marked *common* are equal on all workers of a view, provided that the workers take
-    equally many steps. ``decide`` must not depend on other values.
+    A value marked *common* is equal on all workers. ``decide`` must depend on common values and
+    the tally only, so that all workers make the same decision.
 
     Attributes:
         rank: Rank of this worker.
         size: Number of workers (common).
-        step: Number of local steps, including the current one.
-        start_step: Step at which the current view began (common).
-        stepping: True if this worker takes a step in the current round. False if it has run out of
-            data or waits in a consensus.
-        state: The object that ``state()`` returned.
+        step: Number of local steps of this worker, including the current one.
+        start_step: Value of ``step`` when the view began, on the worker whose state the others
+            copied (common).
+        stepping: True if this worker takes a step in the current round. False if it waits for the
+            other workers, because it has run out of data or because all models are averaged for an
+            evaluation.
+        state: The object that ``state()`` returned. Its fields declared by ``common()`` are common.
         count: Number of parts (common).
-        launches: Number of launches in this view. Launching two parts counts as two.
+        launches: Number of launches in this view. A round that launches two parts adds 2.
         landings: Number of landings in this view.
-        rounds: Number of rounds since the last one that launched a part (common). In ``decide`` the
-            current round counts.
-        launch_step: Local step of the last launch.
+        rounds: Number of rounds since the last round that launched a part (common). In ``decide``
+            this number includes the current round.
+        launch_step: Local step of the last round that launched a part. At first, the local step
+            at which the view began.
         in_flight_steps: Local step at the launch of each part in flight, the oldest first.
         ready: True if the part that is launched next is not in flight.
-        gradient_norm_squared: ‖g‖² of the current step before clipping, over all optimizers; with
-            ``Gradients`` over the optimizer that this round belongs to. Requires ``gradient_norm``.
-        sent_squared: Sum of ‖u‖² over this worker's landed updates u, with weights that decay
-            exponentially over five passes of the model. Requires error feedback.
-        mean_squared: The same sum of ‖D‖² over the means D that landed. Requires error feedback.
-        clock: Seconds on this worker's clock at the current step boundary, equal inside a node.
-            Requires ``lands="arrived"``.
-        spent: Seconds spent on each launch and landing since the last step boundary, without
-            waiting. Requires ``lands="arrived"``.
+        gradient_norm_squared: ‖g‖² of the current step before clipping. It covers all optimizers.
+            With ``Gradients`` it covers the one optimizer whose gradients this round may average.
+            Requires ``gradient_norm``.
+        sent_squared: Sum of ‖u‖² over the landed updates u of this worker. The weight of an update
+            decays exponentially, by a factor of e in five passes of the model. Requires error
+            feedback.
+        mean_squared: Sum of ‖D‖² over the landed means D, with the weights of ``sent_squared``.
+            Requires error feedback.
+        clock: Seconds on this worker's clock at the current step boundary. Workers of one node (see
+            ``node_group`` of ``attach``) read the same time. Requires ``lands="arrived"``.
+        spent: Duration in seconds of each launch and each landing since the last step boundary,
+            without the time spent waiting. Requires ``lands="arrived"``.
         precision: Precision of the wire (common). None: ``decide`` chooses it for each launch.
-        bits: Bits per number of an update, by precision (common).
-        two_stages: Precisions at which a sum takes a second message (common).
+        bits: Bits per element for the sum of updates, by precision (common). Each of N workers
+            sends (N − 1)/N of them.
+        two_stages: Precisions at which a sum takes two messages one after the other (common).
         record: Values that the strategy adds to the telemetry record of this step.
         details: Totals that the strategy adds to ``Stats.details``.
     """
@@ -286,7 +318,7 @@ class WorkerView:
 
     @property
     def since_launch(self) -> int:
-        """Number of local steps since the last launch. Not common."""
+        """Number of local steps since ``launch_step``. Not common."""
         return self.step - self.launch_step
 
     @property
@@ -303,11 +335,12 @@ class Strategy(ABC):
     """An algorithm that decides when workers synchronize, and how long they wait for each other."""
 
     name: ClassVar[str] = ""
-    """Short name in the text form. A custom strategy needs none: its text form has the module and
-    the class instead."""
+    """Name in the text form, such as "local" in ``local:period=8``. Empty for a custom strategy,
+    whose text form contains its module and class instead."""
 
     gradient_norm: ClassVar[bool] = False
-    """True if ‖g‖² is measured in every step, before gradients are clipped."""
+    """True if the strategy reads ``WorkerView.gradient_norm_squared``. The flow then measures it in
+    every step."""
 
     @property
     def default_wire(self) -> Precision:
@@ -318,8 +351,8 @@ class Strategy(ABC):
     def tally_delay(self) -> int:
         """Number of rounds by which ``decide`` lags behind the votes, 0 or 1.
 
-        With 1, ``decide`` receives the tally of the previous round, so no worker waits for votes
-        in flight. The first round is not decided.
+        With 1, ``decide`` receives the tally of the previous round, which has had a step to arrive,
+        so workers rarely wait for it. The first round is not decided.
         """
         return 0
 
@@ -328,27 +361,30 @@ class Strategy(ABC):
 
     @abstractmethod
     def averages(self) -> SharedModel | Gradients | CustomFlow:
-        """Describe what is averaged, and when the mean takes effect. Allocates nothing."""
+        """Return what is averaged, and when a mean takes effect. Allocates nothing."""
 
     def due(self, worker: WorkerView) -> float:
-        """Return the number of parts this worker would launch now. 0 requests no round.
+        """Return the number of parts that this worker wants to launch now. 0 requests no round.
 
-        With ``lands="arrived"`` every worker may request a round at a step of its own. The round is
-        decided when all workers have requested it, and the next round starts after the launches of
-        this one. In all other cases all workers that step must request a round at the same step, as
-        in a fixed schedule.
+        With ``lands="arrived"`` the workers may request a round at different steps. The round is
+        decided when all workers have requested it. The next one can be requested once the parts of
+        this one were launched.
+
+        In all other cases the workers that still take steps must request a round at the same step,
+        for example in every eighth step.
         """
         return 1.0
 
     def state(self, worker: WorkerView) -> object | None:
-        """Return the mutable state for a view: a dataclass of plain values, or None.
+        """Return the strategy's mutable state: a dataclass of plain values, or None.
 
-        Called when a view begins. Mark its fields with ``common``, ``local`` or ``transient``.
+        Called when a view begins. Declare fields with ``common``, ``local`` or ``transient`` to
+        determine what becomes of their values in the next view.
         """
         return None
 
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
-        """Return the numbers to be summed over the workers, always equally many.
+        """Return numbers that are summed over all workers. Their count must never change.
 
         Called once a round on every worker, with ``worker.stepping=False`` on a worker that takes
         no step. With ``Gradients`` it is also called when a view begins, to count the numbers.
@@ -358,21 +394,21 @@ class Strategy(ABC):
     def decide(self, worker: WorkerView, tally: Tally) -> Launch:
         """Return the decision of the round. Called once a round on every worker.
 
-        All workers must return the same, so the decision may depend on the tally and on common
-        values only.
+        All workers must return the same decision. It may therefore depend on the tally and on
+        common values only.
         """
         return Launch()
 
     def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
         """Return μ and a for the landing of ``part``: v ← μ·v + D, then P ← P + η·(D + a·v).
 
-        Called once for each launch, before it lands, with the tally of its round. Only called with
-        ``error_feedback`` and outer momentum. All workers must return the same.
+        Only called with ``error_feedback`` and outer momentum: once for each launch, before it
+        lands, with the tally of its round. All workers must return the same numbers.
         """
         raise NotImplementedError
 
     def after_step(self, worker: WorkerView) -> None:  # noqa: B027
-        """Take measurements. Called at the end of each local step, after the landings."""
+        """Take measurements for later decisions. Called after each local step and its landings."""
 
     # -- text ------------------------------------------------------------------------------------
 
@@ -388,7 +424,7 @@ class Strategy(ABC):
         return f"{name}:{settings}" if settings else name
 
     def _changed_settings(self) -> list[tuple[str, Any]]:
-        """Names and values of the settings that differ from the defaults."""
+        """Return names and values of the settings that differ from their defaults."""
         values = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)]
         return [(name, value) for name, value, default in values if value != default]
 

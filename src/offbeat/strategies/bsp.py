@@ -12,16 +12,16 @@ from offbeat.strategies.base import Gradients, Strategy
 class BSP(Strategy):
     """Average the gradients of all workers in every step, like DistributedDataParallel.
 
-    **Update**:
+    **Update** of the parameters x with the gradient g, where T is the optimizer's step:
 
         g ← mean(g)
         x ← T(x, g)
 
-    *Communication*: one all-reduce of the gradients a step, in buckets. With one optimizer the
-    buckets are sent while backward still runs. If a gradient changes after its bucket was sent
+    *Communication*: one all-reduce of the gradients in each step, in buckets. With one optimizer
+    the buckets are sent while backward still runs. If a gradient changes after its bucket was sent
     (accumulation, clipping, unscaling), the workers send the buckets again. After three such steps
-    in a row they stop overlapping. Sparse gradients are sent as dense ones, and their mean is
-    sparse again. *Memory*: one copy of the gradients. *State*: none.
+    in a row they send all buckets after backward. Sparse gradients are sent as dense ones, and
+    their mean is sparse again. *Memory*: one copy of the gradients. *State*: none.
     """
 
     name: ClassVar[str] = "bsp"

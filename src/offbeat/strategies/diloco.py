@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then an outer optimizer's step along the mean update."""
+"""DiLoCo: the workers take many local steps, then an outer optimizer applies the mean update."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -12,7 +12,8 @@ from offbeat.strategies.base import Launch, Outer, SharedModel, Strategy, Tally,
 class DiLoCo(Strategy):
     """Each worker takes ``period`` steps, then an outer Nesterov step moves the shared model.
 
-    **Update**. θ is the shared model, x the model of a worker, initially θ:
+    **Update**. θ is the shared model, which is equal on all workers. x is the model of one worker
+    (initially θ), g its gradient, and T the step of its optimizer, the inner optimizer:
 
         x ← T(x, g)                         H times
         Δ = Σ w·(θ − x) / Σ w               w = 1; 0 for a worker without new steps
@@ -20,13 +21,14 @@ class DiLoCo(Strategy):
         θ ← θ − η_o·(Δ + μ·v)
         x ← θ
 
-    The inner optimizer keeps its state. ``outer_lr=1, outer_momentum=0`` is local SGD.
+    The inner optimizer keeps its state. With ``outer_lr=1, outer_momentum=0`` this is local SGD.
 
-    Streaming DiLoCo: P ``fragments`` divide the parameters, in name order, into P groups of whole
-    tensors with about equal bytes. The workers launch fragment p = 1 … P after each step
-    t ≡ ⌊p·H/P⌋ (mod H), once every H steps. With ``overlap`` k its mean lands k steps later:
+    Streaming DiLoCo: the parameters, sorted by name, are divided into P ``fragments`` of whole
+    tensors with about equal bytes. The workers *launch* (start to average) fragment p = 1 … P after
+    the steps t = ⌊p·H/P⌋, ⌊p·H/P⌋ + H, ⌊p·H/P⌋ + 2H and so on. With ``overlap`` k the mean *lands*
+    (is applied) k steps later, and the local steps since the launch are kept:
 
-        x_p ← θ_p + (x_p(t+k) − x_p(t))     keeps the local steps since the launch
+        x_p ← θ_p + (x_p(t+k) − x_p(t))
 
     Args:
         period: H, steps between two launches of the same fragment (≥ 1).
@@ -38,12 +40,12 @@ class DiLoCo(Strategy):
         outer_dtype: Dtype of θ and v: "float32", "bfloat16" or "float64". None: the dtype in which
             the parameters are summed, which is float32 for the half types.
         optimizer_state: "average" also averages the inner optimizers' state whenever the last
-            fragment lands. Requires ``overlap=0``.
+            fragment lands, and requires ``overlap=0``. "local" leaves it different on each worker.
 
     *Communication*: every H steps one sum over the model, in P messages, and one mean of its
-    buffers; blocking, or overlapped with k steps. *Memory*: θ, v, and 1/P of the model while a
-    fragment is in flight. With overlap four flat copies: θ, v, the sums and a snapshot. *State*:
-    all of these.
+    buffers. The workers wait for it if k = 0. *Memory*: θ, v, and 1/P of the model while a fragment
+    is in flight. With overlap four flat copies: θ, v, the sums and a snapshot. *State* in
+    checkpoints: all of these.
 
     *Differs from the papers*: Streaming DiLoCo mixes θ with the worker's model in a fixed
     proportion; here all local steps are kept. Its fragments are strided layers; here they are

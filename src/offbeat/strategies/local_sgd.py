@@ -12,21 +12,23 @@ from offbeat.strategies.base import SharedModel, Strategy, WorkerView, setting
 class LocalSGD(Strategy):
     """Each worker takes ``period`` local steps, then all workers replace their model by the mean.
 
-    **Update**:
+    **Update** of the parameters x with the gradient g, where T is the optimizer's step:
 
         x ← T(x, g)
         if steps since the last mean = H:  x ← mean(x)      H = 1 in the first warmup_steps steps
 
-    Post-local SGD (Lin et al., 2020) is ``warmup_steps > 0``. ``period=1`` with SGD equals BSP.
+    With ``warmup_steps > 0`` this is post-local SGD (Lin et al., 2020). With ``period=1`` and the
+    optimizer SGD it equals BSP.
 
     Args:
         period: H, steps between two means (≥ 1).
         warmup_steps: Number of initial steps that are each followed by a mean (≥ 0).
-        optimizer_state: "average" also averages the optimizers' state at each mean.
+        optimizer_state: "average" also averages the optimizers' state at each mean. "local" leaves
+            it different on each worker.
 
-    *Communication*: one mean of the model every ``period`` steps; blocking. *Memory*: one flat
-    copy of the model. *State*: the steps since the last mean. ``finish`` takes the mean of a last
-    period that is not complete.
+    *Communication*: one mean of the model every ``period`` steps, for which the workers wait.
+    *Memory*: one flat copy of the model. *State*: the number of steps since the last mean. The
+    final mean in ``Synchronizer.finish`` also contains the steps of an incomplete last period.
     """
 
     name: ClassVar[str] = "local"

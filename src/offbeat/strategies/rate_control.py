@@ -1,15 +1,17 @@
 """Rate control of streaming averaging: how many parts are in flight, and at which precision.
 
 Streaming averaging cuts the model into parts. A worker *launches* a part when it starts to send its
-update of the part. The part is in flight until it *lands*: the mean update is added to the model.
+update of the part. The part is *in flight* until it *lands*: until the mean update is added to the
+model. Parts land at *step boundaries*, after the optimizer has stepped.
 
-Each worker limits its launches in two ways. The *window* is the number of parts that may be in
-flight. It shrinks if parts land late, because the link is then full. The *CPU budget* limits the
-processor time for launching and landing.
+Each worker limits its launches in two ways. The *window* is the largest number of parts in flight.
+A part is *late* if it is in flight for more steps than it would be over an idle link. The window
+shrinks if many parts are late, because the link is then full. The *CPU budget* limits the processor
+time that launching and landing take.
 
-A *pass* of the model is complete when every part has landed once. The workers exchange the number
-of local steps in a pass, and their mean determines the precision: fewer bits if a pass takes too
-many steps, more bits if it takes few.
+A *pass* of the model is complete when every part has landed once. Each worker measures the number
+of local steps in a pass. The mean over the workers determines the precision: fewer bits if a pass
+takes many steps, more bits if it takes few.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,22 +21,22 @@ from offbeat.quantization.precision import PrecisionControl
 from offbeat.strategies.base import Precision, common, transient
 
 TARGET_PASS_STEPS = 2.5
-"""Target for the number of local steps in a pass. A longer pass selects fewer bits. The target is
-above 2, because a quantized part usually lands two step boundaries after its launch, even on a fast
+"""Target for the number of local steps in a pass. If passes are longer, fewer bits are sent. The
+target is above 2, because a quantized part usually lands two steps after its launch, even on a fast
 network."""
 
-_LEAST_WINDOW = 2  # parts: an arrival is noticed late, and the link sends the other part meanwhile
-_LATE_SHARE = 4  # the window shrinks if more than 1/4 of the parts are late, waiting for the link
+_LEAST_WINDOW = 2  # parts; the link sends one while the worker has not yet noticed another arrival
+_LATE_SHARE = 4  # the window shrinks if more than 1/4 of the parts are late
 _MOST_CPU_SHARE = 0.05
 """Largest share of the step time that a worker spends on launching and landing parts.
 
-The network threads and the second stage of the sums use about the same processor time again. If no
-core is idle, all of this slows down training. Twice this share allows twice as many passes. In
-measurements its benefit only made up for the slower steps.
+Network threads and the quantization of sums take about the same processor time again. All of it
+slows down training if no core is idle. In measurements, twice this share allowed twice as many
+passes, but their benefit was no greater than the cost of the slower steps.
 """
-_MOST_COST_RATIO = 4  # largest cost of one part relative to the average, against measurement noise
+_MOST_COST_RATIO = 4  # largest cost of a part relative to the average cost; more is noise
 _SMOOTHING = 0.1  # weight of a new value in an exponential average
-_LEAST_STEPS = 8  # local steps before a count of passes is used
+_LEAST_STEPS = 8  # shortest measurement of the steps in a pass, in local steps
 
 
 @dataclass
@@ -42,20 +44,20 @@ class RateControl:
     """Window, CPU budget and precision of one worker.
 
     Attributes:
-        control: Chooses the precision, the same on all workers.
-        window: Number of parts that may be in flight.
-        probing: True while the window grows fast: from the start of training or a change of the
-            precision until a part is late.
-        start_step: Local step at which the current count of landings began.
-        landed: Number of landings since ``start_step``. Begins at −(number of parts) at the start
-            and after a change of the precision. The first pass, which may contain parts of the
-            previous precision, therefore does not count.
-        crowded: True if more than 1/4 of the parts were late in a step since ``restart_count``.
-        step_seconds: Duration of a local step in seconds, smoothed.
-        part_seconds: Seconds to launch and land a part, without waiting, smoothed.
-        budget: Number of parts that may be launched now within the CPU share. May be negative.
-        stepped_at: Seconds on the worker's clock at the last step boundary.
-        seen_launches: Number of launches that were subtracted from the budget.
+        control: Chooses the precision. Equal on all workers.
+        window: Largest number of parts in flight.
+        probing: True while the window grows fast. This phase begins with training and with each
+            change of the precision, and ends when a part is late.
+        start_step: Local step at which the current measurement of the steps in a pass began.
+        landed: Number of landings in this measurement. At the start of training and after a change
+            of the precision it is set to −(number of parts), and the measurement begins when it
+            reaches 0. The parts that land before that may have the previous precision.
+        crowded: True if more than 1/4 of the parts were late in any step since ``restart_count``.
+        step_seconds: Duration of a local step in seconds, an exponential average.
+        part_seconds: Seconds to launch and land a part, without waiting, an exponential average.
+        budget: Number of parts that may be launched now within the CPU budget. May be negative.
+        stepped_at: Seconds on the worker's clock at the last step boundary. None at the start.
+        seen_launches: Number of launches that ``count`` has processed.
         seen_landings: Number of landings that ``count`` has processed.
     """
 
@@ -78,9 +80,7 @@ class RateControl:
         return self.control.precision
 
     def count(self, launches: int, landings: int, step: int) -> None:
-        """Subtract new launches from the budget, and add new landings to ``landed``.
-
-        New ones are those since the last call.
+        """Subtract the launches since the last call from the budget, and count the landings.
 
         Args:
             launches: Total number of launches so far.
@@ -95,7 +95,7 @@ class RateControl:
         self.seen_launches, self.seen_landings = launches, landings
 
     def step(self, now: float, spent: Sequence[float], parts: int) -> None:
-        """Measure a local step that has ended, and add its share of time to the CPU budget.
+        """Measure a local step that has ended, and add its share of processor time to the budget.
 
         Args:
             now: Seconds on the worker's clock.
@@ -103,22 +103,22 @@ class RateControl:
             parts: Number of parts of the model.
         """
         for seconds in spent:
-            cost = 2 * seconds  # of a launch or a landing; a part needs both
-            if self.part_seconds:  # an outlier is probably time that another process has used
+            cost = 2 * seconds  # a part needs a launch and a landing
+            if self.part_seconds:  # during an outlier another process probably used the processor
                 cost = min(cost, _MOST_COST_RATIO * self.part_seconds)
             self.part_seconds = _smooth(self.part_seconds, cost)
         if self.stepped_at is not None:
-            took = now - self.stepped_at
-            if self.step_seconds:  # a longer time contains more than a step, such as an evaluation
-                took = min(took, 2 * self.step_seconds)
-            self.step_seconds = _smooth(self.step_seconds, took)
+            duration = now - self.stepped_at
+            if self.step_seconds:  # a longer time probably contains an evaluation
+                duration = min(duration, 2 * self.step_seconds)
+            self.step_seconds = _smooth(self.step_seconds, duration)
         self.stepped_at = now
-        more = float(parts)
+        added = float(parts)
         if self.part_seconds:
-            more = min(more, _MOST_CPU_SHARE * self.step_seconds / self.part_seconds)
-        # Up to three steps of budget accumulate, because a round may launch its parts two steps
-        # after the strategy has requested them.
-        self.budget = min(self.budget + more, 1.0 + 3 * more, 2.0 * parts)
+            added = min(added, _MOST_CPU_SHARE * self.step_seconds / self.part_seconds)
+        # The budget of up to three steps accumulates, because parts may be launched two steps after
+        # the strategy has requested them.
+        self.budget = min(self.budget + added, 1.0 + 3 * added, 2.0 * parts)
 
     def resize(self, ages: Sequence[int], parts: int, *, prompt_age: int) -> None:
         """Grow the window if no part is late, shrink it if more than 1/4 of the parts are late.
@@ -126,8 +126,7 @@ class RateControl:
         Args:
             ages: Local steps since the launch of each part in flight.
             parts: Number of parts of the model.
-            prompt_age: Age, in local steps, from which a part is late. Over a link that is not
-                full the part would have landed.
+            prompt_age: Age in local steps from which a part is late.
         """
         late = sum(age >= prompt_age for age in ages)
         if late > parts // _LATE_SHARE:
@@ -136,16 +135,16 @@ class RateControl:
         elif late:
             self.probing = False
         else:
-            more = max(1, self.window // 2) if self.probing else 1
-            # The limit is twice the number of parts. A part in flight can then be queued again, and
-            # its next launch follows its landing immediately.
-            self.window = min(2 * parts, self.window + more)
+            growth = max(1, self.window // 2) if self.probing else 1
+            # With twice the number of parts, a round can decide the next launch of a part that is
+            # still in flight. This launch then follows the landing immediately.
+            self.window = min(2 * parts, self.window + growth)
 
     def pass_steps(self, step: int, parts: int, *, chooses: bool) -> float | None:
-        """Measure the number of local steps in a pass.
+        """Return the measured number of local steps in a pass.
 
-        While the window still grows fast, a call discards the landings counted so far, so that the
-        result describes only passes after the growth.
+        While the window still grows fast, the measurement starts again in every call. The result
+        therefore describes only passes after the growth.
 
         Args:
             step: Number of local steps so far.
@@ -153,22 +152,21 @@ class RateControl:
             chooses: True if the rate control also chooses the precision.
 
         Returns:
-            The mean number of local steps in a pass. None before two passes and eight steps were
-            counted. With ``chooses`` it is 1 if neither the link nor the CPU budget limits the
-            launches: the window has its maximum, the budget allows all parts, and ``crowded`` is
-            not set. Fewer bits would not help then. If only the CPU budget is the limit, they help,
-            because each part arrives sooner.
+            The mean number of local steps in a pass. None if the measurement has less than two
+            passes or eight steps. 1 if ``chooses`` is set and nothing limits the launches, because
+            fewer bits would not help then. In this case the window has its maximum, the budget
+            allows all parts, and ``crowded`` is not set.
         """
         widest = self.window == 2 * parts
-        free = chooses and widest and self.budget >= parts and not self.crowded
+        unlimited = chooses and widest and self.budget >= parts and not self.crowded
         if self.probing and not widest and self.landed > 0:  # the window still grows
             self.start_step, self.landed = step, 0
         if self.landed < 2 * parts or step - self.start_step < _LEAST_STEPS:
             return None
-        return 1.0 if free else (step - self.start_step) * parts / self.landed
+        return 1.0 if unlimited else (step - self.start_step) * parts / self.landed
 
     def restart_count(self, step: int) -> None:
-        """Start a new count of landings, and clear ``crowded``."""
+        """Start a new measurement of the steps in a pass, and clear ``crowded``."""
         self.start_step, self.landed, self.crowded = step, 0, False
 
     def choose(self, steps: float, step: int, bits: Mapping[str, float], parts: int) -> bool:
@@ -177,7 +175,7 @@ class RateControl:
         Args:
             steps: Mean over the workers of the number of local steps in a pass.
             step: Number of local steps so far.
-            bits: Bits sent for each number of an update, as a mapping from the precision.
+            bits: Bits per element of an update at each precision.
             parts: Number of parts of the model.
 
         Returns:

@@ -1,4 +1,4 @@
-"""SelSync: synchronize in the steps in which the gradient changes much."""
+"""SelSync: the workers synchronize in the steps in which a worker's gradient changes much."""
 
 import logging
 import math
@@ -27,12 +27,12 @@ _PAPER_WINDOW = 25  # steps
 
 @dataclass
 class SelSyncState:
-    """The trigger of one worker and the threshold that all workers share.
+    """State of ``SelSync`` on one worker. The symbols are those of ``SelSync``.
 
     Attributes:
-        change: Relative change Δ of this worker's smoothed gradient norm.
-        controller: Adjusts the threshold δ. None with a fixed ``delta``.
-        decided: Number of rounds decided so far.
+        change: Computes Δ, the relative change of this worker's smoothed gradient norm.
+        controller: Adjusts the threshold δ, which is equal on all workers. None with a fixed δ.
+        decided: Number of steps so far in which the workers decided whether to synchronize.
     """
 
     change: RelativeChange = local()
@@ -42,47 +42,52 @@ class SelSyncState:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SelSync(Strategy):
-    """Selective synchronization by the relative change of the gradient.
+    """Selective synchronization: average in the steps in which the gradient norm changes much.
 
-    **Update**, on each of N workers:
+    **Update** of the parameters x with the gradient g on each of N workers. T is the optimizer's
+    step, δ is the threshold, and a is a smoothing factor:
 
         s = ‖g‖²                                    before clipping, after AMP unscaling
         m_i = (1 − a)·m_{i−1} + a·s,  m_0 = s       a = N/100 unless ``smoothing`` is given
         Δ = |m_i − m_{i−1}| / m_{i−1}               ∞ at the first step, 0/0 = 0
-        flag = Δ ≥ δ                                the vote of each worker in every step
+        flag = Δ ≥ δ                                every worker sends its flag in every step
         aggregate="parameters":  x ← T(x, g);  if any flag: x ← mean(x)
         aggregate="gradients":   if any flag: g ← mean(g);  x ← T(x, g)
 
+    LSSR, the local-to-synchronous step ratio, is the share of steps without a synchronization.
+
     Args:
-        delta: A fixed δ ≥ 0. 0 synchronizes in every step (BSP), ``inf`` never. A good value
-            depends on the model, the batch size, the smoothing and the number of workers.
-        target_lssr: Wanted share of steps in which no trigger fires, in (0, 1). Excludes ``delta``.
-            0.9 if neither is given. δ starts at the mean of the workers' first Δ and then follows
-            their triggers.
+        delta: Fixed threshold δ ≥ 0. With 0 the workers synchronize in every step (BSP), with
+            ``inf`` never. A good value depends on the model, the batch size, the smoothing and the
+            number of workers.
+        target_lssr: Target for the share of steps in which no flag is set, in (0, 1). δ starts at
+            the mean of the workers' first finite Δ and is then adjusted in every step. None: 0.9 if
+            ``delta`` is None, too. Only one of ``delta`` and ``target_lssr`` can be given.
         aggregate: Values that a synchronization averages: "parameters" or "gradients". The paper
             found parameters better. With gradients the workers' models stay different.
-        smoothing: a in (0, 1]. None: N/100, at most 1.
-        window: Number of last steps over which norms are smoothed (≥ 1); the paper uses 25. None:
-            all steps.
+        smoothing: Factor a in (0, 1]. None: N/100, at most 1.
+        window: Number of the latest steps over which norms are smoothed (≥ 1). The paper uses 25.
+            None: all steps.
         max_interval: Largest number of steps between two synchronizations (≥ 1). None: no limit.
-        warmup_steps: Number of initial steps that all synchronize (≥ 0).
-        flags: "blocking" exchanges the flags while the optimizer steps, and waits for them.
-            "deferred" uses the flags of the previous step, which have had a whole step to arrive.
+        warmup_steps: Number of steps at the start that are all synchronized (≥ 0).
+        flags: "blocking": the workers wait for the flags of the current step. If parameters are
+            averaged, the flags are sent before the optimizer steps and needed after it. "deferred":
+            the workers use the flags of the previous step, which have had a whole step to arrive.
             The first step then never synchronizes.
         optimizer_state: "average" also averages the optimizers' state at each mean of the
-            parameters.
+            parameters. "local" leaves it different on each worker.
 
     A non-finite norm sets no flag and leaves m unchanged (see ``RelativeChange``). SelSync counts
-    these norms in ``Stats.details["norms_not_finite"]`` and logs the first one. ``target_lssr``
-    does not count the synchronizations that ``warmup_steps`` and ``max_interval`` force.
+    these norms in ``Stats.details["norms_not_finite"]`` and logs the first one. The adjustment of δ
+    ignores synchronizations that only ``warmup_steps`` or ``max_interval`` has caused.
 
-    *Communication*: nine numbers a step, and the model (or the gradients) if any flag is set. This
-    is (1 − LSSR) times the communication of BSP, where LSSR is the share of steps without a
-    synchronization. *Memory*: one flat copy of the model. *State*: m, δ, counters.
+    *Communication*: nine numbers in each step, and the model (or the gradients) if any flag is set.
+    This is about (1 − LSSR) times the communication of BSP. *Memory*: one flat copy of the model.
+    *State*: m, δ, counters.
 
-    *Differs from the paper*: ``target_lssr``, ``max_interval``, ``warmup_steps`` and deferred flags
-    are ours. The paper's published code contradicts the paper. Here the local update is done first,
-    norms are squared and smoothed once, and Δ is measured before clipping.
+    *Differs from the paper*: the paper has no ``target_lssr``, ``max_interval``, ``warmup_steps``
+    or deferred flags. Where the paper and its published code differ, this class does the local
+    update first, squares and smooths norms once, and measures Δ before clipping.
 
     Source: Tyagi & Swany, arXiv 2307.07950, Algorithm 1 and Equations 1-2.
     """
@@ -115,10 +120,10 @@ class SelSync(Strategy):
 
     @classmethod
     def paper(cls, delta: float = 0.3) -> "SelSync":
-        """Return the setting of the paper: a fixed δ, and a = N/100 over a window of 25 steps.
+        """Return SelSync as in the paper: a fixed δ, and a = N/100 over a window of 25 steps.
 
         Args:
-            delta: δ. The paper uses 0.25, 0.3 and 0.5 with 16 workers.
+            delta: Threshold δ. The paper uses 0.25, 0.3 and 0.5 with 16 workers.
         """
         return cls(delta=delta, window=_PAPER_WINDOW)
 
@@ -141,7 +146,7 @@ class SelSync(Strategy):
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
-        """Return this worker's flag and its Δ; 0 stands for a Δ that is not finite."""
+        """Return the flag and Δ of this worker. A Δ that is not finite is sent as 0."""
         if not worker.stepping:
             return (0.0, 0.0)
         state: SelSyncState = worker.state
@@ -150,7 +155,7 @@ class SelSync(Strategy):
         smoothing = min(1.0, worker.size / 100) if self.smoothing is None else self.smoothing
         change = state.change.update(worker.gradient_norm_squared, smoothing)
         delta = (self.delta or 0.0) if state.controller is None else state.controller.delta
-        # Δ is ∞ at the first step, and ∞ ≥ ∞; δ = ∞ must never synchronize.
+        # δ = ∞ must never synchronize, not even at the first step, in which Δ = ∞.
         flag = change >= delta and delta != math.inf
         worker.record.update(change=change, threshold=delta, flag=flag)
         worker.details["flags"] = worker.details.get("flags", 0) + flag
@@ -158,7 +163,7 @@ class SelSync(Strategy):
 
     @override
     def decide(self, worker: WorkerView, tally: Tally) -> Launch:
-        """Synchronize if any flag is set, or in the warm-up, or after ``max_interval`` steps."""
+        """Synchronize if a flag is set, in the warm-up, and after ``max_interval`` steps."""
         state: SelSyncState = worker.state
         flags, changes = tally.votes
         if state.controller is not None:
@@ -171,7 +176,7 @@ class SelSync(Strategy):
 
 
 def _count_not_finite(worker: WorkerView) -> None:
-    """Count a step whose gradient norm is not finite, and log the first."""
+    """Count a step whose gradient norm is not finite. Log the first one."""
     count = worker.details["norms_not_finite"] = worker.details.get("norms_not_finite", 0) + 1
     if count == 1:
         logger.warning(

@@ -1,4 +1,9 @@
-"""Streaming averaging: some parts of the model are in flight all the time."""
+"""Streaming averaging: some parts of the model are being averaged all the time.
+
+To *launch* a part of the model, every worker sends its update of the part. The part is *in flight*
+until it *lands*: until the mean update is added to the model. A *pass* of the model is complete
+when every part has landed once.
+"""
 
 import logging
 import math
@@ -22,11 +27,11 @@ from offbeat.strategies.rate_control import RateControl
 
 logger = logging.getLogger("offbeat")
 
-# Automatic number of parts. The operations of one part take as long as quantizing and adding a few
-# MB, so there are few parts. With two, the link sends one while a worker notices the arrival of the
-# other.
+# Automatic number of parts. The fixed cost of a launch is that of quantizing a few MB, so parts are
+# large and few. Two parts keep the link busy: it sends one while a worker has not yet noticed that
+# the other has arrived.
 _PART_BYTES = 2**22
-_LEAST_PART_BYTES = 2**16  # for each of two parts
+_LEAST_PART_BYTES = 2**16  # a smaller model than twice this size is not divided
 _MOST_AUTO_PARTS = 4
 _MOST_PARTS = 1024
 _MOMENTUM_STEPS = 50.0  # local steps in which the outer momentum decays to 1/e
@@ -34,13 +39,14 @@ _MOMENTUM_STEPS = 50.0  # local steps in which the outer momentum decays to 1/e
 
 @dataclass
 class StreamingState:
-    """Rate control and outer gain of one worker.
+    """State of ``StreamingAveraging`` on one worker.
 
     Attributes:
-        rate: Window, CPU budget and precision of this worker.
-        launch_steps: Mean local step of the workers at the last launch of each part.
+        rate: Limits the number of parts in flight and chooses the precision.
+        launch_steps: For each part, the mean of the workers' local steps at its last launch.
         gain: Outer gain G of the last landing.
-        pass_steps: Number of local steps in the last counted pass of the model; 0 before the first.
+        pass_steps: Mean number of local steps in a pass of the model. 0 before the first
+            measurement.
     """
 
     rate: RateControl
@@ -53,8 +59,10 @@ class StreamingState:
 class StreamingAveraging(Strategy):
     """The model is averaged in parts, some of which are always in flight while workers compute.
 
-    **Update**. P is the shared model, x the model of a worker, f a part, C the quantization of the
-    ``wire``, k the number of local steps since the last launch of f:
+    **Update**. P is the shared model, which has the same bits on all workers, and x is the local
+    model of one worker. f is a part, w the weight of a worker (1, or 0 if it has nothing new to
+    send), C the quantization at the precision ``wire`` (see ``attach``), and k the number of local
+    steps between the last two launches of f:
 
         launch:   u = C(x_f − P_f)
         landing:  D = Σ w·u / Σ w
@@ -63,40 +71,41 @@ class StreamingAveraging(Strategy):
                   P_f ← P_f + Δ
                   x_f ← x_f + Δ − u
 
-    The quantization error stays in x_f − P_f (error feedback). It needs no memory, and the next
-    gradient is computed at a point that contains it.
+    The quantization error stays in x_f − P_f, so the next launch sends it (error feedback). It
+    needs no memory, and the next gradient is computed at a point that contains it.
 
-    D is shorter than the workers' updates, because their noise averages out. The outer gain G
-    lengthens D to the length of one worker's update, ‖G·D‖² = mean‖u‖²:
+    The mean D is shorter than the updates of the N workers, because their noise averages out. The
+    outer gain G lengthens D to the length of one worker's update, ‖G·D‖² = mean‖u‖²:
 
         G = √(mean‖u‖² / ‖D‖²), at least 1, at most √N, smoothed over five passes of the model
 
-    ``schedule="eager"``: workers launch the parts in cyclic order, as many as keep the link busy.
-    A part lands at the first step boundary after its arrival. The default ``wire`` is "int2". With
-    "auto" the rate control chooses the precision at which the whole model is averaged every few
-    steps.
+    ``schedule="eager"``: the parts take turns, and the workers launch as many as keep the link
+    busy. A part lands at the end of the local step in which its mean arrives. The default ``wire``
+    is "int2". With "auto" the precision is chosen during training, so that a pass of the model
+    takes about 2.5 local steps.
 
-    ``schedule="cyclic"``: workers launch the parts in cyclic order, the whole model in at most
-    β = τ/2 local steps. A part lands just before its next launch. The workers wait if it has not
-    arrived by then, so every run gives the same bits. The default ``wire`` is "float32".
+    ``schedule="cyclic"``: the parts take turns, and the workers launch each part once in at most
+    β = τ/2 local steps. A part lands just before its next launch. The workers wait if its mean has
+    not arrived by then, so every run gives the same bits. The default ``wire`` is "float32".
 
     Args:
-        parts: Number of parts of equal bytes (1 to 1024). "auto": one for each 4 MiB, at most 4;
-            at least two if these have 64 KiB each.
-        staleness: τ. A worker waits when its newest landed launch is τ local steps old (cyclic:
-            even, ≥ 2; eager: ≥ 1).
-        schedule: Time of launches and landings: "eager" or "cyclic".
+        parts: Number of parts of equal bytes (1 to 1024). "auto": one part for each 4 MiB, but at
+            least 2 and at most 4. A model of less than 128 KiB has one part.
+        staleness: τ, the largest staleness in local steps (cyclic: even, ≥ 2; eager: ≥ 1). The
+            staleness is the age of the newest launch that has landed. A worker waits at this bound.
+        schedule: Times of launches and landings: "eager" or "cyclic".
         outer_gain: G ≥ 1, or "auto" for the formula above. With 1 there is no v.
 
-    *Communication*: one part a launch, and eleven numbers a round, which may launch several parts;
-    overlapped with computation. *Memory*: P, v, and the payloads of the parts in flight; over an
-    exact wire u and the sum. *State*: P, v, the quantization errors of the second stage (1/N of a
-    copy), the parts in flight, counters.
+    *Communication*: the updates of one part for each launch, and eleven numbers for each decision
+    to launch one or several parts. Both overlap with computation. *Memory*: P, v, and the quantized
+    messages of the parts in flight, or u and its sum over the workers if ``wire`` is "float32".
+    *State* in checkpoints: P, v, the parts in flight, counters, and the errors from quantizing
+    sums (1/N of a copy of the model).
 
-    ``parts=1`` with ``outer_gain=1`` over an exact wire is ``AsyncAveraging``. *Differs from* CSER
-    (Xie et al., 2020) and the delta rule of hivemind, which also keep the residual in the model:
-    here parts overlap. *Differs from* Streaming DiLoCo (Douillard et al., 2025): no period and no
-    outer optimizer to tune. G is close to the rule of FedExP (Jhunjhunwala, Wang & Joshi, 2023),
+    With ``parts=1``, ``outer_gain=1`` and ``wire="float32"`` this is ``AsyncAveraging``. CSER (Xie
+    et al., 2020) and the delta rule of hivemind also keep the quantization error in the model, but
+    have no overlapping parts. Streaming DiLoCo (Douillard et al., 2025) has a period and an outer
+    optimizer to tune. G is close to the rule of FedExP (Jhunjhunwala, Wang & Joshi, 2023),
     mean‖u‖²/(2·‖D‖²).
     """
 
@@ -119,7 +128,7 @@ class StreamingAveraging(Strategy):
     @property
     @override
     def default_wire(self) -> Precision:
-        # Measured over several seeds, few bits were as good as many, or better: docs/streaming.md.
+        # In measurements over several seeds "int2" was at least as good: docs/streaming.md.
         return "int2" if self.schedule == "eager" else "float32"
 
     @override
@@ -128,7 +137,8 @@ class StreamingAveraging(Strategy):
             parts=self._auto_parts if self.parts == "auto" else self.parts,
             lands="arrived" if self.schedule == "eager" else self.staleness // 2,
             bound=self.staleness,
-            outer=Outer(momentum=float(self.outer_gain != 1)),  # nonzero: ``outer_step`` sets it
+            # With any momentum above 0, ``outer_step`` is called and replaces this value.
+            outer=Outer(momentum=float(self.outer_gain != 1)),
             error_feedback=True,
         )
 
@@ -138,7 +148,7 @@ class StreamingAveraging(Strategy):
         return max(least, min(_MOST_AUTO_PARTS, model_bytes // _PART_BYTES))
 
     def _cycle(self, parts: int) -> tuple[int, int]:
-        """Return the local steps between two cyclic rounds, and the parts that a round launches."""
+        """Return the steps between two rounds of the cyclic schedule, and the parts in a round."""
         steps = self.staleness // 2
         return max(1, steps // parts), -(-parts // min(parts, steps))
 
@@ -159,7 +169,7 @@ class StreamingAveraging(Strategy):
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
-        """Return the steps of a pass (∞ if unknown), the local step, ‖u‖² and ‖D‖²."""
+        """Return the local steps in a pass (∞ if unknown), the local step, ‖u‖² and ‖D‖²."""
         if not worker.stepping:
             return 0.0, 0.0, worker.sent_squared, worker.mean_squared
         chooses = worker.precision is None
@@ -175,13 +185,12 @@ class StreamingAveraging(Strategy):
         pass_steps = tally.votes[0] / stepping
         if math.isfinite(pass_steps):
             self._use_pass_steps(worker, pass_steps)
-        # The mean over the workers, rounded to nearest. It is at least 1, because every worker
-        # requested at least one part.
+        # Mean of the workers' requests, rounded to the nearest integer.
         number = max(1, int(tally.wanted / stepping + 0.5))
         return Launch(number, worker.state.rate.precision if worker.precision is None else None)
 
     def _use_pass_steps(self, worker: WorkerView, steps: float) -> None:
-        """Choose the precision by the mean number of local steps in a pass."""
+        """Choose the precision, given the mean number of local steps in a pass."""
         state: StreamingState = worker.state
         rate, first, changed = _up_to_date(worker), not state.pass_steps, False
         if worker.precision is None:
@@ -196,7 +205,7 @@ class StreamingAveraging(Strategy):
 
     @override
     def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
-        """Return e^(−k/50) and (G − 1)·(1 − e^(−k/50)), with k and G computed from the tally."""
+        """Return e^(−k/50) and (G − 1)·(1 − e^(−k/50)). The tally determines k and G."""
         state: StreamingState = worker.state
         _, steps, sent, mean = tally.votes
         if self.outer_gain != "auto":
@@ -204,7 +213,7 @@ class StreamingAveraging(Strategy):
         elif mean > 0:
             state.gain = min(max(math.sqrt(sent / mean), 1.0), math.sqrt(worker.size))
         step = steps / max(1, tally.stepping)
-        # The mean step falls once the fastest workers have finished. The decay is at most 1 then.
+        # The mean falls when the fastest workers run out of data. The decay must not exceed 1 then.
         decay = math.exp(min(0.0, state.launch_steps[part] - step) / _MOMENTUM_STEPS)
         state.launch_steps[part] = step
         return decay, (state.gain - 1) * (1 - decay)
@@ -217,7 +226,8 @@ class StreamingAveraging(Strategy):
             return
         rate = _up_to_date(worker)
         rate.step(worker.clock, worker.spent, worker.count)
-        # Workers are about half a step apart, and a second stage starts at a step boundary.
+        # Age of a part from which it counts as late. Workers are about half a step apart, and the
+        # second message of a sum starts at a step boundary.
         prompt_age = 3 if (worker.precision or rate.precision) in worker.two_stages else 2
         rate.resize(worker.ages, worker.count, prompt_age=prompt_age)
         worker.details.update(window=rate.window, pass_steps=state.pass_steps)
@@ -226,7 +236,7 @@ class StreamingAveraging(Strategy):
 
 
 def _up_to_date(worker: WorkerView) -> RateControl:
-    """Return the rate control, after it has counted all launches and landings."""
+    """Return the rate control of the worker, with all launches and landings counted."""
     rate: RateControl = worker.state.rate
     rate.count(worker.launches, worker.landings, worker.step)
     return rate

@@ -1,4 +1,7 @@
-"""SelSync's trigger: how much the gradient changed, and a controller for the threshold.
+"""The trigger of SelSync: a measure of the change of the gradient, and a threshold for it.
+
+A worker's trigger *fires* in a step in which ``RelativeChange`` reaches the threshold δ. The
+workers then synchronize. ``ThresholdController`` adjusts δ.
 
 Source: Tyagi & Swany, "Accelerating Distributed ML Training via Selective Synchronization",
 IEEE CLUSTER 2023, arXiv 2307.07950.
@@ -7,27 +10,28 @@ IEEE CLUSTER 2023, arXiv 2307.07950.
 import math
 from dataclasses import dataclass, field
 
-_MOST_OVERFLOWS = 2  # largest number in a row while a GradScaler searches for its scale
+_MOST_OVERFLOWS = 2  # overflows in a row that a GradScaler may cause while it adjusts its scale
 
 
 @dataclass
 class RelativeChange:
-    """Δ of the smoothed squared gradient norm, from one step to the next.
+    """Relative change Δ of the smoothed squared gradient norm m from one step to the next.
 
-    **Update**, for the squared norm s of step i:
+    **Update**, for the squared norm s_i of step i and the smoothing factor a:
 
         m_i = (1 − a)·m_{i−1} + a·s_i          m_0 = s_0      (recursion)
         m_i = Σ_k (1−a)^k s_{i−k} / Σ_k (1−a)^k,  k < window   (finite window)
         Δ_i = |m_i − m_{i−1}| / m_{i−1}         Δ_0 = ∞, 0/0 = 0
 
     A non-finite norm gives Δ = 0 and leaves m unchanged, because gradients overflow occasionally
-    under a GradScaler. After more than two in a row m is outdated, for example because the model
-    diverged and a checkpoint was loaded. The next finite norm then counts as step 0.
+    under a GradScaler. After more than two non-finite norms in a row m is outdated: the model may
+    have diverged, and a checkpoint may have been loaded. The next finite norm then counts as
+    step 0.
 
-    *State*: two floats, or ``window`` floats.
+    *State*: two numbers, and the ``window`` latest norms.
 
     Args:
-        window: Number of steps in the finite window. None: the recursion.
+        window: Number of steps in the finite window (second formula). None: the first formula.
 
     Attributes:
         mean: Smoothed squared norm m. None before the first finite norm.
@@ -73,25 +77,25 @@ class RelativeChange:
 
 @dataclass
 class ThresholdController:
-    """Adjusts the threshold δ so that triggers fire at a wanted share of the steps.
+    """Adjusts the threshold δ so that no trigger fires in a given share of the steps.
 
     **Update** after each step. ``fired`` is 1 if the Δ of any worker reached δ, else 0:
 
-        δ ← mean Δ                                               at the first finite Δ
+        δ ← mean of the workers' Δ                               at the first finite Δ
         log δ ← log δ + γ_i·(fired − (1 − target_lssr))          afterwards
         γ_i = max(0.1, 2/√i)
 
-    This is the Robbins-Monro recursion for the quantile of the largest Δ among the workers, so it
-    does not need to know their number. Because δ stays bounded, the share of steps without a
-    trigger converges to ``target_lssr`` at a rate 1/steps. δ is the same on all workers.
+    This is the Robbins-Monro recursion for a quantile of the largest Δ among the workers. It does
+    not depend on the number of workers. Because δ stays bounded, the share of steps without a
+    trigger converges to ``target_lssr`` at a rate 1/steps. δ is equal on all workers.
 
-    The controller counts the triggers only, not the synchronizations forced by ``warmup_steps`` or
-    ``max_interval``. Each of those would raise δ, until no Δ would reach it for thousands of steps.
+    SelSync can also force synchronizations (``warmup_steps`` and ``max_interval``). They do not
+    count as ``fired``: each would raise δ, and finally no Δ would reach δ for thousands of steps.
 
     Attributes:
-        target_lssr: Wanted share of steps at which no trigger fires, in (0, 1).
+        target_lssr: Target for the share of steps in which no trigger fires, in (0, 1).
         delta: Threshold δ > 0.
-        steps: Number of steps i since the first finite Δ, that step included.
+        steps: Number of steps i since the first finite Δ, including that step.
     """
 
     target_lssr: float
@@ -103,7 +107,7 @@ class ThresholdController:
 
         Args:
             fired: True if the trigger of any worker fired.
-            change: Mean Δ of the workers, in which a Δ that is not finite counts as 0.
+            change: Mean of the workers' Δ. A Δ that is not finite counts as 0.
         """
         if self.steps == 0:
             if change > 0:

@@ -1,1 +1,1 @@
-"""Training: hooks on the user's training loop, which run the strategy."""
+"""Hooks that run a strategy inside the user's PyTorch training loop."""

@@ -1,9 +1,9 @@
-"""Background tasks: components with their own communication, besides that of the strategy.
+"""Background tasks: components that exchange messages between workers outside of the strategy.
 
-``DataInjection`` is one. While the strategy blocks a worker, the worker takes no steps, and the
-background tasks of other workers may wait for its next step. A task must know when this can happen;
-otherwise two workers could wait for each other forever (``data/exchange.py`` explains the
-deadlock).
+``DataInjection`` is an example: its workers send each other training samples. A background task is
+notified when the strategy may block its worker. A blocked worker takes no steps, so a task must not
+make another worker wait for its next step. Otherwise two workers could wait for each other forever
+(``data/exchange.py`` explains this deadlock).
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ class BackgroundTask(Protocol):
         """Handle the start (True) or the end (False) of a call in which the strategy may block."""
 
     def pause(self) -> None:
-        """Handle the start of a barrier: this worker takes no step until all have reached it."""
+        """Handle the start of a barrier: this worker takes no step until all workers reach it."""
 
     def resume(self) -> None:
         """Handle the end of a barrier. All workers pass the same number of barriers."""
 
     def finish(self) -> None:
-        """End the task after the last barrier of the training. A collective."""
+        """End the task at the end of training, after the last barrier. A collective."""
 
     def close(self) -> None:
         """Release resources, possibly on this worker alone and after a failure. Never raises."""
@@ -36,14 +36,15 @@ class BackgroundTasks:
     """The background tasks of one synchronizer.
 
     Args:
-        team: The synchronizer's team. A task opens connections of its own with ``team.twin``.
-        details: The ``Stats.details`` of the synchronizer, to which a task adds its totals.
-        step: Function that returns the number of iterations so far.
+        team: The workers and their connections. A task opens separate connections with
+            ``team.twin``.
+        details: The dictionary ``Stats.details``, to which a task adds its totals.
+        step: Function that returns the number of training steps so far.
 
     Attributes:
-        refuse: Error message of ``add`` if an argument of ``attach`` excludes background tasks;
-            otherwise empty.
-        any: True if there is a task. An attribute, because every step reads it several times.
+        refuse: Message of the error that ``add`` raises. It names an argument of ``attach`` that
+            excludes background tasks. Empty: tasks can be added.
+        any: True if there is a task. Stored, because every step reads it several times.
     """
 
     def __init__(self, team: Team, details: dict[str, Any], step: Callable[[], int]) -> None:
@@ -56,8 +57,7 @@ class BackgroundTasks:
         """Add ``task``.
 
         Raises:
-            AttachError: ``refuse`` is not empty, and is the message; or the synchronizer is
-                finished or detached.
+            AttachError: ``refuse`` is not empty; or the synchronizer is finished or detached.
         """
         if self.refuse:
             raise AttachError(self.refuse)

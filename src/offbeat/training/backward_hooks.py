@@ -1,4 +1,8 @@
-"""Hooks on gradients: report buckets that are complete while backward still runs."""
+"""Gradient hooks that report complete buckets of gradients while backward still runs.
+
+A *bucket* is a group of parameters whose gradients are sent in one message. A bucket that is
+reported early can be sent while backward computes the next one.
+"""
 
 from collections.abc import Callable
 
@@ -13,15 +17,17 @@ from offbeat.transport.host import Host
 class BackwardHooks:
     """Reports the buckets of one optimizer's gradients in order, as backward completes them.
 
-    With gradient accumulation, a step has several backward passes, and a bucket is complete in the
-    last one. The number of passes is taken from the step before. If a step has more passes than
-    that, a bucket is reported too early: the receiver must detect that the gradients have changed.
+    With gradient accumulation, a step has several backward passes, and a bucket is complete during
+    the last one. Each step is expected to have as many passes as the previous step. If it has more,
+    buckets are reported too early, so the receiver must detect gradients that change afterwards. If
+    it has fewer, no bucket is reported.
 
     Args:
         optimizer: The optimizer and its parameters.
-        host: Receives the progress of the step's computation, for virtual time.
-        ready: Called with the index of each bucket except the last. It returns False if no further
-            bucket should be reported.
+        host: Clock of this worker. It receives the progress of each step's computation. Only the
+            simulator's clock uses it.
+        ready: Function that receives the index of a complete bucket. If it returns False, all hooks
+            are removed. The last bucket is not reported, because backward then ends anyway.
     """
 
     def __init__(
@@ -33,7 +39,7 @@ class BackwardHooks:
         elements = [sum(p.numel() for p in bucket) for bucket in optimizer.buckets]
         total = sum(elements)
         self._shares = [sum(elements[: i + 1]) / total for i in range(len(elements))]
-        self._passes = 1  # expected backward passes per step
+        self._passes = 1  # expected number of backward passes in a step
         self._begin_step()
         self._hooks: list[RemovableHandle] = [
             p.register_post_accumulate_grad_hook(self._accumulated)
@@ -42,9 +48,9 @@ class BackwardHooks:
         ]
 
     def _begin_step(self) -> None:
-        self._counts: dict[int, int] = {}  # accumulations of each gradient in this step
-        self._missing = list(self._sizes)  # incomplete gradients of each bucket
-        self._next = 0  # first bucket that was not reported
+        self._counts: dict[int, int] = {}  # number of accumulations into each gradient
+        self._missing = list(self._sizes)  # number of incomplete gradients in each bucket
+        self._next = 0  # index of the next bucket to report
 
     def _accumulated(self, parameter: Tensor) -> None:
         """Count an accumulation into ``parameter.grad``, and report the buckets it completes."""
@@ -58,23 +64,24 @@ class BackwardHooks:
                 return
 
     def _report(self) -> bool:
-        """Report the next bucket. Returns True if further buckets should be reported."""
-        before = self._passes - 1 + FORWARD_SHARE
-        now = before + (1 - FORWARD_SHARE) * self._shares[self._next]
-        self._host.computed(now / self._passes)
-        wanted = self._ready(self._next)
+        """Report the next bucket. Returns False if the hooks were removed."""
+        # Progress in passes; a pass is one forward and one backward computation.
+        before_backward = self._passes - 1 + FORWARD_SHARE
+        progress = before_backward + (1 - FORWARD_SHARE) * self._shares[self._next]
+        self._host.computed(progress / self._passes)
+        continues = self._ready(self._next)
         self._next += 1
-        if not wanted:
+        if not continues:
             self.close()
-        return wanted
+        return continues
 
     def report_all(self) -> None:
-        """Report all buckets except the last, for a model without autograd."""
+        """Report all buckets except the last: a simulated model has no backward pass."""
         while self._hooks and self._next < len(self._sizes) - 1:
             self._report()
 
     def end_step(self) -> None:
-        """End the step: its gradients are used, and the next backward belongs to another step."""
+        """Prepare for the next step: the next backward pass belongs to it."""
         if self._counts:
             self._passes = max(self._counts.values())
         self._begin_step()

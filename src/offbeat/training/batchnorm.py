@@ -21,29 +21,30 @@ def recalibrate_batchnorm(
 ) -> None:
     """Recompute the running statistics of all BatchNorm layers of ``model`` on some batches.
 
-    The mean of the workers' running statistics is not the statistics of the mean model, because
-    each worker measured them with other parameters. The difference matters if the workers' models
-    were far apart. For each layer with running statistics, over K batches:
+    Averaging the models of several workers also averages their running statistics. That mean
+    differs from the statistics of the mean model, because each worker measured its statistics with
+    its own parameters. The difference matters if the workers' models were far apart. For each layer
+    with running statistics, over K batches:
 
         running_mean = 1/K Σ mean(batch k)
         running_var  = 1/K Σ var(batch k)        unbiased, as in training
 
-    All other modules run in evaluation mode (no Dropout), and no gradients are computed. Modes and
-    momenta are restored afterwards. Without BatchNorm layers ``loader`` is not read. After an error
-    the old statistics are restored.
+    All other modules run in evaluation mode (no Dropout), and no gradients are computed. Afterwards
+    each module returns to its mode (``train()`` or ``eval()``), and each layer to its momentum.
+    After an error the old statistics are restored. Without BatchNorm layers ``loader`` is not read.
 
-    Not a collective: each worker changes its own model only. Call it inside ``consensus()`` to
-    evaluate with the new statistics; they are discarded at the end of the context. Call it after
-    ``finish()`` to keep them, either on all workers with the same batches, or only on the worker
-    that saves the model.
+    Not a collective: each worker changes its own model only. Inside ``consensus()``, where the
+    model is the mean over the workers, it serves an evaluation. The new statistics are discarded at
+    the end of that context. After ``finish()`` they remain. Then call it on all workers with the
+    same batches, or only on the worker that saves the model.
 
     Args:
         model: The model.
         loader: Batches of training data, as the model receives them in training.
         batches: Largest number of batches to use, K ≥ 1.
-        forward: Function that calls the model, given the model and a batch. None: the model is
-            called with the batch, or with its first element if the batch is a tuple or list, moved
-            to the device of the statistics.
+        forward: Function of the model and a batch that runs the model on the batch. None: the model
+            receives the batch, or the first element of a batch that is a tuple or list. The tensor
+            is moved to the device of the statistics.
 
     Raises:
         TypeError: ``batches`` is not an integer; or ``forward`` is None and a batch does not begin
@@ -56,7 +57,7 @@ def recalibrate_batchnorm(
     if not layers:
         return
     device = next(iter(layers.values())).device
-    old = [[buffer.clone() for buffer in layer.buffers(recurse=False)] for layer in layers]
+    before = [[buffer.clone() for buffer in layer.buffers(recurse=False)] for layer in layers]
     modes = [(module, module.training) for module in model.modules()]
     momenta = [layer.momentum for layer in layers]
     used = 0
@@ -64,7 +65,7 @@ def recalibrate_batchnorm(
         model.eval()
         for layer in layers:
             layer.reset_running_stats()
-            layer.momentum = None  # a cumulative mean over all batches
+            layer.momentum = None  # the layer then computes the mean over all batches
             layer.train()
         with torch.no_grad():
             for batch in itertools.islice(loader, batches):
@@ -76,7 +77,7 @@ def recalibrate_batchnorm(
         if not used:
             raise ValueError("the loader gave no batch to measure the statistics on")
     except BaseException:
-        for layer, buffers in zip(layers, old, strict=True):
+        for layer, buffers in zip(layers, before, strict=True):
             for buffer, value in zip(layer.buffers(recurse=False), buffers, strict=True):
                 buffer.copy_(value)
         raise
@@ -88,10 +89,10 @@ def recalibrate_batchnorm(
 
 
 def _input_of(batch: Any) -> Tensor:
-    first = batch[0] if isinstance(batch, list | tuple) and batch else batch
-    if not isinstance(first, Tensor):
+    inputs = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if not isinstance(inputs, Tensor):
         raise TypeError(
             f"a batch is a {type(batch).__name__} that does not begin with a tensor: say with "
             "forward=lambda model, batch: ... how it enters the model"
         )
-    return first
+    return inputs

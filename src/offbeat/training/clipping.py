@@ -1,10 +1,10 @@
 """Gradient clipping on an attached model.
 
-A strategy that averages or measures gradients must receive them before they are clipped, so that
-the mean is clipped and not each worker's gradient. Training loops and frameworks clip with
-``torch.nn.utils.clip_grad_norm_``, which sees the local gradients only. While such a model is
-attached, torch's functions are therefore replaced by versions that pass the gradients to the
-strategy first, as ``Synchronizer.clip_grad_norm_`` does.
+A strategy that averages or measures gradients must receive them before they are clipped. The mean
+over the workers is then clipped, and not each worker's gradient. Training loops and frameworks call
+``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_``, which know nothing about the strategy.
+Therefore both functions are replaced while a model is attached whose gradients are averaged or
+measured. The replacements pass the gradients to the strategy and then call torch's function.
 """
 
 import sys
@@ -25,9 +25,9 @@ _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 
 
 class _Clipped(NamedTuple):
-    """The smallest gradient of an optimizer as it was after a clip.
+    """Identity and version of the smallest gradient of an optimizer, directly after a clip.
 
-    It shows whether the loop has used, replaced or changed the clipped gradients since.
+    A later comparison shows if the gradients were replaced or changed after the clip.
     """
 
     parameter: nn.Parameter
@@ -36,33 +36,33 @@ class _Clipped(NamedTuple):
 
 
 class Clipping:
-    """Passes gradients to the strategy before they are clipped, also by torch's functions.
+    """Passes gradients to the strategy before they are clipped, here or by torch's functions.
 
     A training loop may clip and then skip the step, for example because the norm is too large. The
-    next step then finds other gradients, and the skipped step counts as an iteration.
+    next call of ``prepare`` then finds new gradient tensors, and counts the skipped step.
 
     Args:
-        iteration: The iterations of the worker.
-        worker: The worker.
+        iteration: The training steps of this worker.
+        worker: Model and optimizers of this worker.
     """
 
     def __init__(self, iteration: Iteration, worker: Worker) -> None:
         self._iteration, self._worker = iteration, worker
-        self._clipped: dict[int, _Clipped] = {}  # by optimizer, until its step
+        self._clipped: dict[int, _Clipped] = {}  # by index of the optimizer, until its step
         self._warned = False
         self._unwatch: Callable[[], object] | None = None
         if iteration.flow.uses_gradients or iteration.node is not None:
             self.watch()
 
     def watch(self) -> None:
-        """Replace torch's functions by versions that prepare the iteration first."""
+        """Replace torch's clipping functions. A second call does nothing."""
         if self._unwatch is not None:
             return
         me = weakref.ref(self)  # a model that is dropped without detach() must be freed
         owners = {
-            id(p.parameter if isinstance(p, Shard) else p): (me, one.index)
-            for one in self._worker.optimizers
-            for p in one.parameters
+            id(p.parameter if isinstance(p, Shard) else p): (me, each.index)
+            for each in self._worker.optimizers
+            for p in each.parameters
         }
         _watch(owners)
         finalizer = weakref.finalize(self, _stop_watching, me, tuple(owners))
@@ -79,9 +79,9 @@ class Clipping:
         clipped = self._clipped.get(index)
         if clipped is not None:
             parameter, gradient, version = clipped
-            if not self._iteration.is_prepared(index):  # a GradScaler has skipped the step
+            if not self._iteration.is_prepared(index):  # a GradScaler skipped and counted the step
                 del self._clipped[index]
-            elif parameter.grad is not gradient:  # the loop has skipped the step
+            elif parameter.grad is not gradient:  # the training loop skipped the step
                 del self._clipped[index]
                 self._iteration.complete(index, skipped=True)
             elif gradient._version != version and self._unwatch is not None:
@@ -97,7 +97,11 @@ class Clipping:
         self._clipped.pop(index, None)
 
     def clip(self, optimizers: Sequence[AttachedOptimizer], max_norm: float) -> Tensor:
-        """Clip the gradients of ``optimizers`` by their total norm. Returns the norm before."""
+        """Scale the gradients of ``optimizers`` so that their total norm is at most ``max_norm``.
+
+        Returns:
+            The total norm before clipping, a 0-dimensional tensor.
+        """
         for each in optimizers:
             self.prepare(each.index)
         worker = self._worker
@@ -114,8 +118,8 @@ class Clipping:
         return norm
 
     def clipped(self, index: int) -> None:
-        """Note that the gradients of optimizer ``index`` were clipped."""
-        self._worker.norm_squared = None  # the norm before the clip
+        """Record that the gradients of optimizer ``index`` were clipped."""
+        self._worker.norm_squared = None  # it was measured before the clip
         with_gradient = [p for p in self._worker.optimizers[index].parameters if p.grad is not None]
         if with_gradient and self._iteration.is_prepared(index):
             smallest = min(with_gradient, key=lambda p: p.numel())
@@ -123,14 +127,17 @@ class Clipping:
             self._clipped[index] = _Clipped(smallest, smallest.grad, smallest.grad._version)
 
     def before_torch(self, indices: Sequence[int]) -> bool:
-        """Prepare the optimizers ``indices`` before torch's function clips their gradients.
+        """Call ``prepare`` before a function of torch clips gradients.
+
+        Args:
+            indices: Indices of the optimizers that own the gradients.
 
         Returns:
-            True if they were prepared. The caller then reports the clip to ``clipped``.
+            True if ``prepare`` was called. The caller must then call ``clipped``.
         """
         if not self._iteration.active or self._iteration.shows_consensus:
             return False
-        if len(indices) > 1:  # the gradients of the others may not be ready
+        if len(indices) > 1:  # some may get their gradients from a later backward pass
             self._warn(
                 "torch.nn.utils clips the gradients of several optimizers at once, before the "
                 "strategy has seen them: use sync.clip_grad_norm_"
@@ -147,9 +154,9 @@ class Clipping:
 
 # -- replacement of torch's functions --------------------------------------------------------------
 
-# Owner of each parameter of the attached models: its clipping and the index of its optimizer.
+# Maps the id of each attached parameter to its ``Clipping`` and the index of its optimizer.
 _owners: "dict[int, tuple[weakref.ref[Clipping], int]]" = {}
-# Replaced names: namespace, name, original function, replacement.
+# Each replaced function: namespace of the module, name, original function, replacement.
 _replaced: list[tuple[dict[str, Any], str, Callable[..., Any], Callable[..., Any]]] = []
 
 
@@ -160,7 +167,7 @@ def _watch(owners: "dict[int, tuple[weakref.ref[Clipping], int]]") -> None:
     for name in _NAMES:
         original: Callable[..., Any] = getattr(nn.utils, name)
         replacement = _preparing(original)
-        for module in list(sys.modules.values()):  # modules may have imported it by name
+        for module in list(sys.modules.values()):  # any module may have imported the function
             names = getattr(module, "__dict__", {})
             if isinstance(names, dict) and names.get(name) is original:
                 _replaced.append((names, name, original, replacement))
@@ -168,9 +175,9 @@ def _watch(owners: "dict[int, tuple[weakref.ref[Clipping], int]]") -> None:
 
 
 def _stop_watching(clipping: "weakref.ref[Clipping]", parameters: Sequence[int]) -> None:
-    """Remove the owner ``clipping``, and restore torch's functions if it was the last.
+    """Forget the parameters of ``clipping``. Restore torch's functions if no others are left.
 
-    The garbage collector may call it at any time, even during another call of it.
+    The garbage collector may call this function at any time, even while it is running.
     """
     for key in parameters:
         owner = _owners.get(key)
@@ -185,20 +192,20 @@ def _stop_watching(clipping: "weakref.ref[Clipping]", parameters: Sequence[int])
 
 
 def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``original`` with a preparation of the attached optimizers before it."""
+    """Return a function that passes attached gradients to their strategy before ``original``."""
 
     @wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         concerned: dict[int, tuple[Clipping, set[int]]] = {}
-        for parameter in given:
+        for parameter in tensors:
             if id(parameter) in _owners:
                 reference, index = _owners[id(parameter)]
                 clipping = reference()
                 if clipping is not None:
                     concerned.setdefault(id(clipping), (clipping, set()))[1].add(index)
         prepared = [(c, i) for c, i in concerned.values() if c.before_torch(sorted(i))]
-        result = original(given, *args, **kwargs)
+        result = original(tensors, *args, **kwargs)
         for clipping, indices in prepared:
             for index in indices:
                 clipping.clipped(index)

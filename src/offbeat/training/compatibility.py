@@ -1,8 +1,14 @@
-"""Checks of the arguments of ``attach``: supported combinations and usable tensors.
+"""Checks of the arguments of ``attach``, which raise an error with a remedy and send nothing.
 
-They send nothing. A strategy whose ``averages()`` is a ``CustomFlow``, as every baseline's is,
-supports no option beyond exact messages among a fixed number of workers. Other strategies support
-all options; ``require_abilities`` raises for the few combinations that cannot work.
+They reject combinations of options that do not work, and tensors that cannot be synchronized. The
+options that a strategy supports depend on what its method ``averages()`` returns:
+
+- ``SharedModel``: the workers average models. A *launch* sends the updates of a part of the model.
+  All workers apply the mean update to a *shared model*, which is the same on all workers.
+- ``Gradients``: the workers average gradients.
+- ``CustomFlow``: the strategy communicates by code of its own, as all baselines do (FedAvg, SSP,
+  Downpour, EASGD). Its messages are exact, and the number of workers is fixed. It supports no
+  option that would change this.
 """
 
 import math
@@ -46,16 +52,16 @@ def require_abilities(
 
     Args:
         strategy: The strategy.
-        wire: Precision of the means.
-        non_finite: Handling of non-finite values.
-        nodes: True with ``node_group``.
+        wire: Precision at which the workers send updates or gradients.
+        non_finite: Handling of NaN and infinity: "raise", "warn" or "exclude".
+        nodes: True if ``node_group`` is given.
         sharded: True if ``fully_shard`` has sharded the model.
-        elastic: True with ``min_workers``.
+        elastic: True if ``min_workers`` is given.
         optimizers: Number of optimizers.
 
     Raises:
-        AttachError: the strategy or another option excludes an option.
-        ValueError: the strategy cannot use this precision or ``non_finite``.
+        AttachError: the strategy does not support an option, or two options exclude each other.
+        ValueError: ``wire`` or ``non_finite`` is unknown, or does not work with this strategy.
     """
     require_precision(wire)
     require_choice("non_finite", non_finite, ("raise", "warn", "exclude"))
@@ -118,13 +124,13 @@ def _require_wire(
 
 
 def chooses_precision(strategy: Strategy) -> bool:
-    """Return True if the strategy chooses the precision of each launch under ``wire="auto"``."""
+    """Return True if under ``wire="auto"`` the strategy chooses the precision of each launch."""
     averages = strategy.averages()
     return isinstance(averages, SharedModel) and averages.error_feedback and averages.eager
 
 
 def repeatable(strategy: Strategy) -> bool:
-    """Return True if equal gradients give equal models regardless of the timing of messages."""
+    """Return True if equal gradients give equal models, whenever messages arrive."""
     averages = strategy.averages()
     if isinstance(averages, CustomFlow):
         return False
@@ -132,9 +138,9 @@ def repeatable(strategy: Strategy) -> bool:
 
 
 def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
-    """Raise unless ``seconds`` can be the time-out of an operation: from 1 ms to a year.
+    """Raise unless ``seconds`` can be the time-out of an operation: 1 ms to 365 days.
 
-    Some backends accept no longer time-out than a year.
+    Some backends do not accept a longer time-out.
 
     Raises:
         TypeError: ``seconds`` is not a number.
@@ -170,9 +176,15 @@ def require_usable(model: nn.Module) -> None:
 
 
 def require_distinct_memory(tensors: Mapping[str, Tensor], strategy: Strategy) -> None:
-    """Raise if two parameters share memory and ``strategy`` would update it twice.
+    """Raise if two parameters share memory and ``strategy`` would add an update to both.
 
-    A blocking strategy may write the mean twice, but adding an update twice gives a wrong value.
+    A strategy that takes steps while a mean is computed adds the update to the parameters later. To
+    add it twice to the same memory is wrong. A strategy that waits for the mean overwrites the
+    parameters instead, and to write the same values twice does no harm.
+
+    Args:
+        tensors: Parameters by name.
+        strategy: The strategy.
 
     Raises:
         AttachError: two parameters share memory.
@@ -191,7 +203,7 @@ def require_distinct_memory(tensors: Mapping[str, Tensor], strategy: Strategy) -
 
 
 def _unusable(tensor: Tensor) -> str | None:
-    """Return the reason why ``tensor`` cannot be synchronized and the remedy; None if it can."""
+    """Return why ``tensor`` cannot be synchronized, with a remedy. None: it can."""
     if is_sharded(tensor):
         return f"it is a DTensor, divided among workers: {_DIVIDED}"
     if is_lazy(tensor):
@@ -222,14 +234,14 @@ def _unusable(tensor: Tensor) -> str | None:
 def _shares_memory_with_itself(tensor: Tensor) -> bool:
     """Return True if two elements of ``tensor`` have the same address."""
     dims = [(tensor.stride(d), n) for d, n in enumerate(tensor.shape) if n > 1]
-    largest = 0  # largest offset within the dimensions so far
+    largest = 0  # largest offset that the dimensions so far can reach
     for stride, size in sorted(dims):
         if tensor.numel() and stride <= largest:
             break
         largest += stride * (size - 1)
     else:
         return False
-    # Strides that interleave are rare, and may still give distinct addresses: compare all of them.
+    # Rare: the dimensions overlap, but all addresses may still differ. Compute all of them.
     offsets = torch.zeros(1, dtype=torch.int64)
     for stride, size in dims:
         offsets = (offsets[:, None] + stride * torch.arange(size)).reshape(-1)
@@ -249,7 +261,7 @@ _REPLACEMENTS = {
 
 
 def rejects_moved_arguments(function: Callable[..., T]) -> Callable[..., T]:
-    """Decorate ``attach``: an argument that has moved raises a TypeError with its replacement."""
+    """Make ``attach`` reject arguments of earlier versions with an error that says what to use."""
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> T:

@@ -1,27 +1,115 @@
 """Consensus: replace the local model by the mean over all workers.
 
-The replacement is temporary (for an evaluation) or permanent (at the end of training).
+The replacement is temporary (for an evaluation) or permanent (at the end of training). *Follower
+modules*, such as a moving average (EMA) of the weights, are averaged in a consensus only. A *round*
+is one decision of all workers what to average next; each worker sends a vote. A *view* is a period
+with the same workers; in elastic training a new view begins when a worker joins or is lost.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from offbeat.averaging import Worker
+from offbeat.averaging import Replica, Worker
+from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.votes import Round
 from offbeat.errors import AttachError, CommunicationError
 from offbeat.nodes.shards import Shards
 from offbeat.training.background import BackgroundTasks
-from offbeat.training.consistency import copy_rank_0
-from offbeat.training.follower_modules import FollowerModules
+from offbeat.training.compatibility import require_usable
+from offbeat.training.consistency import copy_rank_0, require_consistency
 from offbeat.training.iteration import Iteration
 from offbeat.training.monitors import Distance
 from offbeat.transport.membership import EndedError
+from offbeat.transport.team import Team
 
 T = TypeVar("T")
 Snapshot = tuple[list[Tensor], list[Tensor]]
 """Values of the local model and of the local follower modules."""
+
+
+class FollowerModules:
+    """The follower modules of an attached model.
+
+    All workers start from rank 0's modules. Each worker then changes its own modules, and every
+    consensus averages them with equal weights.
+
+    Args:
+        team: The workers.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._modules: list[nn.Module] = []
+        self._use([])
+
+    def _use(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = list(modules)
+        container = nn.ModuleList(modules)
+        self._replica = Replica(container, container.parameters())
+        self._mean = ExactMean(self._team, self._replica)
+
+    def check(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
+        """Raise unless ``modules`` can be added. Sends nothing.
+
+        Args:
+            model: The attached model.
+            modules: The new follower modules.
+
+        Raises:
+            TypeError: an object is not a module.
+            AttachError: a module shares tensors with the model or with another follower module, or
+                cannot be written in place.
+        """
+        if not all(isinstance(m, nn.Module) for m in modules):
+            raise TypeError(f"follow() takes modules, got {modules!r}")
+        known = (model, *self._modules)
+        known_tensors = {id(t) for m in known for t in (*m.parameters(), *m.buffers())}
+        for module in modules:
+            require_usable(module)
+            if not known_tensors.isdisjoint(map(id, (*module.parameters(), *module.buffers()))):
+                raise AttachError(
+                    f"the follower {type(module).__name__} shares tensors with the model, which is "
+                    "averaged already: give only modules with tensors of their own"
+                )
+
+    def add(self, modules: Sequence[nn.Module]) -> None:
+        """Add ``modules`` and copy rank 0's values of them to all workers. A collective.
+
+        Raises:
+            MismatchError: another worker gave different modules.
+        """
+        container = nn.ModuleList(modules)
+        new = Replica(container, container.parameters())
+        require_consistency(self._team.everyone, [f"follower {line}" for line in new.describe()])
+        copy_rank_0(self._team, new.everything())
+        self._use([*self._modules, *modules])
+
+    def average(self, *, final: bool) -> None:
+        """Replace the modules by their mean over the workers. A collective.
+
+        Args:
+            final: True if the mean is permanent. The modules are then written only after the whole
+                mean has arrived. False: the caller holds a snapshot.
+        """
+        size = self._team.size
+        if size == 1 or not self._replica.everything():
+            return
+        what = f"{'final mean' if final else 'consensus'} of the followers"
+        if final:
+            self._mean.average(1.0, size, what=what)
+        else:
+            self._mean.show(1.0, size, what=what)
+        copy_rank_0(self._team, self._replica.other_buffers())
+
+    def snapshot(self) -> list[Tensor]:
+        """Return a copy of all tensors of the modules."""
+        return self._replica.snapshot()
+
+    def restore(self, snapshot: Sequence[Tensor]) -> None:
+        """Write the values of ``snapshot`` back into the modules."""
+        self._replica.restore(snapshot)
 
 
 class Consensus:
@@ -29,15 +117,14 @@ class Consensus:
 
     Args:
         worker: This worker.
-        iteration: Iterations of this worker.
+        iteration: Training steps of this worker.
         tasks: Background tasks. They are notified before and after the barrier of a consensus.
         shards: This worker's shards of the model. None: the model is not sharded.
 
     Attributes:
-        followers: Follower modules, such as an EMA of the weights: modules that the workers
-            average only in a consensus.
-        change_view: Function that receives a CommunicationError and begins the next view, a new
-            composition of the workers. None: a failure ends training.
+        followers: The follower modules.
+        change_view: Function that receives a CommunicationError and begins the next view. None: a
+            failure ends training.
         distance: Measurement of the distance between the workers' models. None: no measurement.
         ended: True if the model of this worker is the final mean. Set before the last barrier, so
             other workers may not have the final mean yet.
@@ -71,12 +158,12 @@ class Consensus:
     # -- changes outside of a step ---------------------------------------------------------------
 
     def step_ended(self) -> None:
-        """Handle the end of a step, after which the model is not the final mean."""
+        """Handle the end of a training step, which has changed the model."""
         self.ended = False
         self.note_parameters()
 
     def note_parameters(self) -> None:
-        """Store the version counters of the parameters, for ``check_parameters``.
+        """Store the version counters of the parameters, which torch increments at each write.
 
         Called after ``attach``, a step, a consensus, and the loading of a checkpoint.
         """
@@ -84,12 +171,12 @@ class Consensus:
         self._versions = self._worker.replica.versions()
 
     def check_parameters(self) -> None:
-        """Set ``worker.touched``: True if the parameters changed since ``note_parameters``.
+        """Set ``worker.touched`` if the parameters changed since ``note_parameters``.
 
-        Schedule-free optimizers change them between steps, in ``eval()`` and ``train()``. The mean
-        must contain such a change, as it contains a step. A worker that takes no step has weight 0
-        in a round once all its steps are in the shared model; if ``touched`` is set, it keeps its
-        weight.
+        Called before a consensus. For example, schedule-free optimizers change the parameters
+        between steps, in ``eval()`` and ``train()``. A worker without new steps usually has weight
+        0 in the mean. With ``touched`` it has its full weight, so that the mean contains the
+        change.
 
         Raises:
             AttachError: a parameter of the model was replaced by another one.
@@ -106,6 +193,7 @@ class Consensus:
     # -- consensus -------------------------------------------------------------------------------
 
     def _wait_for_all(self, *, finishing: bool) -> Round:
+        """Wait at a barrier until no worker takes a step. Returns the last round."""
         self._tasks.pause()
         if self._shards is not None:
             self._shards.reshard()
@@ -120,7 +208,7 @@ class Consensus:
         self._retry(self.settle)
 
     def settle(self) -> None:
-        """Complete all operations in flight, so that the flow's state can be saved or replaced.
+        """Complete all operations in flight, so that the strategy's state can be saved or replaced.
 
         A collective. Background tasks are not notified.
         """
@@ -128,10 +216,10 @@ class Consensus:
         flow.before_save(lambda: self._iteration.wait_for_all(finishing=False))
 
     def show(self) -> Snapshot:
-        """Replace the model by the mean. A collective.
+        """Replace model and follower modules by their mean. A collective.
 
         Returns:
-            The local model, for ``restore``.
+            The local values, for ``restore``.
         """
         return self._retry(lambda: self._show(self._wait_for_all(finishing=False)))
 
@@ -179,6 +267,6 @@ class Consensus:
         self._average(last, final=True)
         self.ended = True
         if self.change_view is not None:
-            # No worker may leave before all have the final mean: if one is lost before, the others
-            # repeat the mean in a new view.
+            # No worker may leave before all have the final mean. If a worker is lost before, the
+            # others compute the mean again in a new view.
             worker.barrier("the end of training")

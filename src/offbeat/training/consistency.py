@@ -1,4 +1,4 @@
-"""Consistency checks between the workers at ``attach``: model, optimizers, strategy, settings."""
+"""Comparison of models, optimizers and settings between the workers, when training begins."""
 
 import hashlib
 import itertools
@@ -22,7 +22,7 @@ from offbeat.transport.team import Team
 logger = logging.getLogger("offbeat")
 
 PROTOCOL = 1
-"""Version of the messages between workers. A release that changes them increases it."""
+"""Version of the messages between workers. A release that changes messages increases it."""
 
 Settings = Mapping[str, str]
 _SHOWN = 4  # largest number of differences in one warning
@@ -31,7 +31,10 @@ _SHOWN = 4  # largest number of differences in one warning
 def describe(
     strategy: Strategy, replica: Replica, optimizers: Sequence[AttachedOptimizer]
 ) -> list[str]:
-    """Return lines that must be equal on all workers: strategy, optimizers, and each tensor."""
+    """Return lines of text that must be equal on all workers.
+
+    They describe the strategy, the optimizers, and each tensor of the model.
+    """
     lines = [
         f"optimizer {each.index}: {type(each.optimizer).__name__} with {len(each.parameters)} "
         "parameters"
@@ -41,7 +44,10 @@ def describe(
 
 
 def settings_of(model: nn.Module, optimizers: Sequence[AttachedOptimizer]) -> Settings:
-    """Return settings by name that should be equal on all workers, but may differ."""
+    """Return settings by name. A difference between the workers is allowed, and gives a warning.
+
+    They are the installed versions, the settings of each optimizer, and the mode of each module.
+    """
     settings = {"the version of offbeat": _own_version(), "the version of torch": torch.__version__}
     for each in optimizers:
         for i, group in enumerate(each.optimizer.param_groups):
@@ -84,12 +90,16 @@ def require_consistency(
 ) -> None:
     """Compare ``lines`` and ``settings`` between the workers. A collective.
 
-    The workers exchange hashes first, and the texts only if the hashes differ. Different
-    ``settings`` are allowed; each worker warns about them.
+    The workers exchange hashes first, and the texts only if the hashes differ.
+
+    Args:
+        communicator: Communicator of all workers.
+        lines: Lines of this worker. If they differ, every worker raises an error.
+        settings: Settings of this worker, by name. If they differ, every worker warns.
 
     Raises:
-        MismatchError: on every worker, if a worker's lines differ from those of rank 0. The message
-            names the rank and the first different line.
+        MismatchError: a worker's lines differ from those of rank 0. Raised on every worker. The
+            message names the rank and the first different line.
     """
     what = "comparison of the models"
     settings = settings or {}
@@ -112,7 +122,7 @@ def require_consistency(
 
 
 def versioned(lines: Sequence[str]) -> list[str]:
-    """Return ``lines`` after a line with the version of the messages, which must be equal, too."""
+    """Return ``lines`` after an additional first line, which contains ``PROTOCOL``."""
     return [f"protocol {PROTOCOL}", *lines]
 
 
@@ -125,11 +135,11 @@ def difference(lines: Sequence[Sequence[str]], rank: int, first: int) -> str:
 
     Args:
         lines: The ``versioned`` lines of every worker, in rank order.
-        rank: The rank that is compared.
-        first: The rank that it is compared with.
+        rank: Rank of the worker that is compared.
+        first: Rank of the worker that it is compared with.
 
     Returns:
-        The message, empty if the lines are equal.
+        A sentence that contains both lines. Empty if there is no difference.
     """
     pairs = itertools.zip_longest(lines[rank], lines[first], fillvalue="nothing more")
     for i, (other, reference) in enumerate(pairs):
@@ -143,7 +153,7 @@ def difference(lines: Sequence[Sequence[str]], rank: int, first: int) -> str:
 
 
 def _differences(settings: Sequence[Settings]) -> str:
-    """Describe the settings that differ, with the ranks that have each value."""
+    """Describe the settings that differ: each value with the ranks that have it."""
     differences = []
     for name in dict.fromkeys(name for each in settings for name in each):
         ranks: dict[str, list[str]] = {}
@@ -163,4 +173,5 @@ def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
     for bucket in make_buckets(tensors):
         bucket.pack()
         team.communicator.broadcast(bucket.flat, what="copy of rank 0's model").wait()
-        bucket.unpack()  # on rank 0, too: it may be a node of several workers
+        # Rank 0 needs this, too, if it is a node of several workers: they copy the first of them.
+        bucket.unpack()

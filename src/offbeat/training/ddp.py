@@ -1,10 +1,11 @@
-"""DistributedDataParallel and DeepSpeed around an attached model.
+"""Switches off DistributedDataParallel (DDP) around an attached model, and rejects DeepSpeed.
 
-Frameworks wrap every model in DistributedDataParallel, which averages every gradient in every step.
-Under a strategy that communication must stop, or the strategy saves nothing. The wrapper is found
-whenever it is made, and its communication is switched off. There is one exception: inside a node
-whose workers train in different groups, the wrapper stays active. DeepSpeed cannot be switched off
-and is refused.
+Frameworks such as Lightning wrap a model in DDP, which averages all gradients in every step. Under
+a strategy this communication is switched off, or the strategy would save nothing. It does not
+matter if the model is wrapped before or after ``attach``. DeepSpeed cannot be switched off.
+
+One kind of wrapper stays active: DDP over the workers of one machine, when each of these workers
+is attached in a separate group with its counterparts on other machines.
 """
 
 import gc
@@ -38,10 +39,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def require_no_engine(model: nn.Module) -> None:
-    """Raise if a DeepSpeed engine holds the model.
+    """Raise if the model is inside a DeepSpeed engine.
 
-    An engine averages gradients, or shards them and the optimizer's state, in calls of its own that
-    cannot be switched off.
+    An engine averages gradients, or shards them and the optimizer's state. This cannot be switched
+    off.
 
     Raises:
         AttachError: an engine holds a parameter of ``model``.
@@ -49,9 +50,9 @@ def require_no_engine(model: nn.Module) -> None:
     module = sys.modules.get("deepspeed.runtime.engine")  # no engine exists before its import
     if module is None:
         return
-    own = {id(p) for p in model.parameters()}
+    parameters = {id(p) for p in model.parameters()}
     for engine in _instances(module.DeepSpeedEngine):
-        if not own.isdisjoint(map(id, engine.parameters())):
+        if not parameters.isdisjoint(map(id, engine.parameters())):
             raise AttachError(
                 f"the model is inside a {type(engine).__name__} of DeepSpeed, which averages "
                 "gradients, or divides the model, by itself: train without DeepSpeed"
@@ -61,10 +62,11 @@ def require_no_engine(model: nn.Module) -> None:
 class DDPSuppressor:
     """Switches off each DistributedDataParallel over parameters of ``model``, until ``remove``.
 
-    A wrapper whose process group has only this worker in common with ``group`` stays active: the
-    workers of that process group share one model, and each of them trains it with its counterparts
-    in other nodes. All of them must then compute the same mean, so it must not depend on timing;
-    see ``require_repeatable``.
+    A wrapper stays active if its process group has only this worker in common with ``group``. For
+    example, two machines have the ranks 0, 1 and 2, 3. DDP runs over 0, 1 and over 2, 3, and
+    ``attach`` over 0, 2 and over 1, 3. DDP keeps the models of ranks 0 and 1 equal only if both
+    ``attach`` groups compute equal means. Therefore the strategy must be repeatable; see
+    ``require_repeatable``.
 
     Args:
         model: The attached model.
@@ -73,10 +75,11 @@ class DDPSuppressor:
         wire: The ``wire`` argument of ``attach``.
 
     Attributes:
-        steps: Function that returns the number of iterations so far.
+        steps: Function that returns the number of training steps so far.
 
     Raises:
-        AttachError: an existing wrapper cannot be switched off, or may not stay active.
+        AttachError: an existing wrapper cannot be switched off, or its group or the strategy does
+            not allow it to stay active.
     """
 
     def __init__(
@@ -92,12 +95,12 @@ class DDPSuppressor:
         self._hooks: list[RemovableHandle] = []
         self._suppressed: list[DistributedDataParallel] = []
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        if hasattr(world, "make_communicator"):  # the simulator's group: DDP does not reduce there
+        if hasattr(world, "make_communicator"):  # a simulated group, in which DDP sends nothing
             return
         self._members: list[int] = []
         if world is not None:
-            known = group if isinstance(group, dist.ProcessGroup) else world
-            self._members = dist.get_process_group_ranks(known)
+            attach_group = group if isinstance(group, dist.ProcessGroup) else world
+            self._members = dist.get_process_group_ranks(attach_group)
             for wrapper in _instances(DistributedDataParallel):
                 if hasattr(wrapper, "reducer") and self._concerns(wrapper):
                     self._handle(wrapper)
@@ -107,7 +110,7 @@ class DDPSuppressor:
         return not self._parameters.isdisjoint(map(id, module.parameters()))
 
     def _registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        """Find a new wrapper: torch calls this whenever a module receives a submodule."""
+        """Handle ``module`` if it is a new wrapper. Torch calls this for every new submodule."""
         if not isinstance(module, DistributedDataParallel) or submodule is None:
             return
         if not self._concerns(submodule):
@@ -119,7 +122,7 @@ class DDPSuppressor:
             )
 
         def first_forward(wrapper: DistributedDataParallel, args: object) -> None:
-            hook.remove()  # the constructor of the wrapper has ended by now
+            hook.remove()  # only the first forward pass, after the wrapper's constructor has ended
             self._handle(wrapper)
 
         hook = module.register_forward_pre_hook(first_forward, prepend=True)
@@ -140,7 +143,7 @@ class DDPSuppressor:
                 f"attach() trains it over ranks {_shown(self._members)}: give both the same group, "
                 "or groups that have one worker in common (of a node, and across nodes)"
             )
-        # With these options the reduction runs in hooks that the flags below do not control.
+        # With these options DDP communicates even if the flags in _switch_off are False.
         unsupported = {
             "static_graph": wrapper.static_graph,
             "mixed_precision": wrapper.mixed_precision is not None,
@@ -155,11 +158,11 @@ class DDPSuppressor:
         logger.info("DistributedDataParallel around the attached model is switched off")
         self._suppressed.append(wrapper)
         _switch_off(wrapper)
-        # Again before each forward pass: no_sync() and similar contexts restore the flags.
+        # Repeat it before each forward pass, because contexts such as no_sync() reset the flags.
         self._hooks.append(wrapper.register_forward_pre_hook(_switch_off, prepend=True))
 
     def remove(self) -> None:
-        """Switch the wrappers on again, and look for no more of them."""
+        """Switch the wrappers on again, and leave new wrappers alone."""
         for hook in self._hooks:
             hook.remove()
         for wrapper in self._suppressed:
@@ -170,18 +173,18 @@ class DDPSuppressor:
 
 def _switch_off(wrapper: DistributedDataParallel, args: object = None) -> None:
     wrapper.require_backward_grad_sync = False
-    wrapper.require_forward_param_sync = False  # broadcasts the buffers before each forward pass
+    wrapper.require_forward_param_sync = False  # no broadcast of buffers before a forward pass
 
 
 def require_repeatable(strategy: Strategy, wire: Precision) -> None:
-    """Raise unless workers with equal gradients compute equal means, each in a group of its own.
+    """Raise if the result of training depends on when messages arrive.
 
-    The workers of a node train one model, but their groups do not communicate with each other.
-    Nothing may therefore depend on when messages arrive.
+    The workers of one machine must keep equal models although each averages in another group. The
+    groups do not communicate with each other, and messages arrive at different times in each.
 
     Args:
         strategy: The strategy.
-        wire: The ``wire`` argument of ``attach``.
+        wire: The ``wire`` argument of ``attach``: the precision of messages.
 
     Raises:
         AttachError: the result depends on when messages arrive.
@@ -200,9 +203,9 @@ def require_repeatable(strategy: Strategy, wire: Precision) -> None:
 
 
 def _instances(kind: type[_Kind]) -> Iterable[_Kind]:
-    """Return all instances of ``kind`` and its subclasses, except objects under ``gc.freeze``."""
+    """Return all instances of ``kind`` and its subclasses, except frozen ones (``gc.freeze``)."""
     kinds: list[type[_Kind]] = [kind]
-    for each in kinds:  # the list grows while it is read
+    for each in kinds:  # also visits the subclasses that are appended meanwhile
         kinds.extend(each.__subclasses__())
     return [each for each in gc.get_referrers(*kinds) if isinstance(each, kind)]
 

@@ -1,4 +1,4 @@
-"""Guards around communication: after an interrupted operation no other one may start."""
+"""Guards around communication, which stay closed after an operation was interrupted."""
 
 from types import TracebackType
 
@@ -7,18 +7,20 @@ from offbeat.training.background import BackgroundTasks
 
 
 class Guard:
-    """Context around all communication of a synchronizer.
+    """Context around all communication of this worker.
 
-    An exception that leaves the context interrupts an operation half-way, and this worker no longer
-    knows which operation the others start next. Entering the context again therefore raises: the
-    OffbeatError that left it before, or, after any other exception (such as a Ctrl-C that a
-    notebook caught), an OffbeatError that names it.
+    All workers must start the same operations in the same order. An exception that leaves the
+    context may have skipped some of them, and a later operation would be combined with another
+    operation on the other workers. Therefore the context raises when it is entered again: the same
+    exception if it is an OffbeatError, otherwise an OffbeatError that names it. An example is a
+    Ctrl-C after which the user of a notebook runs the next cell.
 
-    In elastic training a CommunicationError is no such failure: all workers begin a new view.
+    In elastic training a CommunicationError does not close the context. It means that a worker was
+    lost, and the remaining workers restart the order of operations together.
 
     Attributes:
-        failure: The exception that left the context; None if there was none.
-        elastic: True if training continues after a CommunicationError.
+        failure: The exception that left the context. None if there was none.
+        elastic: True if training continues after the loss of a worker.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Hooks on the user's optimizers and GradScaler."""
+"""Hooks on the user's optimizers and GradScaler, which report each step to ``Iteration``."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -33,14 +33,17 @@ def hook_optimizer(
 ) -> list[Removable]:
     """Call ``clipping.before_step`` before and ``iteration.complete`` after every optimizer step.
 
-    The hooks raise an AttachError if the optimizer calls its closure twice, or if an optimizer
-    inside it steps outside of ``optimizer.step``.
+    The hooks raise an AttachError if the optimizer calls its closure more than once in a step. They
+    also raise if it contains another optimizer, and that one steps outside of ``optimizer.step``.
 
     Args:
-        attached: The optimizer.
-        iteration: The iterations of this worker.
-        clipping: The clipping of this worker.
-        record_loss: Called with the return value of a closure.
+        attached: The optimizer and its index.
+        iteration: The training steps of this worker.
+        clipping: Passes the gradients to the strategy.
+        record_loss: Called with the loss, if ``step`` was given a closure that returns it.
+
+    Returns:
+        The hooks, to be removed at the end.
     """
     optimizer, index = attached.optimizer, attached.index
     in_step = False
@@ -78,7 +81,8 @@ def hook_optimizer(
             iteration.complete(index)
 
     def before_inner(inner: Optimizer, args: Any, kwargs: Any) -> None:
-        # For example SAM used as first_step() and second_step(): its own step() is never called.
+        # For example SAM (sharpness-aware minimization) if the training loop calls first_step()
+        # and second_step(), which step the inner optimizer, and never SAM.step().
         if not in_step:
             raise AttachError(
                 f"the {type(inner).__name__} inside this {type(optimizer).__name__} took a step "
@@ -86,7 +90,7 @@ def hook_optimizer(
                 "attach the optimizer inside"
             )
 
-    # torch.compile of a training step would otherwise trace into the communication.
+    # A training step under torch.compile would otherwise trace into the communication.
     untraced: Callable[[Any], Any] = torch.compiler.disable
     return [
         StepHooksEnabled(optimizer),
@@ -102,10 +106,13 @@ def hook_optimizer(
 class ScalerHooks:
     """Hooks on ``unscale_`` and ``step`` of a GradScaler.
 
-    They count an iteration even where the scaler skips the step. A scaler skips ``optimizer.step``
-    on a worker whose gradients overflowed, and only there. The optimizer's own hooks do not fire
-    then, and without these hooks that worker's next iteration would be averaged with the current
-    one of the others.
+    They count a training step even if the scaler skips ``optimizer.step``. A scaler does so on each
+    worker whose gradients overflowed, and the hooks of the optimizer do not fire then. Without this
+    count the next step of that worker would be averaged with the current step of the others.
+
+    Args:
+        scaler: The scaler.
+        iteration: The training steps of this worker.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, iteration: Iteration) -> None:
@@ -137,7 +144,7 @@ class ScalerHooks:
         index = self._iteration.index_of(optimizer)
         if index is None or not self._scaler.is_enabled():
             return self._step(optimizer, *args, **kwargs)
-        if optimizer not in self._unscaled:  # fused optimizers would unscale inside step()
+        if optimizer not in self._unscaled:  # a fused optimizer would unscale inside its step()
             self._scaler.unscale_(optimizer)
         self._unscaled.discard(optimizer)
         self._iteration.prepare(index)

@@ -1,8 +1,14 @@
 """Iterations of a training loop. One iteration is one step of every optimizer, in any order.
 
-The hooks on the user's objects call ``prepare`` before an optimizer steps and ``complete`` after
-it. ``Iteration`` finds out when all optimizers have stepped, and passes both events to the flow,
-which runs the strategy.
+Hooks on the user's optimizers call ``prepare`` before an optimizer steps and ``complete`` after it.
+``Iteration`` passes these events to the *flow*, the code that runs the strategy, and tells it when
+all optimizers have stepped.
+
+Words of this module: A *node* is a group of workers that average their gradients in every step and
+count as one worker for the strategy. A *bucket* is a group of parameters whose gradients are sent
+in one message. A *view* is a period with the same workers; in elastic training a new view begins
+when a worker joins or is lost. A *consensus* replaces the local model by the mean over all workers,
+temporarily or at the end of training.
 """
 
 import contextlib
@@ -23,25 +29,22 @@ from offbeat.training.guard import Guard, StepGuard
 
 
 class Recovery(Protocol):
-    """Change of membership in elastic training. ``elastic.views.Views`` implements it."""
+    """Begins the next view in elastic training. ``elastic.views.Views`` implements it."""
 
     def require_current_view(self) -> None:
-        """Raise CommunicationError if another view is due, for example because a worker joins."""
+        """Raise CommunicationError if a new view must begin, for example because a worker joins."""
 
     def __call__(self, error: CommunicationError) -> bool:
-        """End this view and begin the next one, or raise.
+        """End this view because of ``error`` and begin the next one, or raise.
 
         Returns:
-            True if the model now contains the current step, because other workers have taken it.
+            True if this worker has received the model of workers that have already taken the
+            current step. It must then skip the step.
         """
 
 
-def _parameters_of(optimizer: Optimizer) -> list[list[Tensor]]:
-    return [list(group["params"]) for group in optimizer.param_groups]
-
-
 def _holds(optimizer: Optimizer, known: Sequence[Sequence[Tensor]]) -> bool:
-    """Return True if the parameter groups hold exactly the ``known`` parameters."""
+    """Return True if the optimizer's parameter groups hold exactly the ``known`` parameters."""
     groups = optimizer.param_groups
     if len(groups) != len(known):
         return False
@@ -53,24 +56,24 @@ def _holds(optimizer: Optimizer, known: Sequence[Sequence[Tensor]]) -> bool:
 
 
 class Iteration:
-    """The current iteration of one worker.
+    """Tracks the current iteration of one worker.
 
     Args:
         flow: Runs the strategy.
         worker: This worker.
         tasks: Background tasks, which are notified when the worker may block.
-        completed: Called after each iteration, with True if it synchronized the workers.
-        node: Averages the gradients inside the node. None: the node has one worker.
+        completed: Called after each iteration, with True if the workers averaged in it.
+        node: Averages the gradients inside the node. None: this worker is a node by itself.
 
     Attributes:
-        active: False once training has ended; the hooks then do nothing.
-        guard: Context around all communication.
+        active: False once training has ended. The hooks then do nothing.
+        guard: Context around all communication, which stays closed after a failure.
         recover: Begins the next view after a failure. None: a failure ends training.
-        gradient_monitors: Functions called with an optimizer, its loss scale, and True for the last
-            optimizer of the step, when its gradients are ready and before the strategy changes
-            them.
-        model_monitors: Functions called after all optimizers have stepped and before the strategy
-            synchronizes.
+        gradient_monitors: Functions called before the strategy receives an optimizer's gradients.
+            Arguments: the optimizer, the factor by which a GradScaler has scaled the gradients, and
+            True for the last optimizer of the iteration.
+        model_monitors: Functions called after all optimizers have stepped, and before the strategy
+            averages models.
     """
 
     def __init__(
@@ -90,35 +93,40 @@ class Iteration:
         self._step_guard = StepGuard(self.guard, tasks)
         self._host = worker.team.host
         self.recover: Recovery | None = None
-        self._failure: CommunicationError | None = None  # raised during backward
-        self._prepared: set[int] = set()  # optimizers that are about to step
-        self._stepped: set[int] = set()  # optimizers that have stepped in this iteration
-        self._averaged: set[int] = set()  # optimizers whose gradients are the node's mean
-        self._synced = False
-        self._skipped = True  # a GradScaler has skipped all steps of this iteration so far
-        self._order: list[int] = []  # optimizers in the order of their gradients
+        self._failure: CommunicationError | None = None  # raised during backward, handled later
+        # Indices of optimizers in this iteration:
+        self._prepared: set[int] = set()  # prepared, and not stepped yet
+        self._stepped: set[int] = set()  # stepped, or skipped by a GradScaler
+        self._averaged: set[int] = set()  # not stepped yet, and the gradients are the node's mean
+        self._order: list[int] = []  # all prepared ones, in order
+        self._synced = False  # True if the workers averaged gradients in this iteration
+        self._skipped = True  # True while no optimizer has taken a step that was not skipped
         self._last_order = [each.index for each in worker.optimizers]
-        self._groups = [_parameters_of(each.optimizer) for each in worker.optimizers]
+        self._groups: list[list[list[Tensor]]] = [
+            [list(group["params"]) for group in each.optimizer.param_groups]
+            for each in worker.optimizers
+        ]
         parameters = [p for groups in self._groups for group in groups for p in group]
         self._frozen = [p for p in parameters if not p.requires_grad]
-        self._forbidden = ""  # name of the context in which the model may not change
+        self._forbidden = ""  # name of the context in which the model is the consensus, or empty
         self._backward: BackwardHooks | None = None
         self.choose_overlap()
 
     def choose_overlap(self) -> None:
-        """Set ``worker.overlaps_backward``: whether gradients may be averaged during backward.
+        """Set ``worker.overlaps_backward``: True if the flow may average gradients during backward.
 
-        Called before a flow starts. In a node of several workers the answer is False, because the
-        gradients that the strategy averages exist only after backward.
+        Called before a flow starts. It is False with several optimizers (see ``watch_backward``).
+        It is False in a node of several workers, too: there the strategy averages the mean
+        gradients of the nodes, which exist only after backward.
         """
         worker, alone = self._worker, self.node is None
         worker.overlaps_backward = worker.size > 1 and len(worker.optimizers) == 1 and alone
 
     def watch_backward(self) -> None:
-        """Report buckets of gradients to the flow or the node during backward, if one wants them.
+        """Report complete buckets during backward, to the node or else to a flow that wants them.
 
-        Only with a single optimizer: with several, one backward pass may fill gradients of another
-        optimizer, and autograd would determine the order of the buckets.
+        This needs a single optimizer. With several, a backward pass may add gradients to parameters
+        of any of them, and the workers might send their buckets in different orders.
         """
         wants = self.flow.wants_buckets and self._worker.overlaps_backward
         if self.node is not None:
@@ -128,12 +136,12 @@ class Iteration:
             self._backward = BackwardHooks(optimizer, self._host, self._bucket_ready)
 
     def report_buckets(self) -> None:
-        """Report the buckets of one backward pass, for a model without autograd."""
+        """Report the buckets of one step, for a simulated model, which has no backward pass."""
         if self._backward is not None:
             self._backward.report_all()
 
     def _bucket_ready(self, bucket: int) -> bool:
-        """Report a bucket. Returns True if further buckets of this step should be reported."""
+        """Pass a complete bucket on. Returns False if no further bucket should be reported."""
         if not self.active or self._failure is not None:
             return False
         with self.guard:
@@ -144,7 +152,7 @@ class Iteration:
             except CommunicationError as error:
                 if self.recover is None:
                     raise
-                # Recovery replaces the model, which must not change while backward runs.
+                # The next view replaces the model, which must not change while backward runs.
                 self._failure = error
                 return False
 
@@ -156,14 +164,14 @@ class Iteration:
         return next((each.index for each in attached if each.optimizer is optimizer), None)
 
     def is_prepared(self, index: int) -> bool:
-        """Return True if optimizer ``index`` was prepared and has not stepped since."""
+        """Return True if ``prepare`` was called for optimizer ``index``, and it has not stepped."""
         return index in self._prepared
 
     def average_in_node(self, index: int) -> None:
         """Replace the gradients of optimizer ``index`` by their mean over the node, once per step.
 
-        Called before a GradScaler unscales them, so that all workers of a node detect the same
-        overflow.
+        With a GradScaler this happens before they are unscaled, so that all workers of a node
+        detect the same overflow.
         """
         if self.node is None or not self.active or index in self._averaged:
             return
@@ -174,7 +182,7 @@ class Iteration:
         self._averaged.add(index)
 
     def _count_computing(self) -> None:
-        """Let virtual time pass for the computation of this step, at its first gradients."""
+        """Let a simulated clock advance to the end of backward, once in each iteration."""
         if not self._stepped and not self._prepared and not self._averaged:
             self._host.computed(1.0)
 
@@ -240,23 +248,23 @@ class Iteration:
     def _recover_before_step(
         self, error: CommunicationError, optimizer: AttachedOptimizer, *, last: bool
     ) -> bool:
-        """Begin the next view. Returns True if its model already contains the current step."""
+        """Begin the next view. Returns True if this worker must skip the current step."""
         assert self.recover is not None
         worker = self._worker
-        worker.step -= last  # the view begins before this step
-        contains_step = self.recover(error)
+        worker.step -= last  # the next view begins before this step
+        skip = self.recover(error)
         worker.step += last
-        if contains_step:
+        if skip:
             for parameter in optimizer.parameters:
-                parameter.grad = None  # the optimizer then skips the parameter
-        return contains_step
+                parameter.grad = None  # the optimizer does not change a parameter without gradient
+        return skip
 
     def complete(self, index: int, *, skipped: bool = False) -> None:
-        """Report a step of optimizer ``index`` to the flow, and the iteration if it was the last.
+        """Report a step of optimizer ``index`` to the flow. End the iteration with the last one.
 
         Args:
             index: Index of the optimizer.
-            skipped: True if a GradScaler skipped the step. The step still counts.
+            skipped: True if a GradScaler or the training loop skipped the step. It still counts.
         """
         if not self.active:
             return
@@ -291,7 +299,7 @@ class Iteration:
     # -- called by the synchronizer ----------------------------------------------------------
 
     def begin_view(self, flow: Flow) -> None:
-        """Use ``flow`` from now on, after a change of membership."""
+        """Begin the next view, in which ``flow`` runs the strategy."""
         self.flow = flow
         self._failure, self._host = None, self._worker.team.host
         if self._backward is not None:
@@ -301,16 +309,19 @@ class Iteration:
 
     @property
     def begun(self) -> bool:
-        """True if some optimizers have stepped in this iteration and others have not."""
+        """True in the middle of an iteration: some optimizers have stepped and others have not."""
         return bool(self._stepped)
 
     @property
     def shows_consensus(self) -> bool:
-        """True while the model is the consensus and not the local model; see ``forbidden``."""
+        """True inside the context ``forbidden``, in which the model is the consensus."""
         return bool(self._forbidden)
 
     def require_boundary(self, what: str) -> None:
-        """Raise AttachError in the middle of an iteration, when some optimizers have stepped."""
+        """Raise AttachError in the middle of an iteration; ``what`` names the rejected call.
+
+        An iteration begins when the gradients of the first optimizer are prepared.
+        """
         if self._stepped or self._prepared:
             raise AttachError(
                 f"{what} in the middle of an iteration: call it after all optimizers have stepped, "
@@ -318,14 +329,27 @@ class Iteration:
             )
 
     def wait_for_all(self, *, finishing: bool) -> Round:
-        """Vote in the rounds of the others until no worker steps; see ``Flow.wait_for_all``."""
+        """Wait at a barrier until all workers have reached it.
+
+        Some workers may still take steps. Each of their rounds, in which all workers decide what to
+        average, needs a vote from this worker. The flow sends these votes meanwhile.
+
+        Args:
+            finishing: True at the end of training.
+
+        Returns:
+            The last round, in which no worker takes a step.
+        """
         if self.node is not None:
             self.node.pause(self._last_order[0])
         return self.flow.wait_for_all(self._last_order, finishing=finishing)
 
     @contextlib.contextmanager
     def forbidden(self, where: str) -> Iterator[None]:
-        """Return a context in which the model is the consensus and no step may change it."""
+        """Return a context named ``where``, in which the model is the consensus.
+
+        Training steps raise an error inside it.
+        """
         self._forbidden = where
         try:
             yield
@@ -333,7 +357,7 @@ class Iteration:
             self._forbidden = ""
 
     def require_own_model(self, what: str) -> None:
-        """Raise AttachError inside ``forbidden``, where the model is not the local one."""
+        """Raise AttachError inside ``forbidden``. ``what`` names the rejected call."""
         if self._forbidden:
             raise AttachError(
                 f"{what} inside {self._forbidden}: there the model holds the mean of all workers "
@@ -341,7 +365,7 @@ class Iteration:
             )
 
     def close(self) -> None:
-        """Ignore all further calls, and drop references that would keep the model alive."""
+        """Ignore all further steps, and drop references that would keep the model in memory."""
         self.active = False
         if self._backward is not None:
             self._backward.close()

@@ -1,7 +1,8 @@
-"""Monitors: measurements of a running training under any strategy; see ``Synchronizer.monitor``.
+"""Monitors, which measure a running training under any strategy; see ``Synchronizer.monitor``.
 
-``GradientChange`` measures SelSync's Δ of the local gradient, which helps to choose δ.
-``Distance`` measures the distance between the workers' models in the background.
+``GradientChange`` measures Δ, the relative change of the gradient norm from one step to the next.
+The strategy SelSync averages when Δ reaches a threshold δ, and typical values of Δ help to choose
+δ. ``Distance`` measures the distance between the workers' models in the background.
 """
 
 import logging
@@ -19,29 +20,31 @@ from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
 
 logger = logging.getLogger("offbeat")
-_CHUNK = 2**14  # elements of each model that are compared at a time, in float64
+_CHUNK = 2**14  # number of elements of each model that are compared at a time, in float64
 
 
 class GradientChange:
-    """Adds Δ, as ``SelSync`` would measure it, to each record: ``relative_change``.
+    """Adds Δ to each telemetry record as ``relative_change``. Sends nothing.
 
-    It is the Δ of the unscaled gradients of all optimizers, before they are averaged or clipped,
-    smoothed with a = N/100 over all steps. It sends nothing.
+    **Measured** for g_i, the unscaled local gradient of all optimizers in step i, before it is
+    averaged or clipped, and for N workers:
 
-    *State*: the smoothed value m. It is not part of a checkpoint: every ``attach`` starts again,
-    with Δ = ∞ in the first step.
+        m_i = (1 − a)·m_{i−1} + a·‖g_i‖²,   a = min(1, N/100)
+        Δ_i = |m_i − m_{i−1}| / m_{i−1},    Δ = ∞ in the first step
+
+    *State*: m. A checkpoint does not contain it, so m starts again at every ``attach``.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._change, self._squared = worker, RelativeChange(), 0.0
 
     def __call__(self, optimizer: AttachedOptimizer, loss_scale: float, last: bool) -> None:
-        """Measure the gradients of one optimizer.
+        """Add the gradients of one optimizer to the measurement of this step.
 
         Args:
             optimizer: The optimizer.
             loss_scale: Factor by which a GradScaler has scaled the gradients.
-            last: True for the last optimizer of the step.
+            last: True for the last optimizer of the step. It completes the measurement.
         """
         self._squared += self._worker.squared_norm(optimizer.gradients()) / loss_scale**2
         if last:
@@ -55,11 +58,11 @@ class _Request:
     """A measurement that this worker has requested.
 
     Attributes:
-        able: Handle of the number of workers that can take part. It completes when all workers have
-            requested the measurement.
-        models: Copy of this worker's model at the request. None: the worker cannot take part, or
+        able: Handle of a sum over the workers: the number of workers that can take part. It
+            completes when all workers have requested the measurement.
+        models: Copy of this worker's model at the request. None: this worker cannot take part, or
             copies its model later.
-        step: Local steps at the request.
+        step: Number of local steps at the request.
     """
 
     able: Handle[Tensor]
@@ -76,52 +79,57 @@ class Distance:
         distance          Σ_n ‖x_n − x̄‖ / N,  x̄ = Σ_n x_n / N
         distance_largest  max ‖x_a − x_b‖ over all pairs
 
-    No worker blocks. At every n-th local step a worker requests a measurement: it sends one number
-    in the background. When all workers have requested it, each sends its model in the background.
+    No worker blocks during training. At every n-th local step a worker requests a measurement: it
+    sends one number in the background. When all workers have requested the measurement, each of
+    them sends a copy of its model in the background. There are two cases:
 
-    - If workers take equally many steps between two rounds, the models are those of the step of the
-      request. A measurement is skipped if the previous one has not completed.
-    - Otherwise (eager schedules, parameter servers) steps with the same number may lie far apart in
-      time. Each worker then copies its model when it sees that all have requested the measurement.
-      It requests the next one when this one is complete, and at least n steps after this request.
+    - Workers take equally many steps between two synchronizations (``in_step``). Each worker copies
+      its model at the request, so all copies belong to the same step. If the previous measurement
+      is not complete by then, this one is skipped.
+    - Workers proceed independently, for example under a parameter server. The same step may come
+      much later on a slow worker than on a fast one. Each worker copies its model when it notices
+      that all workers have requested the measurement. It requests the next measurement after this
+      one is complete, and at least n steps after the last request.
 
-    Nothing is measured while a worker waits at a barrier. Local steps are counted from the last
-    barrier. A failure here, for example a worker that lags behind by more than the time-out, stops
-    the measurements with a warning. Training continues.
+    Local steps are counted from the last barrier, at which all workers wait for each other. A
+    barrier completes the measurements in progress. If a measurement fails, for example because a
+    worker lags behind by more than the time-out, a warning is logged and measurements end. Training
+    continues.
 
-    *Communication*: one number, the model once (all-to-all: worker k receives the k-th part of all
-    models), and a sum of N(N+1)/2 numbers, on separate connections. ``Stats`` does not count them.
-    *Memory*: two copies of the parameters during a measurement. *Computing*: N²/2 operations on
-    each of 1/N of the parameters.
+    *Communication* of a measurement, on separate connections that ``Stats`` does not count: one
+    number; the model once (all-to-all, in which worker k receives the k-th part of all models); and
+    a sum of N(N+1)/2 numbers. *Memory*: two copies of the parameters. *Computing*: each worker
+    compares N(N−1)/2 pairs of model parts, each of 1/N of the parameters.
 
     Args:
         worker: This worker.
-        every: n, local steps between two measurements.
-        in_step: True if workers take equally many steps between two rounds.
-        communicator: Connects the same workers and is used by nothing else, because a failure of
-            the training's communicator would end training.
+        every: Number n of local steps between two measurements (≥ 1).
+        in_step: True if workers take equally many steps between two synchronizations.
+        communicator: Connects the same workers. Nothing else may use it, so that a failure of a
+            measurement does not end training.
     """
 
     def __init__(
         self, worker: Worker, every: int, *, in_step: bool, communicator: Communicator
     ) -> None:
         self._worker, self._every, self._in_step = worker, every, in_step
-        # Operations of one communicator run in the same order on all workers. Requests need their
-        # own: a worker may request a measurement while another still sends its model.
+        # All workers must start the operations of one communicator in the same order. A worker may
+        # request a measurement before or after another one sends its model for the previous one,
+        # so requests and models need a communicator each.
         self._requesting, self._sending = communicator, communicator.twin()
         self._active = True
         self._groups = group_tensors(p for _, p in worker.replica.parameters if p.numel())
-        self._steps = 0  # local steps since the last barrier
+        self._steps = 0  # number of local steps since the last barrier
         self._next = every  # value of _steps at the next request
-        self._requested = 0
-        self._requests: deque[_Request] = deque()
+        self._requested = 0  # number of requests so far
+        self._requests: deque[_Request] = deque()  # those for which no model was sent yet
         self._free = True  # False while a copy of this worker's model exists
-        self._step = 0  # local steps at the copy
-        self._parts: list[Handle[Tensor]] | None = None
-        self._squares: Handle[Tensor] | None = None
+        self._step = 0  # number of local steps at the copy
+        self._parts: list[Handle[Tensor]] | None = None  # parts of all models, in flight
+        self._squares: Handle[Tensor] | None = None  # sum of the squared distances, in flight
 
     def step_ended(self) -> None:
-        """Count a local step, before it is synchronized. Never blocks."""
+        """Count a local step, before the strategy averages models. Never blocks."""
         if not self._active:
             return
         self._steps += 1
@@ -134,7 +142,7 @@ class Distance:
             self._give_up(str(error))
 
     def pause(self) -> None:
-        """Complete the measurements in progress at a barrier. A collective. Blocks."""
+        """Complete the measurements in progress. Called at a barrier. A collective. Blocks."""
         communicator = self._worker.team.communicator
         with self._worker.team.account.paused():
             numbers = torch.tensor(
@@ -148,7 +156,7 @@ class Distance:
             return
         self._steps, self._next = 0, self._every
         try:
-            while self._requested < requested:  # take part in requests of faster workers
+            while self._requested < requested:  # another worker has made more requests
                 self._request(able=False)
             self._advance(wait=True)
         except CommunicationError as error:
@@ -189,7 +197,11 @@ class Distance:
         return copies
 
     def _advance(self, *, wait: bool = False) -> None:
-        """Advance the measurements in progress as far as possible; complete them if ``wait``."""
+        """Advance the measurements in progress as far as possible.
+
+        Args:
+            wait: True to block until all of them are complete.
+        """
         while True:
             if self._squares is not None:
                 if not wait and not self._squares.done():
@@ -211,7 +223,7 @@ class Distance:
                 return
 
     def _answer(self, request: _Request) -> None:
-        """Send the model for a request that all workers have made, if all can take part."""
+        """Send the model for a request that all workers have made, unless some cannot take part."""
         if request.able.wait().item() < self._worker.size:
             self._free = self._free or request.models is not None
             return
@@ -234,10 +246,10 @@ class Distance:
 
 
 def _squares(parts: list[Tensor], workers: int) -> Tensor:
-    """Return ‖x_n − x̄‖² of every worker, then ‖x_a − x_b‖² of every pair, for parts of models.
+    """Return ‖x_n − x̄‖² of every worker, then ‖x_a − x_b‖² of every pair of workers.
 
     Args:
-        parts: Tensors that contain a part of the same length of each worker's model, in rank order.
+        parts: Tensors that each consist of one equal-sized piece of every model x_n, in rank order.
         workers: Number of workers, N.
     """
     total = torch.zeros(workers + workers * (workers - 1) // 2, dtype=torch.float64)

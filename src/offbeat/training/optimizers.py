@@ -1,6 +1,8 @@
-"""Wrapped and unusual optimizers: find the one whose step hooks fire, or refuse it.
+"""Support for optimizers that wrap or contain another one, or whose step hooks do not fire.
 
-Nothing here communicates.
+The step hooks of torch (``register_step_pre_hook`` and ``register_step_post_hook``) must fire once
+before and after each step. The functions here find the optimizer whose hooks fire, repair the hooks
+or raise an error.
 """
 
 import contextlib
@@ -13,14 +15,15 @@ from torch.optim import Optimizer
 
 from offbeat.errors import AttachError
 
-# Attributes in which wrappers hold their optimizer: Accelerate, Lightning and Fabric; Opacus.
+# Attributes in which wrappers hold their optimizer. "optimizer": Accelerate, Lightning, Fabric.
+# "original_optimizer": Opacus.
 _WRAPPED = ("optimizer", "original_optimizer")
-_HOOKS = "_optimizer_step_pre_hooks"  # torch creates it in Optimizer.__init__
+_HOOKS = "_optimizer_step_pre_hooks"  # attribute that Optimizer.__init__ creates
 _COMMUNICATING = ("torch.distributed.optim", "opacus.optimizers.ddp", "deepspeed.runtime")
 
 
 def unwrapped_optimizer(given: object) -> Optimizer:
-    """Return the optimizer whose step hooks fire: ``given``, or the optimizer it wraps.
+    """Return the optimizer whose step hooks fire: ``given``, or the optimizer inside its wrappers.
 
     Raises:
         TypeError: ``given`` is not an optimizer, and does not wrap one.
@@ -35,7 +38,7 @@ def unwrapped_optimizer(given: object) -> Optimizer:
             break
         hooks = getattr(given, _HOOKS, None)
         if hooks is not None and hooks is not getattr(inner, _HOOKS, None):
-            break  # `given` is an optimizer with hooks of its own, and only uses the inner one
+            break  # `given` has separate hooks: it is an optimizer that uses another one
         given = inner
     if not isinstance(given, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {given!r}")
@@ -48,7 +51,7 @@ def unwrapped_optimizer(given: object) -> Optimizer:
 
 
 def _attribute(thing: object, name: str) -> object:
-    with contextlib.suppress(Exception):  # a property may raise anything
+    with contextlib.suppress(Exception):  # a property may raise any exception
         return getattr(thing, name, None)
     return None
 
@@ -63,10 +66,10 @@ def _require_no_communication(given: object) -> None:
 
 
 class StepHooksEnabled:
-    """Makes the step hooks of an optimizer fire that does not call ``Optimizer.__init__``.
+    """Makes step hooks fire for an optimizer class that does not call ``Optimizer.__init__``.
 
-    timm's Lookahead is one. ``Optimizer.__init__`` wraps ``step`` of the class once; without that,
-    the hooks start to fire only after something else has wrapped it, or never.
+    timm's Lookahead is an example. ``Optimizer.__init__`` wraps the ``step`` of the class in a
+    function that runs the hooks. If ``step`` is not wrapped, this class wraps it for one optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -84,7 +87,7 @@ class StepHooksEnabled:
         self._wrapped = self._attributes["step"] = hooked.__get__(optimizer)
 
     def remove(self) -> None:
-        """Restore ``step``, unless something else has wrapped it since."""
+        """Restore ``step``, unless other code has wrapped it again."""
         if self._wrapped is None or self._attributes.get("step") is not self._wrapped:
             return
         if self._before is None:
@@ -97,7 +100,7 @@ def require_own_state(optimizers: Iterable[Optimizer]) -> None:
     """Raise unless ``optimizer.state`` is the complete state of each optimizer.
 
     Raises:
-        AttachError: an optimizer contains another one, whose state may be separate.
+        AttachError: an optimizer contains another one, which may have a state of its own.
     """
     for optimizer in optimizers:
         if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
@@ -108,7 +111,7 @@ def require_own_state(optimizers: Iterable[Optimizer]) -> None:
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers with step hooks inside ``optimizer`` that share parameters with it."""
+    """Return the optimizers inside ``optimizer`` that have hooks and share parameters with it."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return [
         value
@@ -129,9 +132,10 @@ _WRAPPER: Any = Optimizer.profile_hook_step(_no_step)
 def ends_nested_step(optimizer: Optimizer) -> bool:
     """Return True if the step that ends now runs inside another step of the same optimizer.
 
-    If the ``step`` of a class calls that of its base class, the hooks fire for both. They fire only
-    for the outer one until an optimizer of the base class has been made, because making one wraps
-    the ``step`` of that class. The call stack tells how many wrappers are active.
+    Call it in a step hook. If the ``step`` of a class calls the ``step`` of its base class, the
+    hooks may fire for both calls. They do once the program has made an optimizer of the base class,
+    because torch then wraps the ``step`` of that class, too. The number of wrappers of this
+    optimizer on the call stack shows how many of its steps are running.
     """
     frame, steps = sys._getframe(1), 0
     while frame is not None:
@@ -142,12 +146,15 @@ def ends_nested_step(optimizer: Optimizer) -> bool:
 
 
 def may_nest_steps(optimizer: Optimizer) -> bool:
-    """Return True if a step of ``optimizer`` may call another hooked step of it."""
+    """Return True if ``optimizer.step`` may call another ``step`` of the same object.
+
+    This is a quick test. ``ends_nested_step`` is exact, and slower.
+    """
     kind: object = type(optimizer)
     return _count_steps(kind) + ("step" in vars(optimizer)) > 1
 
 
 @cache  # called in every step
 def _count_steps(kind: Any) -> int:
-    """Return how many classes in the inheritance of ``kind`` define ``step``."""
+    """Return how many classes define ``step``: ``kind`` and its bases except ``Optimizer``."""
     return sum("step" in vars(each) for each in kind.__mro__ if each is not Optimizer)

@@ -1,4 +1,4 @@
-"""The running totals of one worker, and one telemetry record per step."""
+"""Adds up the totals of one worker and writes a telemetry record for each step."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,15 +10,15 @@ from offbeat.telemetry import Records, Stats, open_sinks
 class StatsRecorder:
     """Adds each step of a worker to its ``Stats`` and writes the step's record.
 
-    The time between the ends of two steps is computing time, except for the time blocked in
+    The time between the ends of two steps counts as computing time, except for the time blocked in
     communication and the time inside ``paused``.
 
     Args:
         worker: The worker.
-        log: Destination of the records; see ``attach``.
+        log: Destination of the records: a path, a sink, a list of them, or None for no records.
 
     Attributes:
-        stats: The totals. Loading a checkpoint replaces them.
+        stats: The totals. A checkpoint that is loaded replaces them.
     """
 
     def __init__(self, worker: Worker, log: object) -> None:
@@ -29,12 +29,12 @@ class StatsRecorder:
         self.restart()
 
     def restart(self) -> None:
-        """Start to measure the next step now. Time and bytes since the last step do not count."""
+        """Start to measure the next step now. Time and bytes since the last step are ignored."""
         self._clock = self._host.now()
         self._counted = (self._account.wait_seconds, self._account.payload_bytes)
 
     def exclude(self, seconds: float) -> None:
-        """Exclude ``seconds`` of the time since the last step from its computing time."""
+        """Exclude ``seconds`` of the time since the last step from the next computing time."""
         self._clock += seconds
 
     @contextlib.contextmanager
@@ -51,12 +51,16 @@ class StatsRecorder:
         self._records.add(values)
 
     def record_loss(self, loss: object) -> None:
-        """Add the loss that a closure returned, unless it is something other than a number."""
+        """Add the loss that a closure returned. Ignored if a record cannot contain it."""
         with contextlib.suppress(TypeError):
             self._records.add({"loss": loss})
 
     def completed(self, *, synced: bool) -> None:
-        """Count a completed step and write its record."""
+        """Count a completed step and write its record.
+
+        Args:
+            synced: True if the workers averaged models or gradients in this step.
+        """
         stats, worker = self.stats, self._worker
         start, before = self._clock, self._counted
         self.restart()
@@ -67,12 +71,13 @@ class StatsRecorder:
         stats.wait_seconds += waited
         stats.compute_seconds += computed
         stats.payload_bytes += sent
-        more, worker.record = worker.record, {}
+        strategy_values, worker.record = worker.record, {}
         decision = "sync" if synced else "local"
-        self._records.write(stats.steps, self._member, decision, computed, waited, sent, more=more)
+        values = stats.steps, self._member, decision, computed, waited, sent
+        self._records.write(*values, more=strategy_values)
 
     def finished(self) -> None:
-        """Add the waiting time and bytes of ``finish`` to the totals; they belong to no step."""
+        """Add the waiting time and bytes since the last step to the totals, at the end."""
         waited, sent = self._counted
         self.stats.wait_seconds += self._account.wait_seconds - waited
         self.stats.payload_bytes += self._account.payload_bytes - sent

@@ -1,4 +1,4 @@
-"""Accounting: bytes that a worker sends and seconds that it waits, around any communicator."""
+"""Accounting: a communicator that counts the bytes it sends and the seconds it waits."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,16 +14,16 @@ T = TypeVar("T")
 
 
 class Account:
-    """Totals of the bytes sent and the time waited.
+    """Totals of the bytes that this worker sent and of the time for which it waited.
 
     Args:
-        carriers: Number of processes that pass the same tensors to their operations. Each of them
-            sends an equal part (≥ 1).
+        carriers: Number of processes of one machine that share the sending of each tensor (≥ 1).
+            Each of them sends an equal part, so counts 1/``carriers`` of the bytes.
 
     Attributes:
         wait_seconds: Time spent blocked in ``Handle.wait``.
-        before_waiting: Functions called with the handle of a collective before the worker waits
-            for it. They are not called for messages.
+        before_waiting: Functions to call before this worker waits for a collective. They receive
+            the handle of the collective.
     """
 
     def __init__(self, carriers: int = 1) -> None:
@@ -34,15 +34,16 @@ class Account:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the tensors passed to operations, divided by the number of carriers.
+        """Bytes of the tensors that were passed to operations, divided by ``carriers``.
 
-        A gathered or broadcast tensor counts once. Received tensors do not count.
+        A tensor that is gathered or broadcast counts once, however many workers receive it.
+        Received tensors do not count.
         """
         return self._bytes // self._carriers
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context in which nothing is counted, as during set-up and evaluation."""
+        """Return a context in which nothing is counted, for set-up and evaluation."""
         previous, self._paused = self._paused, True
         try:
             yield
@@ -50,24 +51,24 @@ class Account:
             self._paused = previous
 
     def sent(self, payload_bytes: int) -> None:
-        """Add bytes that this worker passes to operations."""
+        """Add ``payload_bytes`` to the bytes, unless counting is paused."""
         if not self._paused:
             self._bytes += payload_bytes
 
     def waited(self, seconds: float) -> None:
-        """Add seconds of waiting time."""
+        """Add ``seconds`` to the waiting time, unless counting is paused."""
         if not self._paused:
             self.wait_seconds += seconds
 
 
 class Accounting(Wrapper):
-    """A communicator that counts bytes and waiting time.
+    """A communicator that counts the bytes and the waiting time of its operations.
 
-    Background threads use ``inner``, so that their traffic does not count as that of training.
+    Background tasks use ``inner`` directly, so that their traffic is not counted.
 
     Args:
         inner: Communicator that carries out the operations.
-        account: Totals to add to; None creates new ones.
+        account: Totals to which the counts are added; None creates a new ``Account``.
     """
 
     def __init__(self, inner: Communicator, account: Account | None = None) -> None:
@@ -86,7 +87,7 @@ class Accounting(Wrapper):
 
 
 class _Timed(Handle[T]):
-    """A handle whose blocking time is added to the account."""
+    """A handle that adds the time for which it blocks to the account."""
 
     def __init__(self, handle: Handle[T], communicator: Accounting, collective: bool) -> None:
         self._handle, self._communicator, self._collective = handle, communicator, collective

@@ -1,8 +1,9 @@
-"""The communicator: the interface between strategies and networks.
+"""The communicator: the interface through which a worker exchanges tensors with the others.
 
-A communicator starts operations, which are values. Each operation is started by one call and
-completed by ``Handle.wait``, so that computation and communication can overlap. All workers start
-the same collectives in the same order.
+An operation (a sum, a broadcast, a message, …) is described by an ``Operation`` object.
+``Communicator.start`` starts it and returns a ``Handle``. The worker can compute until it calls
+``Handle.wait``, which blocks until the operation has ended. All workers start the same collectives
+in the same order.
 """
 
 from abc import ABC, abstractmethod
@@ -30,16 +31,16 @@ T = TypeVar("T")
 
 
 class Communicator(ABC):
-    """Operations between the workers of one group.
+    """Starts operations between the workers of one group.
 
-    Tensors are flat, contiguous, and have the same shape and dtype on all workers. The order in
-    which a sum adds is unspecified, but all workers receive bit-identical results.
+    Tensors are flat, contiguous, and have the same shape and dtype on all workers. The terms of a
+    sum are added in an unspecified order, but all workers receive bit-identical results.
 
-    An implementation provides ``start``, ``twin``, ``close`` and the attributes below. The other
-    methods are shorthands such as ``sum(x)`` for ``start(Sum(tensor=x))``.
+    A subclass implements ``start``, ``twin`` and ``close`` and sets the attributes below. The other
+    methods are shorthands: ``sum(x, what="…")`` is ``start(Sum(tensor=x, what="…"))``.
 
     Attributes:
-        rank: Rank of this worker, from 0.
+        rank: Rank of this worker, from 0 to ``size`` - 1.
         size: Number of workers.
         timeout_seconds: Time limit of one operation.
         host: Clock and background threads of this worker.
@@ -52,31 +53,31 @@ class Communicator(ABC):
 
     @property
     def control_device(self) -> torch.device:
-        """Device for the small tensors that carry decisions, as opposed to model data."""
+        """Device for small tensors that are not model data, such as votes and lengths."""
         return torch.device("cpu")
 
     @abstractmethod
     def start(self, operation: Operation[T]) -> Handle[T]:
-        """Start ``operation``."""
+        """Start ``operation`` and return its handle."""
 
     @abstractmethod
     def twin(self) -> "Communicator":
-        """Return a duplicate: the same workers, with an independent order of operations.
+        """Return a second communicator between the same workers. A collective.
 
-        A collective. Operations of the two communicators never mix, so that two threads can each
-        use one of them.
+        Operations of the two communicators never mix. So two threads of a worker can each use one
+        of them, without a common order of operations.
         """
 
     @abstractmethod
     def close(self, *, together: bool = False) -> None:
         """Release connections, threads and descriptors, including those of all twins.
 
-        Pending operations fail, on this worker and on the workers that wait for it. A second call
-        has no effect.
+        Operations that have not ended fail, on this worker and on the workers that take part in
+        them. A second call has no effect.
 
         Args:
-            together: True if all workers close and no operation is pending. The call is then a
-                collective that closes no connection on which another worker is still receiving.
+            together: True if all workers close and all operations have ended. The call is then a
+                collective: workers wait for each other, so that no worker sees a connection break.
         """
 
     @final
@@ -86,8 +87,8 @@ class Communicator(ABC):
         Args:
             tensor: Summed in place.
             what: Name of the operation in error messages.
-            tail: Number of elements at the end of ``tensor`` that are not model data; see
-                ``Host.scale``.
+            tail: Number of elements at the end of ``tensor`` that are not model data. They matter
+                in simulations with placeholder tensors only; see ``Host.scale``.
         """
         return self.start(Sum(what=what, tensor=tensor, tail=tail))
 
@@ -98,7 +99,7 @@ class Communicator(ABC):
 
     @final
     def broadcast(self, tensor: Tensor, *, source: int = 0, what: str) -> Handle[Tensor]:
-        """Start replacing ``tensor`` by the one of worker ``source``."""
+        """Start replacing ``tensor`` by the tensor of worker ``source``."""
         return self.start(Broadcast(what=what, tensor=tensor, source=source))
 
     @final
@@ -108,7 +109,10 @@ class Communicator(ABC):
 
     @final
     def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
-        """Start an all-to-all; see ``operation.Exchange``."""
+        """Start an all-to-all: send chunk k of ``tensor`` to worker k; see ``operation.Exchange``.
+
+        The result is a new tensor that consists of the chunks received, in rank order.
+        """
         return self.start(Exchange(what=what, tensor=tensor))
 
     @final
@@ -120,19 +124,36 @@ class Communicator(ABC):
     def receive(
         self, tensor: Tensor, *, source: int, tag: int = 0, what: str, patient: bool = False
     ) -> Handle[Tensor]:
-        """Start receiving a message into ``tensor``; see ``operation.Receive``."""
+        """Start receiving a message of worker ``source`` into ``tensor``.
+
+        Args:
+            tensor: Overwritten with the message.
+            source: Rank of the sender.
+            tag: The ``tag`` with which the sender sends the message.
+            what: Name of the operation in error messages.
+            patient: True to wait without a time limit, as a server does for requests.
+        """
         return self.start(
             Receive(what=what, tensor=tensor, source=source, tag=tag, patient=patient)
         )
 
     @final
     def await_promise(self, promise: Promise[T], *, what: str, patient: bool = False) -> Handle[T]:
-        """Return a handle of the result of ``promise``; see ``operation.Await``."""
+        """Return a handle that waits for another thread of this worker to fulfil ``promise``.
+
+        Args:
+            promise: Promise to wait for.
+            what: Name of the operation in error messages.
+            patient: True to wait without a time limit, as background threads do.
+        """
         return self.start(Await(what=what, promise=promise, patient=patient))
 
     @final
     def gather_bytes(self, payload: bytes, *, what: str) -> list[bytes]:
-        """Return every worker's ``payload`` in rank order. Lengths may differ. Blocks."""
+        """Return every worker's ``payload`` in rank order. Lengths may differ.
+
+        A collective. Blocks.
+        """
         device = self.control_device
         length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
         lengths = [int(n.item()) for n in self.gather(length, what=f"length of {what}").wait()]
@@ -147,9 +168,9 @@ class Communicator(ABC):
 
 
 class Wrapper(Communicator):
-    """Base class of communicators that change or observe what another one starts.
+    """Base class of communicators that change or observe the operations of another communicator.
 
-    A subclass overrides ``start``, and ``twin`` if duplicates are to be wrapped as well.
+    A subclass overrides ``start``. It also overrides ``twin`` if the duplicates must be wrapped.
 
     Args:
         inner: Communicator that carries out the operations.
@@ -179,9 +200,9 @@ class Wrapper(Communicator):
 
 
 class Transport(Protocol):
-    """Custom source of communicators, accepted by ``attach(group=…)`` in place of a process group.
+    """Factory of communicators. ``attach(group=…)`` accepts it in place of a process group.
 
-    The simulator provides one. Tests use others to inject faults.
+    The simulator provides a transport. Tests use transports that inject faults.
     """
 
     def make_communicator(self, timeout_seconds: float) -> Communicator:

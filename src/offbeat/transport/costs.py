@@ -1,8 +1,8 @@
-"""Durations and traffic of messages and collectives in the α–β model.
+"""Formulas for the duration and the traffic of messages and collectives.
 
 Symbols: size in bytes (M), bandwidth in bytes per second (B), latency in seconds (α), number of
 workers (N). A message takes α + M/B (Hockney, "The communication challenge for MPP", Parallel
-Computing 20(3), 1994). The arithmetic of a reduction takes no time.
+Computing 20(3), 1994). Adding tensors is assumed to take no time.
 """
 
 import math
@@ -10,10 +10,10 @@ import math
 from offbeat.arguments import require_integer
 
 USUAL_INSIDE, USUAL_INSIDE_LATENCY = "100Gbit/s", "10us"
-"""Default bandwidth and latency of the network inside a node."""
+"""Default bandwidth and latency of the network between the processes of one node (machine)."""
 
 FORWARD_SHARE = 1 / 3
-"""Share of the forward pass in a step's computation. Backward takes twice as long as forward."""
+"""Share of the forward pass in the compute time of a step, if backward takes twice as long."""
 
 
 def message_seconds(size_bytes: float, bytes_per_second: float, latency_seconds: float) -> float:
@@ -30,9 +30,9 @@ def all_reduce_seconds(
 ) -> float:
     """Return the duration of a ring all-reduce: 2(N−1)·(α + M/(N·B)).
 
-    It has N−1 steps of reduce-scatter and N−1 of all-gather. In each step every worker sends one
-    N-th of the tensor. The duration is 0 for one worker. With many workers the bandwidth term
-    approaches 2M/B, and the latency term 2(N−1)·α grows linearly.
+    The ring does N−1 steps of reduce-scatter and N−1 steps of all-gather. In each step every worker
+    sends one N-th of the tensor. With many workers the bandwidth term approaches 2M/B, and the
+    latency term 2(N−1)·α grows linearly.
 
     Source: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations", JPDC 69(2), 2009.
@@ -47,8 +47,8 @@ def broadcast_seconds(
 ) -> float:
     """Return the duration of a broadcast along a binomial tree: ⌈log₂ N⌉·(α + M/B).
 
-    In each step every worker that has the tensor sends it to at most one worker that does not. The
-    number of workers that have it doubles, until all have it.
+    In each step every worker that has the tensor sends it to one worker that lacks it. So the
+    number of workers that have the tensor doubles in each step.
 
     Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in
     MPICH", IJHPCA 19(1), 2005.
@@ -86,8 +86,7 @@ def all_to_all_seconds(
 ) -> float:
     """Return the duration of an all-to-all of M bytes from each worker: (N−1)·(α + M/(N·B)).
 
-    In step k every worker sends M/N bytes to the k-th worker after it, and receives as much from
-    the k-th before it.
+    In step k every worker sends M/N bytes to the worker whose rank is larger by k (modulo N).
 
     Source: Thakur, Rabenseifner & Gropp 2005 (pairwise exchange).
     """
@@ -107,8 +106,8 @@ def all_reduce_bytes(size_bytes: float, workers: int) -> float:
 def broadcast_bytes(size_bytes: float, workers: int) -> float:
     """Return the bytes that a worker sends in a broadcast, averaged over workers: (N−1)/N·M.
 
-    Each worker except the root receives M bytes once. The root sends ⌈log₂ N⌉·M; leaves send
-    nothing.
+    N−1 workers receive M bytes once. In a binomial tree the root sends ⌈log₂ N⌉·M bytes, and the
+    leaves send nothing.
 
     Source: Thakur, Rabenseifner & Gropp 2005.
     """
@@ -119,7 +118,7 @@ def broadcast_bytes(size_bytes: float, workers: int) -> float:
 def reduce_bytes(size_bytes: float, workers: int) -> float:
     """Return the bytes that a worker sends in a reduction, averaged over workers: (N−1)/N·M.
 
-    Each worker except the root sends M bytes once.
+    N−1 workers send M bytes once. The root only receives.
 
     Source: Thakur, Rabenseifner & Gropp 2005.
     """
@@ -136,7 +135,7 @@ def all_gather_bytes(size_bytes: float, workers: int) -> float:
 
 
 def all_to_all_bytes(size_bytes: float, workers: int) -> float:
-    """Return the bytes that each worker sends in an all-to-all of M bytes: (N−1)/N·M.
+    """Return the bytes that each worker sends in an all-to-all of M bytes from each: (N−1)/N·M.
 
     Source: Thakur, Rabenseifner & Gropp 2005.
     """
@@ -145,7 +144,7 @@ def all_to_all_bytes(size_bytes: float, workers: int) -> float:
 
 
 def _tree_rounds(workers: int) -> int:
-    """⌈log₂ N⌉, exactly."""
+    """Return ⌈log₂ N⌉, computed with integers."""
     return (workers - 1).bit_length()
 
 

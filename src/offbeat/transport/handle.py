@@ -1,4 +1,7 @@
-"""Handles of operations that have been started."""
+"""Handles: the objects with which a worker waits for an operation that it has started.
+
+An operation is a sum over the workers, a message, or the like (see ``transport/operation.py``).
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,14 +16,13 @@ U = TypeVar("U")
 
 
 class Handle(ABC, Generic[T]):
-    """An operation that has been started."""
+    """An operation that was started. ``wait`` returns its result."""
 
     @abstractmethod
     def done(self) -> bool:
         """Return True if ``wait`` would return at once. Never blocks.
 
-        A backend may report a message (``send``, ``receive``) as done only after ``wait``. Gloo
-        does so.
+        For a message (``send``, ``receive``) gloo returns False until ``wait`` has returned.
         """
 
     @abstractmethod
@@ -28,9 +30,9 @@ class Handle(ABC, Generic[T]):
         """Block until the operation has ended, and return its result.
 
         Raises:
-            CommunicationError: The operation failed. The message names the operation, this rank,
-                the elapsed seconds and the ranks that are missing, and mentions
-                ``timeout_seconds`` if that ran out.
+            CommunicationError: The operation failed. The text names the operation, this rank, the
+                elapsed seconds and the ranks that are missing.
+            CommunicationTimeout: The operation exceeded the communicator's ``timeout_seconds``.
         """
 
     def then(self, function: Callable[[T], U]) -> "Handle[U]":
@@ -57,7 +59,7 @@ class _Then(Handle[U]):
 
 
 class Completed(Handle[T]):
-    """The handle of an operation that has already ended with ``result``."""
+    """The handle of an operation that ended when it was started, with ``result``."""
 
     def __init__(self, result: T) -> None:
         self._result = result
@@ -74,15 +76,18 @@ class Completed(Handle[T]):
 class UnexplainedError(CommunicationError):
     """An operation of a background thread failed, and the cause is not known yet.
 
-    Only the worker's own thread asks the peers, once, which of them are missing. It does so in
-    ``explain``.
+    The cause is found by asking all workers which of them still run. Only the training thread does
+    this, and only once. It calls ``explain`` when it learns of the failure.
     """
 
     @abstractmethod
     def explain(self) -> CommunicationError:
-        """Return the error to raise, which names the missing ranks. Call on the worker's thread."""
+        """Return the error to raise, which names the missing ranks. Call on the training thread."""
 
 
 def explained(error: Exception) -> Exception:
-    """Return the error that the worker should raise for one that ended a background thread."""
+    """Return the error that the training thread should raise, given a background thread's error.
+
+    Returns ``error.explain()`` for an ``UnexplainedError``, and any other error unchanged.
+    """
     return error.explain() if isinstance(error, UnexplainedError) else error

@@ -1,7 +1,8 @@
-"""Clock and background threads of a worker: real ones here, virtual ones in the simulator.
+"""The host of a worker: its clock and its background threads.
 
-The host is separate from the communicator, because wrappers of a communicator count or break
-operations and must leave clock and threads as they are.
+This module has the interface and the implementation with real time and threads. The simulator has
+an implementation in which time is *virtual*: a number that the simulator advances. The host is
+separate from the communicator, so that a communicator can be wrapped without wrapping the clock.
 """
 
 import threading
@@ -16,7 +17,10 @@ T = TypeVar("T")
 
 
 class Promise(ABC, Generic[T]):
-    """A result that one thread of a worker passes to another; see ``operation.Await``."""
+    """A result that one thread of a worker will pass to another (elsewhere called a future).
+
+    ``Communicator.await_promise`` waits for it.
+    """
 
     @abstractmethod
     def fulfil(self, result: T) -> None:
@@ -30,27 +34,27 @@ class Promise(ABC, Generic[T]):
     @property
     @abstractmethod
     def result(self) -> T:
-        """The result, after it was set."""
+        """The result. May be read only once ``fulfilled`` is True."""
 
 
 class Host(ABC):
     """Clock and background threads of one worker.
 
     Attributes:
-        scale: Number of elements of the full model that one element of the exchanged model stands
-            for (≥ 1). It is 1 unless a simulation uses placeholder tensors; see
-            ``transport/placeholder_tensors.py``.
+        scale: Number of model parameters that one exchanged element represents (≥ 1). It is 1 for
+            real training. A simulation may exchange small placeholder tensors in place of a large
+            model; see ``transport/placeholder_tensors.py``.
     """
 
     scale: float = 1.0
 
     @abstractmethod
     def now(self) -> float:
-        """Return the time in seconds. The simulator returns virtual time."""
+        """Return the time in seconds since an arbitrary moment."""
 
     @abstractmethod
     def sleep(self, seconds: float, what: str) -> None:
-        """Let ``seconds`` pass on the calling thread; ``what`` names the pause in a timeline."""
+        """Pause the calling thread. The simulator's timeline shows the pause under ``what``."""
 
     @abstractmethod
     def spawn(self, activity: Callable[[], None], *, what: str) -> None:
@@ -60,32 +64,35 @@ class Host(ABC):
     def promise(self) -> Promise[T]:
         """Return a new promise between threads of this worker."""
 
-    def computed(self, progress: float) -> None:  # noqa: B027 - needed in virtual time only
-        """Report progress: the share of the current step that is computed, in (0, 1].
+    def computed(self, progress: float) -> None:  # noqa: B027 - optional
+        """Report that the share ``progress`` of the current step is computed, in (0, 1].
 
-        A share of 1 ends the step.
+        The simulator then advances virtual time. 1 ends the step. A real host does nothing.
         """
 
-    def watch(self, totals: Callable[[], object]) -> None:  # noqa: B027 - as above
-        """Register a function that returns the current totals of the training on this worker."""
+    def watch(self, totals: Callable[[], object]) -> None:  # noqa: B027 - optional
+        """Register a function that returns this worker's totals (bytes, waiting time, …).
+
+        The simulator calls it to report the totals of all workers. A real host does nothing.
+        """
 
 
 class ThreadPromise(Promise[T]):
     """A promise between real threads."""
 
     def __init__(self) -> None:
-        self._given = threading.Event()
+        self._event = threading.Event()
         self._results: list[T] = []
 
     @override
     def fulfil(self, result: T) -> None:
         self._results.append(result)
-        self._given.set()
+        self._event.set()
 
     @property
     @override
     def fulfilled(self) -> bool:
-        return self._given.is_set()
+        return self._event.is_set()
 
     @property
     @override
@@ -94,11 +101,11 @@ class ThreadPromise(Promise[T]):
 
     def wait(self, seconds: float) -> bool:
         """Block until the promise is fulfilled, for at most ``seconds``. Return ``fulfilled``."""
-        return self._given.wait(seconds)
+        return self._event.wait(seconds)
 
 
 class ThreadHost(Host):
-    """Wall-clock time and daemon threads."""
+    """A host with the real clock and daemon threads."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -129,5 +136,5 @@ class ThreadHost(Host):
 
     @property
     def active(self) -> list[threading.Thread]:
-        """Background threads that have not ended."""
+        """Threads started by ``spawn`` that have not ended."""
         return [thread for thread in self._threads if thread.is_alive()]

@@ -1,8 +1,7 @@
 """The membership interface: how workers agree on who takes part after a loss or a join.
 
-One composition of the workers is a *view*. A view change ends everything that is in flight in one
-view and starts the next view with a new communicator. Losing workers and admitting new ones are
-both view changes.
+One composition of the workers is a *view*. When a worker is lost or wants to join, a *view change*
+ends the current view with all its operations. The next view starts with a new communicator.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from offbeat.transport.communicator import Communicator
 
 
 class EndedError(CommunicationError):
-    """The other members have finished the training."""
+    """This worker cannot continue or join, because the other workers have finished the training."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +20,13 @@ class View:
     """One composition of the workers. The rank of this worker is ``communicator.rank``.
 
     Attributes:
-        number: 0 for the first view, larger for each later one. A number is skipped if its view
-            failed before all members had entered it.
-        members: Identities by rank, ascending. An identity is the worker's rank in view 0, or a
-            new number for a worker that joined later.
-        communicator: Communicator between these members in this order. It has a ``membership``.
-        newcomers: Identities of the members that were in no earlier view. They have no state to
-            contribute yet.
+        number: 0 for the first view, and larger for each later view. A number is skipped if not all
+            members of its view could connect.
+        members: Identity of each worker, by rank; ascending. The identity of a worker is its rank
+            in view 0, or an unused number if it joined later.
+        communicator: Communicator between these members.
+        newcomers: Identities of the members that were in no earlier view. They do not have the
+            model yet.
     """
 
     number: int
@@ -37,64 +36,61 @@ class View:
 
 
 class Membership(Protocol):
-    """The membership of one view.
+    """Interface through which a member of one view agrees on the next view.
 
-    Each member calls ``next_view`` by itself, as soon as an operation fails or
-    ``change_requested`` returns True. Before that it closes the communicator of the view, so that
-    the operations of the other members fail and they call ``next_view``, too.
+    A view change begins on any member: an operation fails, or ``change_requested`` returns True.
+    The member closes the communicator of the view and calls ``next_view``. Because of the closed
+    connections, operations of the other members fail. So they do the same.
     """
 
     @property
     def view(self) -> View:
-        """The view of this communicator: 0, or for a newcomer the view that admitted it.
-
-        A newcomer receives its communicator once the members have admitted it.
-        """
+        """The view to which this object belongs."""
 
     def change_requested(self) -> bool:
         """Return True if a worker asks to join or another member has started a view change.
 
-        Never blocks. Called once per step, so it must cost next to nothing.
+        Never blocks. It is called in every step, so it must be fast.
         """
 
     def next_view(self, *, view: int, step: int) -> View:
-        """Agree on the next view, and open a communicator between its members.
+        """Agree on the next view, and open a communicator between its members. Blocks.
 
-        Blocks for at most ``timeout_seconds`` of the communicator while members are late. A failure
-        of the new communicator starts another view change, with its own membership.
+        Members that do not call this method in time are excluded from the next view.
 
         Args:
             view: Number of the view that ends.
-            step: Steps of this worker so far, for messages.
+            step: Number of steps that this worker has taken, for error messages.
 
         Raises:
             EndedError: The other members have finished the training.
-            CommunicationError: This worker cannot continue: the others continue without it, or it
-                cannot reach them. The message tells which.
+            CommunicationError: The others continue without this worker, or it cannot reach them.
         """
 
     def leave(self, *, ended: bool) -> None:
-        """Leave permanently, so that no view change waits for this worker. Does not block for long.
+        """Announce that this worker leaves permanently, so that no view change waits for it.
 
-        Called just before the worker closes its communicator for the last time.
+        Called just before the worker closes its communicator for the last time. May block for about
+        a second.
 
         Args:
-            ended: True if all members have reached the end of training. No worker can join from
-                then on, and ``next_view`` raises EndedError.
+            ended: True if all members have reached the end of training. From then on no worker can
+                join, and ``next_view`` raises EndedError.
         """
 
 
 @runtime_checkable
 class HasMembership(Protocol):
-    """A communicator whose workers can agree on the next view.
+    """A communicator with a ``membership`` attribute.
 
     Attributes:
-        membership: Membership of its view; None if the first failure ends the training.
+        membership: Membership of the communicator's view. None if there are no view changes, so
+            that the first failure ends the training.
     """
 
     membership: Membership | None
 
 
 def membership_of(communicator: Communicator) -> Membership | None:
-    """Return the membership of a communicator, or None if it has none."""
+    """Return ``communicator.membership``, or None if the communicator has no such attribute."""
     return communicator.membership if isinstance(communicator, HasMembership) else None

@@ -1,7 +1,7 @@
-"""Operations between workers, as values that ``Communicator.start`` starts.
+"""Operations between workers: objects that are passed to ``Communicator.start``.
 
-Because an operation is a value, code that concerns all operations (counting bytes, recording,
-failing the k-th operation in a test) wraps only this method.
+Code that concerns all operations (counting bytes, recording, failing the k-th operation in a test)
+needs to wrap only this method.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Operation(Generic[R]):
-    """An operation between workers whose result is an ``R``.
+    """An operation between workers. Waiting for it returns a result of type ``R``.
 
     Attributes:
         what: Name of the operation in error messages.
@@ -27,14 +27,15 @@ class Operation(Generic[R]):
     what: str
 
     collective: ClassVar[bool] = True
-    """True if all workers start it, in the same order; False if it concerns one or two workers."""
+    """True if all workers must start the operation; False for messages and promises."""
 
     def sent_bytes(self, rank: int, scale: float = 1.0) -> int:
-        """Return the payload of worker ``rank``: the bytes that it passes to the operation.
+        """Return the size in bytes of the data that worker ``rank`` contributes.
 
         Args:
-            rank: Rank of the worker.
-            scale: ``Host.scale``: 1, or larger if the tensor is a placeholder for a larger one.
+            rank: Rank of the worker that starts the operation.
+            scale: ``Host.scale``. It exceeds 1 if a simulation uses a small tensor as placeholder
+                for a large one. The size is then that of the large tensor.
         """
         return 0
 
@@ -44,11 +45,10 @@ class _OnTensor(Operation[R]):
     """An operation on one tensor.
 
     Attributes:
-        tensor: Tensor of this worker. Sums and maxima replace their input by the result. A
-            broadcast reads the tensor on the source and writes it on the other workers. A receive
-            only writes it, and all other operations only read it.
-        tail: Number of elements at the end of ``tensor`` that are not model data; see
-            ``Host.scale``.
+        tensor: Tensor of this worker. ``Sum``, ``Maximum``, ``Broadcast`` and ``Receive`` overwrite
+            it with the result. The other operations only read it.
+        tail: Number of elements at the end of ``tensor`` that are not model data. Each of them
+            counts as one element, whatever ``Host.scale`` is.
     """
 
     tensor: Tensor
@@ -68,19 +68,19 @@ class Maximum(_OnTensor[Tensor]):
 
 
 class Gather(_OnTensor[list[Tensor]]):
-    """All-gather: the result lists every worker's ``tensor`` in rank order, on all workers."""
+    """All-gather: the result is a list of every worker's ``tensor`` in rank order."""
 
 
 class Exchange(_OnTensor[Tensor]):
-    """All-to-all: divide ``tensor`` into one equal chunk per worker, and send chunk k to worker k.
+    """All-to-all: divide ``tensor`` into ``size`` equal chunks and send chunk k to worker k.
 
-    The result is a new tensor of the same size. Its chunk k comes from worker k.
+    The result is a new tensor of the same shape. Its chunk k was sent by worker k.
     """
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Broadcast(_OnTensor[Tensor]):
-    """Replace ``tensor`` by the one of worker ``source``."""
+    """Overwrite ``tensor`` on all other workers with the tensor of worker ``source``."""
 
     source: int = 0
 
@@ -91,7 +91,7 @@ class Broadcast(_OnTensor[Tensor]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Send(_OnTensor[Tensor]):
-    """Send ``tensor`` to one worker."""
+    """Send ``tensor`` to worker ``destination``, which must start a ``Receive`` with this tag."""
 
     collective: ClassVar[bool] = False
     destination: int
@@ -100,13 +100,13 @@ class Send(_OnTensor[Tensor]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Receive(_OnTensor[Tensor]):
-    """Receive the message that worker ``source`` sends with this ``tag``, into ``tensor``.
+    """Overwrite ``tensor`` with a message that worker ``source`` sends with this tag.
 
     Attributes:
         source: Rank of the sender.
-        tag: Number that the sender gave to the message.
-        patient: True for a server that waits for requests. The operation then has no time limit,
-            and fails only when the connection is lost.
+        tag: The ``tag`` of the sender's ``Send``.
+        patient: True to wait without a time limit, as a server does for requests. The operation
+            then fails only when the connection is lost or closed.
     """
 
     collective: ClassVar[bool] = False
@@ -121,15 +121,15 @@ class Receive(_OnTensor[Tensor]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Await(Operation[R]):
-    """Wait for a promise that another thread of this worker fulfils. Sends nothing.
+    """Wait until another thread of this worker fulfils ``promise``. Sends nothing.
 
-    It is an operation so that its time limit, its errors and the accounting of its waiting time
-    are the same as for all other operations.
+    It is an operation so that its time limit, errors and waiting time are handled like those of
+    all other operations.
 
     Attributes:
         promise: Promise to wait for.
-        patient: True for background threads. The wait then has no time limit, and fails only when
-            the connections of this worker are closed.
+        patient: True to wait without a time limit, as background threads do. The wait then fails
+            only when the connections of this worker are closed.
     """
 
     collective: ClassVar[bool] = False

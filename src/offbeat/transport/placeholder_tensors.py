@@ -1,12 +1,14 @@
 """Placeholder tensors: small tensors that represent large ones in a simulation.
 
-A simulation may exchange a model of billions of elements without allocating it (see
-``offbeat.plan``). Its model then has a few thousand elements, each of which represents
-``Host.scale`` elements. Three rules give the number of bytes that a tensor represents:
+A simulation computes how long it takes to exchange a model of billions of parameters, without
+allocating the model (see ``offbeat.plan``). It uses one of two kinds of placeholder:
 
-* A float32 tensor is model data: each element counts ``scale`` times.
-* A tensor of another dtype represents itself: decisions travel in float64 or int64.
-* A blank tensor already has the full size: all of its elements share one address.
+* A *small model* of a few thousand float32 elements. Each element represents ``Host.scale``
+  parameters.
+* A *blank tensor*, which has the shape of the large tensor. All its elements share one address.
+
+So a float32 tensor represents ``scale`` times its own bytes. A blank tensor and a tensor of another
+dtype represent their own bytes: numbers that are not model data are sent in float64 or int64.
 """
 
 import torch
@@ -14,12 +16,12 @@ from torch import Tensor
 
 
 def bytes_of(tensor: Tensor, scale: float, tail: int = 0) -> int:
-    """Return the bytes that ``tensor`` represents.
+    """Return the size in bytes of the tensor that ``tensor`` represents.
 
     Args:
-        tensor: Tensor that is sent or stored.
-        scale: ``Host.scale``.
-        tail: Number of elements at its end that represent themselves.
+        tensor: Tensor that is sent.
+        scale: Number of parameters that each float32 element represents (``Host.scale``).
+        tail: Number of elements at the end of ``tensor`` that represent themselves.
     """
     if scale == 1 or tensor.dtype != torch.float32 or is_blank(tensor):
         return tensor.nbytes
@@ -27,30 +29,37 @@ def bytes_of(tensor: Tensor, scale: float, tail: int = 0) -> int:
 
 
 def blank(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Return a read-only tensor of this shape that occupies eight bytes of memory.
+    """Return a tensor of this shape that occupies eight bytes of memory. It cannot be written to.
 
-    The eight bytes store the size of the tensor, which ``kept_bytes`` reads.
+    The eight bytes store the size of the tensor in bytes. ``kept_bytes`` reads this number.
     """
     size = torch.Size(shape).numel() * dtype.itemsize
     return torch.full((1,), size, dtype=torch.int64).view(dtype)[:1].expand(*shape)
 
 
 def blanks(like: Tensor, count: int) -> list[Tensor]:
-    """Return ``count`` blank tensors with the shape and dtype of ``like``, in one allocation."""
+    """Return ``count`` blank tensors with the shape and dtype of ``like``.
+
+    They share one storage, for which ``kept_bytes`` returns the size of all of them together.
+    """
     parts = blank(count, *like.shape, dtype=like.dtype)
     return [parts[0]] * count
 
 
 def is_blank(tensor: Tensor) -> bool:
-    """Return True for a tensor made by ``blank``, and for a view of one."""
+    """Return True for a tensor made by ``blank`` and for views of it with two or more elements."""
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def kept_bytes(tensor: Tensor, scale: float) -> int:
-    """Return the bytes of memory that the storage of ``tensor`` represents.
+    """Return the bytes of memory that real training needs for the storage of ``tensor``.
 
-    Half-precision tensors count as copies of model data. A copy in float64 would be mistaken for
-    a decision and counted unscaled.
+    Tensors in float32, bfloat16 and float16 count as model data, ``scale`` times their own bytes.
+    Tensors of all other dtypes count as they are.
+
+    Args:
+        tensor: Placeholder tensor, or a view of one. The whole storage counts.
+        scale: Number of parameters that each element of model data represents (``Host.scale``).
     """
     storage = tensor.untyped_storage()
     if is_blank(tensor):

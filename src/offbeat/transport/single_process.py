@@ -1,4 +1,4 @@
-"""The communicator of a single process: every operation completes at once."""
+"""The communicator of a single process: sums, broadcasts and gathers complete at once."""
 
 from typing import Any
 
@@ -22,10 +22,11 @@ from offbeat.transport.operation import (
 
 
 class SingleCommunicator(Communicator):
-    """A communicator of one worker, so that a script also runs with ``--nproc-per-node 1``.
+    """A communicator of one worker, with which a script also runs on a single process.
 
     Args:
-        timeout_seconds: Time limit of waiting for a promise.
+        timeout_seconds: Time limit of waiting for a promise (a result that another thread of this
+            process will provide).
     """
 
     rank = 0
@@ -61,7 +62,7 @@ class SingleCommunicator(Communicator):
 
     @override
     def close(self, *, together: bool = False) -> None:
-        """Nothing to release."""
+        """Do nothing: there are no connections."""
 
 
 class _PromiseHandle(Handle[Any]):

@@ -1,4 +1,8 @@
-"""The workers that train together: rank, size and communicator of the current view."""
+"""The team: the workers that train together, with rank, size and communicator.
+
+In elastic training workers may be lost or join. One composition of the workers is a *view*, and
+each view has its own communicator.
+"""
 
 from dataclasses import dataclass
 
@@ -12,13 +16,14 @@ from offbeat.transport.membership import Membership, View, membership_of
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A node of several processes, as seen by one of them.
+    """A node: processes of one machine that act as a single worker towards other nodes.
 
     Attributes:
         everyone: Communicator of all processes of all nodes.
         inside: Communicator of the processes of this node.
-        sharded: True if each process of a node holds one shard of the model and trains it with its
-            counterparts in the other nodes; False if all hold the whole model.
+        sharded: True if the processes of a node divide the model among them: each process holds
+            one shard, and averages it with the processes of other nodes that hold the same shard.
+            False if every process holds the whole model.
     """
 
     everyone: Communicator
@@ -26,24 +31,29 @@ class Node:
     sharded: bool = False
 
     def close(self, *, together: bool) -> None:
-        """See ``Communicator.close``."""
+        """Close both communicators; see ``Communicator.close``."""
         self.inside.close(together=together)
         self.everyone.close(together=together)
 
 
 class Team:
-    """The workers of a training, as seen by one of them.
+    """The workers that train together, as seen by one of them.
 
-    It is the only holder of the communicator, which changes with the view. Other objects read
-    ``size`` when they need it, or are created again for each view. If nodes of several processes
-    train together, each node is one worker.
+    A worker is one process or, with ``node``, a node of several processes. Rank, size and
+    communicator change in ``enter``. So other objects must not store them for longer than a view.
+
+    Args:
+        communicator: Communicator between the workers in the first view of this worker.
+        account: Totals to add to; None creates new ones.
+        node: Node of this process; None if the process is a worker by itself.
 
     Attributes:
         view: Number of the current view.
-        members: Identities by rank: the rank in view 0, or a new number for a worker that joined.
-        communicator: Communicator between the workers, counted in ``account``.
-        account: Totals of bytes and waiting time of the training.
-        membership: Membership of the current view; None if the training is not elastic.
+        members: Identity of each worker, by rank. The identity is the worker's rank in the first
+            view (view 0), or an unused number if the worker joined later. It never changes.
+        communicator: Communicator between the workers. It adds its bytes and waits to ``account``.
+        account: Bytes sent and time waited in all views.
+        membership: Interface for agreeing on the next view; None if the training is not elastic.
         node: Node of this process; None if the process is a worker by itself.
     """
 
@@ -62,19 +72,19 @@ class Team:
         self.account = account
         membership = membership_of(communicator)
         if membership is None:
-            self._take(View(0, tuple(range(communicator.size)), communicator))
+            self._set_view(View(0, tuple(range(communicator.size)), communicator))
         else:
-            self._take(membership.view)
+            self._set_view(membership.view)
 
-    def _take(self, view: View) -> None:
+    def _set_view(self, view: View) -> None:
         self.view, self.members = view.number, view.members
         self.membership: Membership | None = membership_of(view.communicator)
         self.communicator = Accounting(view.communicator, self.account)
 
     def enter(self, view: View) -> None:
-        """Enter the next view, and abandon everything in flight in this one."""
+        """Replace the current view by ``view``. Operations of the current view are abandoned."""
         self.account.before_waiting.clear()
-        self._take(view)
+        self._set_view(view)
 
     @property
     def rank(self) -> int:
@@ -83,22 +93,25 @@ class Team:
 
     @property
     def size(self) -> int:
-        """Number of workers."""
+        """Number of workers in the current view."""
         return len(self.members)
 
     @property
     def ranks(self) -> range:
-        """Ranks of all workers."""
+        """Ranks of all workers in the current view."""
         return range(self.size)
 
     @property
     def member(self) -> int:
-        """Identity of this process, which is the same in all views."""
+        """Number of this process, which is the same in all views.
+
+        Without a node it is the worker's identity. With one, it is the rank among all processes.
+        """
         return self.members[self.rank] if self.node is None else self.node.everyone.rank
 
     @property
     def everyone(self) -> Communicator:
-        """Communicator of all processes, for state that each process has separately."""
+        """Communicator of all processes of all nodes; without nodes, of all workers."""
         return self.communicator if self.node is None else self.node.everyone
 
     @property
@@ -108,11 +121,11 @@ class Team:
 
     @property
     def sharded(self) -> bool:
-        """True if the processes of a node hold one shard of the model each."""
+        """True if each process of a node holds only one shard of the model."""
         return self.node is not None and self.node.sharded
 
     def over_shards(self, *values: float) -> list[float]:
-        """Return the sum of each value over the shards of the model in this node.
+        """Return the sum of each value over the processes of this node, if the model is sharded.
 
         Returns the values themselves if the model is not sharded. A collective of the node. Blocks.
         """
@@ -126,8 +139,8 @@ class Team:
     def agree(self, *values: float) -> list[float]:
         """Return the maximum of each value over the processes of this node.
 
-        Returns the values themselves without a node. A collective of the node. Blocks, and counts
-        the time as waiting.
+        Values that may differ between the processes (times, for example) thus become equal on all
+        of them. Returns the values themselves without a node. A collective of the node. Blocks.
         """
         if self.node is None:
             return list(values)
@@ -141,18 +154,19 @@ class Team:
 
     @property
     def uncounted(self) -> Communicator:
-        """Communicator for background tasks, whose bytes and waiting time do not count."""
+        """The communicator without accounting, for background tasks."""
         return self.communicator.inner
 
     def twin(self) -> "Team":
-        """Return a duplicate with an independent order of operations and the same account.
+        """Return a team of the same workers with a second communicator and the same account.
 
-        A collective.
+        Two threads of a worker can each use one of the teams; see ``Communicator.twin``. A
+        collective.
         """
         return Team(self.communicator.inner.twin(), account=self.account, node=self.node)
 
     def close(self, *, together: bool = False) -> None:
-        """Release connections, threads and descriptors; see ``Communicator.close``."""
+        """Close all communicators of this process; see ``Communicator.close``."""
         self.communicator.close(together=together)
         if self.node is not None:
             self.node.close(together=together)

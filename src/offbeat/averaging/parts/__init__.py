@@ -1,1 +1,1 @@
-"""Parts of a shared model: how they are cut, launched, sent and landed."""
+"""Parts of a shared model: the groups of parameters that are averaged separately."""

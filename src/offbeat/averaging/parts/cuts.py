@@ -12,14 +12,15 @@ from offbeat.averaging.buckets import as_real, staged_bytes, staging_dtype
 def cut_by_tensors(
     tensors: Sequence[Tensor], parts: int, sizes: Sequence[float] | None = None
 ) -> list[list[Tensor]]:
-    """Return contiguous, non-empty parts of whole tensors, of about equal bytes.
+    """Cut a list of tensors into non-empty parts of about equal bytes. No tensor is divided.
 
-    Each cut is the possible one nearest to 1/P, 2/P, … of all bytes.
+    With n parts the cut after part i is the boundary between tensors that is nearest to i/n of all
+    bytes, provided that every part gets a tensor.
 
     Args:
         tensors: The tensors, in order.
-        parts: Number of parts P, at most the number of tensors.
-        sizes: Bytes of each tensor. None: its bytes in a staging tensor.
+        parts: Number of parts, at most the number of tensors.
+        sizes: Bytes of each tensor. None: its bytes in the dtype in which it is summed.
     """
     if sizes is None:
         sizes = [staged_bytes(tensor) for tensor in tensors]
@@ -33,7 +34,7 @@ def cut_by_tensors(
 
 
 def cut_by_bytes(tensors: Sequence[Tensor], parts: int) -> list[Callable[[], list[Tensor]]]:
-    """Return contiguous parts of equal bytes, which may begin and end inside a tensor.
+    """Cut a list of tensors into parts of equal bytes, which may begin and end inside a tensor.
 
     A tensor that is not contiguous in memory is not divided. Parts may then differ by its size, and
     there may be fewer parts.
@@ -43,11 +44,11 @@ def cut_by_bytes(tensors: Sequence[Tensor], parts: int) -> list[Callable[[], lis
         parts: Number of parts (≥ 1).
 
     Returns:
-        A function for each part, which returns the tensors of the part, or views into tensors. It
-        looks up the tensors' memory at each call, because a module may be moved.
+        A function for each part, which returns tensors or views into them. It makes the views anew
+        at each call, because the tensors' memory changes if a module is moved to another device.
     """
     sizes = [staged_bytes(tensor) for tensor in tensors]
-    total, done = sum(sizes), 0
+    total, done = sum(sizes), 0  # done: bytes of the tensors before the current one
     slices: list[list[_Slice]] = [[] for _ in range(parts)]
     for tensor, size in zip(tensors, sizes, strict=True):
         numbers = as_real(tensor.detach())
@@ -56,7 +57,8 @@ def cut_by_bytes(tensors: Sequence[Tensor], parts: int) -> list[Callable[[], lis
         while start < numbers.numel():
             position = done + start * itemsize
             part = min(parts - 1, position * parts // total)
-            free = -(-(total * (part + 1) // parts - position) // itemsize)  # numbers, rounded up
+            # Number of elements that still fit into the part, rounded up.
+            free = -(-(total * (part + 1) // parts - position) // itemsize)
             stop = numbers.numel()
             if part < parts - 1 and numbers.is_contiguous():
                 stop = min(stop, start + max(1, free))
@@ -68,7 +70,7 @@ def cut_by_bytes(tensors: Sequence[Tensor], parts: int) -> list[Callable[[], lis
 
 @dataclass(frozen=True)
 class _Slice:
-    """The numbers of a tensor from ``start`` up to ``stop``, in memory order."""
+    """The elements of a tensor from ``start`` up to ``stop``, in memory order."""
 
     tensor: Tensor
     start: int
@@ -82,4 +84,4 @@ class _Slice:
 
 
 def _views(slices: list[_Slice]) -> Callable[[], list[Tensor]]:
-    return lambda: [one.view() for one in slices]
+    return lambda: [piece.view() for piece in slices]

@@ -1,4 +1,4 @@
-"""Landings: sums in flight are written when all have arrived, or none of them is written."""
+"""Landing: write the results of several sums over the workers into tensors, all of them or none."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from offbeat.averaging.buckets import Bucket
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import Host
 
-_SLOW_BYTES_PER_SECOND = 400e6  # arrival rate of the sums over a link of about 5 Gbit/s
+# A link is slow if sums arrive at a lower rate. A link of about 5 Gbit/s reaches this rate.
+_SLOW_BYTES_PER_SECOND = 400e6
 
 
 @dataclass(eq=False)
@@ -18,9 +19,9 @@ class Landing:
 
     Attributes:
         handle: The sum.
-        write: Function that writes the result, once it has arrived.
-        swap: Function that writes the result and keeps the previous values. None: this landing
-            cannot be undone.
+        write: Function that writes the result after it has arrived.
+        swap: Function that writes the result and stores the previous values. None: the result
+            cannot be written in a way that can be undone.
         undo: Function that restores the values from before ``swap``.
     """
 
@@ -44,15 +45,16 @@ def bucket_landing(handle: Handle[Tensor], bucket: Bucket, total: float) -> Land
 
 
 def land(landings: Sequence[Landing], host: Host) -> None:
-    """Wait for all sums and write them. If one fails, no tensor changes.
+    """Wait for all sums and write their results. If a sum fails, no tensor changes.
 
-    Writing after the last arrival would take time in which the network is idle. Over a slow link
-    arrived sums are therefore written while others are in flight, by ``swap``, so that they can be
-    undone. This takes twice the processor time, but the worker would wait during that time anyway.
+    Over a fast link the results are written after the last sum has arrived. Over a slow link the
+    worker writes the results that have arrived while it waits for the others. It uses ``swap``, so
+    that these results can be undone if a later sum fails. This takes twice the processor time, but
+    the worker has nothing else to do meanwhile.
 
     Args:
         landings: The landings, in the order in which their sums were started.
-        host: Clock that shows if the link is slow.
+        host: Clock of this worker, which shows whether the link is slow.
 
     Raises:
         CommunicationError: a sum failed.
@@ -69,7 +71,7 @@ def land(landings: Sequence[Landing], host: Host) -> None:
                 written.append(early)
             sums = landing.handle.wait()
             now = host.now()
-            # A model scaled by ``Host.scale`` takes no time to write.
+            # With another scale a simulation exchanges a small placeholder, which is written fast.
             slow = host.scale == 1 and sums.nbytes < (now - before) * _SLOW_BYTES_PER_SECOND
             before = now
             if landing.swap is not None:

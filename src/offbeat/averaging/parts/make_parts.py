@@ -1,4 +1,4 @@
-"""Make the parts of a shared model."""
+"""Cut a shared model into parts, the groups of parameters that are averaged separately."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,11 +16,20 @@ from offbeat.strategies.base import Outer, SharedModel
 def make_parts(worker: Worker, shared: SharedModel) -> list[Part]:
     """Make the parts of a model that is equal on all workers.
 
-    In a node whose workers hold shards, each worker cuts its own shards. Its counterparts in the
-    other nodes hold the same shards. All workers of the node have the same number of parts; a
-    worker with fewer adds empty ones. Parts of whole tensors are those of the whole model, so they
-    contain the same parameters as without shards. Parts of equal bytes are cut from each worker's
-    shards, so that all workers of the node send equally much.
+    Two kinds of parts exist. With error feedback the quantization error stays in the local model.
+    These parts have equal bytes and may begin inside a tensor. Otherwise a part consists of whole
+    tensors.
+
+    A node is a group of workers on one machine that act as one towards other nodes. If each worker
+    of a node holds shards of the model, it cuts these, and averages them with the worker of every
+    other node that holds the same shards. All workers of the node then have the same number of
+    parts, some of which may be empty. Parts of whole tensors contain the same parameters as without
+    shards. Parts of equal bytes are cut from each worker's shards, so that all workers of the node
+    send equally many bytes.
+
+    Args:
+        worker: This worker.
+        shared: The number and kind of the parts.
 
     Raises:
         ValueError: there are more parts than parameter tensors, and tensors are not divided.
@@ -36,23 +45,23 @@ def make_parts(worker: Worker, shared: SharedModel) -> list[Part]:
         count = int(*team.agree(len(groups))) if team.sharded else len(groups)
         groups += [_constant([])] * (max(1, count) - len(groups))
     else:
-        groups = _whole_tensors(tensors, team.over_shards(*map(staged_bytes, tensors)), number)
+        groups = _tensor_groups(tensors, team.over_shards(*map(staged_bytes, tensors)), number)
     parts = []
     for index, group in enumerate(groups):
         parts.append(_make_part(worker, shared, group, index, last=index == len(groups) - 1))
-        if len(groups) > 1:  # several parts use their staging tensors one at a time
+        if len(groups) > 1:  # a part needs its staging tensors only from its launch to its landing
             parts[-1].release()
     return parts
 
 
-def _whole_tensors(
+def _tensor_groups(
     tensors: Sequence[Tensor], sizes: Sequence[float], parts: int
 ) -> list[Callable[[], Sequence[Tensor]]]:
-    """Return parts of whole tensors.
+    """Return the tensors of each part, if no tensor is divided.
 
     Args:
         tensors: Parameters in order. A shard may be empty.
-        sizes: Bytes of each whole tensor.
+        sizes: Bytes of each parameter, over all of its shards.
         parts: Number of parts.
     """
     present = [(tensor, size) for tensor, size in zip(tensors, sizes, strict=True) if size]
@@ -80,7 +89,7 @@ def _make_part(
     last: bool,
 ) -> Part:
     name = f"part {index}"
-    # There are few buffers: the last part sends all of them.
+    # Buffers are small, so the last part sends all of them.
     buffers = worker.replica.float_buffers if last else tuple
     if shared.error_feedback:
         outer = shared.outer if worker.size > 1 else Outer()
@@ -98,8 +107,8 @@ def _make_part(
         worker.wire,
         tensors,
         name=name,
-        # A worker that is excluded, or that has nothing finite to send, continues from P. A worker
-        # without peers needs no P; without it, it computes the same bits as ordinary training.
+        # A worker with non-finite values sends an update of 0 or returns to P. Both require P. A
+        # single worker sends nothing. Without P it computes the same bits as ordinary training.
         anchored=worker.size > 1
         and not shared.blocking
         and (worker.excludes or (worker.guarded and shared.eager)),

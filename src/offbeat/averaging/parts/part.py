@@ -1,7 +1,15 @@
 """A part of the shared model, from its launch to its landing: the base class.
 
-There are two kinds. ``SnapshotPart`` sends a worker's tensors, or their difference to P, and the
-wire keeps the quantization error. ``UpdatePart`` keeps the quantization error in the model.
+All workers hold the same shared model P, and each trains a local model x. A *part* is a group of
+parameters that is averaged separately. To *launch* it, each worker sends its update u = x − P, and
+the sum over the workers starts. The part is *in flight* until it *lands*: then P moves by the
+weighted mean update D = Σ w·u / Σ w, or by an outer step along D. In x the movement of P replaces
+u. A worker without new steps has the weight w = 0. Floating-point buffers may be averaged together
+with a part.
+
+The *wire* sums over the workers, and may quantize what it sends. There are two kinds of parts. In a
+``SnapshotPart`` the wire stores the quantization errors. A worker that does not store P sends x
+instead of u. In an ``UpdatePart`` the quantization error stays in x.
 """
 
 from abc import ABC, abstractmethod
@@ -22,11 +30,11 @@ from offbeat.strategies.base import Outer
 from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.team import Team
 
-_SHARED_BYTES = 2**20  # buffers of at most this size share a message with parameters
+_SHARED_BYTES = 2**20  # buffers of at most this total size share a message with parameters
 
 Tensors = Callable[[], Sequence[Tensor]]
-"""Function that returns tensors. A part calls it at each launch, because modules may replace their
-buffers or be moved."""
+"""Function that returns tensors. A part calls it at each launch, because a module may replace its
+buffers or be moved to another device."""
 
 
 @dataclass(init=False, eq=False)
@@ -37,10 +45,10 @@ class Part(ABC):
         team: The workers.
         wire: Sums the parameters over the workers.
         parameters: Function that returns the parameters of this part, or views into parameters.
-        name: Name of the part in errors and in the streams of the wire; unique.
+        name: Name of the part, which identifies its quantization errors; unique.
         buffers: Function that returns floating-point buffers to send with this part. They are
-            averaged exactly.
-        outer: The step of P. None: P ← P + D.
+            never quantized.
+        outer: The outer step of P along D, which may have a momentum v. None: P ← P + D.
         step: Number of local steps so far.
         share_bucket: True if small buffers share a bucket, and so a message, with parameters.
 
@@ -49,20 +57,20 @@ class Part(ABC):
         velocity: v, one flat tensor for each bucket of parameters. Empty without outer momentum.
         buffer_base: Buffers at the last landing, one flat tensor for each bucket. Empty if P is not
             stored.
-        sums: Sums in flight, one flat tensor for each bucket. Saved in checkpoints.
-        own: Values that this worker has sent, one flat tensor for each bucket. Saved in
-            checkpoints.
+        sums: Sums in flight, one flat tensor for each bucket. Complete after ``before_save``.
+        own: Values that this worker has sent, one flat tensor for each bucket. Complete after
+            ``before_save``.
         in_flight: True from the launch to the landing.
-        weight: Σ w over the workers, valid once ``wait`` has returned.
+        weight: Σ w over the workers in the last launch, valid after ``wait``.
         launched_step: Local step of the last launch.
-        synced_step: Local step up to which other workers have received this worker's steps.
-        launched_seconds: Seconds on this worker's clock at the last launch.
-        arrived_seconds: Seconds on this worker's clock at which the arrival was noticed. None
-            before that.
-        buckets: Buckets of parameters, followed by buckets of buffers only.
+        synced_step: Last local step of this worker that other workers have received.
+        launched_seconds: Time of the last launch on this worker's clock.
+        arrived_seconds: Time at which this worker found that the sums had arrived. None before.
+        buckets: Buckets that contain parameters, followed by buckets that contain only buffers.
+        parameter_buckets: Number of buckets that contain parameters.
         keeps_base: True if this worker stores P, so that ``restore`` is possible.
-        sent_squared: ‖u‖² of the last landing, measured with error feedback.
-        mean_squared: ‖D‖² of the last landing, measured with error feedback.
+        sent_squared: ‖u‖² of this worker at the last landing. Only an ``UpdatePart`` measures it.
+        mean_squared: ‖D‖² of the last landing. Only an ``UpdatePart`` measures it.
     """
 
     base: list[Tensor]
@@ -108,12 +116,12 @@ class Part(ABC):
         self._total: Handle[float] = Completed(0.0)
         self._own_weight = 0.0
         self._handles: list[Handle[Any]] = []  # operations in flight
-        self._waited = True  # True if no operation is in flight that was not waited for
+        self._waited = True  # True if every operation that was started has been waited for
 
     # -- tensors ---------------------------------------------------------------------------------
 
     def _groups(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        """Look up the tensors, and return groups of parameters and of buffers, one per bucket."""
+        """Return the parameters and the buffers, as they are now, in one group for each bucket."""
         parameters = (t for t in self._find_parameters() if t.numel())
         buffers = (t for t in self._find_buffers() if t.numel())
         limit = self._bucket_bytes
@@ -123,13 +131,13 @@ class Part(ABC):
         parameters, buffers = self._groups()
         if share_bucket and len(buffers) == 1:
             first = buffers[0][0]
-            alike = [
+            compatible = [
                 i
                 for i, group in enumerate(parameters)
                 if (group[0].dtype, group[0].device) == (first.dtype, first.device)
             ]
-            if alike and sum(b.nbytes for b in buffers[0]) <= _SHARED_BYTES:
-                self._shared = alike[-1]
+            if compatible and sum(b.nbytes for b in buffers[0]) <= _SHARED_BYTES:
+                self._shared = compatible[-1]
         shared = buffers.pop() if self._shared is not None else []
         self.parameter_buckets = len(parameters)
         self.buckets = [
@@ -139,7 +147,7 @@ class Part(ABC):
         self.buckets += [PartBucket([], group) for group in buffers]
 
     def _refresh_tensors(self) -> None:
-        """Look up the tensors again, because modules may have been moved."""
+        """Look up the tensors again, because a module may have been moved."""
         parameters, buffers = self._groups()
         shared = buffers.pop() if self._shared is not None else []
         for i, (bucket, group) in enumerate(
@@ -156,7 +164,7 @@ class Part(ABC):
         return squared_norm(p.detach() for b in self.buckets for p in b.parameters)
 
     def weights(self) -> tuple[float, float]:
-        """Return w of this worker and Σ w of the last launch. Waits for Σ w."""
+        """Return this worker's w and the sum Σ w of the last launch. Waits for the sum."""
         return self._own_weight, self._total.wait()
 
     # -- launch and landing ----------------------------------------------------------------------
@@ -173,23 +181,25 @@ class Part(ABC):
         precision: Precision | None = None,
         outer_step: Handle[tuple[float, float]] | None = None,
     ) -> None:
-        """Take a snapshot and start the sums. Never waits for ``total`` or ``outer_step``.
+        """Start the sums. Never waits for ``total`` or ``outer_step``.
 
         Args:
             total: Σ w over the workers.
-            weight: w of this worker. 0 sends zeros.
+            weight: w of this worker. 0 sends an update of 0.
             step: Number of local steps so far.
-            what: Name of the operations in errors.
-            buffer_weight: w for the buffers. None: ``weight``. A worker that counts in ``total``
-                must send its buffers, even if its update is 0, because buffers are averaged.
-            precision: Precision of the parameters. None: that of the wire. Requires an
-                ``UpdatePart``.
-            outer_step: μ and a of this launch. None: ``outer.momentum`` for both. Requires an
-                ``UpdatePart``.
+            what: Name of the operations in error messages.
+            buffer_weight: Weight of this worker's buffers. None: ``weight``. If this worker counts
+                in ``total``, it must send its buffers even when its update is 0, because the sum of
+                the buffers is divided by ``total``.
+            precision: Precision of the parameters in this launch. None: that of the wire. Only an
+                ``UpdatePart`` accepts it.
+            outer_step: Factors μ and a of the outer step P ← P + η·(D + a·v), where v ← μ·v + D and
+                η is ``outer.lr``. None: both are ``outer.momentum``. Only an ``UpdatePart`` accepts
+                it.
         """
 
     def _begin(self, total: Handle[float], weight: float, step: int) -> None:
-        # Two launches in flight would both contain the same local steps.
+        # Two launches of the same part in flight would both contain the same local steps.
         assert not self.in_flight, "a part must land before it is launched again"
         self._refresh_tensors()
         self._total, self._own_weight, self._handles, self._waited = total, weight, [], False
@@ -197,17 +207,27 @@ class Part(ABC):
         self.launched_seconds, self.arrived_seconds = self._team.host.now(), None
 
     def arrived(self) -> bool:
-        """Return True if ``land`` would not wait. Never blocks."""
+        """Return True if the part is in flight and ``land`` would not wait. Never blocks."""
         if self.in_flight and self.arrived_seconds is None:
             self._wire.advance()
-            # Operations usually finish in order, so the last one is checked first.
+            # Operations usually finish in order, so the last one is the most likely to be missing.
             if all(handle.done() for handle in reversed(self._handles)):
                 self.arrived_seconds = self._team.host.now()
         return self.in_flight and self.arrived_seconds is not None
 
-    @abstractmethod
     def wait(self) -> None:
-        """Wait until everything in flight has arrived. Does not land it."""
+        """Wait until all sums of this part have arrived. Does not change P or the model."""
+        if self._waited:
+            return
+        self.weight = self._total.wait()
+        self._receive()
+        self._handles, self._waited = [], True
+        if self.arrived_seconds is None:
+            self.arrived_seconds = self._team.host.now()
+
+    @abstractmethod
+    def _receive(self) -> None:
+        """Wait for the handles, and copy sums that arrive elsewhere to the staging tensors."""
 
     def land(self, step: int, *, extra: Sequence[Landing] = ()) -> None:
         """Wait for the sums, then move P and the model.
@@ -216,7 +236,7 @@ class Part(ABC):
 
         Args:
             step: Number of local steps so far.
-            extra: Further sums to land together with this part.
+            extra: Further sums whose results are written together with this part.
         """
         assert self.in_flight, "a part that was not launched cannot land"
         self.wait()
@@ -226,7 +246,7 @@ class Part(ABC):
             self._write(moved=step > self.launched_step, show=False)
 
     def discard(self) -> None:
-        """Wait for the sums in flight, and leave the model unchanged. Only if P is not stored."""
+        """Wait for the sums in flight, and discard them. Allowed only if P is not stored."""
         assert not self.keeps_base, "P must move in the same way on all workers"
         self.wait()
         self.in_flight = False
@@ -234,7 +254,10 @@ class Part(ABC):
     def show(self, step: int) -> None:
         """Change the model as if the part had landed. P and the sums in flight do not change.
 
-        For a consensus, after which the caller restores the model.
+        Used for a consensus, the mean of all models, after which the caller restores the model.
+
+        Args:
+            step: Number of local steps so far.
         """
         if self.in_flight:
             self.wait()
@@ -243,18 +266,18 @@ class Part(ABC):
 
     @abstractmethod
     def _write(self, *, moved: bool, show: bool) -> None:
-        """Move P and the model, after everything has arrived.
+        """Move P and the model, after all sums have arrived.
 
         Args:
-            moved: True if the worker has taken steps since the launch, which are kept.
-            show: True if P, v and the sums must not change.
+            moved: True if the worker has taken steps since the launch. The model keeps them.
+            show: True to change only the model, and not P, v and the sums.
         """
 
     def restore(self, step: int) -> None:
-        """x ← P. Discard the local steps, except those that were sent.
+        """x ← P. This discards the local steps that were not sent.
 
-        A launch in flight is corrected, so that the model equals P after its landing, too. Buffers
-        become those of the last landing.
+        If the part is in flight, its landing is corrected, so that x = P holds after the landing,
+        too. Buffers get their values of the last landing.
 
         Args:
             step: Number of local steps so far.
@@ -270,18 +293,18 @@ class Part(ABC):
         self.synced_step = step
 
     def _restored(self, index: int) -> None:  # noqa: B027
-        """Correct the launch in flight after x ← P in bucket ``index``."""
+        """If the part is in flight, correct its landing after x ← P in bucket ``index``."""
 
     def _restored_buffers(self, index: int) -> None:  # noqa: B027
-        """Correct the launch in flight after the buffers of bucket ``index`` were restored."""
+        """If the part is in flight, correct its landing after buffers of a bucket were restored."""
 
     def _write_buffers(self, index: int, sent: Tensor | None, *, show: bool) -> None:
-        """Replace the buffers of bucket ``index``; see ``PartBucket.write_buffers``.
+        """Write the mean of the buffers; see ``PartBucket.write_buffers``.
 
         Args:
             index: Index of the bucket.
-            sent: Buffers that this worker has sent, if it has taken steps since. Else None.
-            show: True if ``buffer_base`` must not change.
+            sent: Buffers that this worker has sent. None if it has taken no step since then.
+            show: True to leave ``buffer_base`` unchanged.
         """
         bucket = self.buckets[index]
         bucket.write_buffers(sent, self.weight)
@@ -289,17 +312,14 @@ class Part(ABC):
             torch.div(bucket.buffer_values, self.weight, out=self.buffer_base[index])
 
     def before_save(self) -> None:
-        """Wait for the sums in flight, and store them in ``sums`` for a checkpoint."""
+        """Wait for the sums in flight, and complete ``sums`` and ``own`` for a checkpoint."""
         self.wait()
 
     def after_load(self) -> None:  # noqa: B027
         """Continue from the fields that were loaded from a checkpoint."""
 
     def release(self) -> None:
-        """Free the staging tensors, unless they are in use.
-
-        They are in use while the part is in flight, and in a part that stores its ``sums`` there.
-        """
+        """Free the staging tensors, unless the part is in flight or ``sums`` are stored in them."""
         if not self.in_flight and not self.sums:
             for bucket in self.buckets:
                 bucket.release()

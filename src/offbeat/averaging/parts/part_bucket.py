@@ -1,4 +1,8 @@
-"""Buckets of a part of the model: parameters and floating-point buffers in one staging tensor."""
+"""Buckets of a part of the model.
+
+A part is a group of parameters that is averaged separately, and may include floating-point buffers.
+A bucket copies them into one flat *staging tensor*, which is summed over the workers.
+"""
 
 from collections.abc import Sequence
 
@@ -23,7 +27,7 @@ class PartBucket(Bucket):
         self._split = self.elements - sum(as_real(b).numel() for b in buffers)
 
     def replace(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """Use other tensors of the same shapes."""
+        """Use other tensors with the same shapes from now on."""
         self.parameters, self.buffers = list(parameters), list(buffers)
         self.tensors = [*parameters, *buffers]
 
@@ -38,11 +42,11 @@ class PartBucket(Bucket):
         return self.flat[self._split :]
 
     def parameters_of(self, flat: Tensor) -> Tensor:
-        """Return the parameters' part of a flat tensor of this bucket."""
+        """Return the elements for the parameters, of a tensor with the layout of ``flat``."""
         return flat[: self._split]
 
     def buffers_of(self, flat: Tensor) -> Tensor:
-        """Return the buffers' part of a flat tensor of this bucket."""
+        """Return the elements for the buffers, of a tensor with the layout of ``flat``."""
         return flat[self._split :]
 
     def copy_parameters(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -60,15 +64,14 @@ class PartBucket(Bucket):
         return self.buffer_values.clone()
 
     def write_buffers(self, sent: Tensor | None, weight: float) -> None:
-        """Write the mean over the workers to the buffers.
+        """Write the mean of the buffers over the workers.
 
-        The staging tensor holds the weighted sum over the workers, Σ w·b. The mean is the sum
-        divided by ``weight``.
+        The staging tensor holds the sum Σ w·b over the workers. The mean is this sum divided by
+        ``weight``. If ``sent`` is given, each buffer changes by mean − sent (see ``add_clamped``).
+        This keeps the changes since ``sent`` was sent. Otherwise the buffers become the mean.
 
         Args:
-            sent: Values that this worker contributed to the sum, 1-D, if it has taken steps since
-                then: each buffer changes by mean − sent (see ``add_clamped``), which keeps the
-                effect of those steps. None if it has taken none: the buffers become the mean.
+            sent: Values that this worker has sent, 1-D. None if it has taken no step since then.
             weight: Σ w, the sum of the workers' weights.
         """
         if not self.buffers:

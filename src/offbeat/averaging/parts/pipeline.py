@@ -1,8 +1,10 @@
 """The pipeline through which one worker averages the parts of the shared model P.
 
-A round of votes decides a launch, which is *queued*. To *launch* the part, the worker sends its
-values of the part, or their difference to P. The part is then *in flight*. When the mean over the
-workers has *arrived*, the part can *land*: the mean moves P and the local model x.
+All workers hold the same P, and each trains a local model x. A *part* is a group of parameters that
+is averaged separately. In a *round* all workers decide by votes which parts to launch next. These
+launches are *queued*. To *launch* a part, the worker sends its update x − P of the part, so that
+the workers start to average the updates. The part is then *in flight*. When the mean has *arrived*,
+the part can *land*: the mean update is added to P, and replaces this worker's update in x.
 """
 
 import math
@@ -18,7 +20,9 @@ from offbeat.checkpoint.state import transient
 from offbeat.strategies.base import Launch, Precision, SharedModel, Strategy, WorkerView
 from offbeat.transport.handle import Completed
 
-_SMOOTHED_PASSES = 5  # passes of the model in which a summand of ‖u‖² or ‖D‖² decays to 1/e
+# The pipeline adds up ‖u‖² and ‖D‖² over the landings, where u is this worker's update and D the
+# mean update. A summand decays to 1/e while each part of the model lands this many times.
+_SMOOTHED_PASSES = 5
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,8 @@ class QueuedLaunch:
 
     Attributes:
         part: Index of the part.
-        round: The round, whose tally has the sum of the weights.
-        precision: Precision of this launch. None: that of the wire.
+        round: The round. Its tally, the sum of the votes, contains the sum of the workers' weights.
+        precision: Precision of this launch. None: the precision given to ``attach``.
     """
 
     part: int
@@ -44,10 +48,10 @@ class PipelineState:
         parts: The parts of the shared model.
         next_part: Index of the part that is launched next.
         in_flight: Indices of the parts in flight, the oldest first.
-        fresh_step: Local step at which the newest landed part was launched.
-        flight_seconds: Sum over all landings of the seconds from launch to arrival.
-        queue: Decided launches that have not started, because the part of the first one is still in
-            flight.
+        fresh_step: Local step of the newest launch that has landed.
+        flight_seconds: Seconds from launch to arrival, summed over all landings.
+        queue: Launches that were decided and have not started, because the first of them concerns a
+            part that is still in flight.
         spent: Seconds spent on each launch and landing since the last step boundary, without waits.
     """
 
@@ -74,8 +78,8 @@ class Pipeline:
     Attributes:
         state: State for checkpoints.
         changed: True if a part was launched or landed. The flow resets it.
-        report_non_finite: True if a part became non-finite after the vote of its launch. The next
-            vote then reports it.
+        report_non_finite: True if the next vote must report non-finite values, because a part
+            became non-finite after the vote for its launch.
     """
 
     def __init__(
@@ -109,7 +113,7 @@ class Pipeline:
 
     @property
     def unsynced(self) -> bool:
-        """True if this worker's model contains steps that no other worker has received."""
+        """True if this worker's model contains changes that no other worker has received."""
         step = self._worker.step
         return self._worker.touched or any(step > part.synced_step for part in self.parts)
 
@@ -121,9 +125,10 @@ class Pipeline:
                 part.synced_step = step
 
     def arrived(self) -> int:
-        """Count the parts in flight that have arrived, up to the first that has not.
+        """Return the number of parts that can land now, the oldest first. Never blocks.
 
-        Oldest first. Never blocks.
+        Parts land in the order of their launches. So a part does not count if an older one has not
+        arrived.
         """
         count = 0
         for index in self.state.in_flight:
@@ -133,7 +138,7 @@ class Pipeline:
         return count
 
     def finite(self, part: Part) -> bool:
-        """Return True if all parameters of ``part`` are finite, on all workers of this node."""
+        """Return True if all parameters of ``part`` are finite, including all their shards."""
         (squared,) = self._worker.team.over_shards(part.squared_norm())
         return math.isfinite(squared)
 
@@ -181,10 +186,12 @@ class Pipeline:
         began = worker.team.host.now()
         weight = buffer_weight = round.own.weight
         if shared.eager and worker.guarded and worker.size > 1 and not self.finite(part):
-            weight = 0.0  # the part became non-finite after the vote: send an update of 0
-            # With "exclude", ``_found_non_finite`` restores the buffers, so they can be sent.
+            # The part became non-finite after the vote, which has already announced this worker's
+            # weight. It sends an update of 0. With the policy "exclude" its buffers are restored
+            # before they are sent.
+            weight = 0.0
             buffer_weight = buffer_weight if worker.excludes else 0.0
-            self._found_non_finite()
+            self._apply_non_finite_policy()
         outer_step = None
         if shared.error_feedback and shared.outer.momentum:
             strategy, index = self._strategy, queued.part
@@ -198,12 +205,14 @@ class Pipeline:
             precision=queued.precision,
             outer_step=outer_step,
         )
-        if not shared.blocking:  # else ``land`` sets it: if a peer is lost, the steps still count
+        if not shared.blocking:
+            # Otherwise ``land`` sets it: if a worker is lost before, the local model still contains
+            # the steps and no other worker has received them.
             part.synced_step = worker.step
         self._spend(began)
 
-    def _found_non_finite(self) -> None:
-        """Apply the policy to a part that became non-finite after the vote of its launch."""
+    def _apply_non_finite_policy(self) -> None:
+        """Handle a part that became non-finite after the vote for its launch."""
         if self._worker.excludes:
             self._check.exclude_late(self._worker.step)
             self.restore()
@@ -211,6 +220,7 @@ class Pipeline:
             self.report_non_finite = True
 
     def _spend(self, began: float) -> None:
+        """Record the duration of a launch or landing that began at ``began`` seconds."""
         if self._shared.eager:
             self.state.spent.append(self._worker.team.host.now() - began)
 
@@ -252,7 +262,8 @@ class Pipeline:
         """Start the mean of the optimizers' state, which lands together with the last part.
 
         Returns:
-            The landings. Empty if ``part`` is another part, or the state is not averaged.
+            The sums in flight. Empty if ``part`` is not the last part, or if the strategy does not
+            average the state.
         """
         if not self._shared.optimizer_state or part is not self.parts[-1]:
             return []
@@ -268,15 +279,18 @@ class Pipeline:
             part.release()
 
     def show(self) -> None:
-        """Change the model as if all parts in flight had landed. Waits for them."""
+        """Change the model as if all parts in flight had landed. Waits for them.
+
+        Used for a consensus, the mean of all models, after which the caller restores the model.
+        """
         self._view.step = self._worker.step
         for index in self.state.in_flight:
             self.parts[index].show(self._worker.model_version)
 
     def restore(self) -> None:
-        """x ← P in all parts, if P is stored. Reset optimizer state that is not finite.
+        """x ← P in all parts, if P is stored. Then reset optimizer state that is not finite.
 
-        All parts are restored, because more than one may be non-finite.
+        More than one part may be non-finite, so all parts are restored.
         """
         if all(part.keeps_base for part in self.parts):
             for part in self.parts:
@@ -286,9 +300,9 @@ class Pipeline:
     def average_residuals(self) -> None:
         """x ← P + mean(x − P), where the residuals x − P are sent in int8.
 
-        No part may be in flight. The residuals are small compared to P, so their quantization error
-        is small, too: at most 1/254 of the largest residual in a block of elements, plus the error
-        of the second stage.
+        No part may be in flight. Residuals are quantized in blocks of 512 elements, with an error
+        of at most 1/254 of the largest residual in the block. Their sum may be quantized once more.
+        Both errors are small compared to the model, because residuals are small compared to P.
         """
         worker = self._worker
         for index, part in enumerate(self.parts):
@@ -301,7 +315,7 @@ class Pipeline:
                 outer_step=Completed((1.0, 0.0)),
             )
         for part in self.parts:
-            part.wait()  # all parts, before anything is written
+            part.wait()  # if a worker is lost now, no part has changed
         for part in self.parts:
             part.land(worker.step)
             part.restore(worker.step)

@@ -1,4 +1,10 @@
-"""A part whose workers send snapshots of their tensors."""
+"""A part of the model whose workers send snapshots of their tensors.
+
+All workers hold the same shared model P, and each trains a local model x. A *part* is a group of
+parameters that is averaged separately. At its *launch* the workers start to sum their values, and
+at its *landing* they apply the mean. The *wire* sums over the workers. A lossy wire quantizes what
+it sends.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,23 +24,26 @@ from offbeat.transport.team import Team
 class SnapshotPart(Part):
     """A part whose workers send snapshots of the model, or if P is stored, their difference to P.
 
-    s is the snapshot of a worker at the launch, w its weight:
+    s is the snapshot of a worker at the launch, and w the weight of the worker. The outer step of P
+    has the learning rate η and the Nesterov momentum μ:
 
         P stored:    D = Σ w·(s − P) / Σ w;  v ← μ·v + D;  P ← P + η·(D + μ·v)
-        otherwise:   P = Σ w·s / Σ w         the same for η = 1, μ = 0
+        otherwise:   P = Σ w·s / Σ w         the same result with η = 1, μ = 0
         landing:     x ← x + (P − s)         keeps the local steps since the launch
-                     x ← P                   without local steps since the launch
+                     x ← P                   if there are no local steps since the launch
 
-    Floating-point buffers are averaged. With local steps since the launch they are shifted by the
-    mean minus the sent values, but stay between their own value and the mean, so that a variance
-    stays positive.
+    Floating-point buffers are averaged. After local steps since the launch they change by the mean
+    minus the sent value, but each element stays between its value and the mean. So a variance stays
+    positive.
 
-    P is stored with an outer step or a lossy wire. Quantization errors are relative to the sent
-    values, and the differences to P are small. The arguments are those of ``Part``, and two more.
+    P is stored if there is an outer step, or if the wire is lossy. Differences to P are small, and
+    so are their quantization errors.
 
     Args:
-        anchored: True if P is stored in any case.
+        anchored: True to store P in any case.
         keeps_steps: False if the part always lands before the worker's next step.
+
+    The other arguments are those of ``Part``.
 
     *Memory*, in copies of the part: the sums; s with ``keeps_steps``; P and v, if stored.
     """
@@ -114,15 +123,9 @@ class SnapshotPart(Part):
             )
 
     @override
-    def wait(self) -> None:
-        if self._waited:
-            return
-        self.weight = self._total.wait()
+    def _receive(self) -> None:
         for bucket, handle in zip(self.buckets, self._handles, strict=True):
             bucket.flat.copy_(handle.wait())
-        self._handles, self._waited = [], True
-        if self.arrived_seconds is None:
-            self.arrived_seconds = self._team.host.now()
 
     @override
     def land(self, step: int, *, extra: Sequence[Landing] = ()) -> None:
@@ -136,7 +139,7 @@ class SnapshotPart(Part):
         self.arrived_seconds = self._team.host.now()
 
     def _plain_landings(self) -> Iterator[Landing]:
-        """x ← Σ w·s / Σ w, bucket by bucket as they arrive."""
+        """Yield the landings x ← Σ w·s / Σ w of all buckets."""
         for handle, bucket in zip(self._handles, self.buckets, strict=True):
             if self.weight:
                 yield bucket_landing(handle, bucket, self.weight)
@@ -173,7 +176,7 @@ class SnapshotPart(Part):
             add_to(bucket.parameters, (base - own).to(values.dtype), 1.0)
 
     def _moved_base(self, i: int, show: bool) -> Tensor:
-        """Return P of bucket i after its outer step. With ``show`` P and v do not change."""
+        """Return P of bucket i after the outer step. With ``show`` the stored P does not move."""
         old, flat = self.base[i], self.buckets[i].parameter_values
         dtype = torch.promote_types(old.dtype, flat.dtype)
         mean = flat.to(dtype, copy=True).div_(self.weight)  # D

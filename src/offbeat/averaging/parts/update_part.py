@@ -1,8 +1,10 @@
-"""A part that keeps the quantization error in the model: error feedback without memory.
+"""A part whose quantization error stays in the local model: error feedback without extra memory.
 
-A worker sends u = C(x − P), where C is the quantization. At the landing it moves its model by the
-mean of all u minus its own u. So the quantization error of x − P stays in x − P, and the next
-launch sends it.
+All workers hold the same shared model P, and each trains a local model x. A *part* is a group of
+parameters that is averaged separately. At its *launch* a worker sends the update u = C(x − P),
+where C is the quantization. At the *landing* P moves by the mean of all updates, and x by the mean
+minus this worker's u. So the quantization error of x − P remains in x − P, and the next launch
+sends it.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ from offbeat.strategies.base import Outer
 from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.team import Team
 
-Squares = NDArray[np.float64]  # ‖D‖² and ‖u‖²
+Squares = NDArray[np.float64]
+"""The two numbers ‖D‖² and ‖u‖², summed over the pieces of a part."""
 
 
 @dataclass(init=False, eq=False)
@@ -31,21 +34,24 @@ class UpdatePart(Part):
     """A part with error feedback.
 
         launch:   u = C(x − P)
-        landing:  D = Σ w·u / Σ w
-                  v ← μ·v + D;  Δ = η·(D + a·v)
+        landing:  D = Σ w·u / Σ w            w: 1, or 0 for a worker that sends no update
+                  v ← μ·v + D                μ: momentum
+                  Δ = η·(D + a·v)            η: outer learning rate, a: factor of the momentum
                   P ← P + Δ
                   x ← x + Δ − u
 
-    Each launch has its own μ and a. D, u and Δ are never stored as whole tensors: a landing decodes
-    the payloads piece by piece and moves P, v and x while a piece is in the processor's cache.
+    μ and a may differ between launches. D, u and Δ are never stored as whole tensors. Instead a
+    landing decodes the received payloads piece by piece, and moves P, v and x while a piece is in
+    the processor's cache.
 
-    The arguments are those of ``Part``. With outer momentum v is stored.
+    The arguments are those of ``Part``.
 
     Attributes:
         fade: μ of the launch in flight.
         ahead: a of the launch in flight.
 
-    *Memory*, in copies of the part: P and v; while in flight also the payloads of u and the sum.
+    *Memory*, in copies of the part: P, and v if there is an outer momentum. While the part is in
+    flight also the payloads of u and of the sum.
     """
 
     fade: float = 0.0
@@ -112,18 +118,12 @@ class UpdatePart(Part):
             self._handles.append(self._team.communicator.sum(flat, what=what))
 
     @override
-    def wait(self) -> None:
-        if self._waited:
-            return
-        self.weight = self._total.wait()
+    def _receive(self) -> None:
         self.fade, self.ahead = self._outer_step.wait()
         for i, handle in enumerate(self._handles):
             result = handle.wait()
             if i >= self.parameter_buckets:
                 self.buckets[i].flat.copy_(result)
-        self._handles, self._waited = [], True
-        if self.arrived_seconds is None:
-            self.arrived_seconds = self._team.host.now()
 
     @override
     def _write(self, *, moved: bool, show: bool) -> None:
@@ -141,26 +141,26 @@ class UpdatePart(Part):
     def _write_bucket(self, i: int, show: bool) -> None:
         """P ← P + Δ; x ← x + Δ − u, in pieces. With ``show`` only x changes.
 
-        A piece is decoded and applied in one pass if the payloads have a packed form and compiled
+        A piece is decoded and applied in one pass if the payloads are packed integers and compiled
         kernels exist for the tensors.
         """
         update, base = self._updates[i], self.base[i]
         view = FlatView(self.buckets[i].parameters)
-        total, step = update.wait(), piece_elements(base.numel(), base.device)
-        scratch = torch.empty(2, min(step, base.numel()), dtype=view.dtype, device=base.device)
+        total, limit = update.wait(), piece_elements(base.numel(), base.device)
+        scratch = torch.empty(2, min(limit, base.numel()), dtype=view.dtype, device=base.device)
         squares, start = np.zeros(2), 0
         while start < base.numel():
-            count = min(step, base.numel() - start)
+            count = min(limit, base.numel() - start)
             compiles = not show and self._team.host.scale == 1
-            loops = kernels_for(scratch, base, *self.velocity[i : i + 1]) if compiles else None
-            packed = None if loops is None else total.packed(start, count)
+            kernels = kernels_for(scratch, base, *self.velocity[i : i + 1]) if compiles else None
+            packed = None if kernels is None else total.packed(start, count)
             sent = None if packed is None else update.sent.packed(start, packed.count)
-            if loops is not None and packed is not None and sent is not None:
+            if kernels is not None and packed is not None and sent is not None:
                 count = sent.count
-                self._land_packed(loops, packed, sent, scratch[0, :count], squares, i, start)
+                self._land_packed(kernels, packed, sent, scratch[0, :count], squares, i, start)
             else:
                 self._land_numbers(
-                    loops, total, update.sent, scratch[:, :count], squares, i, start, show
+                    kernels, total, update.sent, scratch[:, :count], squares, i, start, show
                 )
             view.add(scratch[0, :count], start)
             start += count
@@ -170,7 +170,7 @@ class UpdatePart(Part):
 
     def _land_packed(
         self,
-        loops: Kernels,
+        kernels: Kernels,
         total: PackedPayloads,
         sent: PackedPayloads,
         shift: Tensor,
@@ -178,11 +178,11 @@ class UpdatePart(Part):
         i: int,
         start: int,
     ) -> None:
-        """shift ← Δ − u, decoded from packed payloads in one pass. P and v move."""
+        """shift ← Δ − u for one piece, decoded from packed payloads in one pass. Moves P and v."""
         piece = slice(start, start + shift.numel())
         base = self.base[i]
         velocity = self.velocity[i][piece] if self.velocity else base[:0]
-        loops.land(
+        kernels.land(
             *(total.rows, total.bits, sent.rows[0], sent.bits, total.first, self.weight),
             *(t.numpy() for t in (shift, base[piece], velocity)),
             *(self.fade, self.ahead, self._outer.lr, squares),
@@ -190,7 +190,7 @@ class UpdatePart(Part):
 
     def _land_numbers(
         self,
-        loops: Kernels | None,
+        kernels: Kernels | None,
         total: LazyVector,
         update: LazyVector,
         scratch: Tensor,
@@ -199,21 +199,21 @@ class UpdatePart(Part):
         start: int,
         show: bool,
     ) -> None:
-        """scratch[0] ← Δ − u, from decoded numbers. P and v move, unless ``show`` is set."""
+        """scratch[0] ← Δ − u for one piece, decoded first. Moves P and v, unless ``show``."""
         shift, sent = scratch
         base = self.base[i][start : start + shift.numel()]
         velocity = self.velocity[i][start : start + shift.numel()] if self.velocity else base[:0]
         total.read(shift, start)
         update.read(sent, start)
         shift.div_(self.weight)
-        if loops is not None:
-            loops.measure(shift.numpy(), squares, 0)
-            loops.measure(sent.numpy(), squares, 1)
+        if kernels is not None:
+            kernels.measure(shift.numpy(), squares, 0)
+            kernels.measure(sent.numpy(), squares, 1)
             arrays = (t.numpy() for t in (shift, sent, base, velocity))
-            loops.move(*arrays, self.fade, self.ahead, self._outer.lr)
+            kernels.move(*arrays, self.fade, self.ahead, self._outer.lr)
             return
         if not show:
-            # In one tensor, because each ``tolist`` waits for a GPU.
+            # Both squares are in one tensor, because each call of ``tolist`` waits for the GPU.
             squares += torch.stack([torch.dot(values, values) for values in scratch]).tolist()
         self._outer_shift(shift, velocity, show)
         if not show:
@@ -221,9 +221,10 @@ class UpdatePart(Part):
         shift.sub_(sent)
 
     def _outer_shift(self, shift: Tensor, velocity: Tensor, show: bool) -> None:
-        """shift ← Δ, given D. v moves, unless ``show`` is set.
+        """shift ← Δ, where ``shift`` contains D. Moves v, unless ``show`` is set.
 
-        Each product is rounded before it is added, as in ``kernels.move``.
+        Each product is rounded before it is added. ``kernels.move`` does the same, so both give the
+        same bits.
         """
         if velocity.numel():
             moved = shift + self.fade * velocity
@@ -235,7 +236,7 @@ class UpdatePart(Part):
 
     @override
     def _restored(self, index: int) -> None:
-        if self.in_flight:  # x ← x + u, because the landing subtracts u
+        if self.in_flight:  # x ← x + u, because the landing will subtract u
             view = FlatView(self.buckets[index].parameters)
             view.add(self._updates[index].sent.to_tensor(), 0)
             view.write_back()
@@ -252,9 +253,10 @@ class UpdatePart(Part):
         self.wait()
         if self.in_flight:
             buffers = self.buckets[self.parameter_buckets :]
-            sums = [one.wait().to_tensor() for one in self._updates]
+            sums = [update.wait().to_tensor() for update in self._updates]
             self.sums = sums + [b.flat for b in buffers]
-            self.own = [*(one.sent.to_tensor() for one in self._updates), *self._own_buffers]
+            sent = (update.sent.to_tensor() for update in self._updates)
+            self.own = [*sent, *self._own_buffers]
 
     @override
     def after_load(self) -> None:

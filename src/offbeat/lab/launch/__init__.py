@@ -1,1 +1,1 @@
-"""Where and how a job's workers run: processes, shaped links, launchers, virtual time."""
+"""Ways to run the workers of a job: local processes, shaped links, torchrun, the simulator."""

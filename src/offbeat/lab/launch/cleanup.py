@@ -1,12 +1,12 @@
-"""Cleanup that survives an interrupt."""
+"""Cleanup that runs to its end despite Ctrl-C."""
 
 from collections.abc import Callable
 
 
 def run_cleanup(clean: Callable[[], object]) -> None:
-    """Call ``clean``, and call it again if an exception, such as Ctrl-C, interrupts it.
+    """Call ``clean``, and call it once more if Ctrl-C or another exception interrupts it.
 
-    Two calls are enough: the command line ends at once at the second signal.
+    Two calls are enough, because a second signal ends the command line immediately.
     """
     try:
         clean()

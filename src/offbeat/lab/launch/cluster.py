@@ -1,4 +1,4 @@
-"""Real slow networks on one Linux machine: network namespaces joined by rate-limited links."""
+"""Slow networks on one Linux machine: network namespaces connected by rate-limited links."""
 
 import os
 import re
@@ -17,11 +17,13 @@ _PREFIX = "offbeat"
 
 
 class Cluster:
-    """Network namespaces on this machine, each behind a link of ``bits_per_second`` each way.
+    """An emulated cluster on this machine, whose links have a limited rate.
 
-    Every node is a network namespace. A bridge, in another namespace, joins them. A token bucket
-    (``tc … tbf``) shapes both ends of each link. Traffic never leaves these namespaces. Requires
-    root and iproute2. A context manager, which removes everything at its end.
+    Each node is a network namespace for one worker. A bridge in a further namespace connects the
+    nodes. A token bucket filter (``tc … tbf``) limits the rate at both ends of each link. Traffic
+    never leaves these namespaces. Requires root and iproute2.
+
+    The class is a context manager: it creates the namespaces on entry and removes them on exit.
 
     Args:
         workers: Number of nodes (1 to 200).
@@ -117,7 +119,7 @@ class Cluster:
             self._shape(switch, port, self.bits_per_second)
 
     def reshape(self, bits_per_second: float) -> None:
-        """Change the rate of all links. They may be in use."""
+        """Change the rate of all links, even while they are in use."""
         for rank in range(self.workers):
             self._shape(self._node(rank), self.interface, bits_per_second, "change")
             self._shape(self._switch, f"port{rank}", bits_per_second, "change")
@@ -125,8 +127,9 @@ class Cluster:
     def _shape(
         self, namespace: str, device: str, bits_per_second: float, verb: str = "add"
     ) -> None:
-        # A bucket of 4 ms covers a tick of the scheduler. 128 kB hold two segments of the size that
-        # the network stack passes on. The queue of 100 ms is that of a small switch.
+        # The bucket (burst) must hold what the link sends between two timer ticks of the kernel,
+        # 4 ms at 250 Hz, and at least two of the stack's largest segments of 64 kB. A queue of
+        # 100 ms is typical of a small switch.
         burst = max(131072, int(bits_per_second / 8 * 0.004))
         _run(
             *("tc", "-n", namespace, "qdisc", verb, "dev", device, "root", "tbf"),
@@ -138,12 +141,12 @@ class Cluster:
         return ["ip", "netns", "exec", self._node(rank), *argv]
 
     def close(self) -> None:
-        """Remove the namespaces and their links. Idempotent."""
+        """Remove the namespaces and their links. May be called repeatedly."""
         run_cleanup(lambda: _remove(rf"{self._name}-\w+"))
 
 
 def remove_leftovers() -> None:
-    """Remove the namespaces of clusters whose process has ended."""
+    """Remove the namespaces of clusters whose process ended without removing them."""
     _remove(rf"{_PREFIX}-(\d+)-\w+", lambda match: not os.path.exists(f"/proc/{match[1]}"))
 
 

@@ -1,15 +1,16 @@
 """A server process that forks workers, so that torch is imported once instead of once per worker.
 
 A new interpreter needs two to three seconds of processor time to import torch and its optimizers. A
-fork has all of it already and shares its memory. The server starts with the first worker and serves
-all later runs of the process that started it. It is a separate process, because forking a process
-that has computed, and hence has threads, is not safe.
+forked process inherits the imported modules and shares their memory. The server starts with the
+first worker and serves all later runs of the process that started it, the *client*. The client does
+not fork workers itself: it may have threads, and forking a process with threads is not safe.
 
-Protocol: the client sends the length of a request, with three file descriptors (status pipe,
-standard output, standard error) attached, then the request as JSON. The server writes the worker's
-process id to the status pipe and, once the worker has ended, its exit status.
+Protocol over a socket pair: the client sends the length of a request, with three file descriptors
+(status pipe, standard output, standard error) attached, then the request as JSON. The server writes
+the worker's process id to the status pipe and, once the worker has ended, its exit status.
 
-``python -m offbeat.lab.launch.fork_server FD`` runs the server; ``FD`` is its end of a socket pair.
+``python -m offbeat.lab.launch.fork_server FD`` runs the server. ``FD`` is the file descriptor of
+its end of the socket pair.
 """
 
 import atexit
@@ -35,20 +36,20 @@ import torch
 from offbeat.errors import OffbeatError
 from offbeat.lab import train
 
-AVAILABLE = sys.platform == "linux"  # system libraries of other platforms do not survive a fork
+AVAILABLE = sys.platform == "linux"  # other systems' libraries may not work after a fork
 
 _PR_SET_PDEATHSIG = 1
-_START_SECONDS = 120.0  # limit for the server's answer, its imports included
+_START_SECONDS = 120.0  # limit for the server's answer, including its imports
 _END_SECONDS = 10.0  # limit for a killed process to end
 _INTEGER = struct.Struct("q")
 _SERVER_ENDED = -signal.SIGKILL  # the kernel kills the workers together with the server
 
 
 def prepare_worker() -> None:
-    """Set up a new worker process: its group, its signals, and its end with the parent."""
+    """Set up a new process: own process group, default SIGINT, and death with the parent."""
     # In its own process group, the worker does not receive the terminal's Ctrl-C. Not in its own
-    # session: Linux divides processor time between sessions first, so that one of two sessions that
-    # share a core can starve for seconds.
+    # session: Linux divides processor time between sessions first, so that one of two sessions
+    # that share a core may get no time for seconds.
     os.setpgid(0, 0)
     # A background job of a shell script ignores SIGINT, and its children inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -58,10 +59,10 @@ def prepare_worker() -> None:
 
 
 class ForkedProcess:
-    """A forked worker, with ``pid``, ``poll`` and ``wait`` of ``subprocess.Popen``.
+    """A forked worker, with ``pid``, ``poll`` and ``wait`` as in ``subprocess.Popen``.
 
     Args:
-        pipe: Read end of the status pipe. Closed after the exit status.
+        pipe: Read end of the status pipe. Closed once the exit status has arrived.
 
     Raises:
         OffbeatError: the server has ended or has not answered within two minutes.
@@ -85,7 +86,10 @@ class ForkedProcess:
         return self._status
 
     def wait(self) -> int:
-        """Wait for a process that was killed or is about to end, and return its exit status."""
+        """Wait at most 10 s for a killed or ending process, and return its exit status.
+
+        Without an answer from the server, the status is that of a process killed by SIGKILL.
+        """
         if self._status is None:
             status = self._read(_END_SECONDS)
             self._store(_SERVER_ENDED if status is None else status)
@@ -111,7 +115,7 @@ class _Client:
     """The connection of this process to its server."""
 
     def __init__(self) -> None:
-        self.owner = os.getpid()  # forks of this process inherit the object, but cannot use it
+        self.owner = os.getpid()  # a fork of this process inherits the object but must not use it
         self._channel, other = socket.socketpair()
         with other:
             self._server = subprocess.Popen(
@@ -139,13 +143,13 @@ class _Client:
             finally:
                 os.close(status)
             return ForkedProcess(pipe)
-        except BaseException:  # the server may have forked a worker that nothing refers to
+        except BaseException:  # the server may have forked a worker whose id is not known here
             os.close(pipe)
             self.stop()
             raise
 
     def stop(self) -> None:
-        """Stop the server, which ends all its workers."""
+        """Stop the server and thereby all its workers."""
         self._channel.close()
         if self.owner != os.getpid():
             return
@@ -168,7 +172,7 @@ def fork_worker(
     Args:
         argument: Result of ``train.encode``.
         environment: Environment of the worker. Variables that libraries read on import, such as
-            ``OMP_NUM_THREADS``, have the values that they had when the server started.
+            ``OMP_NUM_THREADS``, have no effect: the server imported the libraries earlier.
         out: File descriptor of the worker's standard output.
         errors: File descriptor of the worker's standard error.
 
@@ -188,7 +192,7 @@ def fork_worker(
 
 @atexit.register
 def stop() -> None:
-    """Stop the server, if it runs, and its workers. The next worker starts another server."""
+    """Stop the server, if it runs, and its workers. ``fork_worker`` can start a new server."""
     global _client
     if _client is not None:
         _client.stop()
@@ -200,12 +204,12 @@ def stop() -> None:
 
 def serve(channel: socket.socket) -> None:
     """Fork a worker for each request and report its exit status, until the client has ended."""
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports as many modules again as torch itself
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # a first optimizer doubles the imported modules
     if not sys.flags.safe_path:
         del sys.path[0]  # the server's start directory; a worker inserts its own
     # numpy reinitializes its threads in the child.
     warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
-    gc.freeze()  # a worker's garbage collector does not touch these objects: they stay shared
+    gc.freeze()  # workers' garbage collectors skip these objects, whose memory stays shared
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -237,7 +241,7 @@ def serve(channel: socket.socket) -> None:
             for file in (out, errors):
                 os.close(file)
             running[pid] = status
-            with contextlib.suppress(OSError):  # the client may kill the group from now on
+            with contextlib.suppress(OSError):  # so that the client can already kill the group
                 os.setpgid(pid, pid)
             _write(status, pid)
     for pid in running:

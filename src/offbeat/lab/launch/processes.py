@@ -1,4 +1,4 @@
-"""Worker processes on this machine: start them, receive rank 0's events, and end all of them."""
+"""Runs a job on worker processes of this machine: starts, monitors and ends the processes."""
 
 import contextlib
 import os
@@ -30,17 +30,17 @@ Worker: TypeAlias = "fork_server.ForkedProcess | subprocess.Popen[bytes]"
 
 
 class WorkerError(OffbeatError):
-    """A worker process ended before its work was done."""
+    """A worker process failed or was killed."""
 
 
 def run_job(job: Job, on_event: Callable[[Event], None], cluster: Cluster | None = None) -> None:
     """Run ``job`` on one process per worker and end every process before returning or raising.
 
-    Ctrl-C or SIGTERM during a job with checkpoints makes all workers save another checkpoint, if
-    they can do so within 10 s. A ``Stopped`` event reports it, or a ``NotSaved`` event the reason.
+    On Ctrl-C or SIGTERM during a job with checkpoints, the workers get 10 s to save another
+    checkpoint. ``on_event`` then receives ``Stopped``, or ``NotSaved`` with the reason.
 
     Args:
-        job: The run.
+        job: Configuration of the run.
         on_event: Function that receives the events of rank 0; see ``train_worker``.
         cluster: Cluster with a node for each worker. None: the workers use the loopback interface.
 
@@ -79,9 +79,9 @@ class _Run:
     """The worker processes of one job.
 
     Args:
-        events: Read end of the pipe that rank 0 writes its events to.
-        on_event: Function that receives them.
-        folder: Folder of the workers' standard errors.
+        events: Read end of the pipe to which rank 0 writes its events.
+        on_event: Function that receives the events.
+        folder: Folder for the standard error of each worker.
     """
 
     def __init__(self, events: IO[bytes], on_event: Callable[[Event], None], folder: Path) -> None:
@@ -91,7 +91,7 @@ class _Run:
         os.set_blocking(events.fileno(), False)
 
     def start(self, cluster: Cluster | None, rank: int, argument: str, out: IO[bytes]) -> None:
-        """Start worker ``rank``, as a fork if it shares this process's network."""
+        """Start worker ``rank``: on a node of the cluster, otherwise as a fork if possible."""
         argv = [sys.executable, "-m", "offbeat.lab.train", argument]
         interface = "lo" if cluster is None else cluster.interface
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface}
@@ -115,7 +115,7 @@ class _Run:
         return [worker.poll() for worker in self._workers]
 
     def _read(self) -> list[bytes]:
-        """Return the lines that have arrived."""
+        """Return the complete lines that have arrived."""
         while chunk := self._events.read(1 << 16):
             self._buffer += chunk
         *lines, self._buffer = self._buffer.split(b"\n")
@@ -131,7 +131,7 @@ class _Run:
         with selectors.DefaultSelector() as selector:
             selector.register(self._events, selectors.EVENT_READ)
             while True:
-                statuses = self._poll()  # before reading: what an ended worker wrote is complete
+                statuses = self._poll()  # before reading: an ended worker has written everything
                 selector.select(timeout=0.2)
                 for line in self._read():
                     self._on_event(from_json(line))
@@ -175,10 +175,10 @@ class _Run:
 
 
 def _failure(statuses: list[int | None], folder: Path) -> WorkerError:
-    """Return the error of a worker that was killed, else of the first worker that failed.
+    """Return the error of a worker that was killed, or otherwise of the first failed worker.
 
-    Only the line that ``train.main`` has written counts: threads of other packages, such as
-    torchft's servers, may write more lines after it.
+    The text is the last line that begins with "error: ", which ``train.main`` writes. Threads of
+    other packages, such as torchft's servers, may write further lines after it.
     """
     for rank, status in enumerate(statuses):
         if status is not None and status < 0:

@@ -1,4 +1,7 @@
-"""Runners of a job: over loopback, on shaped links, under a launcher, or in virtual time."""
+"""Runners: ways to run a job's workers, on real processes or in the simulator.
+
+A *job* is the configuration of one training run. *Virtual time* is the simulator's clock.
+"""
 
 import math
 import os
@@ -27,11 +30,11 @@ _IDEAL_NETWORK = Network(1e30, latency=0.0)
 
 
 class Runner(Protocol):
-    """Runs jobs. Its text form describes the network between the workers."""
+    """Runs jobs. ``str(runner)`` describes the network between the workers."""
 
     @property
     def simulated(self) -> bool:
-        """True if all seconds are virtual."""
+        """True if all seconds are virtual time."""
 
     @property
     def machine(self) -> str:
@@ -42,7 +45,7 @@ class Runner(Protocol):
 
 
 class Loopback(Runner):
-    """Runs each worker as a process of this machine, over the loopback interface."""
+    """Runs each worker as a process on this machine, connected by the loopback interface."""
 
     simulated = False
 
@@ -60,15 +63,15 @@ class Loopback(Runner):
 
 
 class ShapedLinks(Cluster, Loopback):
-    """Runs each worker as a process on a node of a ``Cluster``.
+    """Runs each worker as a process on a node of an emulated ``Cluster`` with rate-limited links.
 
-    The baseline ``ideal`` runs over loopback: it averages all gradients, and its clock excludes
-    communication.
+    The baseline ``ideal`` runs over loopback instead: its training time excludes communication, so
+    slow links would only delay it.
 
     Args:
         workers: Number of nodes (1 to 200).
         bits_per_second: Rate of each link in each direction.
-        later: Rate after half of the steps, by rank 0's count; None: unchanged.
+        later: Rate from the moment when rank 0 has taken half of its steps. None: unchanged.
     """
 
     def __init__(self, workers: int, bits_per_second: float, later: float | None = None) -> None:
@@ -96,7 +99,10 @@ class ShapedLinks(Cluster, Loopback):
 def call_at_half(
     act: Callable[[], None], on_event: Callable[[Event], None]
 ) -> Callable[[Event], None]:
-    """Return an ``on_event`` that calls ``act`` once, before the event of the middle step."""
+    """Return an event handler that calls ``act`` once, when half of the steps have been taken.
+
+    It passes every event to ``on_event``.
+    """
     half = math.inf
 
     def listen(event: Event) -> None:
@@ -113,22 +119,17 @@ def call_at_half(
 
 
 class ExternalLauncher(Runner):
-    """Runs jobs on the processes that a launcher has started, of which this is one.
+    """Runs jobs on processes that torchrun or another launcher has started, this one included.
 
     The default process group must exist. Rank 0 calls ``run`` for each job and ``end`` after the
-    last one; meanwhile the other ranks are in ``follow``.
-
-    Args:
-        launcher: Name of the launcher, for captions.
+    last one. Meanwhile, every other rank is in one call of ``follow``.
     """
 
     simulated = False
 
-    def __init__(self, launcher: str = "torchrun") -> None:
-        self._launcher = launcher
-
     def __str__(self) -> str:
-        return f"{self._launcher}, {dist.get_backend()}"
+        launcher = "torchrun" if dist.is_torchelastic_launched() else "external launcher"
+        return f"{launcher}, {dist.get_backend()}"
 
     @property
     @override
@@ -146,12 +147,12 @@ class ExternalLauncher(Runner):
         train_worker(job, on_event)
 
     def follow(self) -> None:
-        """Take part in the jobs of rank 0 until it calls ``end``."""
+        """Take part in the jobs that rank 0 runs, until it calls ``end``."""
         while (values := _from_rank_0(None)) is not None:
             train_worker(Job(**values), lambda event: None)
 
     def end(self) -> None:
-        """End ``follow`` on the other ranks. Not after a failed job, which has ended it already."""
+        """End ``follow`` on the other ranks. After a failed job, it has already ended there."""
         _from_rank_0(None)
 
 
@@ -165,9 +166,9 @@ class VirtualCluster(Runner):
     """Runs jobs on simulated workers.
 
     Attributes:
-        network: Network between the workers.
-        compute: Virtual time of their steps.
-        last: The last run; None before the first.
+        network: Simulated network between the workers.
+        compute: Virtual time of the workers' steps.
+        last: Simulation of the last job; None before the first.
     """
 
     network: Network
@@ -208,7 +209,7 @@ class VirtualCluster(Runner):
 
 
 def describe_machine() -> str:
-    """Return processor and number of cores, as in ``"Xeon Platinum 8481C, 2 cores"``."""
+    """Return processor and number of cores, such as ``"Xeon Platinum 8481C, 2 cores"``."""
     name = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -20,7 +20,8 @@ class AccelerateLocalSGD(Peer):
     """Local SGD of Hugging Face's Accelerate: ``accelerator.prepare`` and ``LocalSGD``.
 
     Args:
-        period: H, number of steps between two means of the models (≥ 1), its ``local_sgd_steps``.
+        period: Number H of steps between two averages of the models (≥ 1). Accelerate's name is
+            ``local_sgd_steps``.
     """
 
     name: ClassVar[str] = "accelerate:localsgd"
@@ -34,7 +35,7 @@ class AccelerateLocalSGD(Peer):
 
 
 class _Accelerated(TrainingLoop):
-    """The training loop of Accelerate's documentation."""
+    """Training loop as in Accelerate's documentation."""
 
     differ = True
 
@@ -77,7 +78,7 @@ class _Accelerated(TrainingLoop):
 
 
 def _reset_state() -> None:
-    """Clear Accelerate's state, of which a process has one, for the next run of a comparison."""
+    """Clear Accelerate's global state, so that the next run of a comparison starts without it."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)

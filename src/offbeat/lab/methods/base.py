@@ -1,4 +1,8 @@
-"""Interface between the training loop of a run and the method that trains: strategy or baseline."""
+"""Interface between the training loop of a run and the method that trains the model.
+
+A *method* is a strategy of this package or a *baseline* that strategies are compared with. A *task*
+is everything that one worker needs to train: model, optimizer, loss, data and schedule.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -19,44 +23,44 @@ class Method(ABC):
     @property
     @abstractmethod
     def step(self) -> int:
-        """Number of batches so far."""
+        """Number of batches that this worker has trained on."""
 
     @property
     @abstractmethod
     def seconds(self) -> float:
-        """Training seconds of this worker so far: computing and waiting, without evaluation."""
+        """Training seconds of this worker so far: computing and waiting, without evaluations."""
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of every step, if the method determines them at the end of the run; else None."""
+        """Duration of a step, if the method determines it only at the end; otherwise None."""
         return None
 
     @property
     @abstractmethod
     def stats(self) -> Stats:
-        """Totals of this worker. Fields that the method does not measure are zero."""
+        """Totals of this worker, such as its waiting time. A total that is not measured is zero."""
 
     @abstractmethod
     def train(self, batch: Any) -> None:
-        """Train on one batch, which is on the model's device."""
+        """Train on one batch, whose tensors are on the model's device."""
 
     @abstractmethod
     def consensus(self) -> AbstractContextManager[None]:
-        """Let all workers hold the model to evaluate inside the context. A collective.
+        """Give all workers the same model, for an evaluation inside the context. A collective.
 
-        Does not count as training time.
+        At its end, each worker continues with its own model. Does not count as training time.
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """End the training with the same model on all workers. A collective."""
+        """End the training and leave the same model on all workers. A collective."""
 
 
 class Attached(Method):
-    """A strategy of this package, attached to the model of a task.
+    """Trains a task with a strategy of this package.
 
     Args:
-        task: The task.
+        task: Task whose model the strategy is attached to.
         lr_scale: Factor on the learning rate.
         sync: The synchronizer that ``attach`` returned.
     """
@@ -101,25 +105,25 @@ class Attached(Method):
 
 
 SAVING = ("checkpoints", "save_every", "resume")
-"""Fields of ``Job`` that need the state of a synchronizer."""
+"""Fields of ``Job`` about checkpoints. Only methods with a ``Synchronizer`` support them."""
 
 
 class Baseline(ABC):
-    """A method that strategies are compared with and that ``attach`` does not support.
+    """A method that is not a strategy for ``attach``, only something to compare strategies with.
 
-    Subclasses are frozen dataclasses of settings.
+    Subclasses are frozen dataclasses of settings. ``start`` returns the ``Method`` that trains.
     """
 
     name: ClassVar[str]
-    """Name in the text form."""
+    """Name on the command line, such as ``torch:ddp``."""
     simulated: ClassVar[bool]
-    """True if the method can also run in virtual time."""
+    """True if the method can also run in the simulator."""
     refused: ClassVar[tuple[str, ...]] = ("wire", "injection", "log", *SAVING)
     """Fields of ``Job`` that the method does not support."""
 
     @classmethod
     def require(cls) -> None:
-        """Raise unless the method can run on this machine.
+        """Raise unless the packages that the method needs are installed.
 
         Raises:
             ImportError: a package is missing. The message says how to install it.
@@ -140,8 +144,9 @@ class Baseline(ABC):
         Args:
             task: The task, on its device.
             lr_scale: Factor on the learning rate.
-            under: Function that attaches a strategy to the task with the options of the job.
-            batches: Function that returns this worker's batches from the first one on, on the
-                model's device.
+            under: Function that attaches a strategy to the task, for a baseline that trains with
+                one.
+            batches: Function that returns a new iterable over this worker's batches, beginning with
+                the first one, on the model's device.
             timeout_seconds: Time-out of operations between workers.
         """

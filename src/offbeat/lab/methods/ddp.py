@@ -1,4 +1,4 @@
-"""Torch's methods: DistributedDataParallel, its hooks, post-local SGD, gradient accumulation."""
+"""Methods of torch as baselines: DistributedDataParallel (DDP), post-local SGD, accumulation."""
 
 import inspect
 from contextlib import nullcontext
@@ -28,15 +28,15 @@ class OverDDP(Peer):
     """A method that wraps the model in DistributedDataParallel.
 
     Args:
-        sync_buffers: True if a forward pass begins with a broadcast of rank 0's buffers, such as
-            BatchNorm's statistics. This is the default of DistributedDataParallel. A forward pass
-            that follows one under ``no_sync`` or ``no_grad`` skips the broadcast.
+        sync_buffers: True to broadcast rank 0's buffers, such as BatchNorm's statistics, at the
+            start of a forward pass, as DistributedDataParallel does by default. It skips the
+            broadcast if the previous forward pass was under ``no_sync`` or ``no_grad``.
     """
 
     sync_buffers: bool = True
 
     def wrap(self, task: Task, *, one_bucket: bool = False) -> DistributedDataParallel:
-        """Return the model in DistributedDataParallel.
+        """Return the task's model, wrapped in DistributedDataParallel.
 
         Args:
             task: The task.
@@ -54,15 +54,14 @@ class OverDDP(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class DDP(OverDDP):
-    """DDP: the mean gradient in every step, optionally with a communication hook.
+    """DDP: average the gradients in every step, optionally compressed by a communication hook.
 
     Args:
         hook: Compression of the gradients: "fp16" or "bf16" quantization, or "powersgd" (low-rank
-            matrices). None for no compression.
-        rank: Rank of PowerSGD's matrices (≥ 1); None for 1.
-        warmup_steps: Number of first steps in which gradients are averaged without compression,
-            before PowerSGD starts (≥ 2). None for a tenth of the run, but at least 2. Torch
-            recommends to begin with a tenth.
+            matrices). None: no compression.
+        rank: Rank of PowerSGD's matrices (≥ 1). None: 1.
+        warmup_steps: Number of steps without compression before PowerSGD starts (≥ 2). None: a
+            tenth of the run, which torch recommends, but at least 2.
     """
 
     name: ClassVar[str] = "torch:ddp"
@@ -106,14 +105,15 @@ def _bf16(
 
 @dataclass(frozen=True, kw_only=True)
 class PostLocal(OverDDP):
-    """Post-local SGD: a warm-up with DDP, then means of the models by PeriodicModelAverager.
+    """Post-local SGD: DDP during a warm-up, then local steps and periodic averages of the models.
 
-    After the warm-up no gradients are averaged. Torch's default would still average them inside
-    each node; ``post_local_gradient_allreduce=False`` switches that off.
+    The models are averaged by torch's ``PeriodicModelAverager``. After the warm-up no gradients are
+    averaged: torch would by default still average them inside each node, but
+    ``post_local_gradient_allreduce=False`` switches that off.
 
     Args:
-        period: H, number of steps from one mean of the models to the next (≥ 2).
-        warmup_steps: W, number of first steps in which the workers average gradients (≥ 0). The
+        period: Number H of steps between two averages of the models (≥ 2).
+        warmup_steps: Number W of steps at the start in which gradients are averaged (≥ 0). The
             models are averaged after step W + 1, W + 1 + H, W + 1 + 2H, ….
     """
 
@@ -136,7 +136,7 @@ class PostLocal(OverDDP):
 
 
 class _Averaging(TrainingLoop):
-    """Calls torch's averager after each step."""
+    """Training loop that calls torch's averager after each step."""
 
     differ = True
 
@@ -162,8 +162,9 @@ class Accumulate(OverDDP):
     """Gradient accumulation: DDP with ``no_sync``, one optimizer step for several batches.
 
     Each worker computes gradients on ``steps`` batches. Then the optimizer steps with their mean
-    over the batches and the workers. The learning rate schedule counts batches, and the step uses
-    the rate of its first batch. The last step of the run may have fewer batches.
+    over the batches and the workers. The learning-rate schedule counts batches. An optimizer step
+    uses the learning rate of its first batch. The last optimizer step of the run may have fewer
+    batches.
 
     Args:
         steps: Number of batches per optimizer step (≥ 1).
@@ -178,7 +179,7 @@ class Accumulate(OverDDP):
 
 
 class _Accumulating(TrainingLoop):
-    """Steps the optimizer with the mean gradient of ``window`` batches."""
+    """Training loop that steps the optimizer with the mean gradient of ``window`` batches."""
 
     def __init__(
         self,

@@ -1,4 +1,7 @@
-"""Training loop of peers, and the conversion of their errors."""
+"""Base classes of *peers*: methods of torch and other packages, which run their own code.
+
+A *method* trains the model of a *task*: model, optimizer, loss, data and schedule.
+"""
 
 import importlib.util
 import os
@@ -30,7 +33,7 @@ _SIOCGIFADDR = 0x8915  # Linux: request the address of an interface
 
 @dataclass(frozen=True, kw_only=True)
 class Peer(Baseline):
-    """A method of torch or another package, which runs its own code on real processes."""
+    """A method of torch or another package, for comparison. It runs on real processes only."""
 
     simulated: ClassVar[bool] = False
     package: ClassVar[str] = "torch"
@@ -62,13 +65,13 @@ class Peer(Baseline):
 
     @abstractmethod
     def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> "TrainingLoop":
-        """Set up the method around the task's model. A collective."""
+        """Return the training loop of the method, set up for the task's model. A collective."""
 
     def require_cpu(self, task: Task) -> None:
         """Raise unless the model is on the CPU.
 
         Raises:
-            OffbeatError: the model is on another device, which this integration does not support.
+            OffbeatError: the model is on another device, which this peer does not support here.
         """
         device = device_of(task.model)
         if device.type != "cpu":
@@ -88,7 +91,8 @@ class TrainingLoop(Method):
         module: The task's model, possibly wrapped.
 
     Attributes:
-        differ: True if the parameters differ between workers, so that their mean is evaluated.
+        differ: True if the parameters may differ between workers. Then an evaluation uses their
+            mean.
     """
 
     differ = False
@@ -110,7 +114,7 @@ class TrainingLoop(Method):
     @property
     @override
     def stats(self) -> Stats:
-        """Steps and seconds. The waiting time and the bytes of a peer are unknown."""
+        """Steps and seconds. The waiting time and the sent bytes of a peer are unknown."""
         return Stats(steps=self._step, details={"seconds": self._seconds})
 
     @override
@@ -119,7 +123,7 @@ class TrainingLoop(Method):
             batches = self._learn(batch)
         self._step += 1
         self._seconds = time.perf_counter() - self._began
-        for _ in range(batches):  # the schedule counts batches
+        for _ in range(batches):  # the learning-rate schedule counts batches
             self._task.advance()
 
     def _learn(self, batch: Any) -> int:
@@ -163,7 +167,7 @@ class TrainingLoop(Method):
             self._close()
 
     def _average(self, when: str) -> None:
-        """Replace the parameters by their mean if they differ, and the buffers by rank 0's."""
+        """Replace parameters that may differ by their mean, and all buffers by those of rank 0."""
         model = self._task.model
         with explain_failures(f"{when} of {self._name}"), torch.no_grad():
             if self.differ:
@@ -174,7 +178,7 @@ class TrainingLoop(Method):
                 dist.broadcast(buffer, src=0)
 
     def _close(self) -> None:
-        """Release what the method holds. A collective that does not count as training time."""
+        """Release the resources of the method. A collective. Does not count as training time."""
 
     def _now(self) -> float:
         device = device_of(self._task.model)
@@ -185,7 +189,10 @@ class TrainingLoop(Method):
 
 @contextmanager
 def explain_failures(what: str) -> Iterator[None]:
-    """Convert run-time errors of other packages, which name neither rank nor operation.
+    """Convert run-time errors of other packages to a message with the rank and the operation.
+
+    Args:
+        what: Description of the operation, such as "batch 3 of torch:ddp".
 
     Raises:
         CommunicationError: for a RuntimeError or TimeoutError that is not an OffbeatError.
@@ -205,8 +212,8 @@ def explain_failures(what: str) -> Iterator[None]:
 def worker_address() -> str:
     """Return the IPv4 address at which the other workers reach this one.
 
-    It is the address of the interface in ``GLOO_SOCKET_IFNAME``, if that is set, and otherwise of
-    the interface that routes to torchrun's master.
+    If ``GLOO_SOCKET_IFNAME`` is set, it is the address of that network interface. Otherwise it is
+    the address from which packets to ``MASTER_ADDR`` are sent.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

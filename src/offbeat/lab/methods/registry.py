@@ -1,4 +1,8 @@
-"""Methods by their text form, such as ``local:period=8``, ``ideal`` or ``torch:ddp,hook=bf16``."""
+"""Parsing of methods: strategies such as ``local:period=8`` and baselines to compare with.
+
+Baselines are ``ideal`` (BSP timed without communication) and *peers* such as
+``torch:ddp,hook=bf16``: methods of torch and other packages, which run their own code.
+"""
 
 from offbeat.lab.ideal import IDEAL, Ideal
 from offbeat.lab.methods.accelerate import AccelerateLocalSGD
@@ -19,11 +23,11 @@ PEERS: tuple[type[Peer], ...] = (
 )
 BASELINES: dict[str, type[Baseline]] = {Ideal.name: Ideal, **{kind.name: kind for kind in PEERS}}
 PREFIXES = tuple(dict.fromkeys(kind.name.partition(":")[0] + ":" for kind in PEERS))
-"""Beginnings of the text forms of peers, such as ``torch:``."""
+"""Prefixes of the names of peers, such as ``torch:``."""
 
 
 def parse_method(text: str) -> Strategy | Baseline:
-    """Return a strategy, or a baseline such as ``ideal`` or ``torch:NAME,setting=value``.
+    """Return the strategy or baseline that ``text`` names, with its settings.
 
     Raises:
         ValueError, TypeError: a name is unknown or a setting is invalid; see ``parse_strategy``.
@@ -41,22 +45,22 @@ def parse_method(text: str) -> Strategy | Baseline:
 
 
 def is_baseline(text: str) -> bool:
-    """Return True if a text form begins as that of a baseline, even if the rest is invalid."""
+    """Return True if ``text`` names a baseline. Its settings may be invalid."""
     return is_ideal(text) or is_peer(text)
 
 
 def is_ideal(text: str) -> bool:
-    """Return True if a text form begins as that of the ideal."""
+    """Return True if ``text`` names the baseline ``ideal``. Its settings may be invalid."""
     return text.strip().replace(":", ",").partition(",")[0] == IDEAL
 
 
 def is_peer(text: str) -> bool:
-    """Return True if a text form begins as that of a peer."""
+    """Return True if ``text`` has the prefix of a peer. The rest of it may be invalid."""
     return text.strip().startswith(PREFIXES)
 
 
 def require_virtual(text: str) -> None:
-    """Raise unless the method can run on simulated workers.
+    """Raise unless the method that ``text`` names can run in the simulator.
 
     Raises:
         ValueError: the method needs real processes.

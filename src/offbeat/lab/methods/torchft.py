@@ -1,4 +1,8 @@
-"""LocalSGD and DiLoCo of torchft, with one manager per worker and one lighthouse."""
+"""LocalSGD and DiLoCo of the package torchft, as baselines.
+
+torchft coordinates *replica groups* of workers. Each group has a manager, and a *lighthouse* server
+tells the managers which groups take part. Here every worker is a replica group of its own.
+"""
 
 import logging
 from dataclasses import dataclass
@@ -19,10 +23,11 @@ from offbeat.lab.recipes import Task
 
 @dataclass(frozen=True, kw_only=True)
 class TorchftLocalSGD(Peer):
-    """Local SGD of torchft. Every worker is one replica group.
+    """Local SGD of torchft.
 
     Args:
-        period: H, number of steps between two means of the models (≥ 1), its ``sync_every``.
+        period: Number H of steps between two averages of the models (≥ 1). torchft's name is
+            ``sync_every``.
     """
 
     name: ClassVar[str] = "torchft:localsgd"
@@ -41,19 +46,19 @@ class TorchftLocalSGD(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class TorchftDiLoCo(Peer):
-    """DiLoCo of torchft with a Nesterov outer optimizer; Streaming DiLoCo if fragments > 1.
+    """DiLoCo of torchft with a Nesterov outer optimizer. Streaming DiLoCo if ``fragments`` > 1.
 
     Args:
-        period: H, number of steps between two synchronizations of a fragment (≥ 1), its
-            ``sync_every``.
+        period: Number H of steps between two synchronizations of a fragment (≥ 1). torchft's name
+            is ``sync_every``.
         outer_lr: Learning rate of the outer optimizer (> 0).
         outer_momentum: Momentum of the outer optimizer, in [0, 1).
         fragments: Number of contiguous parts of the model of about equal size, synchronized in
             turn (≥ 1, divides the period).
-        delay: Number of steps between the start of a fragment's mean and its use (≥ 0, less than
-            period / fragments), its ``fragment_sync_delay``.
-        mixing: Weight of the local parameters when the mean arrives, in [0, 1], its
-            ``fragment_update_alpha``.
+        delay: Number of steps from the start of a fragment's all-reduce to the use of its result
+            (≥ 0, less than period / fragments). torchft's name is ``fragment_sync_delay``.
+        mixing: Weight of the local parameters when they are combined with the result, in [0, 1].
+            torchft's name is ``fragment_update_alpha``.
     """
 
     name: ClassVar[str] = "torchft:diloco"
@@ -108,7 +113,7 @@ class TorchftDiLoCo(Peer):
 
 
 def fragments_of(model: nn.Module, number: int) -> list[nn.Module]:
-    """Divide the parameters, in their order, into non-empty parts of about equal numel.
+    """Divide the parameters, in their order, into non-empty parts with about equally many elements.
 
     Raises:
         ValueError: the model has fewer parameter tensors than parts.
@@ -128,9 +133,9 @@ def fragments_of(model: nn.Module, number: int) -> list[nn.Module]:
 
 
 class Group:
-    """Replica group of this worker: a store, a manager, and the lighthouse on rank 0.
+    """torchft's servers on this worker: a store, a manager, and on rank 0 the lighthouse.
 
-    After a failed mean, torchft continues with the remaining workers. Here that is an error,
+    After a failed all-reduce, torchft continues with the remaining workers. Here that is an error,
     because all runs of a comparison must train with all workers.
 
     Args:
@@ -157,7 +162,7 @@ class Group:
         )
         self.manager = Manager(
             pg=ProcessGroupGloo(timeout=limit),
-            load_state_dict=lambda state: None,  # no worker ever lags behind
+            load_state_dict=lambda state: None,  # no worker ever needs another's state
             state_dict=dict,
             min_replica_size=size,
             use_async_quorum=False,
@@ -176,10 +181,10 @@ class Group:
         )
 
     def require_all_workers(self) -> None:
-        """Raise unless the last mean included all workers.
+        """Raise unless the last all-reduce succeeded.
 
         Raises:
-            CommunicationError: the mean failed on this worker.
+            CommunicationError: the all-reduce failed on this worker.
         """
         error = self.manager.errored()
         if error is not None:
@@ -189,7 +194,7 @@ class Group:
             )
 
     def close(self) -> None:
-        """Shut down the manager, and on rank 0 the lighthouse after all managers. A collective."""
+        """Shut down all managers, and then the lighthouse on rank 0. A collective."""
         gather(None, torch.device("cpu"), "the end of torchft's managers")
         self.manager.shutdown(wait=False)
         gather(None, torch.device("cpu"), "the end of torchft's lighthouse")
@@ -198,7 +203,7 @@ class Group:
 
 
 class _Managed(TrainingLoop):
-    """Training loop of a torchft method, which runs in hooks of the optimizer's step."""
+    """Training loop of a torchft method, which acts in hooks of the optimizer's step."""
 
     differ = True
 
@@ -212,7 +217,7 @@ class _Managed(TrainingLoop):
         try:
             super()._optimize()
         except RuntimeError:
-            self._group.require_all_workers()  # torchft's message has only a number of failures
+            self._group.require_all_workers()  # a better message: torchft's only counts failures
             raise
         self._group.require_all_workers()
 

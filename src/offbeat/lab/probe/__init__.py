@@ -1,4 +1,4 @@
-"""Measurement of the network between the workers: interfaces, latencies, bandwidths, warnings."""
+"""``probe`` measures the network between workers: interfaces, latencies, bandwidths, anomalies."""
 
 from offbeat.lab.probe.diagnosis import find_warnings
 from offbeat.lab.probe.measure import choose_pairs, probe

@@ -15,18 +15,20 @@ from offbeat.units import show_bytes
 def measure_all_reduce(
     communicator: Communicator, noise: Tensor, scratch: Tensor, seconds: float
 ) -> AllReduce | None:
-    """Measure all-reduces, whose sizes and number rank 0 decides. A collective.
+    """Measure small and large all-reduces for about ``seconds``. A collective.
+
+    Rank 0 decides the sizes and the number of all-reduces and broadcasts them.
 
     Args:
         communicator: Communicator of all workers.
         noise: Floats to sum.
-        scratch: Buffer of the same size.
+        scratch: Buffer of the same size for the sums.
         seconds: Available time.
 
     Returns:
         The result on rank 0, None on the other ranks.
     """
-    taken: list[float] = []
+    durations: list[float] = []
     decision = torch.zeros(1, dtype=torch.int64)
 
     def from_rank_0(number: int) -> int:
@@ -38,13 +40,13 @@ def measure_all_reduce(
         scratch[:count].copy_(noise[:count])
         start = time.perf_counter()
         communicator.sum(scratch[:count], what=f"all-reduce of {show_bytes(4 * count)}").wait()
-        taken.append(time.perf_counter() - start)
-        return taken[-1]
+        durations.append(time.perf_counter() - start)
+        return durations[-1]
 
     def slowest() -> list[float]:
-        """Return the time of the slowest worker for each all-reduce since the last call."""
-        times = torch.tensor(taken, dtype=torch.float64)
-        taken.clear()
+        """Return the slowest worker's time of each all-reduce since the last call."""
+        times = torch.tensor(durations, dtype=torch.float64)
+        durations.clear()
         communicator.maximum(times, what="times of the all-reduces").wait()
         return times.tolist()
 

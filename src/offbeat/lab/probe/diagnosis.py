@@ -1,4 +1,4 @@
-"""Warnings about a measured network."""
+"""Warnings about anomalies of a measured network."""
 
 import math
 import re
@@ -14,56 +14,58 @@ def find_warnings(ranks: Sequence[Rank], pairs: Sequence[Pair]) -> list[str]:
 
     Anomalies are:
 
-    - a rank on another interface than rank 0;
-    - a rank on the loopback interface, although there are several hosts;
-    - a rank that sends or receives (median over its partners) at less than half of the rate of the
-      median rank. It needs at least two partners: one pair does not tell which end is slow;
-    - a pair whose latency (the better of both directions) is over 5 times the median.
+    - a rank that uses another network interface than rank 0;
+    - a rank that uses the loopback interface, although there are several hosts;
+    - a rank that sends or receives at less than half of the rate of the median rank. Its rate is
+      the upper median over its partners. Ranks with one partner are not judged, because one pair
+      does not show which end is slow;
+    - a pair whose latency is over 5 times the median. Its latency is the lower one of the two
+      directions.
 
-    With several hosts, only pairs between hosts are compared.
+    With several hosts, rates and latencies are compared only between pairs on different hosts.
     """
-    found = []
+    warnings = []
     first = ranks[0].interface.partition(" (")[0]
-    for one in ranks:
-        name = one.interface.partition(" (")[0]
+    for worker in ranks:
+        name = worker.interface.partition(" (")[0]
         if name != first:
-            found.append(
-                f"rank {one.rank} ({one.host}) uses another interface than rank 0: {name} instead "
-                f"of {first}; GLOO_SOCKET_IFNAME chooses it"
+            warnings.append(
+                f"rank {worker.rank} ({worker.host}) uses another interface than rank 0: "
+                f"{name} instead of {first}; GLOO_SOCKET_IFNAME chooses it"
             )
-    hosts = {one.rank: one.host for one in ranks}
+    hosts = {worker.rank: worker.host for worker in ranks}
     if len(set(hosts.values())) > 1:
-        found += [
-            f"rank {one.rank} ({one.host}) uses the loopback interface, which reaches no other "
-            "host: name the right one in GLOO_SOCKET_IFNAME"
-            for one in ranks
-            if re.match(r"lo\b", one.interface) or re.search(r"\(127\.", one.interface)
+        warnings += [
+            f"rank {worker.rank} ({worker.host}) uses the loopback interface, which reaches no "
+            "other host: name the right one in GLOO_SOCKET_IFNAME"
+            for worker in ranks
+            if re.match(r"lo\b", worker.interface) or re.search(r"\(127\.", worker.interface)
         ]
     between = [pair for pair in pairs if hosts[pair.source] != hosts[pair.destination]]
-    return found + _slow_ranks(ranks, between or pairs) + _late_pairs(between or pairs)
+    return warnings + _slow_ranks(ranks, between or pairs) + _late_pairs(between or pairs)
 
 
 def _slow_ranks(ranks: Sequence[Rank], pairs: Sequence[Pair]) -> list[str]:
     rates = {
-        (one.rank, way): rate_of(one.rank, way, pairs, least=2)
-        for one in ranks
+        (worker.rank, way): rate_of(worker.rank, way, pairs, least=2)
+        for worker in ranks
         for way in DIRECTIONS
     }
     known = [rate for rate in rates.values() if rate is not None]
     median = statistics.median(known) if known else 0.0
-    found = []
-    for one in ranks:
+    warnings = []
+    for worker in ranks:
         slow = [
             f"{way} at {show_rate(rate)}"
             for way in DIRECTIONS
-            if (rate := rates[one.rank, way]) is not None and rate < median / 2
+            if (rate := rates[worker.rank, way]) is not None and rate < median / 2
         ]
         if slow:
-            found.append(
-                f"rank {one.rank} ({one.host}) {' and '.join(slow)}, less than half of the "
+            warnings.append(
+                f"rank {worker.rank} ({worker.host}) {' and '.join(slow)}, less than half of the "
                 f"{show_rate(median)} of the median rank"
             )
-    return found
+    return warnings
 
 
 def _late_pairs(pairs: Sequence[Pair]) -> list[str]:

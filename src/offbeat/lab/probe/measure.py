@@ -1,4 +1,4 @@
-"""The probe: one pair of workers at a time, while the others wait, then all-reduces."""
+"""The measurement of a probe: each pair of workers in turn, then all-reduces of all workers."""
 
 import dataclasses
 import json
@@ -30,21 +30,22 @@ def probe(
     seed: int = 0,
     timeout_seconds: float = 60.0,
 ) -> Probe:
-    """Measure the network between the workers of the default process group, which must be gloo.
+    """Measure the network between the workers of the default process group. A collective.
 
-    A collective. All workers pass the same arguments and return the same result.
+    The group's backend must be gloo. All workers pass the same arguments and return the same
+    result. One pair is measured at a time, while the other workers wait.
 
     Args:
-        size_bytes: Maximum message size (≥ 1024). Slow links get smaller messages.
+        size_bytes: Maximum message size (≥ 1024). Smaller messages are used on slow links.
         seconds: Target duration. A fast network needs less. A very slow one takes longer, because
             each pair transfers at least two messages of 16 KiB.
-        seed: Seed of the choice of pairs among more than 8 workers, and of the payload.
-        timeout_seconds: Maximum duration of one operation before the probe fails on all workers.
+        seed: Seed of the payload and, among more than 8 workers, of the choice of pairs.
+        timeout_seconds: Time-out of each operation. After it, the probe fails on all workers.
 
     Raises:
-        TypeError, ValueError: an argument of another type, or out of its range.
-        OffbeatError: no gloo process group of at least 2 workers.
-        CommunicationError: a worker ended or did not answer in time. The message has its rank.
+        TypeError, ValueError: an argument has another type or is out of its range.
+        OffbeatError: there is no gloo process group of at least 2 workers.
+        CommunicationError: a worker ended or did not answer in time. The message names its rank.
     """
     require_integer("size_bytes", size_bytes, least=1024)
     require_number("seconds", seconds, POSITIVE)
@@ -58,15 +59,15 @@ def probe(
     communicator = TorchCommunicator(None, timeout_seconds=timeout_seconds)
     _barrier(communicator)
     started = time.perf_counter()
-    # Noise, because some tunnels compress. Floats, because random bits contain denormal numbers,
-    # which are slow to add.
+    # The payload is noise, because some network tunnels compress. It has a normal distribution,
+    # because floats of random bits would include denormal numbers, which are slow to add.
     noise = torch.randn(size_bytes // 4, generator=torch.Generator().manual_seed(seed))
     scratch = torch.empty_like(noise)
     order = choose_pairs(communicator.size, seed)
     measured: list[Pair] = []
     for number, (source, destination) in enumerate(order):
         left = max(0.0, started + _PAIR_SHARE * seconds - time.perf_counter())
-        # The other workers wait meanwhile and must not reach their time-out.
+        # The other workers wait in the barrier below and must not reach its time-out.
         share = min(left / (len(order) - number), timeout_seconds / 4)
         if communicator.rank == source:
             link = Link(communicator, destination, noise.view(torch.uint8))
@@ -100,10 +101,10 @@ def probe(
 
 
 def choose_pairs(size: int, seed: int = 0) -> list[tuple[int, int]]:
-    """Return the ordered pairs to measure among ``size`` workers.
+    """Return the pairs (source, destination) to measure among ``size`` workers.
 
-    Up to 8 workers these are all pairs. Among more workers they are the neighbours in the ring, in
-    both directions, and for each worker one more destination, drawn with ``seed``.
+    Up to 8 workers, these are all pairs. With more workers, each worker r sends to r + 1, to r − 1
+    and to one further worker that is drawn with ``seed``.
     """
     if size <= _ALL_PAIRS_UP_TO:
         return [(a, b) for a in range(size) for b in range(size) if a != b]

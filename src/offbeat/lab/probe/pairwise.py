@@ -1,12 +1,12 @@
-"""Latency and bandwidth of the link between two workers: the measuring side and the answering side.
+"""Measurement of the latency and bandwidth of the link between two workers.
 
-Both figures follow the simulator's model, in which a message takes latency + bytes / bandwidth, so
-that they can be used there directly.
+Latency and bandwidth are defined as in the simulator, where a message takes
+latency + bytes / bandwidth. So the measured values can be passed to the simulator.
 
-Protocol: the measuring side sends an 8-byte request with the size of the payload that follows (0: a
-ping; −1: end). The other side answers each request and each payload with 8 bytes. Each receive is
-posted before the peer sends: otherwise the sender would first wait for gloo's notification that the
-receiver is ready, which would add to the measured time.
+Protocol: the measuring worker sends an 8-byte request, the size of the payload that follows (0:
+none, a ping; −1: end). The other worker answers each request and each payload with 8 bytes. Each
+worker posts a receive before the other one sends. Otherwise the sender would first wait for gloo's
+notification that the receiver is ready, and the measured time would include that wait.
 """
 
 import statistics
@@ -22,9 +22,9 @@ from offbeat.transport.handle import Handle
 from offbeat.units import show_bytes
 
 PINGS = (5, 100)
-"""Minimum and maximum number of messages for a latency, after some warm-up messages."""
+"""Minimum and maximum number of small messages, "pings", from which a latency is computed."""
 PING_SHARE = 0.15
-"""Share of the available time for them."""
+"""Share of the available time that may be spent on pings."""
 END = -1
 """Request that ends a measurement."""
 
@@ -35,12 +35,12 @@ _REQUEST, _ANSWER, _PAYLOAD = 1, 2, 3  # tags
 
 
 class Link:
-    """The measuring side of a link. The other side runs ``serve``.
+    """Measures the link to another worker, which runs ``serve`` meanwhile.
 
     Args:
-        communicator: Communicator of both workers.
+        communicator: Communicator that connects both workers.
         peer: Rank of the other worker.
-        payload: Bytes to send. A message is a prefix of them.
+        payload: Bytes to send. Each message is a prefix of them.
     """
 
     def __init__(self, communicator: Communicator, peer: int, payload: Tensor) -> None:
@@ -64,7 +64,7 @@ class Link:
         return self._round_trip(self._request.fill_(payload_bytes), _REQUEST, "ping to")
 
     def _transfer(self, size: int) -> float:
-        self._ping(size)  # afterwards the receiver has posted its receive
+        self._ping(size)  # when it is answered, the receiver has posted its receive
         return self._round_trip(self._payload[:size], _PAYLOAD, f"{show_bytes(size)} to")
 
     def measure(self, seconds: float) -> Pair:
@@ -84,9 +84,9 @@ class Link:
             source=self._communicator.rank,
             destination=self._peer,
             latency_seconds=statistics.median(trips) / 2,
-            # The shortest trip is subtracted: on a busy host the median trip is mostly the wait for
-            # a processor, which overlaps with a long message. The lower bound covers messages that
-            # take hardly longer than a ping.
+            # The shortest round trip is subtracted, not the median one. On a busy host the median
+            # is mostly the wait for a processor, which overlaps with the transfer of a long
+            # message. The bound median / 2 is for messages that take hardly longer than a ping.
             bytes_per_second=size / max(median - min(trips), median / 2),
             message_bytes=size,
             repetitions=len(times),
@@ -125,11 +125,13 @@ def serve(communicator: Communicator, source: int, scratch: Tensor) -> None:
 def repeat(
     transfer: Callable[[int], float], most_bytes: int, seconds: float
 ) -> tuple[int, list[float]]:
-    """Transfer growing messages as long as three of the next size fit in ``seconds``, then repeat.
+    """Find a message size that suits the available time, and measure messages of that size.
+
+    The size grows by a factor of 4 as long as three messages of the next size fit into the time.
 
     Args:
         transfer: Function that transfers a number of bytes and returns the seconds.
-        most_bytes: Maximum size.
+        most_bytes: Maximum message size.
         seconds: Available time.
 
     Returns:

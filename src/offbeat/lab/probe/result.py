@@ -1,4 +1,4 @@
-"""The result of a probe."""
+"""The result of ``probe``, a measurement of the network between workers."""
 
 import dataclasses
 import statistics
@@ -17,7 +17,7 @@ class Rank:
     Attributes:
         rank: Rank of the worker.
         host: Name of its host.
-        interface: Interface and address that gloo binds there, as ``eth0 (10.0.0.1; …)``.
+        interface: Network interface and address that gloo uses, as in ``eth0 (10.0.0.1; …)``.
     """
 
     rank: int
@@ -33,9 +33,10 @@ class Pair:
         source: Rank of the sender.
         destination: Rank of the receiver.
         latency_seconds: Half of the median round trip of an 8-byte message.
-        bytes_per_second: Bytes over the median time of a message less the shortest round trip.
-        message_bytes: Size of the messages for the bandwidth.
-        repetitions: Number of those messages.
+        bytes_per_second: ``message_bytes`` / (m − s), where m is the median time until a large
+            message is answered, and s is the shortest round trip of an 8-byte message.
+        message_bytes: Size of the large messages.
+        repetitions: Number of the large messages.
     """
 
     source: int
@@ -61,7 +62,8 @@ class AllReduce:
         message_bytes: Size of the large all-reduces.
         repetitions: Number of the large all-reduces.
         algorithm_bytes_per_second: ``message_bytes / seconds``.
-        bus_bytes_per_second: Traffic of a link in a ring, 2 (N − 1) / N times that.
+        bus_bytes_per_second: Rate of each link in a ring all-reduce among N workers,
+            2 (N − 1) / N · ``algorithm_bytes_per_second``.
     """
 
     latency_seconds: float
@@ -74,15 +76,15 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Probe:
-    """A measured network; see ``probe``.
+    """A measured network: the result of ``probe``.
 
     Attributes:
         ranks: Workers in rank order.
-        pairs: Measured ordered pairs.
-        possible_pairs: Number of all ordered pairs.
-        all_reduce: All-reduces.
-        warnings: Lines of ``find_warnings``.
-        seed: Seed that chose the pairs, where not all were measured.
+        pairs: Measured links from one worker to another.
+        possible_pairs: Number of all such links, N (N − 1) among N workers.
+        all_reduce: Measured all-reduces among all workers.
+        warnings: One line for each anomaly; see ``find_warnings``.
+        seed: Seed of the choice of pairs, if not all pairs were measured.
         seconds: Duration of the measurement.
     """
 
@@ -95,7 +97,7 @@ class Probe:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
+        """Return all fields as JSON values."""
         values = dataclasses.asdict(self)
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
@@ -103,12 +105,19 @@ class Probe:
 def rate_of(
     rank: int, direction: Direction, pairs: Sequence[Pair], *, least: int = 1
 ) -> float | None:
-    """Return the bytes per second that ``rank`` sends or receives: the upper median over partners.
+    """Return the bytes per second at which ``rank`` sends to or receives from other workers.
 
-    Among 3 workers, one slow partner of two must not make this worker look slow.
+    It is the upper median over the other workers. With two of them, it is the rate of the faster
+    one, so that one slow partner does not make ``rank`` look slow.
+
+    Args:
+        rank: Rank of the worker.
+        direction: "sends" or "receives".
+        pairs: Measured links.
+        least: Minimum number of other workers.
 
     Returns:
-        None if there are fewer than ``least`` partners.
+        The rate. None if fewer than ``least`` links were measured.
     """
     end = "source" if direction == "sends" else "destination"
     rates = [pair.bytes_per_second for pair in pairs if getattr(pair, end) == rank]

@@ -1,4 +1,4 @@
-"""Bandwidth and latency of all links at once, measured within a training run."""
+"""A quick measurement of all links at once, before and after a training run."""
 
 import statistics
 import time
@@ -10,19 +10,20 @@ from offbeat.errors import CommunicationError
 from offbeat.lab.evaluation import gather
 from offbeat.lab.events import LinkSpeed
 
-_LEAST_SECONDS = 0.3  # of the largest message: much longer than the burst a shaped link lets pass
+_LEAST_SECONDS = 0.3  # of the largest message, much longer than the burst of a shaped link
 _FIRST_BYTES, _MOST_BYTES = 2**18, 64 * 2**20
 _PINGS = 12
-_REPETITIONS = 3  # a stall on a shared machine seldom lengthens more than one of them
+_REPETITIONS = 3  # on a shared machine, a stall seldom affects more than one of them
 
 
 def measure_links() -> LinkSpeed:
-    """Measure the ring in which every worker sends to the next one, all at the same time.
+    """Measure the links while every worker sends to the next one in a ring. A collective.
 
-    A collective of at least 2 workers over gloo, which takes two to three seconds. Messages grow
-    until one takes 0.3 s. The bandwidth is that of the slowest worker for the largest size: the
-    median of three messages, less the latency. The latency is half of the median round trip of a
-    small message.
+    Requires gloo and at least 2 workers. Takes two to three seconds.
+
+    The messages grow until one takes 0.3 s. Three messages of that size are sent, each timed until
+    the slowest worker has finished. The bandwidth is size / (median time − latency). The latency is
+    the median time of the same exchange with messages of 4 bytes.
 
     Raises:
         CommunicationError: a worker failed, or did not answer within the group's time-out.
@@ -47,7 +48,7 @@ def _shift(tensor: torch.Tensor) -> float:
     received = torch.empty_like(tensor)
     start = time.perf_counter()
     try:
-        # Receives are posted first: of two workers that both send first, one would wait.
+        # The receive is posted first, so that the previous worker's send can begin at once.
         receive = dist.irecv(received, (rank - 1) % size)
         for work in (dist.isend(tensor, (rank + 1) % size), receive):
             if work is not None:

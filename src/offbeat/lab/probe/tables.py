@@ -1,4 +1,4 @@
-"""Tables and lines of text that show a probe, the measurement of a network."""
+"""Tables and lines of text that show the result of a probe, a measurement of the network."""
 
 import statistics
 
@@ -8,23 +8,25 @@ from offbeat.units import show_bandwidth, show_bytes, show_seconds
 
 
 def by_rank(result: Probe) -> Table:
-    """Return a table with a row per rank.
+    """Return a table with one row per rank.
 
-    A row has the median latency of the rank's pairs, and the upper median of the bandwidths at
-    which it sends and receives.
+    A row has the median latency of the links from and to the rank, and the upper medians of the
+    bandwidths at which it sends and receives.
     """
     rows = []
-    for one in result.ranks:
-        latencies = [pair.latency_seconds for pair in result.pairs if one.rank in pair.ends]
-        rates = [rate_of(one.rank, way, result.pairs) or 0.0 for way in DIRECTIONS]
+    for worker in result.ranks:
+        latencies = [pair.latency_seconds for pair in result.pairs if worker.rank in pair.ends]
+        rates = [rate_of(worker.rank, way, result.pairs) or 0.0 for way in DIRECTIONS]
         latency = show_time(statistics.median(latencies))
-        rows.append((str(one.rank), one.host, one.interface, latency, *map(show_rate, rates)))
+        rows.append(
+            (str(worker.rank), worker.host, worker.interface, latency, *map(show_rate, rates))
+        )
     headings = ("rank", "host", "interface", "latency", *DIRECTIONS)
     return Table(headings, tuple(rows), caption(result))
 
 
 def by_pair(result: Probe) -> Table:
-    """Return a table with a row per measured ordered pair of ranks."""
+    """Return a table with one row per measured link from one rank to another."""
     rows = [
         (
             f"{pair.source} to {pair.destination}",
@@ -39,8 +41,8 @@ def by_pair(result: Probe) -> Table:
 
 
 def caption(result: Probe) -> str:
-    """Return a line with the numbers of workers and hosts, the measured pairs, and the duration."""
-    hosts, measured = len({one.host for one in result.ranks}), len(result.pairs)
+    """Return a line with the number of workers, hosts and measured pairs, and the duration."""
+    hosts, measured = len({worker.host for worker in result.ranks}), len(result.pairs)
     pairs = f"all {measured} ordered pairs"
     if measured < result.possible_pairs:
         pairs = (
@@ -55,20 +57,20 @@ def caption(result: Probe) -> str:
 
 def summary(result: Probe) -> str:
     """Return a line with the latency, the duration and the bandwidths of the all-reduces."""
-    one = result.all_reduce
+    measured = result.all_reduce
     return (
-        f"all-reduce: latency {show_time(one.latency_seconds)}; "
-        f"{show_bytes(one.message_bytes)} in {show_time(one.seconds)}, algorithm bandwidth "
-        f"{show_rate(one.algorithm_bytes_per_second)}, bus bandwidth "
-        f"{show_rate(one.bus_bytes_per_second)}"
+        f"all-reduce: latency {show_time(measured.latency_seconds)}; "
+        f"{show_bytes(measured.message_bytes)} in {show_time(measured.seconds)}, "
+        f"algorithm bandwidth {show_rate(measured.algorithm_bytes_per_second)}, bus bandwidth "
+        f"{show_rate(measured.bus_bytes_per_second)}"
     )
 
 
 def show_rate(bytes_per_second: float) -> str:
-    """Return a text such as ``"49.4 Mbit/s"``."""
+    """Return a rate as text, such as ``"49.4 Mbit/s"``."""
     return show_bandwidth(float(f"{8 * bytes_per_second:.3g}"))
 
 
 def show_time(seconds: float) -> str:
-    """Return a text such as ``"2.5 ms"``."""
+    """Return a duration as text, such as ``"2.5 ms"``."""
     return show_seconds(seconds, digits=3)

@@ -1,6 +1,9 @@
-"""Workloads, one file for each data set: model, data, optimizer, schedule, metric and target."""
+"""Recipes: workloads for training and comparisons, one module for each data set.
 
-from offbeat.lab.recipes import cifar, digits, imagenet, mnist, stdlib_lm, wikitext
+A recipe has a model, data, an optimizer, a learning-rate schedule, a metric and a target.
+"""
+
+from offbeat.lab.recipes import cifar, digits, mnist, stdlib_lm, wikitext
 from offbeat.lab.recipes.base import Recipe, Setup, Task
 from offbeat.lab.recipes.custom import is_file_recipe, load_file_recipe
 
@@ -15,8 +18,6 @@ RECIPES: dict[str, Recipe] = {
         cifar.RESNET50,
         cifar.RESNET101,
         cifar.VGG11,
-        imagenet.ALEXNET,
-        imagenet.GOOGLENET,
         wikitext.RECIPE,
     )
 }

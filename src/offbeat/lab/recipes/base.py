@@ -1,4 +1,4 @@
-"""Parts of a recipe: a model, data, an optimizer, a schedule, a metric and a target."""
+"""Data classes of a recipe: the recipe, the properties of a run, and the task of a worker."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -25,13 +25,13 @@ Schedule = Callable[[Optimizer, int], LRScheduler]
 
 @dataclass(frozen=True)
 class Setup:
-    """Properties of a run that a recipe may depend on.
+    """Properties of a run from which a recipe builds a task.
 
     Attributes:
         workers: Number of workers.
-        epochs: Passes over the training set by all workers together.
-        seed: Seed of all random choices. Every worker builds the same model from it.
-        data: Directory of the data set, or None if the run has no ``--data``.
+        epochs: Number of passes over the training set, by all workers together.
+        seed: Seed of all random choices. It is equal on all workers, which build the same model.
+        data: Path given by ``--data``, where the files of the data set are. None: not given.
     """
 
     workers: int
@@ -44,22 +44,22 @@ class Setup:
 class Task:
     """Everything that one worker needs to train. Every worker builds the same task.
 
-    Custom recipes may leave ``steps`` and the scheduler to ``complete``.
+    ``complete`` computes ``steps`` if it is 0, and creates the scheduler if it is a function.
 
     Attributes:
         model: The model.
         optimizer: The optimizer of the model's parameters.
-        dataset: Training set. An index must give the same sample on every worker, except for
-            augmentation.
+        dataset: Training set. Except for random augmentation, an index must give the same sample on
+            every worker.
         batch_size: Number of samples per worker and step.
         loss: Function (model, batch on the model's device) → scalar loss with a gradient.
-        evaluate: Held-out data and metrics. The recipe's metric must be one of them.
+        evaluate: Held-out data and metrics. One metric must be ``Recipe.metric``.
         scheduler: Scheduler of the learning rate, advanced once per step, or a function
-            (optimizer, number of steps) → scheduler. None: a constant learning rate.
-        steps: Number of steps of each worker in the whole run. 0: as many as the epochs take.
-        clip_norm: Largest norm of the gradient; None for no clipping.
-        readers: Number of processes that load batches when the model is on a GPU. Unused on a CPU,
-            where they would compete with the model for the cores.
+            (optimizer, number of steps) → scheduler. None: the learning rate is constant.
+        steps: Number of steps of each worker in the whole run. 0: computed from the epochs.
+        clip_norm: Largest norm of the gradient. None: no clipping.
+        readers: Number of processes that load batches ahead, if the model is on a GPU. On a CPU no
+            such processes are started, because they would take cores from the training.
 
     Raises:
         TypeError: ``evaluate`` is not a ``HeldOut``, or a number has another type.
@@ -91,23 +91,23 @@ class Task:
         return as_samples(self.dataset)
 
     def complete(self, setup: Setup) -> None:
-        """Compute ``steps`` if it is 0, and create the scheduler if it is a function."""
+        """Replace ``steps`` 0 and a scheduler function by their values in this run."""
         self.steps = self.steps or steps_for(setup, len(self.samples), self.batch_size)
         if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
             self.scheduler = self.scheduler(self.optimizer, self.steps)
 
     def advance(self) -> None:
-        """Finish a step: clear the gradients and advance the scheduler."""
+        """Clear the gradients and advance the scheduler. Called after each optimizer step."""
         self.optimizer.zero_grad()
         if isinstance(self.scheduler, LRScheduler):
             self.scheduler.step()
 
     @contextmanager
     def scaled_lr(self, factor: float) -> Iterator[None]:
-        """Multiply every learning rate by ``factor`` inside the context.
+        """Multiply every learning rate by ``factor`` inside the context: one optimizer step.
 
-        Schedulers compute a rate from the previous one, from the initial one, or from both. A
-        factor on the initial rates would therefore mean something else for each kind of scheduler.
+        Some schedulers compute a rate from the previous one, others from the initial one. The rates
+        are therefore restored before the scheduler sees them.
         """
         groups = self.optimizer.param_groups
         before = [group["lr"] for group in groups]
@@ -129,11 +129,11 @@ class Recipe:
         description: One line for ``offbeat recipes``.
         metric: Name of the metric of ``Task.evaluate`` that is compared with the target.
         higher_is_better: True if larger values of the metric are better.
-        target: Value of the metric whose time to accuracy is compared.
-        epochs: Default passes over the training set by all workers together.
-        build: Function that builds the task.
-        needs_data: Description of the files in ``--data``; None if the recipe needs none.
-        file: File of a custom recipe; None for the recipes of this package.
+        target: Value of the metric. Runs are compared by the time in which they reach it.
+        epochs: Default number of passes over the training set, by all workers together.
+        build: Function that builds the task of a worker.
+        needs_data: Description of the files that ``--data`` must contain. None: no files needed.
+        file: Python file of a custom recipe. None: a recipe of this package.
     """
 
     name: str
@@ -148,10 +148,12 @@ class Recipe:
 
 
 def steps_for(setup: Setup, samples: int, batch_size: int) -> int:
-    """Return the steps per worker in which all workers read ``epochs`` × ``samples`` samples.
+    """Return the steps of each worker in which all workers together read the epochs.
+
+    The result is ⌈epochs · samples / (batch_size · workers)⌉.
 
     Raises:
-        ValueError: the epochs are less than one sample or more than 10⁹ steps.
+        ValueError: ``epochs`` × ``samples`` is less than 1, or there are more than 10⁹ steps.
     """
     if setup.epochs * samples < 1:
         raise ValueError(f"{setup.epochs:g} epochs are less than one of {samples:,} samples")

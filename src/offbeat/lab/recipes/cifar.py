@@ -1,4 +1,8 @@
-"""CIFAR-10 and CIFAR-100: the SelSync paper's ResNet-101 and VGG11, and smaller models."""
+"""Recipes for CIFAR-10 and CIFAR-100.
+
+ResNet-101 and VGG11 have the settings of the SelSync paper (Tyagi & Swany, arXiv 2307.07950) unless
+a comment says otherwise. "The paper" means this one.
+"""
 
 from collections.abc import Callable
 
@@ -27,13 +31,16 @@ def normalized(images: Tensor, classes: int) -> Tensor:
 
 
 def flipped(images: Tensor) -> Tensor:
-    """Mirror about half of the images left to right. Torch's generator draws which."""
+    """Mirror each image left to right with probability ½, drawn by torch's global generator."""
     chosen = torch.rand(len(images), 1, 1, 1) < 0.5
     return torch.where(chosen, images.flip(3), images)
 
 
 def splits(setup: Setup, layout: Layout, recipe: str) -> tuple[TensorData, TensorData]:
-    """Return the training images, randomly mirrored and shifted by ≤ 4 pixels, and test images."""
+    """Return the training and the test set, normalized.
+
+    Training images are mirrored and shifted by up to 4 pixels at random whenever they are read.
+    """
     train, test = load(setup.data, layout, recipe)
 
     def plain(batch: Batch) -> Batch:
@@ -60,9 +67,8 @@ def cifar_recipe(
 ) -> Recipe:
     """Return a recipe with SGD, momentum 0.9 and 32 samples per worker and step.
 
-    ``model`` is a function from the number of classes to the model. The learning rate is divided by
-    ten after each of the epochs in ``milestones``. Without milestones it has a warm-up and a cosine
-    decay over the run.
+    ``model`` is a function from the number of classes to the model. ``milestones`` are the epochs
+    after which the learning rate is divided by ten. None: it has a warm-up and a cosine decay.
     """
     batch_size = 32
 
@@ -72,8 +78,8 @@ def cifar_recipe(
         def sgd_steps(net: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
             optimizer = SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
             samples = [epoch * len(train) for epoch in milestones or ()]
-            a_step = batch_size * setup.workers
-            return optimizer, decay_at(optimizer, samples, 0.1, samples_a_step=a_step)
+            step = batch_size * setup.workers
+            return optimizer, decay_at(optimizer, samples, 0.1, samples_a_step=step)
 
         return classification_task(
             setup,
@@ -90,22 +96,22 @@ def cifar_recipe(
     return Recipe(name, description, metric, True, target, epochs, build, needs)
 
 
-# The SelSync paper reports 98.5 % for BSP. That cannot be CIFAR-10's top-1 accuracy, because this
-# network reaches 93 to 95 % when trained from scratch. This target is therefore not the paper's.
+# The paper reports 98.5 % for BSP. That cannot be the top-1 accuracy on CIFAR-10, because this
+# network reaches 93 to 95 % when trained from scratch. The target is therefore not the paper's.
 RESNET101 = cifar_recipe(
     "cifar10:resnet101",
     "ResNet-101 on CIFAR-10, as in the SelSync paper",
     CIFAR10,
     resnet101,
     target=0.93,
-    epochs=234,  # 22,800 iterations of 16 workers, BSP's in the paper's Table I
+    epochs=234,  # 22,800 iterations of 16 workers, as for BSP in the paper's Table I
     lr=0.1,
     weight_decay=4e-4,
     milestones=(110, 150),
 )
 
-# The discrepancy figure of asynchronous SGD without delay uses this model and gives no settings.
-# The settings are those of ResNet-18.
+# "Asynchronous SGD without gradient delay" (ICLR 2019 submission) trains this model for its figure
+# of the discrepancy between workers, but gives no settings. The settings are those of ResNet-18.
 RESNET50 = cifar_recipe(
     "cifar10:resnet50",
     "ResNet-50 on CIFAR-10, as for async SGD without delay",
@@ -123,7 +129,8 @@ CNN = cifar_recipe(
     "cifar10:cnn", "small CNN on CIFAR-10", CIFAR10, small_cnn, target=0.8, epochs=20
 )
 
-# BSP's 90.9 % in the paper must be top-5 accuracy, because this network's top-1 is below 70 %.
+# The paper reports 90.9 % for BSP. That must be top-5 accuracy, because the top-1 accuracy of this
+# network is below 70 %.
 VGG11 = cifar_recipe(
     "cifar100:vgg11",
     "VGG11 on CIFAR-100, as in the SelSync paper",
@@ -131,7 +138,7 @@ VGG11 = cifar_recipe(
     vgg11,
     metric="top-5 accuracy",
     target=0.909,
-    epochs=111,  # 10,800 iterations of 16 workers, BSP's in the paper's Table I
+    epochs=111,  # 10,800 iterations of 16 workers, as for BSP in the paper's Table I
     lr=0.01,
     milestones=(50, 75),
 )

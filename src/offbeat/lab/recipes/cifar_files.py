@@ -1,4 +1,7 @@
-"""CIFAR-10 and CIFAR-100 from their official files, without executing code from a pickle."""
+"""Reads CIFAR-10 and CIFAR-100 from their files.
+
+The official files are pickles. They are read without executing code that a pickle may contain.
+"""
 
 import math
 import pickle
@@ -19,14 +22,14 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Files of a data set.
+    """Names of the files of a data set.
 
     Attributes:
-        folder: Name of the directory in the official archive.
-        archive: Name of the alternative: one file in NumPy's ``.npz`` format.
+        folder: Name of the directory of the official files.
+        archive: Name of a file in NumPy's ``.npz`` format, which can replace the directory.
         train: Names of the files of the training split.
         test: Name of the file of the test split.
-        labels: Key of the labels in each file.
+        labels: Key of the labels in the dictionary of each official file.
         classes: Number of classes.
     """
 
@@ -50,7 +53,7 @@ CIFAR100 = Layout("cifar-100-python", "cifar100.npz", ("train",), "test", b"fine
 
 
 class _Array:
-    """Stand-in for a NumPy array during unpickling. It stores the pickled state unchecked."""
+    """Replaces a NumPy array during unpickling. It stores the pickled state without a check."""
 
     state: tuple[Any, ...] = ()
 
@@ -58,10 +61,10 @@ class _Array:
         self.state = state
 
     def image_bytes(self) -> Bytes:
-        """Check the pickled state, and return it as an array.
+        """Check the pickled state, and return it as an array of n×3072 bytes.
 
         Raises:
-            ValueError: the state is not that of an array of n×3072 bytes.
+            ValueError: the state is not that of such an array.
         """
         _, shape, dtype, fortran, data = self.state
         n, width = shape
@@ -74,7 +77,7 @@ class _Array:
 
 
 class _DType:
-    """Stand-in for a NumPy dtype during unpickling."""
+    """Replaces a NumPy dtype during unpickling."""
 
     def __init__(self, name: object, *_: object) -> None:
         self.name = name
@@ -86,12 +89,12 @@ class _DType:
 class _Unpickler(pickle.Unpickler):
     """Unpickler of plain values and NumPy arrays. It never calls a function that the file names.
 
-    Stand-ins replace NumPy's classes and functions. NumPy therefore receives the pickled data only
-    after ``_Array.image_bytes`` has checked them.
+    ``_Array`` and ``_DType`` replace NumPy's classes. NumPy receives the pickled data only after
+    ``_Array.image_bytes`` has checked it.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in for a class or function of NumPy that the official files use.
+        """Return the replacement of a class or function of NumPy that the official files use.
 
         Raises:
             pickle.UnpicklingError: the file refers to another class or function.
@@ -184,12 +187,12 @@ def load(data: Path | None, layout: Layout, recipe: str) -> tuple[Split, Split]:
 
     Args:
         data: The official directory, its parent, a directory with the ``.npz`` file, or that file.
-        layout: Data set.
+        layout: Names of the files of the data set.
         recipe: Name of the recipe, for the error message.
 
     Raises:
         FileNotFoundError: a file does not exist. The message names the file and the directory.
-        ValueError: a file is damaged, or does not contain what its name says.
+        ValueError: a file is damaged, or contains something else.
     """
     wanted = f"{layout.folder} or {layout.archive}"
     data = require_directory(data, recipe, wanted)

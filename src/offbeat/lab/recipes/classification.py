@@ -1,4 +1,4 @@
-"""Tasks of image classification: cross-entropy, top-k accuracies, and the optimizer of most."""
+"""Tasks of image classification, with cross-entropy as the loss and top-k accuracies as metrics."""
 
 from collections.abc import Callable
 
@@ -26,20 +26,19 @@ def classification_task(
     batch_size: int,
     metrics: dict[str, int],
     test_batch_size: int = 1000,
-    readers: int = 0,
 ) -> Task:
     """Return a classification task with cross-entropy loss.
 
     Args:
         setup: Properties of the run.
-        make_model: Function that builds the model. Called after torch's generator is seeded.
+        make_model: Function that builds the model. It is called after torch's global generator is
+            seeded.
         optimize: Function that builds the optimizer and the scheduler.
-        train: Training set of pairs of an image and its label.
+        train: Training set. A sample is a pair of an image and its label.
         test: Test set of such pairs.
         batch_size: Number of samples per worker and step.
         metrics: Metric name → k of the top-k accuracy.
-        test_batch_size: Largest number of images per batch of an evaluation.
-        readers: Number of processes that load batches when the model is on a GPU.
+        test_batch_size: Largest number of images per batch in an evaluation.
     """
     torch.manual_seed(setup.seed)
     model = make_model()
@@ -53,13 +52,12 @@ def classification_task(
         batch_size=batch_size,
         steps=steps,
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        evaluate=accuracy(test, metrics, batch_size=test_batch_size, readers=readers),
-        readers=readers,
+        evaluate=accuracy(test, metrics, batch_size=test_batch_size),
     )
 
 
 def sgd_warmup_cosine(lr: float, weight_decay: float) -> Optimize:
-    """Return SGD with momentum 0.9, a warm-up and a cosine decay over the run."""
+    """Return a function that creates SGD with momentum 0.9 and a ``warmup_cosine`` schedule."""
 
     def optimize(model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
         optimizer = SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)

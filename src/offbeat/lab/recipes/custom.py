@@ -1,4 +1,8 @@
-"""Custom recipes: a function in the user's file, addressed by the file's path."""
+"""Custom recipes: functions in a Python file of the user.
+
+Commands load such a recipe by ``path/to/file.py``, or by ``path/to/file.py:NAME`` if the file has
+several.
+"""
 
 import importlib.util
 import random
@@ -26,20 +30,21 @@ SUFFIX = ".py"
 def recipe(
     *, metric: str, target: float, epochs: float, higher_is_better: bool = True
 ) -> Callable[[Callable[[Setup], Task]], Recipe]:
-    """Turn a function ``f(setup) -> Task`` into a recipe that commands find by ``path/to/file.py``.
+    """Return a decorator that turns a function ``f(setup) -> Task`` into a recipe.
 
-    Every worker calls the function. All random generators are seeded alike before the call, so that
-    all workers build the same model. The first line of the function's docstring describes the
-    recipe.
+    Every worker calls the function. The generators of torch, NumPy and ``random`` are seeded with
+    the same number on all workers before the call, so that all workers build the same model. The
+    first line of the function's docstring becomes the description of the recipe.
 
     Args:
         metric: Name of the metric of ``Task.evaluate`` that is compared with the target.
-        target: Value of the metric whose time to accuracy is compared.
-        epochs: Default passes over the training set by all workers together (> 0).
+        target: Value of the metric. Runs are compared by the time in which they reach it.
+        epochs: Default number of passes over the training set, by all workers together (> 0).
         higher_is_better: True if larger values of the metric are better.
 
     Raises:
-        TypeError, ValueError: target or epochs is not a number, or epochs is not positive.
+        TypeError: ``target`` or ``epochs`` is not a number.
+        ValueError: ``epochs`` is not positive.
     """
     require_number("target", target)
     require_number("epochs", epochs, POSITIVE)
@@ -98,7 +103,7 @@ def is_file_recipe(name: str) -> bool:
 
 
 def load_file_recipe(text: str) -> Recipe:
-    """Return a recipe from a file.
+    """Return the recipe with the address ``text``.
 
     Args:
         text: ``path/to/file.py:NAME``, or ``path/to/file.py`` if the file has only one recipe.
@@ -128,17 +133,18 @@ def load_file_recipe(text: str) -> Recipe:
 @cache
 def _run(path: Path, modified: int) -> dict[str, Recipe]:
     """Execute a file and return its recipes by name. Executes it again if ``modified`` changes."""
-    if str(path.parent) not in sys.path:  # the file may import its neighbours, as a script may
+    if str(path.parent) not in sys.path:  # the file may import modules of its directory
         sys.path.insert(0, str(path.parent))
     name = f"offbeat_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look classes up there
+    sys.modules[name] = module  # where dataclasses and pickle search for classes
     with explain_errors(path, "it cannot be run"):
         spec.loader.exec_module(module)
-    return {one.name: one for one in vars(module).values() if isinstance(one, Recipe) and one.file}
+    values = vars(module).values()
+    return {value.name: value for value in values if isinstance(value, Recipe) and value.file}
 
 
 def first_samples(dataset: Dataset[Any], count: int) -> Samples:
@@ -150,7 +156,8 @@ def try_out(recipe: Recipe, task: Task) -> None:
     """Compute the loss and the metrics of two samples, to find errors before a run starts.
 
     Raises:
-        ValueError: the computation fails, or a result has the wrong type.
+        ValueError: the computation fails, the loss is not a scalar with a gradient, or
+            ``recipe.metric`` is missing.
     """
     assert recipe.file is not None
     with torch.random.fork_rng(devices=[]):
@@ -162,8 +169,8 @@ def try_out(recipe: Recipe, task: Task) -> None:
             loss.backward()
             task.optimizer.zero_grad()
         with explain_errors(recipe.file, "evaluate"):
-            few = first_samples(task.evaluate.dataset, 2)
-            metrics = replace(task.evaluate, dataset=few)(task.model)
+            two = first_samples(task.evaluate.dataset, 2)
+            metrics = replace(task.evaluate, dataset=two)(task.model)
     if recipe.metric not in metrics:
         raise ValueError(
             f"{recipe.file}: evaluate gives {', '.join(metrics) or 'no metric'}, but the metric of "

@@ -1,4 +1,4 @@
-"""Data sets that return whole batches, and functions on batches."""
+"""Data sets that read a whole batch at once, and functions on batches."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -12,11 +12,11 @@ Batch = tuple[Tensor, ...]
 
 
 class Samples(Dataset[Batch], ABC):
-    """Map-style data set of tuples of tensors that also accepts a list of indices.
+    """Map-style data set of tuples of tensors. Indexing it with a list reads a whole batch.
 
     Attributes:
-        labels: Label of every sample (n, integers), available without reading a sample. None if
-            the samples have no single label.
+        labels: Labels of all samples (n integers), available without reading the samples. None:
+            the samples have no labels.
     """
 
     labels: Tensor | None = None
@@ -36,12 +36,12 @@ class Samples(Dataset[Batch], ABC):
 
 
 class TensorData(Samples):
-    """Samples in memory. One indexing operation per tensor reads a whole batch.
+    """Samples in memory.
 
     Args:
-        tensors: Tensors whose first dimension is the sample. If there are several and the last one
-            is one-dimensional, it holds the labels.
-        change: Transformation of every batch, such as augmentation; None for none.
+        tensors: Tensors whose first dimension counts samples. If there are several and the last one
+            is one-dimensional, it contains the labels.
+        change: Function that transforms every batch, for example for augmentation. None: no change.
     """
 
     def __init__(self, *tensors: Tensor, change: Callable[[Batch], Batch] | None = None) -> None:
@@ -58,7 +58,7 @@ class TensorData(Samples):
 
 
 class Collated(Samples):
-    """Any map-style data set as ``Samples``, stacked by torch's ``default_collate``."""
+    """Wraps any map-style data set. torch's ``default_collate`` stacks its samples."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self._dataset: Any = dataset
@@ -68,7 +68,7 @@ class Collated(Samples):
         return len(self._dataset)
 
     def batch(self, indices: list[int]) -> Batch:
-        """Return the collated items at ``indices``. A list of tensors becomes a tuple."""
+        """Return the batch at ``indices``. If ``default_collate`` gives a list, return a tuple."""
         fetch = getattr(self._dataset, "__getitems__", None)
         items = fetch(indices) if fetch else [self._dataset[index] for index in indices]
         batch: Any = default_collate(items)
@@ -76,10 +76,10 @@ class Collated(Samples):
 
 
 def labels_of(dataset: Any) -> Tensor | None:
-    """Return the labels of a data set without reading its samples, or None if it has none.
+    """Return the labels of a data set without reading its samples, or None if it has no labels.
 
     Supports torch's ``TensorDataset`` and ``Subset``, and any data set with an attribute ``labels``
-    or ``targets``, as torchvision's have.
+    or ``targets``. The data sets of torchvision have such an attribute.
     """
     if isinstance(dataset, Subset):
         labels = labels_of(dataset.dataset)
@@ -98,7 +98,7 @@ def as_samples(dataset: Dataset[Any]) -> Samples:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with all tensors on ``device``. Tuples, lists and mappings may nest."""
+    """Copy the tensors in nested tuples, lists and mappings to ``device``. Lists become tuples."""
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
@@ -114,19 +114,19 @@ def load_batches(dataset: Samples, batches: list[list[int]], readers: int = 0) -
     Args:
         dataset: Data set to read.
         batches: Sample indices of each batch.
-        readers: Number of processes that read ahead; 0 reads on the calling thread.
+        readers: Number of processes that read ahead. 0: the calling thread reads.
     """
     return DataLoader(
         dataset,
         batch_size=None,
         sampler=batches,
         num_workers=readers,
-        generator=torch.Generator(),  # without one, each pass draws from torch's global generator
+        generator=torch.Generator(),  # by default a loader draws from torch's global generator
     )
 
 
 def shifted(images: Tensor, reach: int) -> Tensor:
-    """Shift each image (n×C×H×W) by up to ``reach`` pixels in both directions.
+    """Shift each image (n×C×H×W) at random, by up to ``reach`` pixels in each dimension.
 
     Torch's global generator draws the shifts. Zeros fill the border.
     """
@@ -139,6 +139,6 @@ def shifted(images: Tensor, reach: int) -> Tensor:
 
 
 def shift_images(batch: Batch) -> Batch:
-    """Shift the images of a batch by −1, 0 or 1 pixels in both directions."""
+    """Shift each image of a batch at random, by −1, 0 or 1 pixels in each dimension."""
     images, *rest = batch
     return (shifted(images, 1), *rest)

@@ -1,4 +1,4 @@
-"""Handwritten digits of 8×8 pixels, bundled with scikit-learn. A small CNN trains in seconds."""
+"""Recipe ``digits``: a small CNN on the 8×8 images of handwritten digits in scikit-learn."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,10 @@ from offbeat.lab.recipes.files import shared
 
 @shared
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return training images (1437×1×8×8, in [0, 1]) and labels, test images (360) and labels."""
+    """Return 1437 training images and their labels, and 360 test images and their labels.
+
+    Images are n×1×8×8, in [0, 1].
+    """
     images, labels = _read()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     test, train = order[:360], order[360:]
@@ -27,8 +30,8 @@ def _read() -> tuple[Tensor, Tensor]:
     package = find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         raise ImportError("the digits recipe needs scikit-learn: pip install 'offbeat[recipes]'")
-    # Importing scikit-learn would take each worker about as long as importing torch. Its file has
-    # one line per image: 64 pixels and the label.
+    # Read the file directly, because importing scikit-learn takes about as long as importing torch.
+    # The file has one line per image: 64 pixels from 0 to 16, and the label.
     file = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     lines = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
     return lines[:, :-1].reshape(-1, 1, 8, 8) / 16, lines[:, -1].to(torch.int64)
@@ -52,7 +55,7 @@ def make_model() -> nn.Module:
 
 
 def build(setup: Setup) -> Task:
-    """Build the task. Random shifts by one pixel augment the training images."""
+    """Build the task. Training images are augmented by random shifts of up to one pixel."""
     train_x, train_y, test_x, test_y = load()
     return classification_task(
         setup,

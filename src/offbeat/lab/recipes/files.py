@@ -13,10 +13,15 @@ T = TypeVar("T")
 
 
 def require_directory(data: Path | None, recipe: str, needs: str) -> Path:
-    """Return ``data``.
+    """Return ``data``, after checking that it was given.
+
+    Args:
+        data: Path given by ``--data``, or None.
+        recipe: Name of the recipe, for the error message.
+        needs: Description of the files that the recipe needs, for the error message.
 
     Raises:
-        FileNotFoundError: ``data`` is None, because the run has no ``--data``.
+        FileNotFoundError: ``data`` is None.
     """
     if data is None:
         raise FileNotFoundError(f"the {recipe} recipe needs --data DIR with {needs}")
@@ -36,22 +41,28 @@ def find_file(folder: Path, names: Sequence[str]) -> Path:
 
 
 def not_found(wanted: str, folder: Path, *, several: bool) -> FileNotFoundError:
-    """Return the error for files that are not in ``folder``."""
+    """Return an error that says that ``wanted`` is not in ``folder``.
+
+    Args:
+        wanted: The file names, as text.
+        folder: Directory in which the files were expected.
+        several: True if ``wanted`` names alternatives.
+    """
     missing = "but neither is there" if several else "but it is not there"
     problem = missing if folder.exists() else "which does not exist"
     return FileNotFoundError(f"looked for {wanted} in {folder}, {problem}")
 
 
 def shared(load: Callable[P, T]) -> Callable[P, T]:
-    """Let all workers of a process share the tensors that ``load`` returns.
+    """Cache the tensors that ``load`` returns, so that all workers of a process share them.
 
-    Simulated workers are threads of one process, so each would otherwise hold a copy. Only weak
-    references to the tensors are stored: when the last task that uses them is deleted, the memory
-    is freed, and a later call loads the data again.
+    Simulated workers are threads of one process, and would otherwise hold one copy each. The cache
+    stores weak references. When the last task that uses the tensors is deleted, they are freed. A
+    later call loads them again.
 
     Args:
-        load: Function that returns tensors and plain values, in tuples of any depth. Its result
-            must depend on its arguments alone. No caller may write to the tensors.
+        load: Function that returns tensors and plain values, in nested tuples. Its result must
+            depend only on its arguments. Callers must not write to the tensors.
     """
     loaded: dict[Any, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Evaluation data and metrics, divisible among workers."""
+"""Evaluation of a model on held-out data. Workers can divide the data among themselves."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ from torch.utils.data import Dataset
 from offbeat.lab.recipes.datasets import Samples, as_samples, load_batches, to_device
 
 Share = dict[str, list[float]]
-"""Metric name → sum over the samples of each batch that one worker evaluated."""
+"""Score name → sums of the score over the samples of a batch, one per batch of one worker."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Evaluation data and scores. Each metric is a mean over samples.
+    """Held-out samples, and scores whose means over the samples are the metrics.
 
-    Means let the workers divide the evaluation: each evaluates every N-th batch, and ``combine``
-    adds the sums. Calling the object with a model evaluates all batches.
+    The N workers divide the evaluation: each evaluates every N-th batch with ``share``, and
+    ``combine`` adds the sums. Calling the object with a model evaluates all batches on one worker.
 
     Attributes:
         dataset: The samples.
-        scores: Function (model in evaluation mode, batch on its device) → score name → one value
-            per sample.
-        batch_size: Largest number of samples per batch. Batches shrink if the data would otherwise
-            give fewer batches than workers.
-        readers: Number of processes that read ahead when the model is on a GPU.
-        metrics: Function from the means by name to the metrics by name. None: the means are the
-            metrics.
+        scores: Function (model in evaluation mode, batch on the model's device) → dictionary from
+            score name to a tensor with one value per sample.
+        batch_size: Largest number of samples per batch. Batches are smaller if there would
+            otherwise be fewer batches than workers.
+        readers: Number of processes that read ahead, if the model is on a GPU. On a CPU, none do.
+        metrics: Function from the mean of each score to the metrics, both as dictionaries by name.
+            None: the means are the metrics.
     """
 
     dataset: Dataset[Any]
@@ -54,9 +54,9 @@ class HeldOut:
     def share(
         self, model: nn.Module, rank: int = 0, size: int = 1, *, most: int | None = None
     ) -> Share:
-        """Evaluate the batches of worker ``rank`` of ``size``, or the first ``most`` of them.
+        """Evaluate the batches of worker ``rank`` of ``size``, or only the first ``most`` of them.
 
-        Leaves the model in training mode and torch's random state unchanged.
+        The model is in training mode afterwards. Torch's random state does not change.
 
         Raises:
             ValueError: ``scores`` did not return one value per sample.
@@ -80,10 +80,10 @@ class HeldOut:
         return sums
 
     def combine(self, shares: Sequence[Share]) -> dict[str, float]:
-        """Return the metrics of all samples from the shares of all workers in rank order.
+        """Return the metrics over all samples, from the shares of all workers in rank order.
 
-        The sums are added in the order of the batches. The result therefore has the same bits for
-        every division of the same batches among workers.
+        The sums are added in the order of the batches. The result therefore has the same bits
+        however the same batches are divided among workers.
         """
         count = len(self.samples)
         means = {}
@@ -104,9 +104,9 @@ def accuracy(
 
     Args:
         dataset: Pairs of an input and its label.
-        names: Metric name → k. A k above the number of classes is the number of classes.
+        names: Metric name → k. If k exceeds the number of classes, the metric is 1.
         batch_size: Largest number of inputs per batch.
-        readers: Number of processes that read ahead when the model is on a GPU.
+        readers: Number of processes that read ahead, if the model is on a GPU.
     """
 
     def hits(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:

@@ -1,4 +1,8 @@
-"""A small CNN on MNIST, or on a data set with its file names and shapes, like Fashion-MNIST."""
+"""Recipe ``mnist:cnn``: a small CNN on MNIST.
+
+It also trains on data sets with the same file names and shapes, such as Fashion-MNIST. The files
+are in the IDX format: a header with the shape, then the bytes.
+"""
 
 import gzip
 import math
@@ -25,10 +29,10 @@ FILES = (
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read an IDX file of unsigned bytes, plain or gzipped, into a uint8 tensor of its shape.
+    """Read an IDX file of unsigned bytes into a uint8 tensor. The file may be gzipped.
 
     Raises:
-        ValueError: the file is not an IDX file of bytes, or its header contradicts its length.
+        ValueError: the file is not an IDX file of bytes, or its length does not fit its header.
     """
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -52,7 +56,7 @@ def read_split(folder: Path, images: str, labels: str) -> tuple[Tensor, Tensor]:
     """Read images (n×28×28 bytes) and their labels (n bytes, 0 to 9) from two files.
 
     Raises:
-        FileNotFoundError: a file does not exist, plain or with ``.gz``.
+        FileNotFoundError: a file does not exist, neither plain nor gzipped.
         ValueError: a file is not an IDX file, the images are not 28×28, the numbers of images and
             labels differ, or a label is above 9.
     """

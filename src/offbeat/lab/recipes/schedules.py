@@ -9,12 +9,12 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 
 def warmup_cosine(optimizer: Optimizer, steps: int, warmup: float = 0.1) -> LRScheduler:
-    """Return a linear warm-up followed by a half cosine down to 1 % of the learning rate.
+    """Return a linear warm-up to the learning rate, then half a cosine down to 1 % of it.
 
     Args:
         optimizer: The optimizer.
         steps: Number of steps of the run.
-        warmup: Share of the steps that belong to the warm-up, in [0, 1].
+        warmup: Share of the steps in the warm-up, in [0, 1].
     """
     rising = max(1, round(warmup * steps))
 
@@ -32,14 +32,14 @@ def decay_at(
 ) -> LRScheduler:
     """Return a schedule that multiplies the learning rate by ``factor`` at each milestone.
 
-    Milestones count the samples of all workers, and step t is sample t · ``samples_a_step``. N
-    workers therefore decay after as many samples as one worker does, in N times fewer steps.
+    Milestones are numbers of samples that all workers together have read. For N workers the rate
+    therefore decays after the same number of samples as for one worker, in N times fewer steps.
 
     Args:
         optimizer: The optimizer.
         milestones: Numbers of samples in ascending order.
-        factor: Factor on the learning rate.
-        samples_a_step: Batch size × number of workers.
+        factor: Factor on the learning rate at each milestone.
+        samples_a_step: Samples that all workers read in one step: batch size × number of workers.
     """
     return LambdaLR(optimizer, lambda t: factor ** bisect_right(milestones, t * samples_a_step))
 
@@ -49,6 +49,6 @@ def decay_every(
 ) -> LRScheduler:
     """Return a schedule that multiplies the learning rate by ``factor`` every ``samples`` samples.
 
-    Counts the samples of all workers, as ``decay_at`` does.
+    Samples of all workers together are counted, as in ``decay_at``.
     """
     return LambdaLR(optimizer, lambda t: factor ** (t * samples_a_step // samples))

@@ -1,4 +1,4 @@
-"""A byte-level language model on the source text of the installed Python standard library."""
+"""Recipe ``stdlib-lm``: a byte-level language model of the source text of Python's library."""
 
 import math
 import sysconfig
@@ -15,17 +15,17 @@ from offbeat.lab.recipes.models.transformers import ByteTransformer, next_token_
 from offbeat.lab.recipes.schedules import warmup_cosine
 
 BATCH_SIZE = 16
-CONTEXT = 128  # bytes that a sample predicts
-MAX_BYTES = 4_000_000  # of training text
-TEST_WINDOWS = 256
+CONTEXT = 128  # number of bytes that the model predicts in a sample
+MAX_BYTES = 4_000_000  # largest size of the training text, and of the test text
+TEST_WINDOWS = 256  # number of test samples, evenly spaced in the test text
 
 
 @cache
 def load() -> tuple[Tensor, Tensor]:
-    """Return training and test text as uint8 windows of CONTEXT + 1 bytes.
+    """Return the training and the test samples: windows of CONTEXT + 1 bytes, uint8.
 
-    Every tenth file is test text. The files are sorted by path and exclude tests and site packages,
-    so that the same Python version gives the same data.
+    Every tenth file belongs to the test text. Files are sorted by path, and tests and site packages
+    are skipped, so that the same version of Python gives the same data.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}

@@ -1,4 +1,7 @@
-"""WikiText, word by word: the SelSync paper's transformer."""
+"""Recipe ``wikitext:transformer``: the word-level language model of the SelSync paper on WikiText.
+
+"The paper" is Tyagi & Swany, arXiv 2307.07950.
+"""
 
 import math
 from array import array
@@ -16,20 +19,20 @@ from offbeat.lab.recipes.schedules import decay_every
 
 BATCH_SIZE = 20
 METRIC = "test perplexity"
-CONTEXT = 35  # words that a sample predicts
-DECAY_STEPS, PAPER_WORKERS = 2000, 16
+CONTEXT = 35  # number of words that the model predicts in a sample
+DECAY_STEPS, PAPER_WORKERS = 2000, 16  # the paper's steps between decays, and number of workers
 TRAIN_FILES = ("wiki.train.tokens", "train.txt")
 TEST_FILES = ("wiki.test.tokens", "test.txt")
 NEEDS = "wiki.train.tokens, wiki.test.tokens (or train.txt, test.txt)"
 
 
 def read_words(path: Path, vocabulary: dict[str, int], *, grow: bool) -> Tensor:
-    """Return the numbers of all words of a text (int32), with ``<eos>`` after every line.
+    """Return the words of a text as numbers (int32). The word ``<eos>`` follows every line.
 
     Args:
         path: UTF-8 text file with words separated by white space.
         vocabulary: Word → number. Contains ``<unk>``.
-        grow: True to add unknown words to the vocabulary, False to read them as ``<unk>``.
+        grow: True to add unknown words to the vocabulary, False to replace them by ``<unk>``.
 
     Raises:
         ValueError: the file is empty or not UTF-8 text.
@@ -54,11 +57,11 @@ def read_words(path: Path, vocabulary: dict[str, int], *, grow: bool) -> Tensor:
 def windows(words: Tensor) -> Tensor:
     """Cut a text into samples of CONTEXT + 1 words that overlap by one word.
 
-    Every word after the first is thus predicted once, except for a tail that does not fill a
-    sample.
+    Every word except the first is thus predicted once. The last words are dropped if they do not
+    fill a sample.
 
     Raises:
-        ValueError: the text is shorter than a sample.
+        ValueError: the text has fewer words than a sample.
     """
     if len(words) <= CONTEXT:
         raise ValueError(f"a text must have more than {CONTEXT} words, got {len(words)}")
@@ -82,22 +85,25 @@ def load(data: Path | None) -> tuple[Tensor, Tensor, int]:
 
 
 def nats_per_word(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return the mean cross-entropy over the words of each sample, in nats."""
+    """Return the mean cross-entropy over the words of each sample, in nats.
+
+    The score is named ``METRIC``, because ``perplexity`` computes the metric of that name from it.
+    """
     return {METRIC: token_losses(model, batch).mean(1)}
 
 
 def perplexity(means: dict[str, float]) -> dict[str, float]:
-    """Return exp of the mean cross-entropy, capped so that it stays finite after divergence."""
+    """Return exp(mean cross-entropy), with the mean limited to 100 so that the result is finite."""
     return {METRIC: math.exp(min(means[METRIC], 100.0))}
 
 
 def build(setup: Setup) -> Task:
     """Build the task.
 
-    The paper decays the rate every 2000 steps of 16 workers with batches of 20. Here it decays
-    every 640,000 samples of all workers, for any number of workers. Gradients are clipped at norm
-    2, as in the paper's published code. The paper does not mention clipping, but without it the
-    loss is NaN after a few dozen steps.
+    In the paper, the learning rate decays every 2000 steps of 16 workers with batches of 20. Here
+    it decays every 640,000 samples, for any number of workers. Gradients are clipped at norm 2,
+    as in the paper's published code. The paper does not mention clipping, but without it the loss
+    is NaN after a few dozen steps.
     """
     train, test, words = load(setup.data)
     torch.manual_seed(setup.seed)

@@ -1,4 +1,4 @@
-"""Tables, figures and pages, made from results only."""
+"""Reports of a comparison of training methods: tables, figures and an HTML page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Return all tables as Markdown with captions and notes, and the metrics at the end."""
+    """Return all tables as Markdown, with captions, notes and the final values of other metrics."""
     parts = [table(results).markdown(), *(f"{note}\n" for note in notes(results))]
     more = (times_to_targets(results), differences(results))
     parts += [extra.markdown() for extra in more if extra is not None]
@@ -51,10 +51,10 @@ def markdown(results: Sequence[Result]) -> str:
 def write_report(results: Sequence[Result], output: Path) -> dict[str, Path]:
     """Write ``table.md``, ``plot.png`` and ``report.html`` into the directory ``output``.
 
-    Writes no plot if matplotlib is not installed.
+    The plot is left out if matplotlib is not installed.
 
     Returns:
-        Paths of the files by "table", "plot" and "report".
+        Paths of the written files, by the keys "table", "plot" and "report".
     """
     paths = {"table": output / "table.md"}
     paths["table"].write_text(markdown(results), encoding="utf-8")

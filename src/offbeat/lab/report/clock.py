@@ -1,8 +1,9 @@
 """Correction of times for a machine whose speed changes during a comparison.
 
-A *calibrated* run has measured its local step time, the step time without communication, before
-the training and at each evaluation (``Result.turns``; see ``lab/step_time.py``). Its times are
-rescaled as if the local step time had been constant.
+The *local step time* is the time of a training step without communication. A *calibrated* run has
+measured it before the training and at each evaluation (``Result.turns``). Its times are rescaled as
+if the local step time had been constant. The *ideal* is the baseline ``ideal``: BSP timed without
+communication.
 """
 
 import math
@@ -26,13 +27,12 @@ def on_one_clock(results: Sequence[Result], step_seconds: float | None = None) -
     - the step time of the ideal's run with this seed, if there is one,
     - otherwise the mean over all calibrations with this seed.
 
-    The ideal's times become steps × this step time. Other runs without calibrations are unchanged.
-    If no run is calibrated and ``step_seconds`` is None, nothing changes. The function is
-    idempotent.
+    The times of the ideal become steps · local step time. Other runs without calibrations are
+    unchanged. If no run is calibrated and ``step_seconds`` is None, nothing changes.
 
     Args:
         results: Results of one comparison.
-        step_seconds: Local step time for all seeds. None: a step time per seed, as above.
+        step_seconds: One local step time for all seeds, instead of the above.
     """
     by_seed = _step_seconds(results) if took_turns(results) else {}
     scaled = []
@@ -64,13 +64,13 @@ def _step_seconds(results: Sequence[Result]) -> dict[int, float]:
 def at_pace(run: Result, step_seconds: float) -> Result:
     """Rescale a calibrated run to a machine whose local step time is always ``step_seconds``.
 
-    The time between two calibrations is multiplied by ``step_seconds`` / a, where a is the mean of
-    the two measured local step times.
+    Between two calibrations, the time is multiplied by ``step_seconds`` / a, where a is the mean of
+    the local step times that they measured.
     """
-    alone = {turn.step: turn.step_seconds for turn in run.turns}
+    measured = {turn.step: turn.step_seconds for turn in run.turns}
     points, last_step, last_seconds, now = [], 0, 0.0, 0.0
     for point in run.points:
-        around = statistics.fmean((alone[last_step], alone[point.step]))
+        around = statistics.fmean((measured[last_step], measured[point.step]))
         now += (point.seconds - last_seconds) * step_seconds / around
         last_step, last_seconds = point.step, point.seconds
         points.append(replace(point, seconds=now))
@@ -79,5 +79,5 @@ def at_pace(run: Result, step_seconds: float) -> Result:
 
 
 def step_of(run: Result) -> float:
-    """Return the mean seconds of a step over the whole run."""
+    """Return the mean duration of a step over the whole run, in seconds."""
     return run.seconds / run.points[-1].step

@@ -1,6 +1,6 @@
 """Further tables of a comparison: times to common targets, paired differences, measured links.
 
-The *ideal* is the method named ``ideal``: BSP without communication time, the speed-up limit.
+The *ideal* is the baseline ``ideal``: BSP timed without communication, the speed-up limit.
 """
 
 import statistics
@@ -17,14 +17,16 @@ from offbeat.units import show_bandwidth, show_seconds
 def times_to_targets(results: Sequence[Result], *, ranges: bool = True) -> Table | None:
     """Return a table of the seconds in which each method reaches three common targets.
 
-    A target is a share, such as 95 %, of the ideal's final metric (``targets_of``). A cell holds
-    the median seconds over the seeds and, in brackets, the ideal's seconds divided by them, in
-    percent. If a run did not reach the target, the cell says so instead. Returns None if the ideal
-    was not run.
+    A target is a share, such as 95 %, of the ideal's final metric. A cell holds the method's median
+    seconds over the seeds. In brackets it holds the ideal's seconds divided by the method's, in
+    percent. If a run did not reach the target, the cell says so instead.
 
     Args:
         results: Results of one comparison.
         ranges: True to show the range over the seeds after each median.
+
+    Returns:
+        The table, or None if the comparison has no run of the ideal.
     """
     rows = rows_of(results)
     ideal = ideal_of(rows)
@@ -59,10 +61,13 @@ def _time_to(row: Row, ideal: Row, target: float, *, ranges: bool) -> str:
 def differences(results: Sequence[Result]) -> Table | None:
     """Return a table of the differences between each method and a reference.
 
-    The reference is the ideal, or the first row if the ideal was not run. Runs are paired by seed
-    and compared in the final metric and in the training time. A cell holds the mean difference over
-    the seeds and its 95 % interval by Student's t. Methods that share fewer than two seeds with the
-    reference are left out. Returns None if no method remains.
+    The reference is the ideal or, if the ideal was not run, the first method. Runs with the same
+    seed are compared in the final metric and in the training time. A cell holds the mean difference
+    over the seeds and its 95 % confidence interval (Student's t). Methods that share fewer than two
+    seeds with the reference are left out.
+
+    Returns:
+        The table, or None if no method remains.
     """
     rows = rows_of(results)
     base = ideal_of(rows) or rows[0]
@@ -95,7 +100,11 @@ def _difference(values: Sequence[float], form: str, unit: str = "") -> str:
 
 
 def links(results: Sequence[Result]) -> Table | None:
-    """Return a table of the links before and after each training, or None if none was measured."""
+    """Return a table of bandwidth and latency of the links before and after each training.
+
+    Returns:
+        The table, or None if no run measured its links.
+    """
     rows = rows_of(results)
     with_ideal = has_ideal(results)
     cells = []

@@ -1,4 +1,8 @@
-"""Figures, made from results only: curves, shares of the ideal, and split of the time."""
+"""Figures of a comparison: curves, speeds relative to the ideal, and split of the training time.
+
+A *row* is a method with its runs over the seeds. The *ideal* is the baseline ``ideal``: BSP timed
+without communication. A *peer* is a method of torch or another package.
+"""
 
 import math
 import statistics
@@ -16,7 +20,7 @@ _WRAP = 26  # largest number of characters per line of a label
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Write the curves as PNG.
+    """Write the curves of the metric over training time as PNG.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -30,7 +34,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
 
 def curves(results: Sequence[Result]) -> str:
-    """Return the metric over training time as SVG: median over seeds, with a band of the range."""
+    """Return the curves of the metric over training time as SVG: median and range over seeds."""
     figure, axes = new_figure(_WIDTH, 3.4 + 0.18 * len(rows_of(results)), dpi=72)
     _draw_curves(axes, results, INK)
     _draw_legend(figure, axes, "lower", columns=1)
@@ -42,7 +46,7 @@ def _draw_curves(axes: Any, results: Sequence[Result], ink: str) -> None:
     first = results[0]
     for number, row in enumerate(rows_of(results)):
         seconds, middle, low, high = curve_of(row)
-        colour = f"C{number % 10}"  # of matplotlib's cycle
+        colour = f"C{number % 10}"  # matplotlib's cycle of ten colours
         dash = "-" if number < 10 else "--"
         axes.plot(seconds, middle, dash, color=colour, marker="o", markersize=3, label=row.name)
         if len(row.runs) > 1:
@@ -71,11 +75,11 @@ def _draw_curves(axes: Any, results: Sequence[Result], ink: str) -> None:
 
 
 Curve = tuple[list[float], list[float], list[float], list[float]]
-"""Seconds, median metric, lowest metric and highest metric of each evaluation."""
+"""Lists of seconds, median metric, lowest metric and highest metric, one item per evaluation."""
 
 
 def curve_of(row: Row) -> Curve:
-    """Return the medians and ranges over the seeds, up to the end of the shortest run."""
+    """Return medians and ranges over the seeds, for as many evaluations as all runs have."""
     columns = [*zip(*(run.points for run in row.runs), strict=False)]
     metrics = [[point.metric for point in column] for column in columns]
     return (
@@ -87,10 +91,14 @@ def curve_of(row: Row) -> Curve:
 
 
 def shares(results: Sequence[Result]) -> str | None:
-    """Return the ideal's time over each method's to the targets of ``SHARES``, as SVG.
+    """Return a figure of each method's speed relative to the ideal, as SVG.
 
-    A target that a run of the method did not reach has no mark. Returns None if the ideal was not
-    run.
+    The relative speed is the ideal's time to a target, divided by the method's. Each target is a
+    share of the ideal's final metric (``SHARES``). A target that a run of the method did not reach
+    has no mark.
+
+    Returns:
+        The figure, or None if the ideal was not run.
     """
     rows = rows_of(results)
     ideal = ideal_of(rows)
@@ -123,12 +131,18 @@ _COLOURS = ("C0", "C1", "C3", "C7")
 
 
 def time_split(row: Row, rows: Sequence[Row]) -> dict[str, float]:
-    """Return the known shares of ``PARTS`` in a row's training time, as medians over seeds.
+    """Split a row's training time into parts.
 
-    Computing is the time of as many steps of the ideal. Other work is the rest of the time not
-    spent waiting: encoding, averaging, hooks. The waiting time of a peer is unknown, so waiting and
-    other work are one part. Without the ideal, computing is all time not spent waiting, and for a
-    peer all time is one part.
+    - Computing is the time that the ideal takes for as many steps.
+    - Waiting was measured by Offbeat's strategies.
+    - Other work is the rest: encoding, averaging, hooks.
+
+    The waiting time of a peer is unknown, so "waiting and other" is one part. Without the ideal,
+    computing and other work cannot be separated: computing is then all time not spent waiting, and
+    all time of a peer is "waiting and other".
+
+    Returns:
+        Fraction of the training time by name in ``PARTS``, as the median over seeds.
     """
     ideal = ideal_of(rows)
     step_seconds = None

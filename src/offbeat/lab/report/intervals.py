@@ -26,7 +26,7 @@ class Interval:
 
 
 def interval_of(values: Sequence[float]) -> Interval:
-    """Return mean ± t·s/√n, for values that are approximately normal.
+    """Return mean ± t·s/√n for n approximately normal values with standard deviation s.
 
     Raises:
         ValueError: there are fewer than two values, which have no spread.
@@ -39,9 +39,9 @@ def interval_of(values: Sequence[float]) -> Interval:
 
 
 def t_quantile(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t.
+    """Return the 97.5 % quantile of Student's t with this number of degrees of freedom.
 
-    Above 30 degrees of freedom it is the asymptotic expansion about the normal quantile
+    Above 30 degrees it is computed by an asymptotic expansion about the normal quantile
     (Abramowitz & Stegun, 26.7.5).
     """
     if degrees <= len(_T):

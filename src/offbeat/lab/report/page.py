@@ -1,4 +1,4 @@
-"""A self-contained HTML page: figures, tables, all configurations and the command."""
+"""A self-contained HTML page of a comparison: figures, tables, configurations and the command."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from offbeat.lab.results import Result, public_job
 
 
 def page(results: Sequence[Result]) -> str:
-    """Return the HTML page of a comparison, without figures if matplotlib is not installed.
+    """Return the HTML page of a comparison. It has no figures if matplotlib is not installed.
 
     Raises:
         ImportError: Jinja2 is not installed.
@@ -51,7 +51,7 @@ def page(results: Sequence[Result]) -> str:
 
 
 def drawings(results: Sequence[Result]) -> list[tuple[str, str]]:
-    """Return pairs of a title and an SVG figure; none if matplotlib is not installed."""
+    """Return (title, SVG figure) for each figure of the page; none without matplotlib."""
     try:
         drawn = [
             (f"{results[0].metric} against seconds".capitalize(), figures.curves(results)),
@@ -66,7 +66,10 @@ def drawings(results: Sequence[Result]) -> list[tuple[str, str]]:
 def configurations(
     results: Sequence[Result],
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """Return the configuration that all runs share, and the rest of each run by its label."""
+    """Return the configuration that all runs share, and the other settings of each run.
+
+    The other settings are grouped by the run's label, its method with options.
+    """
     jobs = [public_job(run.job) for run in results]
     shared = {
         name: value for name, value in jobs[0].items() if all(job[name] == value for job in jobs)

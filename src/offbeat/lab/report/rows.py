@@ -1,4 +1,7 @@
-"""Rows of all tables and figures: a method with its runs over the seeds."""
+"""Rows of tables and figures. A row is a method with its runs over the seeds.
+
+The *ideal* is the baseline ``ideal``: BSP timed without communication, the speed-up limit.
+"""
 
 import math
 import statistics
@@ -13,16 +16,16 @@ _LR_SCALE = "--lr-scale "
 
 @dataclass(frozen=True)
 class Row:
-    """A method with its options, over its seeds.
+    """A method with its runs over the seeds.
 
     Attributes:
-        name: Strategy and the options that not all rows have.
-        runs: Result of each seed. If several factors on the learning rate were tried, those of the
-            best factor.
+        name: Strategy or baseline with its options, except the options that all rows share.
+        runs: Result of each seed. If several factors on the learning rate were tried, only the
+            results of the best factor.
         tried: Number of runs of the method, over all factors and seeds.
-        lr_scale: The chosen factor on the learning rate; None if there was no choice.
-        at_edge: True if the chosen factor is the smallest or largest one, so that a better one may
-            lie beyond.
+        lr_scale: Best factor on the learning rate; None if only one was tried.
+        at_edge: True if the best factor is the smallest or largest one that was tried. A better one
+            may then lie beyond.
     """
 
     name: str
@@ -33,16 +36,16 @@ class Row:
 
     @property
     def is_ideal(self) -> bool:
-        """True if the method is the ideal network."""
+        """True if the method is the ideal."""
         return self.runs[0].is_ideal
 
     @property
     def seconds_to_target(self) -> float | None:
-        """Median seconds to the recipe's target; None if a run did not reach it."""
+        """Median training seconds to the recipe's target; None if a run did not reach it."""
         return _median_or_none([run.time_to_target_seconds for run in self.runs])
 
     def median_seconds_to(self, target: float) -> float | None:
-        """Return the median seconds to ``target``, or None if a run did not reach it."""
+        """Return the median training seconds to ``target``, or None if a run did not reach it."""
         return _median_or_none([run.seconds_to(target) for run in self.runs])
 
 
@@ -52,11 +55,12 @@ def _median_or_none(values: Sequence[float | None]) -> float | None:
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
-    """Return the rows in order of appearance, with times on one clock.
+    """Return one row per method, in order of appearance.
 
-    Of several factors on the learning rate, the factor with the best mean final metric over the
-    seeds is chosen; of equal ones the nearest to 1. Factors with fewer seeds than others do not
-    count.
+    Times are corrected for changes of the machine's speed (``on_one_clock``). If a method was run
+    with several factors on the learning rate, its row shows the factor with the best mean final
+    metric over the seeds. Among equally good factors it is the one nearest to 1. Factors that were
+    run with fewer seeds than another one are not considered.
     """
     results = on_one_clock(results)
     shared = common_options(results)
@@ -98,7 +102,7 @@ def _score(runs: Sequence[Result]) -> float:
 
 
 def common_options(results: Sequence[Result]) -> tuple[str, ...]:
-    """Return the options of the method that all results share, such as ``--wire int8``."""
+    """Return the options that the methods of all results share, such as ``--wire int8``."""
     first, *others = (result.job.options for result in results)
     common = tuple(text for text in first if all(text in options for options in others))
     if any(result.lr_scales for result in results):
@@ -107,12 +111,12 @@ def common_options(results: Sequence[Result]) -> tuple[str, ...]:
 
 
 def ideal_of(rows: Sequence[Row]) -> Row | None:
-    """Return the row of the ideal, or None if the ideal was not run."""
+    """Return the row of the ideal, or None if there is none."""
     return next((row for row in rows if row.is_ideal), None)
 
 
 def share_of_ideal(row: Row, rows: Sequence[Row]) -> float | None:
-    """Return the ideal's time to the target over the row's, or None if one is unknown."""
+    """Return the ideal's seconds to the target divided by the row's; None if one is unknown."""
     ideal = ideal_of(rows)
     if ideal is None or not ideal.seconds_to_target or not row.seconds_to_target:
         return None
@@ -120,11 +124,11 @@ def share_of_ideal(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 SHARES = (0.95, 0.98, 0.995)
-"""Shares of the ideal's final metric. They define targets that do not depend on a method."""
+"""Shares of the ideal's final metric that serve as targets for all methods."""
 
 
 def targets_of(ideal: Row) -> dict[float, float]:
-    """Return the target of each share in ``SHARES``.
+    """Return the target metric of each share in ``SHARES``.
 
     The target is share · m if higher is better and m / share otherwise, where m is the ideal's
     median final metric.

@@ -1,4 +1,8 @@
-"""The main table of a comparison, its caption and its notes."""
+"""The main table of a comparison, its caption and its notes.
+
+The *ideal* is the baseline ``ideal``: BSP timed without communication. A *peer* is a method of
+torch or another package. LSSR is the share of steps without synchronization.
+"""
 
 import statistics
 from collections.abc import Sequence
@@ -23,31 +27,32 @@ HEADINGS = (
     "idle",
 )
 SHARE = "share of the ideal"
-"""Heading after the speed-up in a comparison with ``ideal``."""
+"""Additional heading, after the speed-up, in a comparison with the ideal."""
 SHARE_MEANS = (
-    "Share of the ideal is the time to target of ideal, which has the samples of bsp at the step "
-    "time of a worker that trains alone while the others do the same, divided by that of the row."
+    "Share of the ideal is the time to target of ideal divided by that of the row. The method "
+    "ideal trains like bsp, but its time is the number of steps times the step time of workers "
+    "that train without communication."
 )
 TUNED = ("lr x", "runs")
-"""Headings after the strategy in a comparison of several learning rates."""
+"""Additional headings, after the strategy, in a comparison of several learning rates."""
 TUNED_MEANS = (
     "Each method was tried with several factors on its learning rate (lr x). The row shows the "
     "factor with the best mean final metric, chosen on these runs. Runs counts all runs of the "
     "method. Edge: the best factor was the smallest or largest one tried."
 )
 CLOCK_MEANS = (
-    "Seconds are on one clock for runs with turns alone: scaled as if a step alone had always "
-    "taken the time it took in the run of ideal with the same seed, or without ideal the mean over "
-    "all turns with that seed."
+    "Seconds are on one clock: the times of runs with --turns are corrected for changes of the "
+    "machine's speed. They are scaled as if a step without communication had always taken as long "
+    "as in the run of ideal with the same seed or, without ideal, as the mean over all turns with "
+    "that seed."
 )
 
 
 def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
     """Return the main table: one row per method, medians over seeds, "-" for unknown values.
 
-    Speed-up is relative to the first row that is not the ideal. A comparison with the ideal also
-    has the share of the ideal (``SHARE_MEANS``). A comparison of several learning rates also has
-    the best factor and the number of runs (``TUNED_MEANS``).
+    Speed-up is relative to the first row that is not the ideal. If the ideal was run, there is a
+    column ``SHARE``. If several learning rates were tried, there are the columns ``TUNED``.
 
     Args:
         results: Results of one comparison.
@@ -83,7 +88,14 @@ def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
 
 
 def spread(values: Sequence[float | None], form: str, ranges: bool, unit: str = "") -> str:
-    """Return the median and, with several values, the range, or "-" if a value is unknown."""
+    """Return a cell with the median and range of ``values``, or "-" if a value is unknown.
+
+    Args:
+        values: One value per seed.
+        form: Format specification of a number, such as ".2f".
+        ranges: True to show the range if there are several values.
+        unit: Text to append.
+    """
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return "-"
@@ -101,8 +113,7 @@ def percent(share: float | None) -> str:
 def _has_lssr(result: Result) -> bool:
     """Return True if LSSR is defined, because all workers synchronize in the same steps.
 
-    Also True for peers and for custom strategies that cannot be imported. Their LSSR is unknown
-    or recorded in the result.
+    Also True if the method is not known here: a peer, or a custom strategy that cannot be imported.
     """
     try:
         strategy = parse_strategy(result.strategy)
@@ -131,17 +142,17 @@ def _sent(runs: Sequence[Result]) -> str:
 
 
 def has_ideal(results: Sequence[Result]) -> bool:
-    """Return True if the ideal was run, so that shares of the ideal exist."""
+    """Return True if the ideal was run."""
     return any(result.is_ideal for result in results)
 
 
 def is_tuned(results: Sequence[Result]) -> bool:
-    """Return True if methods were tried with several learning rates."""
+    """Return True if a method was tried with several factors on its learning rate."""
     return any(len(result.lr_scales) > 1 for result in results)
 
 
 def notes(results: Sequence[Result]) -> list[str]:
-    """Return the explanations that belong below the table."""
+    """Return the explanations that belong below the main table."""
     return (
         [TUNED_MEANS] * is_tuned(results)
         + [SHARE_MEANS] * has_ideal(results)
@@ -150,9 +161,9 @@ def notes(results: Sequence[Result]) -> list[str]:
 
 
 def other_metrics(results: Sequence[Result]) -> list[tuple[str, str]]:
-    """Return pairs of a row's name and its final metrics other than the target's.
+    """Return (row's name, text) with the final values of metrics other than the main one.
 
-    The metrics are medians over seeds with their ranges.
+    The values are medians over seeds with their ranges. Rows without other metrics are left out.
     """
     lines = []
     for row in rows_of(results):
@@ -167,7 +178,7 @@ def other_metrics(results: Sequence[Result]) -> list[tuple[str, str]]:
 
 
 def caption(results: Sequence[Result]) -> str:
-    """Return the recipe, target, workers, link, machine and common options of a comparison."""
+    """Return a caption: recipe, target, workers, network, machine, seeds and common options."""
     first = results[0]
     job = first.job
     most = len({run.job.seed for run in results})

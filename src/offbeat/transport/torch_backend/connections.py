@@ -1,4 +1,8 @@
-"""Connections of a communicator and its twins: opening, loss of peers, the first error, closing."""
+"""The process groups of a communicator: opening them, handling the first failure, closing them.
+
+A communicator and its twins (communicators between the same workers, with process groups of their
+own) share one ``Connections`` object, because a lost worker ends all of them.
+"""
 
 import atexit
 import functools
@@ -20,9 +24,9 @@ from offbeat.transport.torch_backend.failure_detection import LivenessCheck
 from offbeat.transport.torch_backend.process_groups import GroupFactory, OpeningError, ranks_text
 from offbeat.transport.torch_backend.receiver_thread import ReceiverThread
 
-_SETTLE_SECONDS = 0.5  # time in which pending operations fail once their connections are closed
-_ABANDON_SECONDS = 1.0  # time after which close() abandons a thread that is still in gloo
-_EXIT_SECONDS = 5.0  # time for which Python, when it exits, waits for an abandoned thread
+_SETTLE_SECONDS = 0.5  # time in which operations should fail after their connections were closed
+_ABANDON_SECONDS = 1.0  # time after which close() stops waiting for a thread blocked in gloo
+_EXIT_SECONDS = 5.0  # time for which Python waits for such a thread at exit
 
 
 class PendingOperation(Protocol):
@@ -45,11 +49,12 @@ class PendingOperation(Protocol):
 class Channel:
     """The process groups of one communicator.
 
-    ``Connections.close`` sets them to None, because handles would keep them alive.
+    ``Connections.close`` sets both attributes to None. Otherwise handles that the caller still
+    holds would keep the groups alive.
 
     Attributes:
         collectives: Group for collectives.
-        messages: Gloo group for messages. With gloo it is the group for collectives.
+        messages: Gloo group for messages. It is the same group if collectives use gloo, too.
     """
 
     collectives: Any
@@ -74,23 +79,25 @@ class Failure:
 
 
 class Connections:
-    """Lifetime of the process groups shared by a communicator and its twins.
+    """The process groups of a communicator and its twins, from opening to closing.
 
-    Opens the groups, detects lost peers, turns the first failure into the error that every later
-    operation raises, and closes everything once.
+    It detects lost workers. It turns the first failure of an operation into the error that all
+    later operations raise.
 
     Args:
-        factory: Opens the groups. If it can name lost peers, no liveness check is needed.
+        factory: Factory that opens the groups. If ``factory.lost`` is None, lost workers are found
+            by a ``LivenessCheck``.
         backend: Backend of the groups for collectives.
-        host: Runs the background threads.
+        host: Host that runs this worker's background threads.
         timeout_seconds: Time limit of one operation.
-        liveness_seconds: Time in which a peer must answer the liveness check after a failure.
+        liveness_seconds: Time in which another worker must answer the ``LivenessCheck``.
         closing_seconds: Time for which ``close`` waits for threads.
 
     Attributes:
         closed: True once ``close`` was called.
         pending: Operations that were started and not yet waited for.
-        blocked_threads: Background threads that are blocked in the backend on a receive.
+        blocked_threads: Threads, other than the main thread, that wait in the backend for a
+            message.
         receiver: Thread that waits for messages on behalf of the main thread.
     """
 
@@ -113,7 +120,7 @@ class Connections:
         self._closing_seconds = closing_seconds
         self._factory = factory
         self._channels: list[Channel] = []
-        # A factory, because one error object would keep alive the tracebacks of all its raisers.
+        # A factory of errors. An error object would keep the tracebacks of all its raisers alive.
         self._make_error: Callable[[], CommunicationError] | None = None
         self._first_failure: Failure | None = None
         self._closed_at: float | None = None  # when the sockets were closed
@@ -141,9 +148,9 @@ class Connections:
             raise self._error(text, failure)() from None
 
     def open_channel(self) -> Channel:
-        """Open the groups of one communicator. A collective."""
+        """Open the process groups of one communicator. A collective."""
         group = self._open(self.backend)
-        # Messages travel between CPUs, because NCCL cannot receive from an unknown sender.
+        # Messages use gloo and tensors on the CPU even if collectives use NCCL.
         messages = group if self.backend == "gloo" else self._open("gloo")
         self._channels.append(Channel(group, messages))
         return self._channels[-1]
@@ -151,16 +158,15 @@ class Connections:
     # -- failures ---------------------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """Close all sockets if a peer is lost. Called periodically by blocked operations.
+        """Close all sockets if an operation has failed or a worker is lost or has left.
 
-        Closing is what wakes the other operations. Two cases need it. An operation may be blocked
-        on a healthy but busy peer and would never notice the loss of another one. And gloo stops
-        reading from a connection once its next message belongs to a failed operation, so
-        operations behind it would block until the time-out.
+        Blocked operations call it periodically. Without closed sockets two kinds of operations
+        would block until their time limit: those that wait for a healthy worker while a third
+        worker is lost, and those whose data wait on a connection behind data of a failed operation.
 
         Returns:
-            True if the sockets were closed more than 0.5 s ago. Gloo sometimes never wakes an
-            operation after its connection is closed; the caller then gives up on it.
+            True if the sockets were closed more than 0.5 s ago. Gloo sometimes does not end an
+            operation after its sockets were closed. The caller then stops waiting for it.
         """
         failed = any(operation.failed() for operation in list(self.pending))
         if failed or self._exit_reasons.any_published() or self._lost():
@@ -175,7 +181,7 @@ class Connections:
                 groups.close_connections(group)
 
     def error_after_close(self, what: str) -> CommunicationError:
-        """Return the error to raise for an operation on closed connections."""
+        """Return the error to raise for operation ``what`` after ``close``."""
         if self._make_error is not None:
             return self._make_error()
         return CommunicationError(
@@ -185,8 +191,15 @@ class Connections:
     def failure(
         self, what: str, started: float, error: RuntimeError, *, patient: bool = False
     ) -> CommunicationError:
-        """Return the error to raise for an operation that failed; see ``explain``."""
-        error.__traceback__ = None  # it would keep a process group alive
+        """Return the error to raise for a failed operation; see ``explain``.
+
+        Args:
+            what: Name of the operation.
+            started: Time at which it started, by ``time.perf_counter``.
+            error: Error of the backend.
+            patient: True if the operation has no time limit.
+        """
+        error.__traceback__ = None  # the traceback would keep a process group alive
         elapsed = time.perf_counter() - started
         timed_out = not patient and elapsed >= 0.95 * self.timeout_seconds
         return self.explain(Failure(what, elapsed, timed_out, _first_line(error)))
@@ -194,16 +207,16 @@ class Connections:
     def explain(self, failure: Failure) -> CommunicationError:
         """Return the error to raise for a failure.
 
-        The first call on the worker's thread closes all sockets and asks which peers are missing.
-        All later calls return the same error.
+        The first call on the training thread closes all sockets and finds out which workers are
+        missing. All later calls return an equal error. Before that, a call on a background thread
+        returns an ``UnexplainedError``.
         """
-        with self._failing:  # a time-out in gloo makes all other operations fail, too
+        with self._failing:  # report the time-out rather than the failures that it causes
             first = failure if failure.timed_out else self._first_failure or failure
             self._first_failure = failure = first
         if self.host.in_background and self._make_error is None:
-            # The liveness check runs once, on the worker's own thread. That may be much later, or
-            # never if the worker is blocked on a peer that in turn is blocked on the lost one.
-            # Closing the sockets ends such a deadlock.
+            # Only the training thread runs the liveness check. It may be blocked on a worker that
+            # is in turn blocked on the lost worker. Closing the sockets ends this deadlock.
             if not self.closed:
                 self._close_sockets()
             return _BackgroundError(self, failure)
@@ -223,7 +236,9 @@ class Connections:
                 f": no answer from {ranks_text(silent)}, busy elsewhere or stuck "
                 "(one that skips a step under a GradScaler needs attach(..., scaler=scaler))"
             )
-            failure = replace(failure, timed_out=True)  # here, or on a peer that then closed
+            # A silent worker has not closed its sockets. So the cause is a time-out: of this
+            # operation, or of one on another worker, which then closed its sockets.
+            failure = replace(failure, timed_out=True)
         if not self.closed:
             self._exit_reasons.publish("failed")
         return self._error(text, failure)
@@ -232,11 +247,17 @@ class Connections:
         return [] if self._factory.lost is None else self._factory.lost()
 
     def _missing(self) -> tuple[list[int], list[int]]:
-        """Return lost and silent ranks. The factory names no silent ones: a view change does."""
+        """Return the lost ranks and the silent ranks (those that do not answer).
+
+        In elastic training no rank is reported as silent here. The next view excludes such workers.
+        """
         return (self._lost(), []) if self._liveness is None else self._liveness.missing()
 
     def _lost_first(self, lost: list[int]) -> str:
-        """Name the ranks that were lost first, with their exit reasons."""
+        """Return a text that names the ranks that were lost first, with their exit reasons.
+
+        Workers with the exit reason "failed" were lost because another worker was lost before.
+        """
         reasons = self._exit_reasons.read(lost)
         if reasons is None:
             return f"{ranks_text(lost)}, which died or gave up first"
@@ -248,7 +269,7 @@ class Connections:
         return ", and to ".join(texts) or f"{ranks_text(lost)}, which failed before"
 
     def _error(self, text: str, failure: Failure) -> Callable[[], CommunicationError]:
-        """Return a factory of errors: ``text``, the setting to change, the backend's reason."""
+        """Return a factory of errors with this text, a remedy and the backend's message."""
         if failure.timed_out:
             text += (
                 f". The time-out is timeout_seconds={self.timeout_seconds:g}: raise it in "
@@ -261,10 +282,10 @@ class Connections:
     # -- closing ----------------------------------------------------------------------------------
 
     def close(self, *, together: bool = False) -> None:
-        """Fail the pending operations, wait for the threads, and release the groups.
+        """Let pending operations fail, wait for the threads, and release the groups.
 
         Args:
-            together: True if all workers close, so that no exit reason is needed.
+            together: True if all workers close. No exit reason is then published.
         """
         if self.closed:
             return
@@ -300,7 +321,7 @@ class Connections:
             while thread is not current and thread.is_alive() and time.perf_counter() < deadline:
                 thread.join(0.2)
                 if thread.is_alive():
-                    self._close_sockets()  # the thread may have started an operation meanwhile
+                    self._close_sockets()  # again, as the thread may have started an operation
                     closed_at = self._closed_at or time.perf_counter()
                     waited = time.perf_counter() - closed_at
                     if thread in self.blocked_threads and waited > _ABANDON_SECONDS:
@@ -308,7 +329,7 @@ class Connections:
                         break
 
     def _is_stuck(self) -> bool:
-        """Return True if gloo still runs an operation although all its connections are closed."""
+        """Return True if an operation still runs although its connections were closed."""
         deadline = time.perf_counter() + _SETTLE_SECONDS
         while any(operation.running() for operation in list(self.pending)):
             if time.perf_counter() > deadline:
@@ -335,9 +356,9 @@ class Closeable(Protocol):
 
 
 def close_at_exit(resource: Closeable) -> None:
-    """Close ``resource`` when Python exits, if it is still alive.
+    """Call ``resource.close()`` when Python exits, unless ``resource`` was garbage-collected.
 
-    Otherwise Python would abort with a thread inside gloo, and wait for operations that never end.
+    At exit Python would abort if a thread were still inside gloo or the store.
     """
     reference = weakref.ref(resource)
 
@@ -351,6 +372,6 @@ def close_at_exit(resource: Closeable) -> None:
 
 
 def _first_line(error: RuntimeError) -> str:
-    """Return the backend's message without its source path and its general advice."""
+    """Return the first line of the backend's message, without source path and general advice."""
     line = str(error).splitlines()[0]
     return line.rpartition("] ")[2].partition(". This is typically")[0][:200]

@@ -1,4 +1,4 @@
-"""Exit reasons: workers publish why they leave, because a lost connection does not tell."""
+"""Exit reasons: a worker that leaves publishes the reason, which a lost connection cannot tell."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, cast
@@ -7,22 +7,23 @@ from offbeat.transport.torch_backend.store_access import KeyPoll, call_within
 
 T = TypeVar("T")
 ExitReason = Literal["gave up", "failed"]
-_ALARM = "alarm"  # key that exists once any worker has left
-_STORE_SECONDS = 1.0
-_POLL_SECONDS = 1.0
+_ALARM = "alarm"  # key that exists once any worker has published a reason
+_STORE_SECONDS = 1.0  # time limit of an access to the store
+_POLL_SECONDS = 1.0  # time between two checks of the alarm
 
 
 class ExitReasons:
     """The exit reasons of the workers of one communicator, in the store of their process group.
 
     A worker that closes by itself publishes "gave up". A worker that closes because an operation
-    failed publishes "failed". A killed worker publishes nothing. This has two uses:
+    failed publishes "failed". A killed worker publishes nothing. The reasons have two uses:
 
-    * An error names the worker that was lost first, and not those that failed because of it.
-    * A worker that waits for a healthy peer learns that a third worker was lost.
+    * When one worker is lost, operations fail on all others. An error can name the worker that was
+      lost first: only the others publish "failed".
+    * A worker that waits for a healthy worker learns that a third one was lost.
 
     Args:
-        store: Store whose keys belong to these workers alone.
+        store: Store of ``torch.distributed`` in which no one else writes.
         rank: Rank of this worker.
     """
 
@@ -31,38 +32,50 @@ class ExitReasons:
         self._poll = KeyPoll(store, _ALARM, _POLL_SECONDS)
 
     def publish(self, reason: ExitReason) -> None:
-        """Publish the exit reason of this worker. Takes at most a second."""
+        """Publish the exit reason of this worker. Blocks for at most about a second."""
 
         def write() -> bool:
             self._store.set(self._key(self._rank), reason)
             self._store.set(_ALARM, "")
-            return bool(self._store.check([_ALARM]))  # the answer confirms both writes
+            return bool(self._store.check([_ALARM]))  # waits until both writes have arrived
 
         self._within_limit(write)
 
     def read(self, ranks: Iterable[int]) -> dict[int, ExitReason] | None:
-        """Return the exit reasons of those ``ranks`` that published one; None without a store."""
+        """Return the exit reasons of those ``ranks`` that have published one.
+
+        Returns None if the store does not answer.
+        """
 
         def read() -> dict[int, ExitReason]:
             keys = {rank: self._key(rank) for rank in ranks}
-            left = [rank for rank, key in keys.items() if self._store.check([key])]
-            return {rank: cast(ExitReason, self._store.get(keys[rank]).decode()) for rank in left}
+            return {
+                rank: cast(ExitReason, self._store.get(key).decode())
+                for rank, key in keys.items()
+                if self._store.check([key])
+            }
 
         return self._within_limit(read)
 
     def any_published(self) -> bool:
-        """Return True if a worker is known to have left. Never blocks; asks once a second."""
+        """Return True if a worker has published a reason. Never blocks.
+
+        A background thread asks the store at most once a second, so the answer may be late.
+        """
         return self._poll.found()
 
     def close(self) -> None:
-        """Stop asking the store."""
+        """Stop the background thread."""
         self._poll.close()
 
     def _key(self, rank: int) -> str:
         return f"left/{rank}"
 
     def _within_limit(self, function: Callable[[], T]) -> T | None:
-        """Return ``function()``, or None if the store is lost or does not answer in time."""
+        """Return ``function()``, or None if the store does not answer within a second.
+
+        After that the store counts as lost, and is not asked again.
+        """
         if self._poll.store_lost:
             return None
         try:

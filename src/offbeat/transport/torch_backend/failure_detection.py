@@ -1,4 +1,12 @@
-"""Failure detection after a failed operation: which peers are lost, and which do not answer."""
+"""The liveness check: after a failed operation, find out which workers are lost or do not answer.
+
+All workers run the check, because an operation that fails on one worker soon fails on all. Each
+worker sends a message to every other worker, which is in one of three states:
+
+* *alive*: It is in the check, too, so its message arrives at once.
+* *lost*: Its process has ended or closed the group, so the connection breaks.
+* *silent*: It computes or is stuck, so no message arrives in time.
+"""
 
 import queue
 import threading
@@ -10,47 +18,45 @@ import torch
 
 from offbeat.transport.torch_backend.process_groups import Group, close_connections
 
-_GRACE_SECONDS = 0.25  # time for further peers to be found lost, once one is
+_GRACE_SECONDS = 0.25  # duration of the check after the first worker was found lost
+_MARGIN_SECONDS = 1.0  # delay with which gloo may notice its time limit
 PeerState = Literal["alive", "lost", "silent"]
 
 
 class LivenessCheck:
-    """Exchanges one message with every peer, over a gloo group that is used for nothing else.
-
-    All workers run the check when an operation fails. A peer that is in the check, too, answers
-    at once. A peer that computes is silent. The connection to a dead peer breaks.
+    """Checks the other workers over a gloo group that is used for nothing else.
 
     Args:
         group: A gloo group of all workers.
-        seconds: Time in which a peer must answer.
+        seconds: Time in which the message of another worker must arrive.
     """
 
     def __init__(self, group: Group, seconds: float) -> None:
         self._seconds = seconds
         self._group: Group | None = group
-        self._messages: list[Any] = []  # gloo may drop a send whose handle is garbage-collected
+        self._sends: list[Any] = []  # gloo may drop a send whose handle is garbage-collected
         self._threads: list[threading.Thread] = []
 
     def close(self) -> None:
-        """Close the group. Peers that check this worker from now on find it lost."""
+        """Close the group. Workers that check this one from now on find it lost."""
         group, self._group = self._group, None
         if group is not None and any(thread.is_alive() for thread in self._threads):
             close_connections(group)  # Python would abort with a thread inside gloo
         for thread in self._threads:
             thread.join(self._seconds)
-        self._messages.clear()
+        self._sends.clear()
 
     def missing(self) -> tuple[list[int], list[int]]:
-        """Return the ranks of the lost peers and those of the silent peers.
+        """Return the ranks of the lost workers and the ranks of the silent workers.
 
-        Blocks for up to ``seconds`` if no peer is lost. Once one is, it returns within a fraction
-        of a second, because the silent peers no longer matter. Threads continue to exchange
-        messages with these, so that they in turn find this worker alive.
+        Blocks until all workers have answered or are lost, or for about ``seconds``. Once a worker
+        is found lost, returns after 0.25 s, because the cause of the failure is then known. The
+        threads continue, so that a worker that checks later still finds this one alive.
         """
         group = self._group
         peers = [] if group is None else [r for r in range(group.size()) if r != group.rank()]
         answers: queue.SimpleQueue[tuple[int, PeerState]] = queue.SimpleQueue()
-        for peer in peers:  # one thread each: the time-out of one must not delay another
+        for peer in peers:  # a thread for each, so that a silent worker does not delay the others
             thread = threading.Thread(
                 target=self._check, args=(group, peer, answers), name=f"liveness of {peer}"
             )
@@ -58,7 +64,7 @@ class LivenessCheck:
             self._threads.append(thread)
             thread.start()
         states: dict[int, PeerState] = {}
-        deadline = time.perf_counter() + self._seconds + 1.0
+        deadline = time.perf_counter() + self._seconds + _MARGIN_SECONDS
         while len(states) < len(peers):
             try:
                 peer, state = answers.get(timeout=max(0.0, deadline - time.perf_counter()))
@@ -77,9 +83,9 @@ class LivenessCheck:
     ) -> None:
         started = time.perf_counter()
         try:
-            self._messages.append(group.send([torch.ones(1)], peer, 0))
-            answer = group.recv([torch.zeros(1)], peer, 0)
-            answer.wait(timedelta(seconds=self._seconds))
+            self._sends.append(group.send([torch.ones(1)], peer, 0))
+            message = group.recv([torch.zeros(1)], peer, 0)
+            message.wait(timedelta(seconds=self._seconds))
         except RuntimeError:
             broken = time.perf_counter() - started < 0.9 * self._seconds
             answers.put((peer, "lost" if broken else "silent"))

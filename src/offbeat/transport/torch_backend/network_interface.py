@@ -1,4 +1,8 @@
-"""The network interface and address that the workers use: the first thing to check when slow."""
+"""The network interface and the IPv4 address over which gloo and NCCL communicate.
+
+They are logged when training begins, because a wrong interface is a frequent reason for slow
+communication.
+"""
 
 import os
 import socket
@@ -26,7 +30,7 @@ def _address_of(interface: str) -> str | None:
 
 
 def gloo_address() -> str:
-    """Return the IPv4 address that gloo binds, by default the loopback address."""
+    """Return the IPv4 address to which gloo binds, or 127.0.0.1 if it cannot be determined."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     try:
         address = _address_of(named) if named else socket.gethostbyname(socket.gethostname())
@@ -36,10 +40,15 @@ def gloo_address() -> str:
 
 
 def interface_in_use(backend: str) -> str:
-    """Return the interface and address that the backend binds, as in ``eth0 (10.0.0.1)``.
+    """Return a text that names the interface, its address, and the setting that selected it.
 
-    gloo and NCCL use the interface named by ``GLOO_SOCKET_IFNAME`` / ``NCCL_SOCKET_IFNAME``.
-    Without it gloo binds the address to which this host's name resolves, and NCCL chooses one.
+    For example ``eth0 (10.0.0.1; from GLOO_SOCKET_IFNAME)``. gloo and NCCL use the interface named
+    by the environment variables ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``. If its variable
+    is not set, gloo uses the address to which this host's name resolves, and NCCL chooses an
+    interface.
+
+    Args:
+        backend: "gloo" or "nccl".
     """
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     named = os.environ.get(variable)

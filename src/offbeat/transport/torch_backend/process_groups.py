@@ -1,8 +1,9 @@
-"""Process groups separate from the user's: opened without a trace in torch, and closed reliably.
+"""Opening and closing of the process groups that Offbeat uses besides the user's.
 
-Gloo groups are constructed directly, without registration in ``torch.distributed``. Torch names a
-registered group by the number of existing ones. A group opened after another was destroyed would
-therefore get a name that was used before, and find old addresses in the store.
+To open a group, its members exchange their network addresses through a store. Gloo groups are
+constructed directly, without registering them in ``torch.distributed``: torch names a registered
+group by the number of existing groups. A group opened after another one was destroyed would thus
+get a name that was used before, and would find outdated addresses in the store.
 """
 
 import atexit
@@ -20,31 +21,37 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-_UNUSED_TAG = 2**15  # tag under which no worker sends
-_GIVEN_UP = "given up"  # key in the store of one opening: a rank that has stopped waiting
-_POLL_SECONDS = 0.0005, 0.05  # time between two looks at the store: at first, and at most
+_UNUSED_TAG = 2**15  # message tag with which no worker sends
+_GIVEN_UP = "given up"  # key in the store: rank of a member that does not open the group any more
+_POLL_SECONDS = 0.0005, 0.05  # pause between two reads of the store: the first, and the longest
 _MARGIN_SECONDS = 1.0  # delay with which gloo may notice its time limit
 _numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
-"""By members: counts the groups that this process opened with them. Equal on all members."""
+"""For each set of members (global ranks), the counter that makes the keys of their groups unique.
+
+The members open the same groups in the same order, so that their counters are equal.
+"""
 _abandoned: list[tuple[threading.Thread, float]] = []
-"""Abandoned threads, blocked in gloo, each with a deadline (monotonic clock)."""
+"""Threads that are blocked in gloo, each with a deadline (monotonic clock)."""
 
 
 def abandon_thread(thread: threading.Thread, deadline: float) -> None:
-    """Stop waiting for a thread blocked in gloo. At exit Python waits for it until ``deadline``."""
+    """Register a thread that is blocked in gloo. At exit Python waits for it until ``deadline``.
+
+    ``deadline`` is a time on the monotonic clock.
+    """
     _abandoned[:] = [(other, limit) for other, limit in _abandoned if other.is_alive()]
     _abandoned.append((thread, deadline))
 
 
 @atexit.register
 def _join_abandoned() -> None:
-    """Wait for abandoned threads: Python would abort if one returned from gloo during shutdown."""
+    """Wait for abandoned threads. Python would abort if one returned from gloo during shutdown."""
     for thread, deadline in _abandoned:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Group(Protocol):
-    """The part of a process group that is used here, whether it is registered or not."""
+    """The methods of a torch process group that Offbeat uses."""
 
     allreduce: Any
     broadcast: Any
@@ -62,26 +69,30 @@ class Group(Protocol):
 
 
 class OpeningError(RuntimeError):
-    """Not all members take part in the opening of a group."""
+    """A group cannot be opened, because not all of its members take part."""
 
 
 class GroupFactory:
-    """Opens process groups of some workers. All members open the same number of groups.
+    """Opens any number of process groups of the same members.
+
+    All members call ``open`` and ``keys`` in the same order, so that they use the same keys in the
+    store.
 
     Args:
         store: Store in which the members exchange addresses.
         rank: Rank of this worker in the groups.
         size: Number of members.
-        name: Prefix of the keys of these members.
-        numbers: Counts the groups.
-        opening_seconds: Time limit of an opening, if it is less than that of an operation.
-        lost: Returns the ranks whose processes have ended; None without failure detection.
-        abandoned_key: Key in ``store`` that exists once some members open no more groups; "" if
-            there is no such key.
+        name: Prefix of the keys that the groups use in ``store``.
+        numbers: Counter that numbers the groups.
+        opening_seconds: Time limit of ``open``, unless its argument ``timeout_seconds`` is less.
+        lost: Function that returns the ranks of members whose processes have ended; None if this
+            is not monitored.
+        abandoned_key: Key in ``store`` that a member creates when it gives up opening groups. Then
+            ``open`` raises OpeningError. "" if there is no such key.
 
     Attributes:
-        backend: Backend of the groups for collectives.
-        store: Store of the last opening. Its keys belong to these members alone.
+        backend: Backend of the user's group, "gloo" or "nccl". Collectives use the same.
+        store: The part of the store that the latest group uses; None before the first group.
     """
 
     def __init__(
@@ -105,13 +116,18 @@ class GroupFactory:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> "GroupFactory":
-        """Return the factory for all members of ``group``; None is the default group."""
+        """Return a factory for all members of ``group``; None is the default group."""
         parent: Any = dist.group.WORLD if group is None else group
         return cls.among(group, range(len(dist.get_process_group_ranks(parent))))
 
     @classmethod
     def among(cls, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> "GroupFactory":
-        """Return the factory for the members of ``group`` with these ranks, this one included."""
+        """Return a factory for those members of ``group`` that have these ranks in it.
+
+        Args:
+            group: Process group; None is the default group.
+            ranks: Ranks of the members, including this process.
+        """
         parent: Any = dist.group.WORLD if group is None else group
         global_ranks = dist.get_process_group_ranks(parent)
         members = tuple(global_ranks[rank] for rank in ranks)
@@ -123,19 +139,28 @@ class GroupFactory:
         return factory
 
     def keys(self) -> Any:
-        """Return a new, empty store of the members. All members call it equally often."""
+        """Return an empty store that no one but the members uses.
+
+        It is a part of ``store`` with a new key prefix. A member that calls this method for the
+        k-th time gets the same prefix as the other members in their k-th call.
+        """
         name = f"{self._name}/{next(self._numbers)}"
         return dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
 
     def open(self, backend: str, timeout_seconds: float) -> Group:
-        """Open a new group. A collective of the members.
+        """Open a new group. A collective of the members. Blocks.
 
-        The members first wait for each other in the store. Inside the backend a Ctrl-C would be
-        delayed, and an error would name no ranks.
+        The members first wait for each other by polling the store. If the backend waited instead, a
+        Ctrl-C would be delayed, and an error would not name the missing ranks.
+
+        Args:
+            backend: "gloo" or "nccl".
+            timeout_seconds: Time limit of the group's operations. Also the time limit of this
+                method, unless ``opening_seconds`` is less.
 
         Raises:
-            OpeningError: A member did not arrive in time, or gave up.
-            RuntimeError: The store is lost, or a member left after it had arrived.
+            OpeningError: A member did not arrive in time, has ended or has given up.
+            RuntimeError: The store does not answer, or a member left while the group was opened.
         """
         self.store = self.keys()
         opening_seconds = min(self._opening_seconds, timeout_seconds)
@@ -147,14 +172,15 @@ class GroupFactory:
                 group.set_timeout(timedelta(seconds=timeout_seconds))
             return group
         except BaseException as error:
-            if not isinstance(error, dist.DistNetworkError):  # in that case the store is lost
+            if not isinstance(error, dist.DistNetworkError):  # else the store does not answer
                 with contextlib.suppress(RuntimeError):
                     self.store.set(_GIVEN_UP, str(self.rank))
             raise
 
     def _make(self, backend: str, limit: timedelta) -> Group:
         if backend == "gloo":
-            # A separate connection to the store, if another thread polls the store meanwhile.
+            # With ``lost``, the calling thread polls the store while gloo uses it. So gloo gets a
+            # separate connection to the store.
             store = self.store if self.lost is None else self.store.clone()
             return cast(Group, dist.ProcessGroupGloo(store, self.rank, self.size, limit))
         group = dist.new_group(
@@ -163,9 +189,9 @@ class GroupFactory:
         return cast(Group, group)
 
     def _in_thread(self, make: Callable[[], Group], timeout_seconds: float) -> Group:
-        """Return ``make()``, run in a thread that is abandoned if a member dies meanwhile.
+        """Call ``make`` in a thread, and return its result. Abandon the thread if a member dies.
 
-        Gloo would wait for the dead member until the time limit, and sometimes longer.
+        Gloo would wait for the dead member until the time limit or longer.
         """
         results: list[Group] = []
         errors: list[RuntimeError] = []
@@ -194,7 +220,7 @@ class GroupFactory:
         return results.pop()
 
     def _require_members(self) -> None:
-        """Raise OpeningError if a member is known not to take part, or no longer to."""
+        """Raise OpeningError if a member is known to have ended or given up."""
         if self.lost is not None and (lost := self.lost()):
             raise OpeningError(f"{ranks_text(lost)} died")
         if self._abandoned_key and self._store.check([self._abandoned_key]):
@@ -218,16 +244,15 @@ class GroupFactory:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ``rank 1``, or ``ranks 0, 2``."""
+    """Return a text such as ``rank 1`` or ``ranks 0, 2``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def close_connections(group: Group) -> None:
-    """Close the connections of a gloo group, so that pending operations fail on all workers.
+    """Close the connections of a gloo group, so that its running operations fail on all workers.
 
-    Otherwise a worker that is not a neighbour of the missing one in the ring would notice only
-    at its own time limit. Gloo closes a connection on which a receive has timed out. Its own abort
-    does not wake pending operations.
+    Gloo's abort does not end running operations. Instead this function receives a message that no
+    worker sends, with a limit of 1 ms: gloo closes a connection on which a receive has timed out.
     """
     if not isinstance(group, dist.ProcessGroupGloo):
         return
@@ -239,22 +264,22 @@ def close_connections(group: Group) -> None:
 
 
 def close(group: Group) -> None:
-    """Release a group that is no longer used. Not a collective.
+    """Destroy an NCCL group that contains all workers. Other groups need no call. Not a collective.
 
-    A gloo group ends with its last reference. Torch destroys NCCL groups of all workers. A group of
-    some workers is kept, because torch would give its name to the next group (see the module).
+    A gloo group ends with its last reference. An NCCL group of some workers remains until torch is
+    shut down, because torch would give its name to the next group (see the top of this file).
     """
     if isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
         dist.destroy_process_group(group)
 
 
 def release(references: list[Group], *, in_background: bool) -> None:
-    """Drop the last references to groups.
+    """Drop the last references to groups, so that gloo frees them.
 
     Args:
         references: List of groups, which is cleared.
-        in_background: True if an operation of the groups still runs. Gloo then blocks until the
-            time limit of the operation, so the references are dropped in a thread.
+        in_background: True to drop the references in a thread. This is needed if an operation of
+            the groups still runs, because gloo blocks until the time limit of the operation.
     """
     if not in_background:
         references.clear()

@@ -1,21 +1,25 @@
 """A thread that waits for messages on behalf of the main thread, so that Ctrl-C stays responsive.
 
-Python runs signal handlers only between two bytecode instructions of the main thread. A wait that
-blocks inside gloo delays them. For a collective the main thread repeats waits of 0.1 s, because a
-collective continues after a wait has timed out. For a message this is impossible: a message whose
-wait has timed out is lost, and gloo has no test for its arrival. Therefore a second thread blocks
-on messages.
+Python handles Ctrl-C on the main thread, and only when the main thread is not blocked inside gloo.
+For a collective the main thread therefore repeats waits of 0.1 s, because a collective continues
+after a wait has timed out. A message does not: it is lost if the wait for it times out. So a second
+thread waits for the message, without interruption.
 """
 
 import queue
 import threading
 from collections.abc import Callable
 
-SLICE_SECONDS = 0.1  # longest delay of a signal
-_STUCK_SECONDS = 0.5  # time limit of close() if gloo does not release the thread
+SLICE_SECONDS = 0.1
+"""Longest time for which the main thread blocks without handling signals such as Ctrl-C."""
+
 CLOSED = "the connections are closed"
+"""Text of the error of a wait that was given up because the connections are closed."""
+
+_STUCK_SECONDS = 0.5  # time limit of close() if gloo may never release the thread
 
 _Job = tuple[Callable[[], object], list[Exception], threading.Lock]
+"""Function to call, list for its error, and lock that is released when it has ended."""
 
 
 class ReceiverThread:
@@ -27,13 +31,16 @@ class ReceiverThread:
         self._stuck = False  # True if the thread may be blocked on a closed connection
 
     def wait(self, wait: Callable[[], object], poll: Callable[[], bool]) -> None:
-        """Run ``wait`` in the thread and block until it has ended, or until ``poll`` returns True.
+        """Call ``wait`` in the thread, and block until it has ended.
 
-        ``poll`` is called periodically on the calling thread.
+        Args:
+            wait: Function that blocks until a message has arrived.
+            poll: Function that is called every 0.1 s on the calling thread. It returns True to
+                give up the wait.
 
         Raises:
             RuntimeError: ``poll`` returned True.
-            Exception: ``wait`` raised it.
+            Exception: Any error that ``wait`` raised.
         """
         if self._thread is None:
             self._thread = threading.Thread(
@@ -52,14 +59,14 @@ class ReceiverThread:
             raise errors.pop()
 
     def close(self, seconds: float) -> None:
-        """End the thread. Wait at most ``seconds`` for its end, or 0.5 s if it may be stuck."""
+        """End the thread. Wait for this at most ``seconds``, or 0.5 s if a wait was given up."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(min(seconds, _STUCK_SECONDS) if self._stuck else seconds)
 
 
 def needs_receiver_thread() -> bool:
-    """Return True on the main thread, to which Python delivers signals."""
+    """Return True on the main thread, which handles signals such as Ctrl-C."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -69,7 +76,7 @@ def _work(jobs: "queue.SimpleQueue[_Job | None]") -> None:
         try:
             wait()
         except Exception as error:
-            error.__traceback__ = None  # it would keep the operation alive
+            error.__traceback__ = None  # the traceback would keep the operation alive
             errors.append(error)
-        del job, wait, errors  # they would keep the operation alive until the next job
+        del job, wait, errors  # these would keep the operation alive until the next job
         done.release()

@@ -1,4 +1,4 @@
-"""Access to a ``torch.distributed`` store that never blocks for longer than it may."""
+"""Access to a ``torch.distributed`` store with a time limit, or without blocking at all."""
 
 import threading
 import time
@@ -6,21 +6,21 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_SLICES = 20  # number of waits; if this process is stopped for a while, that uses up only one
-_CLOSE_SECONDS = 1.0
+_SLICES = 20  # call_within() waits this many times; suspending the process shortens one wait only
+_CLOSE_SECONDS = 1.0  # time limit of KeyPoll.close()
 
 
 def call_within(seconds: float, function: Callable[[], T]) -> T:
-    """Return ``function()``, which accesses a store and is run in a thread.
+    """Call ``function``, which accesses a store, in a thread, and return its result.
 
-    A store on an unreachable host would block for as long as TCP does.
+    Without the thread an unreachable store would block the caller until TCP gives up, for minutes.
 
     Args:
-        seconds: Time limit, without the time in which this process was stopped.
-        function: Function to call. Its thread is abandoned at the time limit.
+        seconds: Time limit. Time for which this process was suspended does not count.
+        function: Function to call. At the time limit its thread is abandoned.
 
     Raises:
-        RuntimeError: ``function`` raised it, or exceeded the time limit.
+        RuntimeError: ``function`` raised a RuntimeError, or exceeded the time limit.
     """
     results: list[T] = []
     errors: list[RuntimeError] = []
@@ -50,7 +50,7 @@ class KeyPoll:
         interval_seconds: Least time between two checks (> 0).
 
     Attributes:
-        store_lost: True once the store has failed. It is then not asked again.
+        store_lost: True once an access to the store has failed. No further checks are made then.
     """
 
     def __init__(self, store: Any, key: str, interval_seconds: float) -> None:
@@ -61,7 +61,10 @@ class KeyPoll:
         self._last_check = time.monotonic()
 
     def found(self) -> bool:
-        """Return True if the key is known to exist. Starts a check if one is due. Never blocks."""
+        """Return True if a check has found the key. Starts the next check if it is due.
+
+        Never blocks.
+        """
         now = time.monotonic()
         idle = self._thread is None or not self._thread.is_alive()
         due = now - self._last_check > self._interval_seconds
@@ -75,7 +78,10 @@ class KeyPoll:
         return self._found
 
     def close(self) -> None:
-        """Stop polling, and wait for a check: Python would abort with a thread inside the store."""
+        """Stop polling, and wait for a running check for at most a second.
+
+        Python would abort at exit with a thread inside the store.
+        """
         self.store_lost = True
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)

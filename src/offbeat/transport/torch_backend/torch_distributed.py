@@ -1,7 +1,7 @@
 """The communicator of real processes, over ``torch.distributed`` with gloo or NCCL.
 
-It opens separate process groups, so that its operations never interleave with those of the user's
-script: one for the operations, and a gloo group that only the liveness check after a failure uses.
+It opens process groups of its own, so that its operations never mix with those of the user's
+script.
 """
 
 import contextlib
@@ -47,20 +47,21 @@ _CLOSING_SECONDS = 5.0
 
 
 class TorchCommunicator(Communicator):
-    """Operations over a ``torch.distributed`` process group.
+    """A communicator over process groups of ``torch.distributed``.
 
     Args:
-        group: Process group whose members take part (None is the default group), or a factory
-            that opens groups of the members.
+        group: Process group whose members take part; None is the default group. A ``GroupFactory``
+            may be passed instead, which opens groups of the members.
         timeout_seconds: Time limit of one operation, after which it fails on every worker.
-        liveness_seconds: Time in which a peer must answer the liveness check after a failure.
+        liveness_seconds: After a failure the workers check which of them still answer. A worker
+            that does not answer in this time is reported as missing.
         closing_seconds: Time for which ``close`` waits for threads.
-        host: Host shared with other communicators, for background threads that use several; None
-            creates one.
+        host: Clock and background threads; None creates a new host. A thread that uses several
+            communicators needs the same host for all of them.
 
     Raises:
         AttachError: This process is not a member of the group.
-        CommunicationError: A worker did not open its connections in time, or left meanwhile.
+        CommunicationError: A worker did not open its connections in time, or has left.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class TorchCommunicator(Communicator):
         return _Work(self._connections, work, result, operation, started, patient)
 
     def _launch(self, operation: Operation[Any]) -> tuple[dist.Work, Any]:
-        """Start the operation in the backend. Return the backend's handle and the result to be."""
+        """Start the operation in the backend. Return the backend's handle and the future result."""
         group, messages = self._channel.collectives, self._channel.messages
         match operation:
             case Sum(tensor=tensor):
@@ -144,7 +145,7 @@ class TorchCommunicator(Communicator):
 
     @override
     def twin(self) -> Communicator:
-        """Open further process groups of the same workers. They close with the original's."""
+        """Return a communicator with process groups of its own. ``close`` of either closes both."""
         twin = object.__new__(TorchCommunicator)
         twin.__dict__.update(self.__dict__)
         twin._channel = self._connections.open_channel()
@@ -154,7 +155,7 @@ class TorchCommunicator(Communicator):
     def close(self, *, together: bool = False) -> None:
         try:
             if together and not self._connections.closed:
-                with contextlib.suppress(CommunicationError):  # a lost peer no longer matters
+                with contextlib.suppress(CommunicationError):  # a lost worker no longer matters
                     self.sum(torch.zeros(1, device=self.control_device), what="the end").wait()
         finally:  # also after a Ctrl-C
             self._connections.close(together=together)
@@ -182,11 +183,11 @@ class _Work(Handle[Any]):
         return self._work is None or self._work.is_completed()
 
     def running(self) -> bool:
-        """Return True while a thread of the backend executes it. Messages have no such thread."""
+        """Return True while the backend executes this collective in a thread."""
         return self._collective and not self.done()
 
     def failed(self) -> bool:
-        """Return True if it has failed. For a message gloo cannot tell."""
+        """Return True if this collective has failed. Returns False for messages and with NCCL."""
         if not self._collective or self._connections.backend != "gloo" or self._work is None:
             return False
         try:
@@ -214,9 +215,9 @@ class _Work(Handle[Any]):
         return self._result
 
     def _block(self) -> None:
-        """Wait without delaying a Ctrl-C; see ``receiver_thread``."""
+        """Wait for the backend. Gloo delays a Ctrl-C by 0.1 s at most; see ``receiver_thread``."""
         if not self._collective:
-            # Explicit, because gloo's default is the time limit with which the group was opened.
+            # Without a limit, gloo would use the one with which the group was opened.
             limit = timedelta(seconds=self._connections.timeout_seconds)
             limit = _FOREVER if self._patient else limit
             if needs_receiver_thread():
@@ -237,18 +238,19 @@ class _Work(Handle[Any]):
                     self._wait(_SLICE)
                     return
                 except RuntimeError:
-                    if self.done():
-                        self._wait()  # raises the reason, or returns if it ended just now
+                    if self.done():  # it has failed, or it ended just after the wait timed out
+                        self._wait()
                         return
                 if self._connections.poll():
                     raise RuntimeError(CLOSED)
 
     def _wait(self, *limit: timedelta) -> None:
         assert self._work is not None
-        self._work.wait(*limit)  # not in a local: the traceback of a Ctrl-C would keep it alive
+        # Not in a local variable: the traceback of a Ctrl-C would keep the operation alive.
+        self._work.wait(*limit)
 
     def abandon(self) -> None:
-        """Drop the backend's operation, which would otherwise live as long as this handle."""
+        """Drop the reference to the backend's operation, so that its process group can end."""
         self._work = None
 
 

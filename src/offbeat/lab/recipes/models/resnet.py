@@ -8,7 +8,13 @@ from offbeat.lab.recipes.models.sequential_cnns import conv_norm
 
 
 class Block(nn.Module):
-    """relu(f(x) + shortcut(x)). The shortcut is a 1×1 convolution if the shape changes."""
+    """Residual block relu(layers(x) + shortcut(x)).
+
+    The shortcut is the identity, or a 1×1 convolution with BatchNorm if the shape changes.
+
+    Attributes:
+        expansion: Number of output channels divided by the width.
+    """
 
     expansion: ClassVar[int]
 
@@ -24,7 +30,7 @@ class Block(nn.Module):
 
 
 class BasicBlock(Block):
-    """Two 3×3 convolutions."""
+    """Residual block of two 3×3 convolutions."""
 
     expansion = 1
 
@@ -36,7 +42,7 @@ class BasicBlock(Block):
 
 
 class Bottleneck(Block):
-    """1×1, 3×3 and 1×1 convolutions. The middle one has the stride, as in torchvision."""
+    """Residual block of 1×1, 3×3 and 1×1 convolutions. The 3×3 one has the stride."""
 
     expansion = 4
 

@@ -1,26 +1,24 @@
-"""Convolutional networks without branches: VGG11, AlexNet and a small one for CIFAR."""
+"""Convolutional networks without branches: VGG11 and a small one for CIFAR."""
 
 from collections.abc import Sequence
 
 from torch import nn
 
-HIDDEN = 4096  # width of the hidden layers of VGG11 and AlexNet
+HIDDEN = 4096  # width of the hidden layers of VGG11
 VGG11 = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
 SMALL = (32, 64, "pool", 64, 128, "pool", 128, "pool")
 
 
-def conv_norm(
-    inputs: int, outputs: int, size: int, stride: int = 1, *, eps: float = 1e-5
-) -> nn.Sequential:
+def conv_norm(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
     """Return a convolution without bias, followed by BatchNorm."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False),
-        nn.BatchNorm2d(outputs, eps=eps),
+        nn.BatchNorm2d(outputs),
     )
 
 
 def _stack(widths: Sequence[int | str], *, norm: bool) -> list[nn.Module]:
-    """Return 3×3 convolutions of the given widths, each with ReLU; "pool" halves the image."""
+    """Return a 3×3 convolution with ReLU for each width. "pool" halves the image size."""
     layers: list[nn.Module] = []
     inputs = 3
     for width in widths:
@@ -39,9 +37,9 @@ def _stack(widths: Sequence[int | str], *, norm: bool) -> list[nn.Module]:
 def vgg11(classes: int) -> nn.Sequential:
     """Return VGG11 without BatchNorm; 129,176,036 parameters with 100 classes.
 
-    The classifier is that of ImageNet, with two hidden layers of 4096. Pooling reduces any image
-    of at least 32 pixels to its 7×7 inputs, as in torchvision. The size of the model in the SelSync
-    paper (507 MiB) includes this classifier.
+    The classifier has two hidden layers of 4096, as in the original network for ImageNet. Adaptive
+    pooling resizes the feature maps to its 7×7 inputs, as in torchvision. Images can therefore have
+    any size from 32×32.
 
     Returns:
         Network from images (n×3×H×W) to logits (n×classes).
@@ -68,40 +66,6 @@ def vgg11(classes: int) -> nn.Sequential:
         if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
     return model
-
-
-def alexnet(classes: int) -> nn.Sequential:
-    """Return one-GPU AlexNet without response normalization; 61,100,840 parameters, 1000 classes.
-
-    Returns:
-        Network from images (n×3×224×224) to logits (n×classes).
-
-    Source: Krizhevsky, arXiv 1404.5997, with the widths of torchvision.
-    """
-    return nn.Sequential(
-        nn.Conv2d(3, 64, 11, stride=4, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2),
-        nn.Conv2d(64, 192, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2),
-        nn.Conv2d(192, 384, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(384, 256, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(256, 256, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2),
-        nn.AdaptiveAvgPool2d(6),
-        nn.Flatten(),
-        nn.Dropout(0.5),
-        nn.Linear(256 * 6 * 6, HIDDEN),
-        nn.ReLU(),
-        nn.Dropout(0.5),
-        nn.Linear(HIDDEN, HIDDEN),
-        nn.ReLU(),
-        nn.Linear(HIDDEN, classes),
-    )
 
 
 def small_cnn(classes: int) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""Causal transformers over bytes and over words, and their losses."""
+"""Causal transformer language models over bytes and over words, and their losses."""
 
 import math
 
@@ -7,10 +7,12 @@ from torch import Tensor, nn
 
 
 class CausalTransformer(nn.Module):
-    """Encoder layers with a causal mask. Subclasses embed the tokens and compute the logits.
+    """Base class: encoder layers with a causal mask.
+
+    Subclasses create ``blocks``, embed the tokens and compute the logits.
 
     Args:
-        context: Length of the longest text, in tokens.
+        context: Largest number of tokens in a text.
     """
 
     blocks: nn.ModuleList
@@ -22,7 +24,7 @@ class CausalTransformer(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def transform(self, x: Tensor) -> Tensor:
-        """Apply the layers to embedded tokens (batch × length × width)."""
+        """Apply the layers to embedded tokens x (batch × length × width)."""
         length = x.shape[1]
         for block in self.blocks:
             x = block(x, src_mask=self.mask[:length, :length], is_causal=True)
@@ -33,7 +35,7 @@ class ByteTransformer(CausalTransformer):
     """Transformer over bytes with learned positions and pre-layer normalization.
 
     Args:
-        context: Length of the longest text, in bytes.
+        context: Largest number of bytes in a text.
         width: Size of the embedding. Feed-forward blocks are four times as wide.
         layers: Number of layers.
         heads: Number of attention heads per layer.
@@ -65,12 +67,12 @@ class ByteTransformer(CausalTransformer):
 class WordTransformer(CausalTransformer):
     """Transformer over words with sinusoidal positions and post-layer normalization.
 
-    Output and embedding share no weights. The activation is ReLU. Both are as in the PyTorch
-    tutorial, which has the settings of the SelSync paper.
+    Output layer and embedding do not share weights, and the activation is ReLU, as in the language
+    model of the PyTorch tutorial. The defaults are the settings of the SelSync paper.
 
     Args:
         words: Size of the vocabulary.
-        context: Length of the longest text, in words.
+        context: Largest number of words in a text.
         width: Size of the embedding (even).
         hidden: Width of the feed-forward blocks.
         layers: Number of layers.
@@ -122,8 +124,9 @@ def token_losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     """Return the cross-entropy of each next token in nats: batch × (length − 1).
 
     Args:
-        model: Function from tokens to the logits of each next token.
-        batch: One tensor of texts (batch × length). The last token of a text is only a target.
+        model: Module that returns the logits of each next token.
+        batch: One tensor of texts (batch × length). The last token of a text is not an input of the
+            model, only a target.
     """
     return _cross_entropy(model, batch, "none").view(len(batch[0]), -1)
 
