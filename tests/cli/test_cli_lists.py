@@ -52,7 +52,8 @@ def test_nothing_is_cut_off_on_a_narrow_screen(
     code, out, err = call(*command.split())
     assert (code, err) == (0, "")
     assert "…" not in out
-    assert ("speed-up" in out) == (command == PLANNED)
+    if command == PLANNED:
+        assert "speed-up" in out
 
 
 @pytest.mark.parametrize("width", [100, 200])

@@ -99,22 +99,23 @@ class LocalTraining:
                 return
 
     def _step(self, batch: Any) -> None:
-        """Train on a batch as ``Attached.train`` does, at a constant learning rate.
-
-        The learning-rate schedule is not advanced: it has only as many steps as the run.
-        """
-        task = self._task
-        with task.scaled_lr(self._lr_scale):
-            task.loss(task.model, batch).backward()
-            if task.clip_norm is not None:
-                nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
-            task.optimizer.step()
-        task.optimizer.zero_grad()
+        with self._task.scaled_lr(self._lr_scale):
+            _train_on(self._task, batch)
+        # The learning-rate schedule is not advanced: it has only as many steps as the run.
+        self._task.optimizer.zero_grad()
 
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
+
+
+def _train_on(task: Task, batch: Any) -> None:
+    """Do the work of ``Attached.train`` without a strategy."""
+    task.loss(task.model, batch).backward()
+    if task.clip_norm is not None:
+        nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
+    task.optimizer.step()
 
 
 @contextmanager
@@ -190,10 +191,7 @@ def measure_recipe(
         seconds: list[float] = []
         start = time.perf_counter()
         for batch in islice(batches, warmup_steps + steps):
-            task.loss(task.model, batch).backward()
-            if task.clip_norm is not None:
-                nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
-            task.optimizer.step()
+            _train_on(task, batch)
             task.advance()
             end = time.perf_counter()
             seconds.append(end - start)

@@ -57,27 +57,14 @@ class RepresentativeCommunicator(SimulatedCommunicator):
             case Gather(tensor=tensor) if is_blank(tensor):
                 parts = blanks(tensor, self.size)
                 return self._join("gather", operation, _nothing, _nothing, parts)
-            case Gather(tensor=tensor):
-                parts = [torch.empty_like(tensor) for _ in range(self.size)]
-
-                def store_parts(tensors: Sequence[Tensor]) -> None:
-                    for i, part in enumerate(parts):
-                        part.copy_(tensors[i * len(tensors) // self.size])
-
-                return self._join("gather", operation, list, store_parts, parts)
             case Exchange(tensor=tensor) if is_blank(tensor):
                 result = blank(*tensor.shape, dtype=tensor.dtype)
                 return self._join("exchange", operation, _nothing, _nothing, result)
-            case Exchange(tensor=tensor):
-                result = torch.empty_like(tensor)
-
-                def store_chunks(tensors: Sequence[Tensor]) -> None:
-                    received = [each.chunk(self.size)[self.rank] for each in tensors]
-                    chunks = [received[i * len(received) // self.size] for i in range(self.size)]
-                    torch.cat(chunks, out=result)
-
-                return self._join("exchange", operation, list, store_chunks, result)
         return super().start(operation)
+
+    @override
+    def _by_rank(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [tensors[rank * len(tensors) // self.size] for rank in range(self.size)]
 
     @override
     def _size_bytes(self, operation: Any) -> float:

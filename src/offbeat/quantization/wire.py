@@ -173,7 +173,8 @@ class Wire:
                 one stream may have different precisions.
 
         Raises:
-            ValueError: ``precision`` is not float32, but the wire was made for float32.
+            ValueError: ``precision`` is not float32, but the wire of several workers was made for
+                float32.
         """
         self.advance()
         codecs = self._codecs_for(update, self.precision if precision is None else precision)

@@ -129,7 +129,7 @@ class SimulatedCommunicator(Communicator):
                 parts = [torch.empty_like(tensor) for _ in range(self.size)]
 
                 def store_parts(tensors: Sequence[Tensor]) -> None:
-                    for part, received in zip(parts, tensors, strict=True):
+                    for part, received in zip(parts, self._by_rank(tensors), strict=True):
                         part.copy_(received)
 
                 return self._join("gather", operation, list, store_parts, parts)
@@ -137,7 +137,8 @@ class SimulatedCommunicator(Communicator):
                 result = torch.empty_like(tensor)
 
                 def store_chunks(tensors: Sequence[Tensor]) -> None:
-                    torch.cat([each.chunk(self.size)[self.rank] for each in tensors], out=result)
+                    received = self._by_rank(tensors)
+                    torch.cat([each.chunk(self.size)[self.rank] for each in received], out=result)
 
                 return self._join("exchange", operation, list, store_chunks, result)
             case Send(tensor=tensor, destination=destination, tag=tag, what=what):
@@ -190,6 +191,10 @@ class SimulatedCommunicator(Communicator):
         contribution = Contribution(kind, what, tensor, size_bytes, combine, store)
         signal = self.cluster.join(self.group, self._context, self.member, contribution)
         return self.handle_type(self, signal, tensor if result is None else result, what)
+
+    def _by_rank(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return one tensor per rank, given the tensors that a collective has combined."""
+        return tensors
 
     def _size_bytes(self, operation: Any) -> float:
         """Return the size from which the duration of a collective is computed, in bytes."""

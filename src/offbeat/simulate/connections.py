@@ -83,9 +83,7 @@ class Connections:
         return group
 
     def subgroup(self, context: int, members: tuple[int, ...], sharing: int) -> Group:
-        """Return the group of a part of the workers of a communicator.
-
-        All members receive the same object.
+        """Return the group of some workers of a communicator, the same object for all of them.
 
         Args:
             context: Context of that communicator.
@@ -162,7 +160,7 @@ class Connections:
         self._kernel.at(self._kernel.now + NOTICE_SECONDS, notice, "a loss is noticed")
 
     def fail_after(self, signal: Signal, seconds: float, what: str) -> None:
-        """Fail ``signal`` with a time-out unless it happens within ``seconds``."""
+        """Fail ``signal`` with a time-out unless it fires within ``seconds``."""
         if not signal.happened:
             failure = CommunicationTimeout(
                 f"no answer. The time-out is timeout_seconds={seconds:g}: raise it in "

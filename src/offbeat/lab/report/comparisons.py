@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Sequence
 
 from offbeat.display.table import Table
+from offbeat.lab.probe.tables import show_rate, show_time
 from offbeat.lab.report.intervals import interval_of
 from offbeat.lab.report.rows import Row, ideal_of, rows_of, share_of_ideal, targets_of
 from offbeat.lab.report.tables import SHARE, has_ideal, percent, spread
 from offbeat.lab.results import Result
-from offbeat.units import show_bandwidth, show_seconds
 
 
 def times_to_targets(results: Sequence[Result], *, ranges: bool = True) -> Table | None:
@@ -120,8 +120,8 @@ def links(results: Sequence[Result]) -> Table | None:
             (
                 row.name,
                 *([percent(share_of_ideal(row, rows))] if with_ideal else []),
-                *(show_bandwidth(float(f"{8 * bandwidth:.3g}")) for bandwidth in bandwidths),
-                *(show_seconds(latency, digits=3) for latency in latencies),
+                *map(show_rate, bandwidths),
+                *map(show_time, latencies),
             )
         )
     if not cells:
