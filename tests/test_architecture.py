@@ -53,7 +53,8 @@ LEVELS = [
 # A strategy decides with numbers alone, so that it reads like the paper and needs no tensors to be
 # tested.
 STRATEGIES_IMPORT = {
-    *("abc", "collections", "dataclasses", "logging", "math", "typing", "typing_extensions"),
+    *("abc", "collections", "dataclasses", "functools", "logging", "math"),
+    *("typing", "typing_extensions"),
     *("offbeat.strategies", "offbeat.arguments", "offbeat.checkpoint.state"),
     "offbeat.quantization.precision",
 }

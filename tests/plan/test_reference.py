@@ -65,7 +65,9 @@ def test_a_cell(cell: dict[str, Any]) -> None:
     eager = cell["strategy"].startswith("streaming") and "cyclic" not in cell["strategy"]
     jitter = cell["cluster"] == "jitter" and "eager" in cell["strategy"]
     if not (eager or jitter):  # its closed form sent a part as soon as the link was free
-        assert row.payload_bytes == pytest.approx(cell["payload_bytes"], rel=0.01)
+        # Since the cells were recorded, the flag and Δ of SelSync have become numbers of their own.
+        added = 16 if cell["strategy"].startswith("selsync") else 0
+        assert row.payload_bytes == pytest.approx(cell["payload_bytes"] + added, rel=0.01)
 
 
 def test_few_cells_differ() -> None:

@@ -17,6 +17,12 @@ SECONDS = 240  # for all of it
 SCRIPT = str(Path(__file__).parents[2] / "train_selsync.py")
 
 
+def bytes_sent(cluster: Cluster, node: int) -> int:
+    """Return the bytes that a machine has sent over its link."""
+    counter = f"/sys/class/net/{Cluster.interface}/statistics/tx_bytes"
+    return int(subprocess.check_output(cluster.command(node, ["cat", counter])))
+
+
 def main(script: list[str]) -> int:
     """Exit status of the first machine that failed, else 0."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": Cluster.interface}
@@ -30,7 +36,7 @@ def main(script: list[str]) -> int:
                 argv += ["--master-addr", "10.111.0.1", "--master-port", "29500", *script]
                 machines.append(subprocess.Popen(cluster.command(node, argv), env=environment))
             codes = [one.wait(SECONDS) for one in machines]
-            sent = [cluster.bytes_sent(node) for node in range(2)]
+            sent = [bytes_sent(cluster, node) for node in range(2)]
         finally:
             for one in machines:
                 one.terminate()

@@ -22,7 +22,7 @@ _TICKS = 30  # largest number of tick labels on each axis of the heat map
 class PartitionTable:
     """Number of samples of each label on each worker. ``str()`` formats it as a table.
 
-    Attributes:
+    Args:
         counts: Numbers of samples: one row per worker, one column per label.
         labels: The distinct labels, in the order of the columns.
     """
