@@ -10,8 +10,9 @@ Terms:
   the *shared model*, which has the same bits on all workers. P consists of one or several *parts*,
   which are exchanged separately.
 - To *launch* a part, every worker sends its update of the part, and the workers start to average
-  the updates. The part is *in flight* until it *lands*: until the mean update is added to P and x.
-- In a *round* all workers decide together what to launch. Each worker sends a *vote*. All workers
+  the updates. The part is *in flight* until it *lands*: P moves along the mean update, and x
+  follows P (see ``SharedModel``).
+- In a *round* all workers decide together what to average. Each worker sends a *vote*. All workers
   receive the sum of the votes, the *tally*.
 - A *view* is a period with the same group of workers. A new view begins when a worker joins or is
   lost.
@@ -28,8 +29,8 @@ The methods:
     outer_step(...)        coefficients of the step that moves P along the mean update
     after_step(worker)     measurements at the end of a local step
 
-An ordinary strategy defines ``averages`` and ``due``. ``LocalSGD`` is the shortest example, and
-docs/writing-a-strategy.md explains the order of the calls.
+Only ``averages`` is required. ``LocalSGD`` is a short example; docs/writing-a-strategy.md explains
+the order of the calls.
 """
 
 import dataclasses
@@ -65,17 +66,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Outer:
-    """Step of the shared model P along D, the mean of the workers' updates, with momentum.
+    """Outer step: the step of the shared model P along D, the mean of the workers' updates.
 
         v ← μ·v + D
         P ← P + η·(D + μ·v)
 
     Attributes:
         lr: Outer learning rate η > 0.
-        momentum: Outer momentum μ ≥ 0. v is stored only if μ > 0.
+        momentum: Outer momentum μ ≥ 0. The velocity v is stored only if μ > 0.
         dtype: Name of the dtype in which P and v are stored, such as "bfloat16". None: the dtype in
-            which the parameters are summed, which is float32 for half types. Not used with
-            ``error_feedback``.
+            which the parameters are summed, which is float32 for float16 and bfloat16. Not used
+            with ``SharedModel.error_feedback``.
     """
 
     lr: float = 1.0
@@ -92,31 +93,33 @@ class Outer:
 class SharedModel:
     """The workers average models. P is the shared model, x the local model of a worker.
 
-    To launch a part, every worker sends its update u = x − P of that part. When the mean D of the
-    updates lands, P moves along D by a step Δ (see ``Outer``). The local model replaces its own
-    update by this step, and keeps the local steps that it took since the launch:
+    To launch a part, every worker sends its update u = x − P of that part. (A worker that does not
+    store P sends x, which gives the same result.) When the mean D of the updates lands, P moves by
+    Δ: by D, or by an outer step along D (see ``Outer``). x already contains u, so it moves by
+    Δ − u. It keeps the local steps since the launch:
 
         P ← P + Δ                           Δ = D with the default ``Outer()``
         x ← x + Δ − u
 
     Attributes:
-        parts: Number of parts (≥ 1), or a function that computes it from the bytes of the
+        parts: Number of parts (≥ 1), or a function that computes it from the bytes of the trainable
             parameters. If ``fully_shard`` divides the model, the function receives the largest
-            number of bytes that one worker of the node holds.
-        lands: Time at which a launch lands. 0: before the next local step, so workers wait. k > 0:
-            k local steps after the launch, or before the next launch of the same part if that is
+            number of bytes that one worker holds.
+        lands: Time at which a part lands. 0: before the next local step, so workers wait. k > 0: k
+            local steps after the launch, or before the next launch of the same part if that is
             earlier. Workers wait if the mean has not arrived then. "arrived": at the first step
-            boundary after the mean has arrived.
-        bound: Largest staleness with "arrived", in local steps. The staleness is the age of the
-            newest launch that has landed. A worker waits for a landing when it reaches the bound.
-        outer: Step Δ of P along D.
-        error_feedback: True if the quantization error of an update stays in the local model. It is
-            then part of the next x − P, so the next launch sends it. The parts have equal bytes and
-            may begin inside a tensor. If ``outer`` has momentum, the flow calls ``outer_step`` for
-            each launch. False: parts consist of whole tensors, and the error is stored outside the
-            model and added to the next message.
-        optimizer_state: True if the optimizers' state is averaged whenever the last part lands.
-            Requires ``lands=0``.
+            boundary after its mean and those of all earlier launches have arrived.
+        bound: Largest staleness in local steps, with "arrived". The staleness of a worker is the
+            number of its local steps since the launch of the newest landed part. A worker whose
+            staleness has reached the bound waits until a newer part has landed.
+        outer: Outer step, which determines Δ.
+        error_feedback: Place of the quantization error of an update. True: it stays in x, so that
+            x − P contains it at the next launch. The parts then have about equal bytes and may
+            begin inside a tensor. If ``outer`` has momentum, the flow calls ``outer_step`` for each
+            launch. False: the error is stored outside the model and added to the next message of
+            the part. The parts then consist of whole tensors.
+        optimizer_state: True if the optimizers' state is averaged whenever the last part of the
+            model lands. Requires ``lands=0``.
     """
 
     parts: int | Callable[[int], int] = 1
@@ -150,10 +153,11 @@ class Gradients:
     """The workers average gradients, before the optimizer's step.
 
     Attributes:
-        every_step: True if every round averages the gradients, so that ``decide`` is never called.
-            Buckets of gradients may then be sent during backward, and the last one carries the
-            vote. False: the workers exchange votes first. They average the gradients if ``decide``
-            returns a ``Launch`` with ``parts`` > 0.
+        every_step: True if every round averages the gradients. ``decide`` is then never called. The
+            flow reads from the votes only which workers take a step, and whether their gradients
+            are finite. Buckets of gradients may be sent during backward, before the votes. False:
+            the workers exchange votes first. They average the gradients if ``decide`` returns a
+            ``Launch`` with ``parts`` > 0.
     """
 
     every_step: bool = True
@@ -163,8 +167,8 @@ class Gradients:
 class CustomFlow:
     """An algorithm that needs its own communication code, such as a parameter server or gossip.
 
-    ``attach`` refuses these options for it: a ``wire`` other than "float32", ``node_group``,
-    ``min_workers``, and ``non_finite="exclude"``.
+    For such a strategy ``attach`` refuses these options: a ``wire`` other than "float32",
+    ``node_group``, ``min_workers``, and ``non_finite="exclude"``.
 
     Attributes:
         make: Function that receives the strategy and an ``offbeat.averaging.Worker``, and returns
@@ -181,9 +185,11 @@ class Launch(NamedTuple):
     """The decision of a round: how many parts all workers launch, and at which precision.
 
     Attributes:
-        parts: Number of parts to launch. ``inf``: all parts. 0: none. The parts take turns: the
-            first one follows the part that was launched last.
-        precision: Precision of these parts. None: the ``wire`` given to ``attach``.
+        parts: Number of parts to launch, a whole number. ``inf``: all parts. 0: none. Launches
+            follow the cyclic order of the parts and continue after the last launched part. With
+            ``Gradients`` any number but 0 averages all gradients.
+        precision: Precision of these launches. None: the ``wire`` given to ``attach``. Any other
+            value requires ``error_feedback``.
     """
 
     parts: float = math.inf
@@ -191,12 +197,12 @@ class Launch(NamedTuple):
 
 
 class Tally:
-    """The sums of a round over all workers. Reading an attribute blocks until they have arrived.
+    """The sums of a round over all workers. Reading an attribute waits until the sums have arrived.
 
-    A strategy with a fixed schedule reads no attribute in ``decide``, so its workers do not wait.
+    A strategy with a fixed schedule reads no attribute in ``decide``, which therefore never waits.
 
     Args:
-        read: Function that waits for the sums and returns the three attributes.
+        read: Function that waits for the sums and returns ``stepping``, ``wanted`` and ``votes``.
 
     Attributes:
         stepping: Number of workers that take a step in this round.
@@ -226,7 +232,8 @@ class Tally:
 def common(**options: Any) -> Any:
     """Declare a field of ``state()`` whose value is equal on all workers.
 
-    When a new view begins, all workers copy the value from the worker that has come furthest.
+    The strategy must change it equally on all workers, for example in ``decide``. When a new view
+    begins, all workers copy the value from a worker that has come furthest.
 
     Args:
         options: Arguments of ``dataclasses.field``.
@@ -237,8 +244,9 @@ def common(**options: Any) -> Any:
 def local(**options: Any) -> Any:
     """Declare a field of ``state()`` whose value each worker keeps when a new view begins.
 
-    An unmarked field and a ``transient()`` field start again with the value from ``state()``.
-    Checkpoints contain all fields but the transient ones.
+    Unmarked fields and ``transient()`` fields start again with the value from ``state()``. The
+    marks also work inside nested dataclasses. Checkpoints contain all fields but the transient
+    ones.
 
     Args:
         options: Arguments of ``dataclasses.field``.
@@ -248,7 +256,10 @@ def local(**options: Any) -> Any:
 
 @dataclass(kw_only=True)
 class WorkerView:
-    """What a strategy may read about the worker it runs on. The flow keeps the values up to date.
+    """Data about one worker for the strategy. The flow keeps them up to date.
+
+    The strategy may change the fields of ``state``, ``record`` and ``details``, and only reads the
+    other values.
 
     A value marked *common* is equal on all workers. ``decide`` must depend on common values and
     the tally only, so that all workers make the same decision.
@@ -257,37 +268,38 @@ class WorkerView:
         rank: Rank of this worker.
         size: Number of workers (common).
         step: Number of local steps of this worker, including the current one.
-        start_step: Value of ``step`` when the view began, on the worker whose state the others
-            copied (common).
+        start_step: Local step at which the view began, on the worker whose state the others copied
+            (common).
         stepping: True if this worker takes a step in the current round. False if it waits for the
-            other workers, because it has run out of data or because all models are averaged for an
-            evaluation.
+            other workers, for example in ``Synchronizer.finish`` or ``consensus``.
         state: The object that ``state()`` returned. Its fields declared by ``common()`` are common.
         count: Number of parts (common).
         launches: Number of launches in this view. A round that launches two parts adds 2.
         landings: Number of landings in this view.
         rounds: Number of rounds since the last round that launched a part (common). In ``decide``
             this number includes the current round.
-        launch_step: Local step of the last round that launched a part. At first, the local step
-            at which the view began.
-        in_flight_steps: Local step at the launch of each part in flight, the oldest first.
+        launch_step: Local step at which this worker decided the last round that launched a part. At
+            first, the local step at which the view began.
+        in_flight_steps: For each part in flight, the oldest first: the local step of its launch.
         ready: True if the part that is launched next is not in flight.
-        gradient_norm_squared: ‖g‖² of the current step before clipping. It covers all optimizers.
-            With ``Gradients`` it covers the one optimizer whose gradients this round may average.
-            Requires ``gradient_norm``.
-        sent_squared: Sum of ‖u‖² over the landed updates u of this worker. The weight of an update
-            decays exponentially, by a factor of e in five passes of the model. Requires error
-            feedback.
+        gradient_norm_squared: ‖g‖² of the current step before clipping, over all optimizers. With
+            ``Gradients``: over the one optimizer whose gradients this round may average. Requires
+            ``Strategy.gradient_norm``.
+        sent_squared: Sum of ‖u‖² over the landed updates u of this worker. Older updates have
+            smaller weights: while each part lands five times, the weight of an update decreases by
+            a factor of e. Requires ``error_feedback``.
         mean_squared: Sum of ‖D‖² over the landed means D, with the weights of ``sent_squared``.
-            Requires error feedback.
-        clock: Seconds on this worker's clock at the current step boundary. Workers of one node (see
-            ``node_group`` of ``attach``) read the same time. Requires ``lands="arrived"``.
-        spent: Duration in seconds of each launch and each landing since the last step boundary,
-            without the time spent waiting. Requires ``lands="arrived"``.
-        precision: Precision of the wire (common). None: ``decide`` chooses it for each launch.
-        bits: Bits per element for the sum of updates, by precision (common). Each of N workers
-            sends (N − 1)/N of them.
-        two_stages: Precisions at which a sum takes two messages one after the other (common).
+            Requires ``error_feedback``.
+        clock: Seconds on this worker's clock at the last step boundary. Workers of one node (see
+            ``node_group`` of ``attach``) have the same value. Requires ``lands="arrived"``.
+        spent: Duration in seconds of each launch and each landing between the last two step
+            boundaries, without waits. Requires ``lands="arrived"``.
+        precision: The ``wire`` given to ``attach`` (common). None: ``decide`` must choose the
+            precision of each launch.
+        bits: By precision, the bits per element that a sum of updates takes (common). Each of N
+            workers sends (N − 1)/N of these bits.
+        two_stages: Precisions at which a sum of updates takes two messages, one after the other
+            (common).
         record: Values that the strategy adds to the telemetry record of this step.
         details: Totals that the strategy adds to ``Stats.details``.
     """
@@ -332,7 +344,7 @@ class WorkerView:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Strategy(ABC):
-    """An algorithm that decides when workers synchronize, and how long they wait for each other."""
+    """An algorithm that decides what the workers average, when, and how long they wait for it."""
 
     name: ClassVar[str] = ""
     """Name in the text form, such as "local" in ``local:period=8``. Empty for a custom strategy,
@@ -351,8 +363,9 @@ class Strategy(ABC):
     def tally_delay(self) -> int:
         """Number of rounds by which ``decide`` lags behind the votes, 0 or 1.
 
-        With 1, ``decide`` receives the tally of the previous round, which has had a step to arrive,
-        so workers rarely wait for it. The first round is not decided.
+        With 1, ``decide`` receives in each round the tally of the previous round. Its votes have
+        had a step to arrive, so workers rarely wait for them. In the first round ``decide`` is not
+        called.
         """
         return 0
 
@@ -361,25 +374,30 @@ class Strategy(ABC):
 
     @abstractmethod
     def averages(self) -> SharedModel | Gradients | CustomFlow:
-        """Return what is averaged, and when a mean takes effect. Allocates nothing."""
+        """Return what is averaged, and when a mean takes effect.
+
+        Called several times. It must return equal values and hold no resources.
+        """
 
     def due(self, worker: WorkerView) -> float:
         """Return the number of parts that this worker wants to launch now. 0 requests no round.
 
-        With ``lands="arrived"`` the workers may request a round at different steps. The round is
-        decided when all workers have requested it. The next one can be requested once the parts of
-        this one were launched.
+        ``decide`` can read the sum over the workers (``Tally.wanted``), but need not follow it.
 
-        In all other cases the workers that still take steps must request a round at the same step,
-        for example in every eighth step.
+        With ``lands="arrived"`` the workers may request a round at different steps. The round is
+        decided when all workers have requested it. A worker requests the next round only after it
+        has launched the parts of this round.
+
+        In all other cases the workers that still take steps must request a round at the same local
+        step, for example in every eighth step.
         """
         return 1.0
 
     def state(self, worker: WorkerView) -> object | None:
         """Return the strategy's mutable state: a dataclass of plain values, or None.
 
-        Called when a view begins. Declare fields with ``common``, ``local`` or ``transient`` to
-        determine what becomes of their values in the next view.
+        Called when training or a view begins. Declare fields with ``common``, ``local`` or
+        ``transient`` to determine what becomes of their values in the next view.
         """
         return None
 
@@ -392,7 +410,10 @@ class Strategy(ABC):
         return ()
 
     def decide(self, worker: WorkerView, tally: Tally) -> Launch:
-        """Return the decision of the round. Called once a round on every worker.
+        """Return the decision of a round. Called once a round on every worker, with two exceptions.
+
+        It is not called in the first round with ``tally_delay=1``, and never with
+        ``Gradients(every_step=True)``.
 
         All workers must return the same decision. It may therefore depend on the tally and on
         common values only.
@@ -402,13 +423,17 @@ class Strategy(ABC):
     def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
         """Return μ and a for the landing of ``part``: v ← μ·v + D, then P ← P + η·(D + a·v).
 
-        Only called with ``error_feedback`` and outer momentum: once for each launch, before it
-        lands, with the tally of its round. All workers must return the same numbers.
+        Only called with ``error_feedback`` and ``Outer.momentum`` > 0: once for each launch, before
+        its landing, with the tally of the round that decided it. ``Outer.lr`` is η. All workers
+        must return the same numbers.
         """
         raise NotImplementedError
 
     def after_step(self, worker: WorkerView) -> None:  # noqa: B027
-        """Take measurements for later decisions. Called after each local step and its landings."""
+        """Take measurements for later decisions. Called at the end of each local step.
+
+        The call comes after the landings of the step, or with ``lands=0`` before ``decide``.
+        """
 
     # -- text ------------------------------------------------------------------------------------
 
@@ -430,7 +455,7 @@ class Strategy(ABC):
 
 
 def _as_text(value: object) -> str:
-    """Return a setting as ``parse_strategy`` reads it: a tuple is ``a/b/c``, or ``a/`` for one."""
+    """Return a setting as ``parse_strategy`` reads it. Tuples have slashes: ``a/b/c`` or ``a/``."""
     if not isinstance(value, tuple):
         return str(value)
     return "/".join(map(str, value)) + ("/" if len(value) == 1 else "")
