@@ -29,8 +29,7 @@ import offbeat
 from cells import nightly
 from offbeat.data import DataInjection, injected_batch_size
 from offbeat.data.samples import count_samples, join, take
-from offbeat.data.senders import draw_samples, draw_senders
-from offbeat.data.senders import given as samples_given
+from offbeat.data.senders import count_to_send, draw_samples, draw_senders
 from worlds import real, run
 
 few = settings(deadline=None, max_examples=30)
@@ -83,7 +82,7 @@ def test_an_injected_batch_holds_about_b(b: int, alpha: str, beta: str, n: int) 
     """Within the bounds that the rounding of b', S and k gives, for any b, α, β and N."""
     a, share = Fraction(alpha), Fraction(beta)
     own = injected_batch_size(b, float(alpha), float(beta), n)
-    given_by_each = samples_given(own, float(beta))
+    given_by_each = count_to_send(own, float(beta))
     assume(2 * b >= 1 + a * share * n)  # else b' would be 0
     assume(2 * share * own >= 1)  # else k would be 0
     senders = len(draw_senders(0, (0, 0), n, float(alpha)))
@@ -98,7 +97,7 @@ def test_a_sender_gives_beta_of_its_samples(samples: int, beta: str) -> None:
     """β of them, a half rounded up, at least one."""
     exact = Fraction(beta) * samples
     want = max(1, math.floor(exact + Fraction(1, 2)))
-    assert samples_given(samples, float(beta)) == want
+    assert count_to_send(samples, float(beta)) == want
     chosen = draw_samples(0, (0, 3), 1, samples, float(beta))
     assert len(set(chosen)) == want
     assert chosen == sorted(chosen)
@@ -109,7 +108,7 @@ def test_a_sender_gives_beta_of_its_samples(samples: int, beta: str) -> None:
 def test_the_expected_batch_is_as_documented(b: int, alpha: float, beta: float, n: int) -> None:
     """b' + S·k·(N−1)/N, by counting over all possible draws of senders."""
     own = injected_batch_size(b, alpha, beta, n)
-    count, k = math.ceil(alpha * n), samples_given(own, beta)
+    count, k = math.ceil(alpha * n), count_to_send(own, beta)
     sizes = [
         own + k * sum(sender != rank for sender in senders)
         for senders in itertools.combinations(range(n), count)

@@ -7,7 +7,7 @@ import pytest
 from lab.test_report import make
 from offbeat.lab import report
 from offbeat.lab.events import Calibration
-from offbeat.lab.report.clock import at_pace, on_one_clock
+from offbeat.lab.report.clock import at_constant_speed, on_one_clock
 from offbeat.lab.results import Result
 
 
@@ -20,7 +20,7 @@ def took_turns(run: Result, *step_seconds: float) -> Result:
 def test_a_run_on_a_machine_of_another_speed() -> None:
     """8 s at 2 s a step and 6 s at a mean of 3 s become 4 s and 2 s at 1 s a step."""
     run = took_turns(make("streaming", [(8, 0.5), (14, 0.9)]), 2.0, 2.0, 4.0)
-    found = at_pace(run, 1.0)
+    found = at_constant_speed(run, 1.0)
     assert [point.seconds for point in found.points] == [4.0, 6.0]
     assert [point.metric for point in found.points] == [0.5, 0.9]
 
@@ -32,7 +32,7 @@ def test_a_machine_that_is_half_as_fast_changes_nothing() -> None:
     slow = took_turns(
         make("streaming", [(2 * at, metric) for at, metric in curve]), 0.2, 0.4, 0.2, 0.6
     )
-    one, other = (at_pace(run, 0.15) for run in (fast, slow))
+    one, other = (at_constant_speed(run, 0.15) for run in (fast, slow))
     assert [point.seconds for point in one.points] == pytest.approx(
         [point.seconds for point in other.points]
     )

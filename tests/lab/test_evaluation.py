@@ -17,7 +17,7 @@ from offbeat.lab import evaluation, train
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.evaluation import (
     EvaluationSchedule,
-    affordable,
+    affordable_evaluations,
     evaluate_together,
     expected_seconds,
     gather,
@@ -212,7 +212,7 @@ def test_evaluations_are_evenly_spaced_without_the_last_step() -> None:
 def test_evaluations_cost_a_tenth_of_the_training(
     evaluation: float, training: float, number: int
 ) -> None:
-    assert affordable(evaluation, training) == number
+    assert affordable_evaluations(evaluation, training) == number
     assert number * evaluation <= max(0.1 * training, 3.0) or number == 1
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lab.standins import write_idx_files
 from offbeat.lab.recipes import RECIPES, Setup, digits, find_recipe, mnist, stdlib_lm
 from offbeat.lab.recipes.custom import first_samples
-from offbeat.lab.recipes.files import find_file, shared
+from offbeat.lab.recipes.files import find_file, share_tensors
 
 REAL_MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
 
@@ -50,7 +50,7 @@ def test_workers_of_one_process_share_the_data(idx: Path) -> None:
     """Tensors are in memory once, and are freed when no task uses them."""
     reads: list[str] = []
 
-    @shared
+    @share_tensors
     def load(name: str, *, count: int = 3) -> tuple[tuple[Tensor, Tensor], int]:
         reads.append(name)
         return (torch.zeros(count), torch.ones(count)), count

@@ -119,14 +119,14 @@ def sgd(lr: float = 1.0) -> torch.optim.SGD:
 
 def test_rates_decay_by_the_samples_of_all_workers() -> None:
     """1 and 4 workers change the rate after the same number of samples."""
-    alone = rates(decay_at(sgd(), [40, 80], 0.1, samples_a_step=4), 24)
+    alone = rates(decay_at(sgd(), [40, 80], 0.1, samples_per_step=4), 24)
     assert alone == pytest.approx([1.0] * 10 + [0.1] * 10 + [0.01] * 4)
-    four = rates(decay_at(sgd(), [40, 80], 0.1, samples_a_step=16), 6)
+    four = rates(decay_at(sgd(), [40, 80], 0.1, samples_per_step=16), 6)
     assert four == pytest.approx([1.0] * 3 + [0.1] * 2 + [0.01])  # 48 samples are past 40
     assert four == alone[::4]
-    alone = rates(decay_every(sgd(), 40, 0.8, samples_a_step=4), 24)
+    alone = rates(decay_every(sgd(), 40, 0.8, samples_per_step=4), 24)
     assert alone == pytest.approx([1.0] * 10 + [0.8] * 10 + [0.64] * 4)
-    assert rates(decay_every(sgd(), 40, 0.8, samples_a_step=16), 6) == alone[::4]
+    assert rates(decay_every(sgd(), 40, 0.8, samples_per_step=16), 6) == alone[::4]
 
 
 # One step of every recipe

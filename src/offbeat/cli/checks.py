@@ -108,7 +108,7 @@ def require_distinct(job: Job, strategies: list[str]) -> None:
         seen[key] = text
 
 
-def refuse_simulated(options: VirtualClusterOptions) -> None:
+def require_no_simulator_options(options: VirtualClusterOptions) -> None:
     """Raise ValueError if an option has been given that only simulated workers support."""
     for field in fields(options):
         if field.name != "jitter" and getattr(options, field.name) != field.default:

@@ -14,10 +14,10 @@ from offbeat.arguments import require_integer
 from offbeat.cli.checks import (
     check_method,
     parse_lr_scales,
-    refuse_simulated,
     require_distinct,
     require_file,
     require_folder,
+    require_no_simulator_options,
     require_picture,
 )
 from offbeat.cli.launcher import (
@@ -104,7 +104,7 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
         for scale in scales:
             require_distinct(replace(job, lr_scale=scale), strategies)
         if not options.simulated:
-            refuse_simulated(simulated)
+            require_no_simulator_options(simulated)
         if options.output is not None:
             require_folder("--output", options.output)
         task = None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offbeat.data.partition import Labels, Share, check_parts, group_by_label
+from offbeat.data.partition import Labels, Part, check_parts, group_by_label
 from offbeat.display.plots import new_figure
 
 _COLUMNS = 20  # largest number of label columns in the table, which then fits a wide terminal
@@ -91,7 +91,7 @@ class PartitionTable:
 
 
 def describe_partition(
-    parts: Sequence[Share], labels: Labels, path: str | Path | None = None
+    parts: Sequence[Part], labels: Labels, path: str | Path | None = None
 ) -> PartitionTable:
     """Count the samples of each label in each part. ``print`` the result to see a table.
 

@@ -14,7 +14,7 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 """Sample indices of one worker, checked."""
 Labels: TypeAlias = Sequence[int] | Sequence[str] | npt.NDArray[Any] | torch.Tensor
 """Label of each sample."""
-Share: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
+Part: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 """Sample indices of one worker, as given by a caller."""
 
 _BY_LABEL, _DIRICHLET = 1, 2  # generators are seeded by (seed, purpose); these are the purposes
@@ -186,7 +186,7 @@ def group_by_label(labels: Labels) -> tuple[npt.NDArray[Any], list[Indices]]:
     return values, np.split(ordered, np.cumsum(counts)[:-1])
 
 
-def check_parts(parts: Sequence[Share], samples: int) -> list[Indices]:
+def check_parts(parts: Sequence[Part], samples: int) -> list[Indices]:
     """Return the parts as int64 arrays, after checking them.
 
     Raises:

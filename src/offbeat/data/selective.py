@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from offbeat.data.partition import Indices, Share, check_parts
+from offbeat.data.partition import Indices, Part, check_parts
 
 _SHUFFLE = 3  # generators are seeded by (seed, purpose, epoch, rank); this is the purpose
 
@@ -70,7 +70,7 @@ class SelDPSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
-        partition: Sequence[Share] | None = None,
+        partition: Sequence[Part] | None = None,
     ) -> None:
         if num_replicas is None or rank is None:
             if not (dist.is_available() and dist.is_initialized()):
@@ -100,7 +100,7 @@ class SelDPSampler(Sampler[int]):
             )
         return chunk
 
-    def _check(self, partition: Sequence[Share]) -> list[Indices]:
+    def _check(self, partition: Sequence[Part]) -> list[Indices]:
         """Check the parts of all workers, so that every worker raises the same error."""
         if len(partition) != self.num_replicas:
             raise ValueError(

@@ -51,7 +51,7 @@ def injected_batch_size(batch_size: int, alpha: float, beta: float, workers: int
     return max(1, math.floor(_clean(batch_size / (1 + alpha * beta * workers)) + 0.5))
 
 
-def given(samples: int, beta: float) -> int:
+def count_to_send(samples: int, beta: float) -> int:
     """Return how many of its ``samples`` a sender sends: β·samples, rounded, at least 1."""
     return min(samples, max(1, math.floor(_clean(beta * samples) + 0.5)))
 
@@ -67,7 +67,7 @@ def draw_senders(seed: int, key: Key, workers: int, alpha: float) -> list[int]:
 def draw_samples(seed: int, key: Key, rank: int, samples: int, beta: float) -> list[int]:
     """Draw the samples that sender ``rank`` sends in step ``key``: positions in its batch."""
     random = np.random.default_rng([seed % 2**64, _SAMPLES, *key, rank])
-    count = given(samples, beta)
+    count = count_to_send(samples, beta)
     drawn: list[int] = np.sort(random.choice(samples, count, replace=False)).tolist()
     return drawn
 

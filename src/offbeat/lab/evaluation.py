@@ -56,7 +56,7 @@ def evenly(steps: int, number: int) -> set[int]:
     return {round(steps * (i + 1) / number) for i in range(number)}
 
 
-def affordable(evaluation_seconds: float, training_seconds: float) -> int:
+def affordable_evaluations(evaluation_seconds: float, training_seconds: float) -> int:
     """Return how many evaluations fit into a run's time for them: 1 to ``MAX_EVALUATIONS``.
 
     The time for evaluations is a tenth of the training time, but at least 3 s.

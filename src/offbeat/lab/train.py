@@ -28,7 +28,7 @@ from offbeat.errors import OffbeatError
 from offbeat.lab.checkpoints import EventLog, RunCheckpoints
 from offbeat.lab.evaluation import (
     EvaluationSchedule,
-    affordable,
+    affordable_evaluations,
     evaluate_together,
     expected_seconds,
     gather,
@@ -242,7 +242,7 @@ class _Worker:
                     return None
             if schedule.open:
                 cost = time.perf_counter() - start + expected_seconds(task.evaluate, task.model)
-                number = affordable(cost, method.seconds / method.step * task.steps)
+                number = affordable_evaluations(cost, method.seconds / method.step * task.steps)
                 number = int(gather(number, device, "the number of evaluations")[0])
                 schedule.choose(number)
                 self._emit(EvaluationCount(number, cost))

@@ -79,7 +79,7 @@ def cifar_recipe(
             optimizer = SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
             samples = [epoch * len(train) for epoch in milestones or ()]
             step = batch_size * setup.workers
-            return optimizer, decay_at(optimizer, samples, 0.1, samples_a_step=step)
+            return optimizer, decay_at(optimizer, samples, 0.1, samples_per_step=step)
 
         return classification_task(
             setup,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.lab.recipes.files import find_file, not_found, require_directory, shared
+from offbeat.lab.recipes.files import find_file, not_found, require_directory, share_tensors
 
 Split = tuple[Tensor, Tensor]
 """Images (n×3×32×32, uint8) and labels (n, int64)."""
@@ -181,7 +181,7 @@ def _checked(
     return torch.from_numpy(images.copy(order="C")), torch.from_numpy(labels)
 
 
-@shared
+@share_tensors
 def load(data: Path | None, layout: Layout, recipe: str) -> tuple[Split, Split]:
     """Load the training and the test split of CIFAR-10 or CIFAR-100.
 

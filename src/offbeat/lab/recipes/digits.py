@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from offbeat.lab.recipes.base import Recipe, Setup, Task
 from offbeat.lab.recipes.classification import classification_task, sgd_warmup_cosine
 from offbeat.lab.recipes.datasets import TensorData, shift_images
-from offbeat.lab.recipes.files import shared
+from offbeat.lab.recipes.files import share_tensors
 
 
-@shared
+@share_tensors
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return 1437 training images and their labels, and 360 test images and their labels.
 

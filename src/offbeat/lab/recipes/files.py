@@ -53,7 +53,7 @@ def not_found(wanted: str, folder: Path, *, several: bool) -> FileNotFoundError:
     return FileNotFoundError(f"looked for {wanted} in {folder}, {problem}")
 
 
-def shared(load: Callable[P, T]) -> Callable[P, T]:
+def share_tensors(load: Callable[P, T]) -> Callable[P, T]:
     """Cache the tensors that ``load`` returns, so that all workers of a process share them.
 
     Simulated workers are threads of one process, and would otherwise hold one copy each. The cache

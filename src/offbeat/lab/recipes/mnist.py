@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from offbeat.lab.recipes.base import Recipe, Setup, Task
 from offbeat.lab.recipes.classification import classification_task, sgd_warmup_cosine
 from offbeat.lab.recipes.datasets import TensorData
-from offbeat.lab.recipes.files import find_file, require_directory, shared
+from offbeat.lab.recipes.files import find_file, require_directory, share_tensors
 
 CLASSES = 10
 FILES = (
@@ -89,7 +89,7 @@ def make_model() -> nn.Module:
     )
 
 
-@shared
+@share_tensors
 def load(data: Path | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return training images (n×1×28×28, normalized) and labels, test images and labels."""
     folder = require_directory(data, "mnist", f"{', '.join(FILES)} (each may end in .gz)")

@@ -28,7 +28,7 @@ def warmup_cosine(optimizer: Optimizer, steps: int, warmup: float = 0.1) -> LRSc
 
 
 def decay_at(
-    optimizer: Optimizer, milestones: Sequence[float], factor: float, *, samples_a_step: int
+    optimizer: Optimizer, milestones: Sequence[float], factor: float, *, samples_per_step: int
 ) -> LRScheduler:
     """Return a schedule that multiplies the learning rate by ``factor`` at each milestone.
 
@@ -39,16 +39,16 @@ def decay_at(
         optimizer: The optimizer.
         milestones: Numbers of samples in ascending order.
         factor: Factor on the learning rate at each milestone.
-        samples_a_step: Samples that all workers read in one step: batch size × number of workers.
+        samples_per_step: Samples that all workers read in one step: batch size × number of workers.
     """
-    return LambdaLR(optimizer, lambda t: factor ** bisect_right(milestones, t * samples_a_step))
+    return LambdaLR(optimizer, lambda t: factor ** bisect_right(milestones, t * samples_per_step))
 
 
 def decay_every(
-    optimizer: Optimizer, samples: int, factor: float, *, samples_a_step: int
+    optimizer: Optimizer, samples: int, factor: float, *, samples_per_step: int
 ) -> LRScheduler:
     """Return a schedule that multiplies the learning rate by ``factor`` every ``samples`` samples.
 
     Samples of all workers together are counted, as in ``decay_at``.
     """
-    return LambdaLR(optimizer, lambda t: factor ** (t * samples_a_step // samples))
+    return LambdaLR(optimizer, lambda t: factor ** (t * samples_per_step // samples))

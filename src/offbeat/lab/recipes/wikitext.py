@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from offbeat.lab.recipes.base import Recipe, Setup, Task, steps_for
 from offbeat.lab.recipes.datasets import TensorData
-from offbeat.lab.recipes.files import find_file, require_directory, shared
+from offbeat.lab.recipes.files import find_file, require_directory, share_tensors
 from offbeat.lab.recipes.held_out import HeldOut
 from offbeat.lab.recipes.models.transformers import WordTransformer, next_token_loss, token_losses
 from offbeat.lab.recipes.schedules import decay_every
@@ -68,7 +68,7 @@ def windows(words: Tensor) -> Tensor:
     return words.unfold(0, CONTEXT + 1, CONTEXT)
 
 
-@shared
+@share_tensors
 def load(data: Path | None) -> tuple[Tensor, Tensor, int]:
     """Return training and test samples (n×36, int32) and the size of the training vocabulary."""
     folder = require_directory(data, "wikitext:transformer", NEEDS)
@@ -116,7 +116,7 @@ def build(setup: Setup) -> Task:
             optimizer,
             DECAY_STEPS * PAPER_WORKERS * BATCH_SIZE,
             0.8,
-            samples_a_step=BATCH_SIZE * setup.workers,
+            samples_per_step=BATCH_SIZE * setup.workers,
         ),
         dataset=TensorData(train),
         batch_size=BATCH_SIZE,

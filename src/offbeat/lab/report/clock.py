@@ -14,7 +14,7 @@ from dataclasses import replace
 from offbeat.lab.results import Result
 
 
-def took_turns(results: Sequence[Result]) -> bool:
+def is_calibrated(results: Sequence[Result]) -> bool:
     """Return True if at least one run is calibrated."""
     return any(run.turns for run in results)
 
@@ -34,7 +34,7 @@ def on_one_clock(results: Sequence[Result], step_seconds: float | None = None) -
         results: Results of one comparison.
         step_seconds: One local step time for all seeds, instead of the above.
     """
-    by_seed = _step_seconds(results) if took_turns(results) else {}
+    by_seed = _step_seconds(results) if is_calibrated(results) else {}
     scaled = []
     for run in results:
         seconds = step_seconds or by_seed.get(run.job.seed)
@@ -42,7 +42,7 @@ def on_one_clock(results: Sequence[Result], step_seconds: float | None = None) -
             points = (replace(point, seconds=point.step * seconds) for point in run.points)
             run = replace(run, points=tuple(points))
         elif run.turns and seconds is not None:
-            run = at_pace(run, seconds)
+            run = at_constant_speed(run, seconds)
         scaled.append(run)
     return scaled
 
@@ -61,7 +61,7 @@ def _step_seconds(results: Sequence[Result]) -> dict[int, float]:
     return by_seed
 
 
-def at_pace(run: Result, step_seconds: float) -> Result:
+def at_constant_speed(run: Result, step_seconds: float) -> Result:
     """Rescale a calibrated run to a machine whose local step time is always ``step_seconds``.
 
     Between two calibrations, the time is multiplied by ``step_seconds`` / a, where a is the mean of

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from offbeat.baselines import FedAvg
 from offbeat.display.table import Table
-from offbeat.lab.report.clock import took_turns
+from offbeat.lab.report.clock import is_calibrated
 from offbeat.lab.report.rows import Row, common_options, rows_of, share_of_ideal
 from offbeat.lab.results import Result
 from offbeat.registry import parse_strategy
@@ -156,7 +156,7 @@ def notes(results: Sequence[Result]) -> list[str]:
     return (
         [TUNED_MEANS] * is_tuned(results)
         + [SHARE_MEANS] * has_ideal(results)
-        + [CLOCK_MEANS] * took_turns(results)
+        + [CLOCK_MEANS] * is_calibrated(results)
     )
 
 
