@@ -22,7 +22,7 @@ def test_passes_are_counted_between_landings_of_one_precision() -> None:
     rate = RateControl(window=4, landed=-2, budget=2.0)
     for landings, step in enumerate((3, 5, 8, 10, 12, 14), 1):
         assert rate.pass_steps(step, 2, chooses=True) is None
-        rate.resize([5] if step == 10 else [], 2, prompt_age=3)
+        rate.resize([5] if step == 10 else [], 2, late_age=3)
         rate.count(launches=0, landings=landings, step=step)
     assert (rate.start_step, rate.landed, rate.window) == (5, 4, 4)
     assert rate.pass_steps(14, 2, chooses=True) == (14 - 5) * 2 / 4, "a part was late at step 10"
@@ -45,9 +45,9 @@ def test_a_link_is_free_where_the_window_is_open(window: int, chooses: bool, pas
 def test_the_window_opens_and_closes(ages: list[int], window: int) -> None:
     """It grows by half until the link has been full, and shrinks by one if many parts are late."""
     rate = RateControl(window=6)
-    rate.resize(ages, 8, prompt_age=1)
+    rate.resize(ages, 8, late_age=1)
     assert rate.window == window
-    rate.resize([], 8, prompt_age=1)
+    rate.resize([], 8, late_age=1)
     assert rate.window == {9: 13, 6: 7, 5: 6}[window]
 
 

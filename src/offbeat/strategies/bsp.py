@@ -18,10 +18,12 @@ class BSP(Strategy):
         x ← T(x, g)
 
     *Communication*: one all-reduce of the gradients in each step, in buckets. With one optimizer
-    the buckets are sent while backward still runs. If a gradient changes after its bucket was sent
-    (accumulation, clipping, unscaling), the workers send the buckets again. After three such steps
-    in a row they send all buckets after backward. Sparse gradients are sent as dense ones, and
-    their mean is sparse again. *Memory*: one copy of the gradients. *State*: none.
+    and without ``node_group`` all buckets but the last are sent while backward still runs. If a
+    gradient changes after its bucket was sent (accumulation, clipping, unscaling), the workers send
+    these buckets again. After three such steps in a row they send all buckets after backward.
+    Sparse gradients are sent as dense ones, and their mean is sparse again. *Memory*: one copy of
+    the gradients, with a quantized ``wire`` also the quantization errors. *State*: only these
+    errors.
     """
 
     name: ClassVar[str] = "bsp"

@@ -16,40 +16,44 @@ class DiLoCo(Strategy):
     (initially θ), g its gradient, and T the step of its optimizer, the inner optimizer:
 
         x ← T(x, g)                         H times
-        Δ = Σ w·(θ − x) / Σ w               w = 1; 0 for a worker without new steps
+        Δ = Σ w·(θ − x) / Σ w               w = 1, or 0 for a worker without new steps
         v ← μ·v + Δ
         θ ← θ − η_o·(Δ + μ·v)
         x ← θ
 
-    The inner optimizer keeps its state. With ``outer_lr=1, outer_momentum=0`` this is local SGD.
+    The inner optimizer is not reset. With ``outer_lr=1, outer_momentum=0`` and the other defaults
+    this is local SGD.
 
-    Streaming DiLoCo: the parameters, sorted by name, are divided into P ``fragments`` of whole
-    tensors with about equal bytes. The workers *launch* (start to average) fragment p = 1 … P after
-    the steps t = ⌊p·H/P⌋, ⌊p·H/P⌋ + H, ⌊p·H/P⌋ + 2H and so on. With ``overlap`` k the mean *lands*
+    Streaming DiLoCo: the parameters, sorted by name, are divided into F ``fragments`` of whole
+    tensors with about equal bytes. The workers *launch* (start to average) fragment f = 1 … F after
+    the steps t = ⌊f·H/F⌋, ⌊f·H/F⌋ + H, ⌊f·H/F⌋ + 2H and so on. With ``overlap`` k the mean *lands*
     (is applied) k steps later, and the local steps since the launch are kept:
 
-        x_p ← θ_p + (x_p(t+k) − x_p(t))
+        x_f ← θ_f + (x_f(t+k) − x_f(t))
 
     Args:
         period: H, steps between two launches of the same fragment (≥ 1).
         outer_lr: Outer learning rate η_o > 0.
         outer_momentum: Outer momentum μ in [0, 1).
-        fragments: Number of fragments P, from 1 to ``period`` and at most the number of parameter
+        fragments: Number of fragments F, from 1 to ``period`` and at most the number of parameter
             tensors.
         overlap: Local steps k from launch to landing, from 0 to ``period`` − 1.
         outer_dtype: Dtype of θ and v: "float32", "bfloat16" or "float64". None: the dtype in which
-            the parameters are summed, which is float32 for the half types.
+            the parameters are summed, which is float32 for float16 and bfloat16.
         optimizer_state: "average" also averages the inner optimizers' state whenever the last
             fragment lands, and requires ``overlap=0``. "local" leaves it different on each worker.
 
-    *Communication*: every H steps one sum over the model, in P messages, and one mean of its
-    buffers. The workers wait for it if k = 0. *Memory*: θ, v, and 1/P of the model while a fragment
-    is in flight. With overlap four flat copies: θ, v, the sums and a snapshot. *State* in
-    checkpoints: all of these.
+    *Communication*: every H steps one sum of the updates θ − x over the workers, fragment by
+    fragment, and one mean of the buffers, together with the last fragment. If k = 0 the workers
+    wait for each sum, otherwise only if it has not arrived after k steps.
+
+    *Memory*, in copies of the model: two for θ and v. Without overlap also 1/F for the fragment
+    that is averaged. With overlap two more, for the sums and the snapshots x(t). *State* in
+    checkpoints: all of these but the fragment averaged without overlap.
 
     *Differs from the papers*: Streaming DiLoCo mixes θ with the worker's model in a fixed
     proportion; here all local steps are kept. Its fragments are strided layers; here they are
-    contiguous. Floating-point buffers are averaged with the last fragment.
+    contiguous.
 
     Source: Douillard et al., "DiLoCo", arXiv 2311.08105, Algorithm 1; Douillard et al., "Streaming
     DiLoCo with overlapping communication", arXiv 2501.18512, Algorithm 2.
@@ -78,8 +82,8 @@ class DiLoCo(Strategy):
             )
         if self.overlap and self.optimizer_state == "average":
             raise ValueError(
-                'optimizer_state="average" requires overlap=0: with overlap the workers never wait '
-                f"for a mean; got overlap={self.overlap}"
+                'optimizer_state="average" requires overlap=0, so that the workers wait for each '
+                f"mean; got overlap={self.overlap}"
             )
 
     @override
@@ -93,7 +97,7 @@ class DiLoCo(Strategy):
 
     @override
     def due(self, worker: WorkerView) -> float:
-        """Return 1 if the next launch j = 1, 2, … is due, after step ⌊j·H/P⌋ of the view."""
+        """Return 1 if the next launch is due. Launch j = 1, 2, … is due after ⌊j·H/F⌋ steps."""
         j, parts, period = worker.launches + 1, self.fragments, self.period
         return float(worker.since_launch >= j * period // parts - (j - 1) * period // parts)
 

@@ -18,7 +18,7 @@ class LocalSGD(Strategy):
         if steps since the last mean = H:  x ← mean(x)      H = 1 in the first warmup_steps steps
 
     With ``warmup_steps > 0`` this is post-local SGD (Lin et al., 2020). With ``period=1`` and the
-    optimizer SGD it equals BSP.
+    optimizer SGD it equals BSP up to rounding.
 
     Args:
         period: H, steps between two means (≥ 1).
@@ -27,8 +27,9 @@ class LocalSGD(Strategy):
             it different on each worker.
 
     *Communication*: one mean of the model every ``period`` steps, for which the workers wait.
-    *Memory*: one flat copy of the model. *State*: the number of steps since the last mean. The
-    final mean in ``Synchronizer.finish`` also contains the steps of an incomplete last period.
+    *Memory*: one flat copy of the model. A quantized ``wire`` adds the last mean and the
+    quantization errors. *State*: these two, and the number of steps since the last mean. The final
+    mean in ``Synchronizer.finish`` also contains the steps of an incomplete last period.
     """
 
     name: ClassVar[str] = "local"

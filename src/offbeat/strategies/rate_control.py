@@ -1,17 +1,17 @@
 """Rate control of streaming averaging: how many parts are in flight, and at which precision.
 
 Streaming averaging cuts the model into parts. A worker *launches* a part when it starts to send its
-update of the part. The part is *in flight* until it *lands*: until the mean update is added to the
-model. Parts land at *step boundaries*, after the optimizer has stepped.
+update of the part. The part is *in flight* until it *lands*: until the mean update of all workers
+moves the model. Parts land at *step boundaries*, after all optimizers have stepped.
 
-Each worker limits its launches in two ways. The *window* is the largest number of parts in flight.
-A part is *late* if it is in flight for more steps than it would be over an idle link. The window
-shrinks if many parts are late, because the link is then full. The *CPU budget* limits the processor
-time that launching and landing take.
+Each worker limits the launches that it requests in two ways. The *window* is the largest number of
+parts in flight. A part is *late* if it is in flight for more steps than it would be over an idle
+link. The window shrinks if many parts are late, because the link is then full. The *CPU budget*
+limits the processor time that launching and landing take.
 
 A *pass* of the model is complete when every part has landed once. Each worker measures the number
-of local steps in a pass. The mean over the workers determines the precision: fewer bits if a pass
-takes many steps, more bits if it takes few.
+of local steps in a pass. With ``wire="auto"`` the mean over the workers determines the precision:
+fewer bits if a pass takes many steps, more bits if it takes few.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ TARGET_PASS_STEPS = 2.5
 target is above 2, because a quantized part usually lands two steps after its launch, even on a fast
 network."""
 
-_LEAST_WINDOW = 2  # parts; the link sends one while the worker has not yet noticed another arrival
-_LATE_SHARE = 4  # the window shrinks if more than 1/4 of the parts are late
+_LEAST_WINDOW = 2  # parts; one is sent while the worker has not yet noticed that the other arrived
+_LATE_SHARE = 4  # the window shrinks if more than 1/4 of the parts (rounded down) are late
 _MOST_CPU_SHARE = 0.05
 """Largest share of the step time that a worker spends on launching and landing parts.
 
@@ -45,18 +45,20 @@ class RateControl:
 
     Attributes:
         control: Chooses the precision. Equal on all workers.
-        window: Largest number of parts in flight.
+        window: Number of parts in flight up to which this worker requests launches.
         probing: True while the window grows fast. This phase begins with training and with each
             change of the precision, and ends when a part is late.
         start_step: Local step at which the current measurement of the steps in a pass began.
         landed: Number of landings in this measurement. At the start of training and after a change
             of the precision it is set to −(number of parts), and the measurement begins when it
             reaches 0. The parts that land before that may have the previous precision.
-        crowded: True if more than 1/4 of the parts were late in any step since ``restart_count``.
-        step_seconds: Duration of a local step in seconds, an exponential average.
-        part_seconds: Seconds to launch and land a part, without waiting, an exponential average.
+        crowded: True if the window had to shrink in any step since ``restart_count``.
+        step_seconds: Duration of a local step in seconds, an exponential average. 0 before the
+            first measurement.
+        part_seconds: Seconds to launch and land a part, without waiting, an exponential average. 0
+            before the first measurement.
         budget: Number of parts that may be launched now within the CPU budget. May be negative.
-        stepped_at: Seconds on the worker's clock at the last step boundary. None at the start.
+        stepped_at: Seconds on the worker's clock at the last step boundary. None before the first.
         seen_launches: Number of launches that ``count`` has processed.
         seen_landings: Number of landings that ``count`` has processed.
     """
@@ -120,15 +122,15 @@ class RateControl:
         # the strategy has requested them.
         self.budget = min(self.budget + added, 1.0 + 3 * added, 2.0 * parts)
 
-    def resize(self, ages: Sequence[int], parts: int, *, prompt_age: int) -> None:
+    def resize(self, ages: Sequence[int], parts: int, *, late_age: int) -> None:
         """Grow the window if no part is late, shrink it if more than 1/4 of the parts are late.
 
         Args:
             ages: Local steps since the launch of each part in flight.
             parts: Number of parts of the model.
-            prompt_age: Age in local steps from which a part is late.
+            late_age: Smallest age in local steps at which a part is late.
         """
-        late = sum(age >= prompt_age for age in ages)
+        late = sum(age >= late_age for age in ages)
         if late > parts // _LATE_SHARE:
             least = min(_LEAST_WINDOW, parts)
             self.window, self.probing, self.crowded = max(least, self.window - 1), False, True
@@ -141,10 +143,10 @@ class RateControl:
             self.window = min(2 * parts, self.window + growth)
 
     def pass_steps(self, step: int, parts: int, *, chooses: bool) -> float | None:
-        """Return the measured number of local steps in a pass.
+        """Return the measured number of local steps in a pass, or start the measurement again.
 
-        While the window still grows fast, the measurement starts again in every call. The result
-        therefore describes only passes after the growth.
+        It starts again in every call while the window still grows fast. The result therefore
+        describes only passes after the growth.
 
         Args:
             step: Number of local steps so far.
@@ -154,8 +156,8 @@ class RateControl:
         Returns:
             The mean number of local steps in a pass. None if the measurement has less than two
             passes or eight steps. 1 if ``chooses`` is set and nothing limits the launches, because
-            fewer bits would not help then. In this case the window has its maximum, the budget
-            allows all parts, and ``crowded`` is not set.
+            fewer bits would not help then. Nothing limits the launches if the window has its
+            maximum, the budget allows all parts, and ``crowded`` is not set.
         """
         widest = self.window == 2 * parts
         unlimited = chooses and widest and self.budget >= parts and not self.crowded
@@ -171,6 +173,8 @@ class RateControl:
 
     def choose(self, steps: float, step: int, bits: Mapping[str, float], parts: int) -> bool:
         """Choose fewer bits if a pass takes too long, and try more bits if it is fast.
+
+        The measurement of the steps in a pass starts again.
 
         Args:
             steps: Mean over the workers of the number of local steps in a pass.

@@ -1,4 +1,4 @@
-"""SelSync: the workers synchronize in the steps in which a worker's gradient changes much."""
+"""SelSync: synchronize in the steps in which the gradient norm of any worker changes much."""
 
 import logging
 import math
@@ -42,7 +42,7 @@ class SelSyncState:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SelSync(Strategy):
-    """Selective synchronization: average in the steps in which the gradient norm changes much.
+    """Average in the steps in which the gradient norm of any worker changes much.
 
     **Update** of the parameters x with the gradient g on each of N workers. T is the optimizer's
     step, δ is the threshold, and a is a smoothing factor:
@@ -50,51 +50,56 @@ class SelSync(Strategy):
         s = ‖g‖²                                    before clipping, after AMP unscaling
         m_i = (1 − a)·m_{i−1} + a·s,  m_0 = s       a = N/100 unless ``smoothing`` is given
         Δ = |m_i − m_{i−1}| / m_{i−1}               ∞ at the first step, 0/0 = 0
-        flag = Δ ≥ δ                                every worker sends its flag in every step
+        flag = Δ ≥ δ, and δ < ∞                     every worker sends its flag in every step
         aggregate="parameters":  x ← T(x, g);  if any flag: x ← mean(x)
         aggregate="gradients":   if any flag: g ← mean(g);  x ← T(x, g)
 
     LSSR, the local-to-synchronous step ratio, is the share of steps without a synchronization.
 
     Args:
-        delta: Fixed threshold δ ≥ 0. With 0 the workers synchronize in every step (BSP), with
-            ``inf`` never. A good value depends on the model, the batch size, the smoothing and the
-            number of workers.
-        target_lssr: Target for the share of steps in which no flag is set, in (0, 1). δ starts at
-            the mean of the workers' first finite Δ and is then adjusted in every step. None: 0.9 if
-            ``delta`` is None, too. Only one of ``delta`` and ``target_lssr`` can be given.
+        delta: Fixed threshold δ ≥ 0. With 0 every step sets a flag, as in BSP. With ``inf`` no step
+            does, so only ``warmup_steps`` and ``max_interval`` synchronize. A good value depends on
+            the model, the batch size, the smoothing and the number of workers.
+        target_lssr: Target for the share of steps in which no flag is set, in (0, 1). At the first
+            step with a finite Δ > 0, δ becomes the mean of the workers' Δ. Afterwards it is
+            adjusted in every step. None: 0.9, unless ``delta`` is given. ``delta`` and
+            ``target_lssr`` cannot both be given.
         aggregate: Values that a synchronization averages: "parameters" or "gradients". The paper
             found parameters better. With gradients the workers' models stay different.
         smoothing: Factor a in (0, 1]. None: N/100, at most 1.
-        window: Number of the latest steps over which norms are smoothed (≥ 1). The paper uses 25.
-            None: all steps.
-        max_interval: Largest number of steps between two synchronizations (≥ 1). None: no limit.
-        warmup_steps: Number of steps at the start that are all synchronized (≥ 0).
+        window: Number of the latest norms in m (≥ 1). The paper uses 25. None: all norms so far, by
+            the recursion above.
+        max_interval: Number of steps without a synchronization (≥ 1) after which the workers
+            synchronize without a flag. None: no limit.
+        warmup_steps: Number of decisions at the start that all synchronize (≥ 0).
         flags: "blocking": the workers wait for the flags of the current step. If parameters are
-            averaged, the flags are sent before the optimizer steps and needed after it. "deferred":
-            the workers use the flags of the previous step, which have had a whole step to arrive.
-            The first step then never synchronizes.
+            averaged, the workers send the flags before the optimizer's step and use them after it.
+            "deferred": the workers use the flags of the previous step, which have had a whole step
+            to arrive. The first step then never synchronizes.
         optimizer_state: "average" also averages the optimizers' state at each mean of the
             parameters. "local" leaves it different on each worker.
 
-    A non-finite norm sets no flag and leaves m unchanged (see ``RelativeChange``). SelSync counts
-    these norms in ``Stats.details["norms_not_finite"]`` and logs the first one. The adjustment of δ
-    ignores synchronizations that only ``warmup_steps`` or ``max_interval`` has caused.
+    A non-finite norm counts as Δ = 0 and leaves m unchanged (see ``RelativeChange``). SelSync
+    counts these norms in ``Stats.details["norms_not_finite"]`` and logs the first one. The
+    adjustment of δ depends on the flags only, not on synchronizations by ``warmup_steps`` or
+    ``max_interval``.
 
-    *Communication*: nine numbers in each step, and the model (or the gradients) if any flag is set.
-    This is about (1 − LSSR) times the communication of BSP. *Memory*: one flat copy of the model.
-    *State*: m, δ, counters.
+    *Communication*: nine numbers per worker in each step, and the model (or the gradients) in a
+    synchronization. This is about (1 − LSSR) times the communication of BSP. *Memory*: one flat
+    copy of the model (or the gradients). A quantized ``wire`` adds the quantization errors, and for
+    parameters the last mean. *State*: m, δ, counters, and what a quantized wire adds.
 
     *Differs from the paper*: the paper has no ``target_lssr``, ``max_interval``, ``warmup_steps``
-    or deferred flags. Where the paper and its published code differ, this class does the local
-    update first, squares and smooths norms once, and measures Δ before clipping.
+    or deferred flags. Where the paper and its published code differ, this class takes the local
+    step before it averages parameters, squares and smooths each norm once, and measures Δ before
+    clipping.
 
     Source: Tyagi & Swany, arXiv 2307.07950, Algorithm 1 and Equations 1-2.
     """
 
     name: ClassVar[str] = "selsync"
     gradient_norm: ClassVar[bool] = True
-    delta: float | None = setting(None, least=0, finite=False, hint="0 is BSP, inf never syncs")
+    delta: float | None = setting(None, least=0, finite=False, hint="0 is BSP, inf sets no flag")
     target_lssr: float | None = setting(None, above=0, below=1)
     aggregate: Literal["parameters", "gradients"] = "parameters"
     smoothing: float | None = setting(None, above=0, most=1)
@@ -146,7 +151,7 @@ class SelSync(Strategy):
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
-        """Return the flag and Δ of this worker. A Δ that is not finite is sent as 0."""
+        """Compute Δ, and return the flag and Δ of this worker. Δ = ∞ is sent as 0."""
         if not worker.stepping:
             return (0.0, 0.0)
         state: SelSyncState = worker.state
@@ -163,7 +168,7 @@ class SelSync(Strategy):
 
     @override
     def decide(self, worker: WorkerView, tally: Tally) -> Launch:
-        """Synchronize if a flag is set, in the warm-up, and after ``max_interval`` steps."""
+        """Adjust δ. Synchronize on a flag, in the warm-up, and after ``max_interval`` steps."""
         state: SelSyncState = worker.state
         flags, changes = tally.votes
         if state.controller is not None:
@@ -180,7 +185,7 @@ def _count_not_finite(worker: WorkerView) -> None:
     count = worker.details["norms_not_finite"] = worker.details.get("norms_not_finite", 0) + 1
     if count == 1:
         logger.warning(
-            "rank %d: the gradient is not finite at step %d, so SelSync sets no flag in this step. "
+            "rank %d: the gradient is not finite at step %d, so SelSync takes its change as 0. "
             "Stats.details counts such steps. If the model has become NaN, load a checkpoint",
             worker.rank,
             worker.step,

@@ -1,8 +1,8 @@
-"""Streaming averaging: some parts of the model are being averaged all the time.
+"""Streaming averaging: the workers average the model in parts while they compute.
 
 To *launch* a part of the model, every worker sends its update of the part. The part is *in flight*
-until it *lands*: until the mean update is added to the model. A *pass* of the model is complete
-when every part has landed once.
+until it *lands*: until the mean update of all workers moves the model. A *pass* of the model is
+complete when every part has landed once.
 """
 
 import logging
@@ -31,7 +31,7 @@ logger = logging.getLogger("offbeat")
 # large and few. Two parts keep the link busy: it sends one while a worker has not yet noticed that
 # the other has arrived.
 _PART_BYTES = 2**22
-_LEAST_PART_BYTES = 2**16  # a smaller model than twice this size is not divided
+_LEAST_PART_BYTES = 2**16  # a model of less than twice this size has one part
 _MOST_AUTO_PARTS = 4
 _MOST_PARTS = 1024
 _MOMENTUM_STEPS = 50.0  # local steps in which the outer momentum decays to 1/e
@@ -57,12 +57,12 @@ class StreamingState:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class StreamingAveraging(Strategy):
-    """The model is averaged in parts, some of which are always in flight while workers compute.
+    """Average the model in parts, which are in flight while the workers compute.
 
     **Update**. P is the shared model, which has the same bits on all workers, and x is the local
     model of one worker. f is a part, w the weight of a worker (1, or 0 if it has nothing new to
     send), C the quantization at the precision ``wire`` (see ``attach``), and k the number of local
-    steps between the last two launches of f:
+    steps since the previous launch of f, a mean over the workers:
 
         launch:   u = C(x_f − P_f)
         landing:  D = Σ w·u / Σ w
@@ -71,8 +71,8 @@ class StreamingAveraging(Strategy):
                   P_f ← P_f + Δ
                   x_f ← x_f + Δ − u
 
-    The quantization error stays in x_f − P_f, so the next launch sends it (error feedback). It
-    needs no memory, and the next gradient is computed at a point that contains it.
+    The quantization error stays in x_f − P_f, so the next launch of f sends it (error feedback).
+    The error needs no memory, and the next gradient is computed at a point that contains it.
 
     The mean D is shorter than the updates of the N workers, because their noise averages out. The
     outer gain G lengthens D to the length of one worker's update, ‖G·D‖² = mean‖u‖²:
@@ -81,18 +81,20 @@ class StreamingAveraging(Strategy):
 
     ``schedule="eager"``: the parts take turns, and the workers launch as many as keep the link
     busy. A part lands at the end of the local step in which its mean arrives. The default ``wire``
-    is "int2". With "auto" the precision is chosen during training, so that a pass of the model
-    takes about 2.5 local steps.
+    is "int2". With ``wire="auto"`` the precision is chosen during training, so that a pass of the
+    model takes about 2.5 local steps if possible.
 
     ``schedule="cyclic"``: the parts take turns, and the workers launch each part once in at most
     β = τ/2 local steps. A part lands just before its next launch. The workers wait if its mean has
-    not arrived by then, so every run gives the same bits. The default ``wire`` is "float32".
+    not arrived by then, so the result does not depend on the network. The default ``wire`` is
+    "float32".
 
     Args:
         parts: Number of parts of equal bytes (1 to 1024). "auto": one part for each 4 MiB, but at
             least 2 and at most 4. A model of less than 128 KiB has one part.
         staleness: τ, the largest staleness in local steps (cyclic: even, ≥ 2; eager: ≥ 1). The
-            staleness is the age of the newest launch that has landed. A worker waits at this bound.
+            staleness of a worker is the number of its local steps since the launch of the newest
+            landed part. In the eager schedule a worker with the staleness τ waits for a landing.
         schedule: Times of launches and landings: "eager" or "cyclic".
         outer_gain: G ≥ 1, or "auto" for the formula above. With 1 there is no v.
 
@@ -100,13 +102,13 @@ class StreamingAveraging(Strategy):
     to launch one or several parts. Both overlap with computation. *Memory*: P, v, and the quantized
     messages of the parts in flight, or u and its sum over the workers if ``wire`` is "float32".
     *State* in checkpoints: P, v, the parts in flight, counters, and the errors from quantizing
-    sums (1/N of a copy of the model).
+    sums (at most 1/N of a copy of the model).
 
-    With ``parts=1``, ``outer_gain=1`` and ``wire="float32"`` this is ``AsyncAveraging``. CSER (Xie
-    et al., 2020) and the delta rule of hivemind also keep the quantization error in the model, but
-    have no overlapping parts. Streaming DiLoCo (Douillard et al., 2025) has a period and an outer
-    optimizer to tune. G is close to the rule of FedExP (Jhunjhunwala, Wang & Joshi, 2023),
-    mean‖u‖²/(2·‖D‖²).
+    With ``parts=1``, ``outer_gain=1`` and ``wire="float32"`` this is ``AsyncAveraging``, apart from
+    the limits on launches in the eager schedule. CSER (Xie et al., 2020) and the delta rule of
+    hivemind also keep the quantization error in the model, but have no overlapping parts. Streaming
+    DiLoCo (Douillard et al., 2025) has a period and an outer optimizer to tune. G is close to the
+    rule of FedExP (Jhunjhunwala, Wang & Joshi, 2023), mean‖u‖²/(2·‖D‖²).
     """
 
     name: ClassVar[str] = "streaming"
@@ -128,7 +130,7 @@ class StreamingAveraging(Strategy):
     @property
     @override
     def default_wire(self) -> Precision:
-        # In measurements over several seeds "int2" was at least as good: docs/streaming.md.
+        # Over several seeds "int2" was at least as good as more bits: docs/streaming.md.
         return "int2" if self.schedule == "eager" else "float32"
 
     @override
@@ -190,7 +192,7 @@ class StreamingAveraging(Strategy):
         return Launch(number, worker.state.rate.precision if worker.precision is None else None)
 
     def _use_pass_steps(self, worker: WorkerView, steps: float) -> None:
-        """Choose the precision, given the mean number of local steps in a pass."""
+        """Process the mean number of local steps in a pass, and choose an automatic precision."""
         state: StreamingState = worker.state
         rate, first, changed = _up_to_date(worker), not state.pass_steps, False
         if worker.precision is None:
@@ -213,7 +215,8 @@ class StreamingAveraging(Strategy):
         elif mean > 0:
             state.gain = min(max(math.sqrt(sent / mean), 1.0), math.sqrt(worker.size))
         step = steps / max(1, tally.stepping)
-        # The mean falls when the fastest workers run out of data. The decay must not exceed 1 then.
+        # The mean local step decreases when the fastest workers run out of data. The factor of the
+        # momentum must not exceed 1 then.
         decay = math.exp(min(0.0, state.launch_steps[part] - step) / _MOMENTUM_STEPS)
         state.launch_steps[part] = step
         return decay, (state.gain - 1) * (1 - decay)
@@ -226,10 +229,10 @@ class StreamingAveraging(Strategy):
             return
         rate = _up_to_date(worker)
         rate.step(worker.clock, worker.spent, worker.count)
-        # Age of a part from which it counts as late. Workers are about half a step apart, and the
-        # second message of a sum starts at a step boundary.
-        prompt_age = 3 if (worker.precision or rate.precision) in worker.two_stages else 2
-        rate.resize(worker.ages, worker.count, prompt_age=prompt_age)
+        # Smallest age at which a part is late. Workers are about half a step apart, and the second
+        # message of a sum starts at a step boundary.
+        late_age = 3 if (worker.precision or rate.precision) in worker.two_stages else 2
+        rate.resize(worker.ages, worker.count, late_age=late_age)
         worker.details.update(window=rate.window, pass_steps=state.pass_steps)
         if worker.precision is None:
             worker.details["wire"] = rate.precision

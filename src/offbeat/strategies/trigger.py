@@ -1,7 +1,7 @@
 """The trigger of SelSync: a measure of the change of the gradient, and a threshold for it.
 
-A worker's trigger *fires* in a step in which ``RelativeChange`` reaches the threshold δ. The
-workers then synchronize. ``ThresholdController`` adjusts δ.
+A worker's trigger *fires* in a step in which ``RelativeChange`` reaches the threshold δ < ∞. The
+workers then synchronize. ``ThresholdController`` adjusts δ, unless δ is fixed.
 
 Source: Tyagi & Swany, "Accelerating Distributed ML Training via Selective Synchronization",
 IEEE CLUSTER 2023, arXiv 2307.07950.
@@ -26,16 +26,14 @@ class RelativeChange:
     A non-finite norm gives Δ = 0 and leaves m unchanged, because gradients overflow occasionally
     under a GradScaler. After more than two non-finite norms in a row m is outdated: the model may
     have diverged, and a checkpoint may have been loaded. The next finite norm then counts as
-    step 0.
-
-    *State*: two numbers, and the ``window`` latest norms.
+    step 0, so its Δ is ∞.
 
     Args:
         window: Number of steps in the finite window (second formula). None: the first formula.
 
     Attributes:
         mean: Smoothed squared norm m. None before the first finite norm.
-        recent: Squared norms in the window, the latest first.
+        recent: Squared norms in the window, the latest first. Empty without a window.
         not_finite: Number of consecutive non-finite norms up to the last step.
     """
 
@@ -81,21 +79,22 @@ class ThresholdController:
 
     **Update** after each step. ``fired`` is 1 if the Δ of any worker reached δ, else 0:
 
-        δ ← mean of the workers' Δ                               at the first finite Δ
+        δ ← mean of the workers' Δ                               at the first finite Δ > 0
         log δ ← log δ + γ_i·(fired − (1 − target_lssr))          afterwards
         γ_i = max(0.1, 2/√i)
 
-    This is the Robbins-Monro recursion for a quantile of the largest Δ among the workers. It does
-    not depend on the number of workers. Because δ stays bounded, the share of steps without a
-    trigger converges to ``target_lssr`` at a rate 1/steps. δ is equal on all workers.
+    This is the Robbins-Monro recursion for a quantile of the largest Δ among the workers. Because δ
+    stays in [1e-12, 1e12], the share of steps in which no trigger fires converges to
+    ``target_lssr`` at a rate 1/steps. δ is equal on all workers.
 
-    SelSync can also force synchronizations (``warmup_steps`` and ``max_interval``). They do not
-    count as ``fired``: each would raise δ, and finally no Δ would reach δ for thousands of steps.
+    SelSync can also synchronize without a trigger (``warmup_steps`` and ``max_interval``). These
+    steps do not count as ``fired``. Otherwise each of them would raise δ, until no Δ reached δ for
+    thousands of steps.
 
     Attributes:
         target_lssr: Target for the share of steps in which no trigger fires, in (0, 1).
         delta: Threshold δ > 0.
-        steps: Number of steps i since the first finite Δ, including that step.
+        steps: Number of steps i since the first finite Δ > 0, including that step. 0 before.
     """
 
     target_lssr: float
@@ -107,7 +106,7 @@ class ThresholdController:
 
         Args:
             fired: True if the trigger of any worker fired.
-            change: Mean of the workers' Δ. A Δ that is not finite counts as 0.
+            change: Mean of the workers' Δ, where Δ = ∞ counts as 0.
         """
         if self.steps == 0:
             if change > 0:
