@@ -243,14 +243,14 @@ def test_a_barrier_answers_the_request_in_flight(world: World) -> None:
         clock = 9 if team.rank == 0 else 2 + team.rank
         server.start("push_pull", clock=clock, min_clock=9 if team.rank == 0 else 0)
         if team.rank > 0:
-            server.settle()
+            server.await_answer()
         barrier(team)
         at_barrier = server.barrier()
         answer = server.take()
         barrier(team)
-        server.settle(release=True)  # nothing is in flight: nothing happens
+        server.await_answer(release=True)  # nothing is in flight: nothing happens
         server.start("pull", min_clock=100)
-        server.settle(release=True)
+        server.await_answer(release=True)
         again = server.take()
         server.barrier()
         server.leave()
@@ -524,7 +524,7 @@ def outlive(rank: int, size: int, at_barrier: bool) -> Any:
     wait: Any = server.barrier
     if not at_barrier:
         server.start("push_pull", clock=1, min_clock=1)
-        wait = server.settle
+        wait = server.await_answer
     store.set("asked", "")
     with pytest.raises(offbeat.CommunicationError, match="rank 1") as caught:
         wait()

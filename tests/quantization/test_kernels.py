@@ -120,9 +120,9 @@ def test_squared_norms_do_not_depend_on_the_pieces() -> None:
     assert loops is not None
     x = torch.randn(7 * BLOCK + 91, generator=torch.Generator().manual_seed(0)).numpy()
     whole, cut = np.zeros(2), np.zeros(2)
-    loops.measure(x, whole, 1)
+    loops.add_squared_norm(x, whole, 1)
     for start, stop in ((0, 2), (2, 3), (3, 8)):
-        loops.measure(x[start * BLOCK : stop * BLOCK], cut, 1)
+        loops.add_squared_norm(x[start * BLOCK : stop * BLOCK], cut, 1)
     assert whole.tolist() == cut.tolist()
     assert whole[1] == pytest.approx(float((x.astype(np.float64) ** 2).sum()), rel=1e-5)
     assert whole[0] == 0

@@ -80,7 +80,7 @@ class GradientFlow(Flow):
             if common is not None:
                 load_common_values(view.state, common["states"][index])
             views.append(view)
-        numbers = len(strategy.vote(views[0])) + worker.wire.slots
+        numbers = len(strategy.vote(views[0])) + worker.wire.measurement_count
         slots = Vote.SLOTS + numbers if self.every_step else 0
         means = [
             GradientMean(

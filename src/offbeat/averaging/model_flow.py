@@ -143,7 +143,7 @@ class ModelFlow(Flow):
 
     @override
     def bucket_ready(self, bucket: int) -> bool:
-        self.worker.wire.advance()
+        self.worker.wire.start_second_stages()
         return True
 
     @override
@@ -176,7 +176,7 @@ class ModelFlow(Flow):
             while self._lands_now():
                 self.land()
         if not self.worker.wire.exact:
-            self.worker.wire.advance()
+            self.worker.wire.start_second_stages()
         if self._calls_after_step:
             self.strategy.after_step(self._view(stepping=True))
         if self.shared.eager:

@@ -211,7 +211,7 @@ class DownpourFlow(ServerFlow):
     @override
     def flush(self) -> None:
         if self.state.unpushed:
-            self.server.settle()
+            self.server.await_answer()
             self._take()
             self.stage_push(self.state.gradients)
             self.server.start("push")

@@ -33,9 +33,9 @@ class ElasticRule(Rule):
     @override
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
         self.differences[source] = (values - shard).mul_(self.alpha)
-        self.move(shard, source)
+        self._add_difference(shard, source)
 
-    def move(self, shard: Tensor, source: int) -> None:
+    def _add_difference(self, shard: Tensor, source: int) -> None:
         """Add the difference d of one worker to the centre, now or later."""
         shard.add_(self.differences[source])
 
@@ -55,7 +55,7 @@ class SynchronousElasticRule(ElasticRule):
     pending: list[tuple[int, Tensor]] = transient(default_factory=list)
 
     @override
-    def move(self, shard: Tensor, source: int) -> None:
+    def _add_difference(self, shard: Tensor, source: int) -> None:
         self.pending.append((source, self.differences[source]))
 
     @override

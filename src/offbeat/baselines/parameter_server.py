@@ -130,7 +130,7 @@ class ParameterServer:
                 for handle in sent:
                     handle.wait()
                 outcome.fulfil(clock)
-            except Exception as error:  # raised later by ``settle``, on the training thread
+            except Exception as error:  # raised later by ``await_answer``, on the training thread
                 outcome.fulfil(error)
 
         self._in_flight, self._what = outcome, f"{kind} at the parameter server"
@@ -147,11 +147,11 @@ class ParameterServer:
             not arrived or was already taken.
         """
         if self._in_flight is not None and (wait or self._in_flight.fulfilled):
-            self.settle()
+            self.await_answer()
         answer, self._answer = self._answer, None
         return answer
 
-    def settle(self, *, release: bool = False) -> None:
+    def await_answer(self, *, release: bool = False) -> None:
         """Wait until no request is in flight. ``take`` still returns the answer.
 
         Args:
@@ -207,7 +207,7 @@ class ParameterServer:
             while not (answer := handle.wait()).reached:
                 handle = self._send(Request("wait", self._team.rank), server)
             clocks.append(answer.clock)
-        self.settle()
+        self.await_answer()
         # Workers at the barrier did not count in the minimum clock of this answer.
         if self._answer is not None:
             self._answer = min(self._answer, *clocks)

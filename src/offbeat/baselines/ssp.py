@@ -111,7 +111,7 @@ class SSPFlow(ServerFlow):
 
     @override
     def flush(self) -> None:
-        self.server.settle(release=True)
+        self.server.await_answer(release=True)
         self._take()
         self.stage_push(self.state.updates)
         self.server.start("push", clock=self.state.clock)

@@ -86,7 +86,7 @@ class AdaptiveWire(Wire):
 
     @property
     @override
-    def slots(self) -> int:
+    def measurement_count(self) -> int:
         return 2 + self._team.size
 
     @override

@@ -2,9 +2,10 @@
 
 Each loop makes one pass over memory where torch operations make about ten.
 
-``move`` and ``land`` apply a mean update D to the *shared model P*, a copy of the model that must
-have the same bits on all workers. They and ``decode`` give the same bits as the torch operations
-that replace them without numba. So numba may be installed on only some of the workers.
+``apply_mean`` and ``land`` apply a mean update D to the *shared model P*, a copy of the model that
+must have the same bits on all workers. On a CPU these functions and ``decode`` give the same bits
+as the torch operations that replace them without numba. So numba may be installed on only some of
+the workers.
 """
 
 import os
@@ -24,7 +25,7 @@ Bytes = NDArray[np.uint8]
 BLOCK = 512
 """Numbers in a block. The integers of a block share one scale."""
 SMALLEST_SCALE = 2.0**-100
-"""A smaller scale is replaced by 0. The inverses of the smallest float32 would overflow."""
+"""A smaller scale is replaced by 0, because the inverses of the smallest float32 overflow."""
 _LANES = 16
 """Number of partial sums when the squares of a block are added.
 
@@ -116,7 +117,7 @@ def decode(values: Floats, scales: Floats, packed: Bytes, bits: int, add: bool) 
                     part[j] = np.float32(np.int8(fields[j] << up & highest)) * step
 
 
-def move(
+def apply_mean(
     shift: Floats,
     sent: Floats,
     base: Floats,
@@ -125,12 +126,12 @@ def move(
     lookahead: float,
     lr: float,
 ) -> None:
-    """Apply a mean update to the shared model, as ``averaging.parts.update_part.UpdatePart`` does.
+    """Apply a mean update to the shared model P, and return the change of the local model.
 
         v ← momentum·v + D
         Δ = lr·(D + lookahead·v)
         P ← P + Δ
-        shift ← Δ − u        the caller adds this to the worker's local model
+        shift ← Δ − u        the caller adds this to the local model, which contains u already
 
     Args:
         shift: Input D, the mean of the updates of all workers. Output Δ − u.
@@ -156,11 +157,11 @@ def move(
             shift[i] = step - sent[i]
 
 
-def measure(values: Floats, squares: NDArray[np.float64], index: int) -> None:
+def add_squared_norm(values: Floats, squares: NDArray[np.float64], index: int) -> None:
     """Add ‖values‖² to ``squares[index]``.
 
-    A long vector may be passed in several calls. The bits of the result do not depend on how it is
-    divided, if all calls but the last have whole blocks.
+    A long vector may be passed in several calls. If all calls but the last have whole blocks, the
+    bits of the result do not depend on the division.
     """
     folded = np.empty(BLOCK, np.float32)
     for start in range(0, values.size, BLOCK):
@@ -195,9 +196,9 @@ def land(
     lr: float,
     squares: NDArray[np.float64],
 ) -> None:
-    """Decode D and u, measure their norms, and apply ``move``, in one pass over memory.
+    """Decode D and u, add their squared norms to ``squares``, and do the same as ``apply_mean``.
 
-    The symbols are those of ``move``. Each block is processed completely in the first-level cache.
+    The symbols are those of ``apply_mean``. All of this takes one pass over memory.
 
     Args:
         payloads: Integer payloads, one per row; see ``integers.IntegerCodec``. The sum of the
@@ -205,7 +206,8 @@ def land(
         bits: Bits of an integer in ``payloads``.
         sent: Payload of u.
         sent_bits: Bits of an integer in ``sent``.
-        first: Index of the block, within each payload, that the first block of ``shift`` holds.
+        first: Index of the block, within each payload, that is decoded for the first block of
+            ``shift``.
         weight: Sum of the weights of all workers.
         shift: Output Δ − u. May end inside a block.
         base: P, as long as ``shift``. Updated in place.
@@ -244,7 +246,7 @@ def land(
             mean[i] /= divisor
         for i in range(length, BLOCK):  # padding after the last number
             mean[i] = own[i] = np.float32(0)
-        for index in range(2):  # as in ``measure``
+        for index in range(2):  # as in ``add_squared_norm``
             values = mean if index == 0 else own
             for i in range(BLOCK):
                 folded[i] = values[i] * values[i]
@@ -278,16 +280,17 @@ class Kernels:
 
     encode: Callable[..., None]
     decode: Callable[..., None]
-    move: Callable[..., None]
+    apply_mean: Callable[..., None]
     land: Callable[..., None]
-    measure: Callable[..., None]
+    add_squared_norm: Callable[..., None]
 
 
 @cache
 def kernels() -> Kernels | None:
     """Return the compiled functions. None if numba is missing or ``OFFBEAT_KERNELS=0`` is set.
 
-    The first call on a machine takes some seconds to compile them, and stores them on its disk.
+    The first call on a machine takes some seconds to compile them. The compiled code is stored on
+    disk if possible.
     """
     if os.environ.get("OFFBEAT_KERNELS") == "0":
         return None
@@ -297,7 +300,7 @@ def kernels() -> Kernels | None:
         return None
     floats, raw, number = numba.float32[::1], numba.uint8[::1], numba.float64
     codec_signature = numba.void(floats, floats, raw, numba.int64, numba.boolean)
-    move_signature = numba.void(floats, floats, floats, floats, number, number, number)
+    mean_signature = numba.void(floats, floats, floats, floats, number, number, number)
     count, rows, pair = numba.int64, numba.uint8[:, ::1], numba.float64[::1]
     land_signature = numba.void(
         *(rows, count, raw, count, count, number),
@@ -306,9 +309,9 @@ def kernels() -> Kernels | None:
     return Kernels(
         _compiled(encode, codec_signature),
         _compiled(decode, codec_signature),
-        _compiled(move, move_signature),
+        _compiled(apply_mean, mean_signature),
         _compiled(land, land_signature),
-        _compiled(measure, numba.void(floats, pair, count)),
+        _compiled(add_squared_norm, numba.void(floats, pair, count)),
     )
 
 

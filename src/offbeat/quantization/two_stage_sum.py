@@ -130,7 +130,7 @@ class TwoStageSum(Handle[LazyVector]):
 
     @override
     def done(self) -> bool:
-        self.queue.advance()
+        self.queue.start_second_stages()
         return self._result is not None or (self._second is not None and self._second.done())
 
     @override
@@ -156,7 +156,7 @@ class SecondStageQueue:
         self._waiting = False  # True while a method waits: this wait calls the queue again
 
     @classmethod
-    def of(cls, account: Account) -> "SecondStageQueue":
+    def get_or_create(cls, account: Account) -> "SecondStageQueue":
         """Return the only queue of ``account``. The first call creates and registers it."""
         for callback in account.before_waiting:
             if isinstance(callback, cls):
@@ -176,7 +176,7 @@ class SecondStageQueue:
         """
         return any(entry.errors is errors for entry in self._sums for errors in streams.values())
 
-    def advance(self) -> None:
+    def start_second_stages(self) -> None:
         """Start second stages, in order, up to the first sum whose first stage has not ended.
 
         Never blocks.
@@ -194,7 +194,7 @@ class SecondStageQueue:
         try:
             while self._sums and entry.second is None:
                 self._start_second_of_head()
-            self.advance()
+            self.start_second_stages()
             assert entry.second is not None
             return entry.second.wait()
         finally:

@@ -47,7 +47,7 @@ class Wire:
         require_precision(precision)
         self._team, self.precision = team, precision
         self._streams: dict[str, ErrorFeedback] = {}
-        self._queue = SecondStageQueue.of(team.account)
+        self._queue = SecondStageQueue.get_or_create(team.account)
         self._codecs: dict[str, StageCodecs] = {}
         self._scale = team.host.scale
         if not self.exact:
@@ -68,7 +68,7 @@ class Wire:
     # -- hooks for ``AdaptiveWire``, which chooses its precision by measurements -----------------
 
     @property
-    def slots(self) -> int:
+    def measurement_count(self) -> int:
         """Number of values in ``measurements``."""
         return 0
 
@@ -126,7 +126,7 @@ class Wire:
             tentative: True if ``undo`` may be called for this sum. Equal on all workers. It costs a
                 copy of the errors.
         """
-        self.advance()
+        self.start_second_stages()
         if not contribute:
             tensor.zero_()
         vector = TensorVector(tensor)
@@ -176,7 +176,7 @@ class Wire:
             ValueError: ``precision`` is not float32, but the wire of several workers was made for
                 float32.
         """
-        self.advance()
+        self.start_second_stages()
         codecs = self._codecs_for(update, self.precision if precision is None else precision)
         if codecs is None:
             values = update.to_tensor() if contribute else update.empty_tensor().zero_()
@@ -201,9 +201,9 @@ class Wire:
         if stream in self._streams:
             self._streams[stream].restore()
 
-    def advance(self) -> None:
+    def start_second_stages(self) -> None:
         """Start the second stages of sums whose first stage has ended. Never blocks."""
-        self._queue.advance()
+        self._queue.start_second_stages()
 
     def _gather_updates(
         self, update: LazyVector, codecs: StageCodecs, contribute: bool, what: str

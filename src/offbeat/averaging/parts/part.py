@@ -209,7 +209,7 @@ class Part(ABC):
     def arrived(self) -> bool:
         """Return True if the part is in flight and ``land`` would not wait. Never blocks."""
         if self.in_flight and self.arrived_seconds is None:
-            self._wire.advance()
+            self._wire.start_second_stages()
             # Operations usually finish in order, so the last one is the most likely to be missing.
             if all(handle.done() for handle in reversed(self._handles)):
                 self.arrived_seconds = self._team.host.now()

@@ -207,10 +207,10 @@ class UpdatePart(Part):
         update.read(sent, start)
         shift.div_(self.weight)
         if kernels is not None:
-            kernels.measure(shift.numpy(), squares, 0)
-            kernels.measure(sent.numpy(), squares, 1)
+            kernels.add_squared_norm(shift.numpy(), squares, 0)
+            kernels.add_squared_norm(sent.numpy(), squares, 1)
             arrays = (t.numpy() for t in (shift, sent, base, velocity))
-            kernels.move(*arrays, self.fade, self.ahead, self._outer.lr)
+            kernels.apply_mean(*arrays, self.fade, self.ahead, self._outer.lr)
             return
         if not show:
             # Both squares are in one tensor, because each call of ``tolist`` waits for the GPU.
@@ -223,8 +223,8 @@ class UpdatePart(Part):
     def _outer_shift(self, shift: Tensor, velocity: Tensor, show: bool) -> None:
         """shift ← Δ, where ``shift`` contains D. Moves v, unless ``show`` is set.
 
-        Each product is rounded before it is added. ``kernels.move`` does the same, so both give the
-        same bits.
+        Each product is rounded before it is added. ``kernels.apply_mean`` does the same, so both
+        give the same bits.
         """
         if velocity.numel():
             moved = shift + self.fade * velocity
