@@ -118,7 +118,7 @@ class Synchronizer:
         self._scaler = None if scaler is None else ScalerHooks(scaler, self._iteration)
         self._attached_objects: tuple[Any, ...] = (model, *(each.optimizer for each in optimizers))
         attached.update(self._attached_objects)
-        self._host.watch(lambda: self.stats)
+        self._host.register_totals(lambda: self.stats)
         self._recorder.restart()
         self._consensus.note_parameters()
 

@@ -115,8 +115,8 @@ def test_a_field_has_its_help_and_flags() -> None:
 
 def test_defaults_inside_nodes_are_those_of_the_cost_model() -> None:
     """The options repeat them, because the cost model's package imports torch."""
-    assert options.USUAL_INSIDE == costs.USUAL_INSIDE
-    assert options.USUAL_INSIDE_LATENCY == costs.USUAL_INSIDE_LATENCY
+    assert options.NODE_BANDWIDTH == costs.NODE_BANDWIDTH
+    assert options.NODE_LATENCY == costs.NODE_LATENCY
 
 
 FLAGS = [name for names in flags_of("train").values() for name in names if name[0] == "-"]

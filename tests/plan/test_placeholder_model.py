@@ -12,7 +12,13 @@ from offbeat.averaging.replica import Replica
 from offbeat.plan.placeholder_model import PlaceholderModel, shapes_of
 from offbeat.quantization.placeholder_codecs import BlankStageCodecs
 from offbeat.transport.operation import Broadcast, Gather, Sum
-from offbeat.transport.placeholder_tensors import blank, blanks, bytes_of, is_blank, kept_bytes
+from offbeat.transport.placeholder_tensors import (
+    blank,
+    blank_list,
+    bytes_of,
+    is_blank,
+    storage_bytes,
+)
 
 
 def bytes_in(bucket: Any, scale: float) -> float:
@@ -131,15 +137,15 @@ def test_blank_tensors_have_a_size_and_no_memory() -> None:
     large = blank(3, 10**9)
     assert (large.shape, large.nbytes) == ((3, 10**9), 3 * 10**9)
     assert large.untyped_storage().nbytes() == 8
-    assert kept_bytes(large, 5.0) == 3 * 10**9
+    assert storage_bytes(large, 5.0) == 3 * 10**9
     part = large.view(-1).chunk(7)[3]
     assert is_blank(part)
-    assert kept_bytes(part, 1.0) == 3 * 10**9, "the memory of a view is that of the whole"
-    assert kept_bytes(blank(8, dtype=torch.float32), 5.0) == 32
-    assert kept_bytes(blanks(torch.empty(10, dtype=torch.uint8), 4)[1], 1.0) == 40
+    assert storage_bytes(part, 1.0) == 3 * 10**9, "the memory of a view is that of the whole"
+    assert storage_bytes(blank(8, dtype=torch.float32), 5.0) == 32
+    assert storage_bytes(blank_list(torch.empty(10, dtype=torch.uint8), 4)[1], 1.0) == 40
     for tensor in (torch.zeros(3), torch.zeros(1), torch.zeros(0), torch.zeros(4)[::2]):
         assert not is_blank(tensor)
-    assert kept_bytes(torch.zeros(6)[:2], 10.0) == 240
+    assert storage_bytes(torch.zeros(6)[:2], 10.0) == 240
 
 
 def test_blank_codings_make_payloads_of_the_right_size() -> None:

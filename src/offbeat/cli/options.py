@@ -19,7 +19,7 @@ from offbeat.lab.job import Job, option, option_of
 
 USUAL_LATENCY = "100us"
 USUAL_WORKERS = 4
-USUAL_INSIDE, USUAL_INSIDE_LATENCY = "100Gbit/s", "10us"  # as in `offbeat.transport.costs`
+NODE_BANDWIDTH, NODE_LATENCY = "100Gbit/s", "10us"  # as in `offbeat.transport.costs`
 SHAPED_LINKS = "Shape each worker's link, as in 200Mbit/s (Linux, root, iproute2)."
 _LATENCY = "Latency of one message, as in 50us."
 
@@ -38,10 +38,10 @@ class NodeOptions:
     inside: str | None = option(
         None,
         help="Bandwidth of each worker's link inside its node, as in 200Gbit/s.",
-        unset=USUAL_INSIDE,
+        unset=NODE_BANDWIDTH,
     )
     inside_latency: str | None = option(
-        None, help="Latency of one message inside a node.", unset=USUAL_INSIDE_LATENCY
+        None, help="Latency of one message inside a node.", unset=NODE_LATENCY
     )
 
 

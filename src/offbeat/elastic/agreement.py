@@ -68,7 +68,7 @@ class Decision:
 
     members: list[int]
     newcomers: list[int]
-    asked: int
+    next_identity: int
 
 
 class Agreement:
@@ -185,8 +185,8 @@ class Agreement:
 
         Workers that ask to join and cannot be reached are left out.
         """
-        addresses = self.call(partial(self._join_requests, before.asked))
-        asked = before.asked + len(addresses)
+        addresses = self.call(partial(self._join_requests, before.next_identity))
+        next_identity = before.next_identity + len(addresses)
         unreachable = self.heartbeats.connect(addresses)
         joining = sorted(set(addresses) - set(unreachable) - self.heartbeats.dead())
 
@@ -194,7 +194,7 @@ class Agreement:
             store = self.store.within(f"view/{number}")
             newcomers = [worker for worker in present if store.get(f"here/{worker}")]
             members = sorted({*present, *joining})
-            decision = Decision(members, sorted([*newcomers, *joining]), asked)
+            decision = Decision(members, sorted([*newcomers, *joining]), next_identity)
             store.put_if_absent("decided", asdict(decision))
 
         self.call(propose)

@@ -14,7 +14,7 @@ from offbeat.elastic.agreement import SILENCE_SECONDS, Agreement, Decision
 from offbeat.elastic.heartbeats import HeartbeatConnections
 from offbeat.elastic.joining import LATEST_TRAINING
 from offbeat.elastic.membership import Participant
-from offbeat.elastic.store import SharedStore, is_kept_here, location_of, without_prefixes
+from offbeat.elastic.store import SharedStore, location_of, serves_store, without_prefixes
 from offbeat.errors import AttachError
 from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import membership_of
@@ -109,7 +109,7 @@ def open_elastic(
             "without all workers of the first view (gloo takes tensors on a GPU, too)"
         )
     factory = GroupFactory.of(group)
-    rank, size, keys = factory.rank, factory.size, factory.keys()
+    rank, size, keys = factory.rank, factory.size, factory.new_store()
     base = without_prefixes(keys)
     root, heartbeats = SharedStore(base, location_of(base)), HeartbeatConnections()
 
@@ -122,7 +122,7 @@ def open_elastic(
         if rank == 0:
             store.put("size", size)
             root.put(LATEST_TRAINING, training)
-        if is_kept_here(base):
+        if serves_store(base):
             store.put("keeper", rank)
             logger.warning(
                 "rank %d keeps the store of the process group: training cannot go on without it. "

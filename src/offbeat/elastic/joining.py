@@ -133,7 +133,9 @@ class Newcomer(Transport):
                 decision = Decision(**decided)
                 if worker in decision.members:
                     return Participant(agreement).enter_as_newcomer(number, decision)
-                if decision.asked > worker:  # the members have read the request and refused it
+                if (
+                    decision.next_identity > worker
+                ):  # the members have read the request and refused it
                     return None
             elif not requested:
                 requested = True

@@ -103,7 +103,7 @@ def location_of(store: Any) -> str:
     return str(getattr(store, "path", type(store).__name__))
 
 
-def is_kept_here(store: Any) -> bool:
+def serves_store(store: Any) -> bool:
     """Return True if this process is the server of a TCPStore. Returns False except on Linux.
 
     Torch does not offer this information. Instead the function looks for a socket of this process

@@ -18,7 +18,7 @@ from offbeat.simulate.communicator import SimulatedCommunicator, SimulatedHandle
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
 from offbeat.transport.operation import Broadcast, Exchange, Gather, Maximum, Operation, Sum
-from offbeat.transport.placeholder_tensors import blank, blanks, bytes_of, is_blank
+from offbeat.transport.placeholder_tensors import blank, blank_list, bytes_of, is_blank
 from offbeat.transport.team import Node, Team
 
 
@@ -55,7 +55,7 @@ class RepresentativeCommunicator(SimulatedCommunicator):
             case Broadcast(tensor=tensor):
                 return self._join("broadcast", operation, _first, tensor.copy_)
             case Gather(tensor=tensor) if is_blank(tensor):
-                parts = blanks(tensor, self.size)
+                parts = blank_list(tensor, self.size)
                 return self._join("gather", operation, _nothing, _nothing, parts)
             case Exchange(tensor=tensor) if is_blank(tensor):
                 result = blank(*tensor.shape, dtype=tensor.dtype)

@@ -13,7 +13,7 @@ from offbeat.simulate.cluster import SimulatedCluster
 from offbeat.simulate.kernel import Kernel, Signal
 from offbeat.simulate.workers import SimulatedWorker, Workers
 from offbeat.transport.host import Host
-from offbeat.transport.placeholder_tensors import kept_bytes
+from offbeat.transport.placeholder_tensors import storage_bytes
 
 _LEAVES = (str, bytes, int, float, complex, type, type(None), ModuleType, BuiltinFunctionType)
 # Objects that hold no tensor of the strategy, or refer to other workers.
@@ -50,7 +50,7 @@ def reachable_bytes(
         elif kind == "tensor":
             address = value.untyped_storage().data_ptr()
             if address not in excluded and address not in sizes:
-                sizes[address] = kept_bytes(value, scale)
+                sizes[address] = storage_bytes(value, scale)
         elif kind == "function":  # not its globals, which refer to the whole program
             stack += [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
         else:

@@ -1,6 +1,6 @@
 """The clock and the background threads of one simulated worker.
 
-The clock shows *virtual time*: it advances with the simulator's events, not with real time.
+The clock shows *virtual time*, which advances with the simulator's events, not with real time.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from offbeat.simulate.kernel import Signal
 from offbeat.transport.host import Host, Promise
 
 T = TypeVar("T")
-_POLLS = 100  # polls without progress of virtual time, after which the worker sleeps
+_POLLS = 100  # polls at the same virtual time after which the worker sleeps
 _SHORTEST_SLEEP_SECONDS = 1e-6
 _LONGEST_SLEEP_SECONDS = 1e-3
 
@@ -54,7 +54,7 @@ class SimulatedHost(Host):
 
     Attributes:
         totals: Functions that return the ``Stats`` of this worker's trainings, in the order in
-            which they were passed to ``watch``.
+            which they were passed to ``register_totals``.
     """
 
     def __init__(self, cluster: SimulatedCluster, rank: int) -> None:
@@ -80,10 +80,12 @@ class SimulatedHost(Host):
 
     @override
     def computed(self, progress: float) -> None:
+        """Let virtual time pass until the share ``progress`` of the step, in (0, 1], is computed."""
         self._cluster.compute_step(self._rank, progress)
 
     @override
-    def watch(self, totals: Callable[[], object]) -> None:
+    def register_totals(self, totals: Callable[[], object]) -> None:
+        """Append ``totals`` to the attribute ``totals``."""
         self.totals.append(totals)
 
     def wait(self, signal: Signal, what: str) -> None:
@@ -91,11 +93,11 @@ class SimulatedHost(Host):
         self._cluster.wait(self._rank, signal, what)
 
     def polled(self, what: str) -> None:
-        """Record that the worker has polled the operation ``what``, which is not done.
+        """Count a poll of the unfinished operation ``what``. The worker sleeps at every 100th poll.
 
         A poll takes no virtual time. A loop that polls until the operation is done would therefore
-        never end. After 100 polls at the same virtual time the worker sleeps: for 1 µs, then for
-        twice as long each time, up to 1 ms.
+        never end without sleeping. Only polls at the same virtual time count. The first sleep takes
+        1 µs and each further one twice as long, up to 1 ms.
         """
         if self.now() > self._polled_seconds:
             self._polls, self._sleep_seconds = 0, _SHORTEST_SLEEP_SECONDS

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 
 from offbeat.arguments import POSITIVE, require_integer, require_mapping, require_number
 from offbeat.transport.costs import (
-    USUAL_INSIDE,
-    USUAL_INSIDE_LATENCY,
+    NODE_BANDWIDTH,
+    NODE_LATENCY,
     all_gather_bytes,
     all_gather_seconds,
     all_reduce_bytes,
@@ -312,6 +312,6 @@ def _inside_link(
                 raise ValueError(f"{name} needs nodes of several workers: give workers_per_node")
         return None
     return (
-        to_bandwidth(USUAL_INSIDE if bandwidth is None else bandwidth),
-        to_seconds(USUAL_INSIDE_LATENCY if latency is None else latency, allow_zero=True),
+        to_bandwidth(NODE_BANDWIDTH if bandwidth is None else bandwidth),
+        to_seconds(NODE_LATENCY if latency is None else latency, allow_zero=True),
     )

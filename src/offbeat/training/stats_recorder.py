@@ -22,7 +22,7 @@ class StatsRecorder:
     """
 
     def __init__(self, worker: Worker, log: object) -> None:
-        self._worker, self._member = worker, worker.team.member
+        self._worker, self._member = worker, worker.team.identity
         self._host, self._account = worker.team.host, worker.team.account
         self.stats = Stats(details=worker.details)
         self._records = Records(open_sinks(log, rank=self._member), rank=self._member)

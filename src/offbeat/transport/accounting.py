@@ -17,8 +17,8 @@ class Account:
     """Totals of the bytes that this worker sent and of the time for which it waited.
 
     Args:
-        carriers: Number of processes of one machine that share the sending of each tensor (≥ 1).
-            Each of them sends an equal part, so counts 1/``carriers`` of the bytes.
+        senders: Number of processes of one machine that share the sending of each tensor (≥ 1).
+            Each of them sends an equal part, so counts 1/``senders`` of the bytes.
 
     Attributes:
         wait_seconds: Time spent blocked in ``Handle.wait``.
@@ -26,20 +26,20 @@ class Account:
             the handle of the collective.
     """
 
-    def __init__(self, carriers: int = 1) -> None:
-        self._carriers, self._bytes = carriers, 0
+    def __init__(self, senders: int = 1) -> None:
+        self._senders, self._bytes = senders, 0
         self.wait_seconds = 0.0
         self.before_waiting: list[Callable[[Handle[Any]], None]] = []
         self._paused = False
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the tensors that were passed to operations, divided by ``carriers``.
+        """Bytes of the tensors that were passed to operations, divided by ``senders``.
 
         A tensor that is gathered or broadcast counts once, however many workers receive it.
         Received tensors do not count.
         """
-        return self._bytes // self._carriers
+        return self._bytes // self._senders
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ import math
 
 from offbeat.arguments import require_integer
 
-USUAL_INSIDE, USUAL_INSIDE_LATENCY = "100Gbit/s", "10us"
+NODE_BANDWIDTH, NODE_LATENCY = "100Gbit/s", "10us"
 """Default bandwidth and latency of the network between the processes of one node (machine)."""
 
 FORWARD_SHARE = 1 / 3

@@ -70,7 +70,7 @@ class Host(ABC):
         The simulator then advances virtual time. 1 ends the step. A real host does nothing.
         """
 
-    def watch(self, totals: Callable[[], object]) -> None:  # noqa: B027 - optional
+    def register_totals(self, totals: Callable[[], object]) -> None:  # noqa: B027 - optional
         """Register a function that returns this worker's totals (bytes, waiting time, …).
 
         The simulator calls it to report the totals of all workers. A real host does nothing.

@@ -31,16 +31,16 @@ def bytes_of(tensor: Tensor, scale: float, tail: int = 0) -> int:
 def blank(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     """Return a tensor of this shape that occupies eight bytes of memory. It cannot be written to.
 
-    The eight bytes store the size of the tensor in bytes. ``kept_bytes`` reads this number.
+    The eight bytes store the size of the tensor in bytes. ``storage_bytes`` reads this number.
     """
     size = torch.Size(shape).numel() * dtype.itemsize
     return torch.full((1,), size, dtype=torch.int64).view(dtype)[:1].expand(*shape)
 
 
-def blanks(like: Tensor, count: int) -> list[Tensor]:
+def blank_list(like: Tensor, count: int) -> list[Tensor]:
     """Return ``count`` blank tensors with the shape and dtype of ``like``.
 
-    They share one storage, for which ``kept_bytes`` returns the size of all of them together.
+    They share one storage, for which ``storage_bytes`` returns the size of all of them together.
     """
     parts = blank(count, *like.shape, dtype=like.dtype)
     return [parts[0]] * count
@@ -51,7 +51,7 @@ def is_blank(tensor: Tensor) -> bool:
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
-def kept_bytes(tensor: Tensor, scale: float) -> int:
+def storage_bytes(tensor: Tensor, scale: float) -> int:
     """Return the bytes of memory that real training needs for the storage of ``tensor``.
 
     Tensors in float32, bfloat16 and float16 count as model data, ``scale`` times their own bytes.

@@ -102,7 +102,7 @@ class Team:
         return range(self.size)
 
     @property
-    def member(self) -> int:
+    def identity(self) -> int:
         """Number of this process, which is the same in all views.
 
         Without a node it is the worker's identity. With one, it is the rank among all processes.

@@ -128,7 +128,7 @@ class Connections:
         self._liveness: LivenessCheck | None = None
         if factory.lost is None:
             self._liveness = LivenessCheck(self._open("gloo"), liveness_seconds)
-        self._exit_reasons = ExitReasons(factory.keys(), self.rank)
+        self._exit_reasons = ExitReasons(factory.new_store(), self.rank)
         close_at_exit(self)
 
     def _open(self, backend: str) -> groups.Group:
@@ -304,10 +304,10 @@ class Connections:
             operation.abandon()
         self.pending.clear()
         for channel in self._channels:
-            groups.close(channel.collectives)
+            groups.destroy_nccl_group(channel.collectives)
             references = [channel.collectives]
             channel.collectives = channel.messages = None
-            groups.release(references, in_background=stuck)
+            groups.drop_references(references, in_background=stuck)
         self._channels.clear()
         self.receiver.close(self._closing_seconds)
         self._exit_reasons.close()

@@ -75,8 +75,8 @@ class OpeningError(RuntimeError):
 class GroupFactory:
     """Opens any number of process groups of the same members.
 
-    All members call ``open`` and ``keys`` in the same order, so that they use the same keys in the
-    store.
+    All members call ``open`` and ``new_store`` in the same order, so that they use the same keys in
+    the store.
 
     Args:
         store: Store in which the members exchange addresses.
@@ -138,7 +138,7 @@ class GroupFactory:
         factory._members, factory.backend = list(members), str(dist.get_backend(group))
         return factory
 
-    def keys(self) -> Any:
+    def new_store(self) -> Any:
         """Return an empty store that no one but the members uses.
 
         It is a part of ``store`` with a new key prefix. A member that calls this method for the
@@ -162,7 +162,7 @@ class GroupFactory:
             OpeningError: A member did not arrive in time, has ended or has given up.
             RuntimeError: The store does not answer, or a member left while the group was opened.
         """
-        self.store = self.keys()
+        self.store = self.new_store()
         opening_seconds = min(self._opening_seconds, timeout_seconds)
         try:
             self._await_members(opening_seconds)
@@ -263,7 +263,7 @@ def close_connections(group: Group) -> None:
                 work.wait(timedelta(milliseconds=1))
 
 
-def close(group: Group) -> None:
+def destroy_nccl_group(group: Group) -> None:
     """Destroy an NCCL group that contains all workers. Other groups need no call. Not a collective.
 
     A gloo group ends with its last reference. An NCCL group of some workers remains until torch is
@@ -273,7 +273,7 @@ def close(group: Group) -> None:
         dist.destroy_process_group(group)
 
 
-def release(references: list[Group], *, in_background: bool) -> None:
+def drop_references(references: list[Group], *, in_background: bool) -> None:
     """Drop the last references to groups, so that gloo frees them.
 
     Args:
