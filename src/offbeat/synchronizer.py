@@ -99,7 +99,7 @@ class Synchronizer:
         if team.node is not None:
             inside = team.node.inside
             node = NodeBuffers(inside, shards) if shards else NodeMean(inside, model, optimizers)
-            self._tasks.refuse = "node_group cannot be combined with data injection"
+            self._tasks.add_error = "node_group cannot be combined with data injection"
         flow = flow_of(strategy, worker)
         self._iteration = Iteration(flow, worker, self._tasks, self._completed, node)
         self._recorder = StatsRecorder(worker, log)
@@ -136,10 +136,10 @@ class Synchronizer:
         strategy, worker = self._strategy, self._worker
         views = Views(strategy, worker, wire, lambda: self.stats, lines, min_workers=min_workers)
         self._views = views
-        views.iteration, views.report_seconds = self._iteration, self._recorder.exclude
+        views.iteration, views.report_seconds = self._iteration, self._recorder.exclude_time
         self._consensus.change_view = self._iteration.recover = views
         self._iteration.guard.elastic = True
-        self._tasks.refuse = "min_workers cannot be combined with data injection"
+        self._tasks.add_error = "min_workers cannot be combined with data injection"
         if joining:
             with self._team.account.paused():
                 views.join()
@@ -188,7 +188,7 @@ class Synchronizer:
 
     def _completed(self, synced: bool) -> None:
         """Update the totals after an iteration. ``synced``: True if it applied a mean."""
-        self._recorder.completed(synced=synced)
+        self._recorder.count_step(synced=synced)
         self._consensus.step_ended()
 
     # -- every step --------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Synchronizer:
             if index is None:
                 raise AttachError("clip_grad_norm_() was given an optimizer that is not attached")
             chosen = chosen[index : index + 1]
-        elif self._iteration.begun:
+        elif self._iteration.partly_stepped:
             raise AttachError(
                 "one optimizer has already stepped in this iteration, so its gradients are used: "
                 "call clip_grad_norm_(max_norm, optimizer) with the one that is about to step"
@@ -252,7 +252,7 @@ class Synchronizer:
         self._require_active("monitor()")
         if gradient_change:
             self._iteration.gradient_monitors.append(GradientChange(self._worker))
-            self._clipping.watch()
+            self._clipping.replace_torch_functions()
         if distance_every is None:
             return
         require_integer("distance_every", distance_every, least=1)
@@ -325,9 +325,9 @@ class Synchronizer:
         self._consensus.check_parameters()
         with self._recorder.paused():
             with self._iteration.guard, self._team.account.paused():
-                local = self._consensus.show()
+                local = self._consensus.replace_by_mean()
             try:
-                with self._iteration.forbidden("consensus()"):
+                with self._iteration.forbid_steps("consensus()"):
                     yield
             finally:
                 self._consensus.restore(local)
@@ -346,7 +346,7 @@ class Synchronizer:
         self._consensus.check_parameters()
         with self._iteration.guard:
             self._consensus.finish()
-        self._recorder.finished()
+        self._recorder.count_remainder()
         self._finished = True
         self._end(together=True)
 
@@ -450,7 +450,7 @@ class Synchronizer:
             refused = error
         with self._iteration.guard, self._team.account.paused():
             # Complete all sums now: a mean that arrives later would change the loaded model.
-            self._consensus.settle()
+            self._consensus.complete_operations()
             answers = self._team.everyone.gather_bytes(
                 answer_of(state, refused), what="load_state_dict()"
             )

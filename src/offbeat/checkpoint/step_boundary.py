@@ -92,7 +92,7 @@ def step_boundary(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
         with sync._recorder.paused(), sync._team.account.paused():
             if loads:  # a mean that arrives later would change the loaded model
                 with iteration.guard:
-                    sync._consensus.settle()
+                    sync._consensus.complete_operations()
             yield StepBoundary(sync)
     finally:
         if loads:

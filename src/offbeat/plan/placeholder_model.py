@@ -268,7 +268,7 @@ class PlaceholderTraining:
         self._iteration.complete(0)
 
     def _completed(self, synced: bool) -> None:
-        self._recorder.completed(synced=synced)
+        self._recorder.count_step(synced=synced)
 
     def before_waiting(self, callback: Callable[[Handle[Any]], None]) -> None:
         """Call ``callback`` whenever the worker is about to wait for a collective."""

@@ -1,8 +1,8 @@
 """Background tasks: components that exchange messages between workers outside of the strategy.
 
-``DataInjection`` is an example: its workers send each other training samples. A background task is
-notified when the strategy may block its worker. A blocked worker takes no steps, so a task must not
-make another worker wait for its next step. Otherwise two workers could wait for each other forever
+``DataInjection`` is an example: its workers send each other training samples. The synchronizer
+tells a task when the strategy may block this worker. A blocked worker takes no steps. If the task
+let another worker wait for this worker's next step, both could wait for each other forever
 (``data/exchange.py`` explains this deadlock).
 """
 
@@ -20,36 +20,38 @@ class BackgroundTask(Protocol):
         """Handle the start (True) or the end (False) of a call in which the strategy may block."""
 
     def pause(self) -> None:
-        """Handle the start of a barrier: this worker takes no step until all workers reach it."""
+        """Handle the start of a barrier before a consensus.
+
+        This worker takes no step until all workers have reached the barrier.
+        """
 
     def resume(self) -> None:
-        """Handle the end of a barrier. All workers pass the same number of barriers."""
+        """Handle the end of the barrier. All workers pass the same number of barriers."""
 
     def finish(self) -> None:
         """End the task at the end of training, after the last barrier. A collective."""
 
     def close(self) -> None:
-        """Release resources, possibly on this worker alone and after a failure. Never raises."""
+        """Release resources, after ``finish`` or after a failure of this worker. Never raises."""
 
 
 class BackgroundTasks:
     """The background tasks of one synchronizer.
 
     Args:
-        team: The workers and their connections. A task opens separate connections with
-            ``team.twin``.
+        team: The workers and their connections. ``team.twin()`` opens separate connections between
+            the same workers for a task.
         details: The dictionary ``Stats.details``, to which a task adds its totals.
         step: Function that returns the number of training steps so far.
 
     Attributes:
-        refuse: Message of the error that ``add`` raises. It names an argument of ``attach`` that
-            excludes background tasks. Empty: tasks can be added.
-        any: True if there is a task. Stored, because every step reads it several times.
+        add_error: Message of the AttachError that ``add`` raises. Empty: tasks can be added.
+        any: True if there is at least one task.
     """
 
     def __init__(self, team: Team, details: dict[str, Any], step: Callable[[], int]) -> None:
         self.team, self.details, self.step = team, details, step
-        self.refuse, self.any = "", False
+        self.add_error, self.any = "", False
         self._tasks: list[BackgroundTask] = []
         self._closed = False
 
@@ -57,10 +59,10 @@ class BackgroundTasks:
         """Add ``task``.
 
         Raises:
-            AttachError: ``refuse`` is not empty; or the synchronizer is finished or detached.
+            AttachError: ``add_error`` is not empty, or the synchronizer is finished or detached.
         """
-        if self.refuse:
-            raise AttachError(self.refuse)
+        if self.add_error:
+            raise AttachError(self.add_error)
         if self._closed:
             raise AttachError("this synchronizer is finished or detached: attach again first")
         self._tasks.append(task)
@@ -88,7 +90,7 @@ class BackgroundTasks:
             task.finish()
 
     def close(self) -> None:
-        """Close and remove all tasks. Never raises."""
+        """Close and remove all tasks. No further task can be added. Never raises."""
         self._closed = True
         for task in self._tasks:
             task.close()

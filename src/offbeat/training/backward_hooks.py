@@ -15,19 +15,21 @@ from offbeat.transport.host import Host
 
 
 class BackwardHooks:
-    """Reports the buckets of one optimizer's gradients in order, as backward completes them.
+    """Reports the buckets of one optimizer's gradients, in order and except the last.
 
-    With gradient accumulation, a step has several backward passes, and a bucket is complete during
-    the last one. Each step is expected to have as many passes as the previous step. If it has more,
-    buckets are reported too early, so the receiver must detect gradients that change afterwards. If
-    it has fewer, no bucket is reported.
+    A bucket is reported when this bucket and all earlier ones are complete. The last bucket is not
+    reported, because backward ends with it anyway. With gradient accumulation, a step has several
+    backward passes, and a bucket is complete during the last one. The hooks expect as many passes
+    as in the previous step, and 1 in the first step. In a step with more passes, buckets are
+    reported too early, so the receiver must detect gradients that change afterwards. In a step with
+    fewer passes, no bucket is reported.
 
     Args:
         optimizer: The optimizer and its parameters.
-        host: Clock of this worker. It receives the progress of each step's computation. Only the
-            simulator's clock uses it.
-        ready: Function that receives the index of a complete bucket. If it returns False, all hooks
-            are removed. The last bucket is not reported, because backward then ends anyway.
+        host: Clock and threads of this worker. The hooks report the progress of each step's
+            computation to it. Only a simulated host uses these reports.
+        ready: Function that receives the index of a complete bucket. If the function returns False,
+            all hooks are removed.
     """
 
     def __init__(
@@ -76,12 +78,12 @@ class BackwardHooks:
         return continues
 
     def report_all(self) -> None:
-        """Report all buckets except the last: a simulated model has no backward pass."""
+        """Report all buckets but the last, for a simulated model, which has no backward pass."""
         while self._hooks and self._next < len(self._sizes) - 1:
             self._report()
 
     def end_step(self) -> None:
-        """Prepare for the next step: the next backward pass belongs to it."""
+        """End the current step. The next backward pass belongs to the next step."""
         if self._counts:
             self._passes = max(self._counts.values())
         self._begin_step()

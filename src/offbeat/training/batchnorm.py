@@ -19,32 +19,33 @@ def recalibrate_batchnorm(
     *,
     forward: Callable[[nn.Module, Any], object] | None = None,
 ) -> None:
-    """Recompute the running statistics of all BatchNorm layers of ``model`` on some batches.
+    """Recompute the running statistics of the BatchNorm layers of ``model`` on some batches.
 
     Averaging the models of several workers also averages their running statistics. That mean
     differs from the statistics of the mean model, because each worker measured its statistics with
     its own parameters. The difference matters if the workers' models were far apart. For each layer
-    with running statistics, over K batches:
+    with running statistics, over the K batches that are used:
 
         running_mean = 1/K Σ mean(batch k)
         running_var  = 1/K Σ var(batch k)        unbiased, as in training
 
     All other modules run in evaluation mode (no Dropout), and no gradients are computed. Afterwards
     each module returns to its mode (``train()`` or ``eval()``), and each layer to its momentum.
-    After an error the old statistics are restored. Without BatchNorm layers ``loader`` is not read.
+    After an error the old statistics are restored. ``loader`` is read only if a layer has running
+    statistics.
 
-    Not a collective: each worker changes its own model only. Inside ``consensus()``, where the
-    model is the mean over the workers, it serves an evaluation. The new statistics are discarded at
-    the end of that context. After ``finish()`` they remain. Then call it on all workers with the
-    same batches, or only on the worker that saves the model.
+    Not a collective, unless the model has ``SyncBatchNorm`` layers: each worker changes only its
+    own model. Inside ``consensus()``, for example for an evaluation, the new statistics are
+    discarded when the context ends. After ``finish()`` they remain. Then call this function on all
+    workers with the same batches, or only on the worker that saves the model.
 
     Args:
         model: The model.
         loader: Batches of training data, as the model receives them in training.
-        batches: Largest number of batches to use, K ≥ 1.
+        batches: Largest number of batches to use (≥ 1).
         forward: Function of the model and a batch that runs the model on the batch. None: the model
-            receives the batch, or the first element of a batch that is a tuple or list. The tensor
-            is moved to the device of the statistics.
+            receives the batch, or the first element of a batch that is a tuple or list, after
+            a move to the device of the statistics.
 
     Raises:
         TypeError: ``batches`` is not an integer; or ``forward`` is None and a batch does not begin

@@ -1,10 +1,11 @@
 """Gradient clipping on an attached model.
 
-A strategy that averages or measures gradients must receive them before they are clipped. The mean
-over the workers is then clipped, and not each worker's gradient. Training loops and frameworks call
-``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_``, which know nothing about the strategy.
-Therefore both functions are replaced while a model is attached whose gradients are averaged or
-measured. The replacements pass the gradients to the strategy and then call torch's function.
+A strategy that averages or measures gradients must receive them before they are clipped. If it
+averages them, the mean over the workers is then clipped, and not each worker's gradient. Training
+loops and frameworks call ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_``, which know
+nothing about the strategy. Therefore both functions are replaced while a model is attached whose
+gradients are averaged or measured. The replacements pass the gradients of one optimizer to the
+strategy and then call torch's function. For the gradients of several optimizers they only warn.
 """
 
 import sys
@@ -27,7 +28,7 @@ _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 class _Clipped(NamedTuple):
     """Identity and version of the smallest gradient of an optimizer, directly after a clip.
 
-    A later comparison shows if the gradients were replaced or changed after the clip.
+    A comparison with the present gradient shows a replacement or a change after the clip.
     """
 
     parameter: nn.Parameter
@@ -36,13 +37,13 @@ class _Clipped(NamedTuple):
 
 
 class Clipping:
-    """Passes gradients to the strategy before they are clipped, here or by torch's functions.
+    """Passes gradients to the strategy before ``clip`` or torch's functions clip them.
 
-    A training loop may clip and then skip the step, for example because the norm is too large. The
-    next call of ``prepare`` then finds new gradient tensors, and counts the skipped step.
+    A training loop may clip and then skip the step, for example because the norm is too large. If
+    the next call of ``prepare`` finds new gradient tensors, it counts the skipped step.
 
     Args:
-        iteration: The training steps of this worker.
+        iteration: Passes the training steps of this worker to the strategy.
         worker: Model and optimizers of this worker.
     """
 
@@ -52,9 +53,9 @@ class Clipping:
         self._warned = False
         self._unwatch: Callable[[], object] | None = None
         if iteration.flow.uses_gradients or iteration.node is not None:
-            self.watch()
+            self.replace_torch_functions()
 
-    def watch(self) -> None:
+    def replace_torch_functions(self) -> None:
         """Replace torch's clipping functions. A second call does nothing."""
         if self._unwatch is not None:
             return
@@ -70,16 +71,19 @@ class Clipping:
         self._unwatch = finalizer
 
     def remove(self) -> None:
-        """Restore torch's functions."""
+        """Restore torch's functions, unless another attached model needs the replacements."""
         if self._unwatch is not None:
             self._unwatch()
 
     def prepare(self, index: int) -> None:
-        """Pass the gradients of optimizer ``index`` to the strategy, before a clip or a step."""
+        """Pass the gradients of optimizer ``index`` to the strategy, before a clip or a step.
+
+        Before that, count the previous step if the training loop skipped it after a clip.
+        """
         clipped = self._clipped.get(index)
         if clipped is not None:
             parameter, gradient, version = clipped
-            if not self._iteration.is_prepared(index):  # a GradScaler skipped and counted the step
+            if not self._iteration.is_prepared(index):  # ScalerHooks counted a skipped step
                 del self._clipped[index]
             elif parameter.grad is not gradient:  # the training loop skipped the step
                 del self._clipped[index]
@@ -100,7 +104,7 @@ class Clipping:
         """Scale the gradients of ``optimizers`` so that their total norm is at most ``max_norm``.
 
         Returns:
-            The total norm before clipping, a 0-dimensional tensor.
+            The total L2 norm before clipping, a 0-dimensional tensor.
         """
         for each in optimizers:
             self.prepare(each.index)
@@ -126,8 +130,11 @@ class Clipping:
             assert smallest.grad is not None
             self._clipped[index] = _Clipped(smallest, smallest.grad, smallest.grad._version)
 
-    def before_torch(self, indices: Sequence[int]) -> bool:
-        """Call ``prepare`` before a function of torch clips gradients.
+    def before_torch_clip(self, indices: Sequence[int]) -> bool:
+        """Call ``prepare`` before a function of torch clips gradients, or return False.
+
+        ``prepare`` is not called if training has ended, if the model is the consensus, or with
+        several optimizers. The last case gives a warning.
 
         Args:
             indices: Indices of the optimizers that own the gradients.
@@ -175,7 +182,7 @@ def _watch(owners: "dict[int, tuple[weakref.ref[Clipping], int]]") -> None:
 
 
 def _stop_watching(clipping: "weakref.ref[Clipping]", parameters: Sequence[int]) -> None:
-    """Forget the parameters of ``clipping``. Restore torch's functions if no others are left.
+    """Forget the parameters of ``clipping``. If no other model is left, restore torch's functions.
 
     The garbage collector may call this function at any time, even while it is running.
     """
@@ -192,7 +199,7 @@ def _stop_watching(clipping: "weakref.ref[Clipping]", parameters: Sequence[int])
 
 
 def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that passes attached gradients to their strategy before ``original``."""
+    """Return a function that passes gradients to the strategy and then calls ``original``."""
 
     @wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +211,7 @@ def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
                 clipping = reference()
                 if clipping is not None:
                     concerned.setdefault(id(clipping), (clipping, set()))[1].add(index)
-        prepared = [(c, i) for c, i in concerned.values() if c.before_torch(sorted(i))]
+        prepared = [(c, i) for c, i in concerned.values() if c.before_torch_clip(sorted(i))]
         result = original(tensors, *args, **kwargs)
         for clipping, indices in prepared:
             for index in indices:

@@ -4,11 +4,12 @@ They reject combinations of options that do not work, and tensors that cannot be
 options that a strategy supports depend on what its method ``averages()`` returns:
 
 - ``SharedModel``: the workers average models. A *launch* sends the updates of a part of the model.
-  All workers apply the mean update to a *shared model*, which is the same on all workers.
+  All workers apply the mean update, or an outer step along it, to a *shared model*, which is the
+  same on all workers.
 - ``Gradients``: the workers average gradients.
-- ``CustomFlow``: the strategy communicates by code of its own, as all baselines do (FedAvg, SSP,
-  Downpour, EASGD). Its messages are exact, and the number of workers is fixed. It supports no
-  option that would change this.
+- ``CustomFlow``: the strategy communicates by code of its own, as the baselines do (FedAvg, SSP,
+  Downpour, EASGD). It supports neither a ``wire`` other than "float32" nor ``node_group``,
+  ``min_workers`` or ``non_finite="exclude"``.
 """
 
 import math
@@ -130,7 +131,10 @@ def chooses_precision(strategy: Strategy) -> bool:
 
 
 def repeatable(strategy: Strategy) -> bool:
-    """Return True if equal gradients give equal models, whenever messages arrive."""
+    """Return True if the models do not depend on when messages arrive, with a fixed precision.
+
+    False for every ``CustomFlow``, whose code is unknown here.
+    """
     averages = strategy.averages()
     if isinstance(averages, CustomFlow):
         return False
@@ -161,7 +165,8 @@ def require_usable(model: nn.Module) -> None:
     """Raise unless every parameter and buffer of ``model`` can be read and written in place.
 
     Raises:
-        AttachError: a tensor cannot; the message has its name, the reason and the remedy.
+        AttachError: a tensor cannot, the model is inside FSDP, or inference mode is enabled. The
+            message contains the reason and the remedy.
     """
     if torch.is_inference_mode_enabled():
         raise AttachError("attach() inside torch.inference_mode(): leave it, nothing trains there")
@@ -176,18 +181,18 @@ def require_usable(model: nn.Module) -> None:
 
 
 def require_distinct_memory(tensors: Mapping[str, Tensor], strategy: Strategy) -> None:
-    """Raise if two parameters share memory and ``strategy`` would add an update to both.
+    """Raise if two parameters begin at the same address and ``strategy`` would add to both.
 
-    A strategy that takes steps while a mean is computed adds the update to the parameters later. To
-    add it twice to the same memory is wrong. A strategy that waits for the mean overwrites the
-    parameters instead, and to write the same values twice does no harm.
+    A strategy that takes steps while a mean is computed adds to the parameters when the mean has
+    arrived. To add twice to the same memory is wrong. A strategy that waits for the mean overwrites
+    the parameters instead, and to write the same values twice does no harm.
 
     Args:
         tensors: Parameters by name.
         strategy: The strategy.
 
     Raises:
-        AttachError: two parameters share memory.
+        AttachError: two parameters begin at the same address, and the strategy would add to both.
     """
     averages = strategy.averages()
     if not isinstance(averages, SharedModel) or averages.blocking:
@@ -203,7 +208,7 @@ def require_distinct_memory(tensors: Mapping[str, Tensor], strategy: Strategy) -
 
 
 def _unusable(tensor: Tensor) -> str | None:
-    """Return why ``tensor`` cannot be synchronized, with a remedy. None: it can."""
+    """Return the reason why ``tensor`` cannot be synchronized, with a remedy. None: it can."""
     if is_sharded(tensor):
         return f"it is a DTensor, divided among workers: {_DIVIDED}"
     if is_lazy(tensor):
@@ -261,7 +266,7 @@ _REPLACEMENTS = {
 
 
 def rejects_moved_arguments(function: Callable[..., T]) -> Callable[..., T]:
-    """Make ``attach`` reject arguments of earlier versions with an error that says what to use."""
+    """Decorate ``attach`` so that arguments of earlier versions raise an error with the remedy."""
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> T:

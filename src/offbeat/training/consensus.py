@@ -33,7 +33,8 @@ class FollowerModules:
     """The follower modules of an attached model.
 
     All workers start from rank 0's modules. Each worker then changes its own modules, and every
-    consensus averages them with equal weights.
+    consensus replaces them by their mean over the workers with equal weights. (Signed integer
+    buffers become their maximum; masks and bytes become those of rank 0.)
 
     Args:
         team: The workers.
@@ -59,8 +60,8 @@ class FollowerModules:
 
         Raises:
             TypeError: an object is not a module.
-            AttachError: a module shares tensors with the model or with another follower module, or
-                cannot be written in place.
+            AttachError: a module shares tensors with the model or with a follower module that was
+                added before, or cannot be written in place.
         """
         if not all(isinstance(m, nn.Module) for m in modules):
             raise TypeError(f"follow() takes modules, got {modules!r}")
@@ -90,8 +91,9 @@ class FollowerModules:
         """Replace the modules by their mean over the workers. A collective.
 
         Args:
-            final: True if the mean is permanent. The modules are then written only after the whole
-                mean has arrived. False: the caller holds a snapshot.
+            final: True if the mean is permanent. The mean is then written only after all of it has
+                arrived. False: the caller must hold a snapshot, because a failure may leave some
+                tensors averaged.
         """
         size = self._team.size
         if size == 1 or not self._replica.everything():
@@ -118,13 +120,14 @@ class Consensus:
     Args:
         worker: This worker.
         iteration: Training steps of this worker.
-        tasks: Background tasks. They are notified before and after the barrier of a consensus.
+        tasks: Background tasks. They are notified before and after the barrier of a consensus, at
+            which all workers wait until none of them takes a step.
         shards: This worker's shards of the model. None: the model is not sharded.
 
     Attributes:
         followers: The follower modules.
-        change_view: Function that receives a CommunicationError and begins the next view. None: a
-            failure ends training.
+        change_view: Function that receives a CommunicationError and begins the next view. None: the
+            training is not elastic, and the error ends it.
         distance: Measurement of the distance between the workers' models. None: no measurement.
         ended: True if the model of this worker is the final mean. Set before the last barrier, so
             other workers may not have the final mean yet.
@@ -146,7 +149,7 @@ class Consensus:
         self._versions: list[int] = []  # version counters of the parameters, see note_parameters
 
     def _retry(self, function: Callable[[], T]) -> T:
-        """Call ``function``. If a worker is lost, call it again in the next view."""
+        """Call ``function``. In elastic training repeat it in the next view after a failure."""
         while True:
             try:
                 return function()
@@ -163,20 +166,21 @@ class Consensus:
         self.note_parameters()
 
     def note_parameters(self) -> None:
-        """Store the version counters of the parameters, which torch increments at each write.
+        """Store the version counters of the parameters, and set ``worker.touched`` to False.
 
-        Called after ``attach``, a step, a consensus, and the loading of a checkpoint.
+        Torch increments the version counter of a tensor at each write. Called after ``attach``, a
+        step, a consensus, and the loading of a checkpoint.
         """
         self._worker.touched = False
         self._versions = self._worker.replica.versions()
 
     def check_parameters(self) -> None:
-        """Set ``worker.touched`` if the parameters changed since ``note_parameters``.
+        """Set ``worker.touched``: True if the parameters changed since ``note_parameters``.
 
         Called before a consensus. For example, schedule-free optimizers change the parameters
         between steps, in ``eval()`` and ``train()``. A worker without new steps usually has weight
-        0 in the mean. With ``touched`` it has its full weight, so that the mean contains the
-        change.
+        0 in the mean. With ``touched`` the worker has its full weight, so that the mean contains
+        the change.
 
         Raises:
             AttachError: a parameter of the model was replaced by another one.
@@ -204,22 +208,22 @@ class Consensus:
         return last
 
     def before_save(self) -> None:
-        """Call ``settle``. If a worker is lost, call it again in the next view. A collective."""
-        self._retry(self.settle)
+        """Call ``complete_operations``. In elastic training repeat it after a failure."""
+        self._retry(self.complete_operations)
 
-    def settle(self) -> None:
-        """Complete all operations in flight, so that the strategy's state can be saved or replaced.
+    def complete_operations(self) -> None:
+        """Wait until the strategy has no operation in flight, so that its state can be saved.
 
-        A collective. Background tasks are not notified.
+        A collective. Blocks. Background tasks are not notified.
         """
         flow = self._iteration.flow
         flow.before_save(lambda: self._iteration.wait_for_all(finishing=False))
 
-    def show(self) -> Snapshot:
-        """Replace model and follower modules by their mean. A collective.
+    def replace_by_mean(self) -> Snapshot:
+        """Replace model and follower modules by their mean over all workers. A collective. Blocks.
 
         Returns:
-            The local values, for ``restore``.
+            The local values, which the caller later passes to ``restore``.
         """
         return self._retry(lambda: self._show(self._wait_for_all(finishing=False)))
 
@@ -238,7 +242,7 @@ class Consensus:
         self.followers.average(final=final)
 
     def restore(self, local: Snapshot) -> None:
-        """Replace the mean by ``local``, the result of ``show``."""
+        """Replace the mean by ``local``, the result of ``replace_by_mean``."""
         if self._shards is not None:
             self._shards.reshard()
         self._worker.replica.restore(local[0])
@@ -246,7 +250,10 @@ class Consensus:
         self.note_parameters()
 
     def finish(self) -> None:
-        """Replace the model by the mean over all workers, permanently. A collective."""
+        """Replace model and follower modules by their mean permanently, and end background tasks.
+
+        A collective. Blocks.
+        """
         try:
             self._retry(self._finish)
         except EndedError:

@@ -1,4 +1,4 @@
-"""Comparison of models, optimizers and settings between the workers, when training begins."""
+"""Comparison of models, optimizers and settings between the workers, and copies from rank 0."""
 
 import hashlib
 import itertools
@@ -46,7 +46,8 @@ def describe(
 def settings_of(model: nn.Module, optimizers: Sequence[AttachedOptimizer]) -> Settings:
     """Return settings by name. A difference between the workers is allowed, and gives a warning.
 
-    They are the installed versions, the settings of each optimizer, and the mode of each module.
+    They are the versions of offbeat and torch, the plain values in each parameter group of the
+    optimizers, and the mode of each module (``train()`` or ``eval()``).
     """
     settings = {"the version of offbeat": _own_version(), "the version of torch": torch.__version__}
     for each in optimizers:
@@ -122,7 +123,7 @@ def require_consistency(
 
 
 def versioned(lines: Sequence[str]) -> list[str]:
-    """Return ``lines`` after an additional first line, which contains ``PROTOCOL``."""
+    """Return ``lines`` with ``PROTOCOL`` in an additional first line."""
     return [f"protocol {PROTOCOL}", *lines]
 
 
@@ -173,5 +174,5 @@ def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
     for bucket in make_buckets(tensors):
         bucket.pack()
         team.communicator.broadcast(bucket.flat, what="copy of rank 0's model").wait()
-        # Rank 0 needs this, too, if it is a node of several workers: they copy the first of them.
+        # On rank 0, too: in a node the other workers have received the values of the first one.
         bucket.unpack()

@@ -2,7 +2,8 @@
 
 Frameworks such as Lightning wrap a model in DDP, which averages all gradients in every step. Under
 a strategy this communication is switched off, or the strategy would save nothing. It does not
-matter if the model is wrapped before or after ``attach``. DeepSpeed cannot be switched off.
+matter if the model is wrapped before ``attach``, or after it and before the first step. DeepSpeed
+cannot be switched off.
 
 One kind of wrapper stays active: DDP over the workers of one machine, when each of these workers
 is attached in a separate group with its counterparts on other machines.
@@ -62,11 +63,11 @@ def require_no_engine(model: nn.Module) -> None:
 class DDPSuppressor:
     """Switches off each DistributedDataParallel over parameters of ``model``, until ``remove``.
 
-    A wrapper stays active if its process group has only this worker in common with ``group``. For
-    example, two machines have the ranks 0, 1 and 2, 3. DDP runs over 0, 1 and over 2, 3, and
-    ``attach`` over 0, 2 and over 1, 3. DDP keeps the models of ranks 0 and 1 equal only if both
-    ``attach`` groups compute equal means. Therefore the strategy must be repeatable; see
-    ``require_repeatable``.
+    A later wrapper is switched off at its first forward pass. A wrapper stays active if its process
+    group has only this worker in common with ``group``. For example, two machines have the ranks
+    0, 1 and 2, 3. DDP runs over 0, 1 and over 2, 3, and ``attach`` over 0, 2 and over 1, 3. DDP
+    keeps the models of ranks 0 and 1 equal only if both ``attach`` groups compute equal means.
+    Therefore the strategy must be repeatable; see ``require_repeatable``.
 
     Args:
         model: The attached model.
@@ -162,7 +163,7 @@ class DDPSuppressor:
         self._hooks.append(wrapper.register_forward_pre_hook(_switch_off, prepend=True))
 
     def remove(self) -> None:
-        """Switch the wrappers on again, and leave new wrappers alone."""
+        """Switch the wrappers on again, and ignore new wrappers from now on."""
         for hook in self._hooks:
             hook.remove()
         for wrapper in self._suppressed:

@@ -1,4 +1,4 @@
-"""Guards around communication, which stay closed after an operation was interrupted."""
+"""Contexts around communication, which cannot be entered again after a failure."""
 
 from types import TracebackType
 
@@ -15,11 +15,11 @@ class Guard:
     exception if it is an OffbeatError, otherwise an OffbeatError that names it. An example is a
     Ctrl-C after which the user of a notebook runs the next cell.
 
-    In elastic training a CommunicationError does not close the context. It means that a worker was
-    lost, and the remaining workers restart the order of operations together.
+    In elastic training the context can be entered again after a CommunicationError. A worker was
+    lost or asks to join, and all workers then begin a new order of operations together.
 
     Attributes:
-        failure: The exception that left the context. None if there was none.
+        failure: The exception after which the context cannot be entered. None if there was none.
         elastic: True if training continues after the loss of a worker.
     """
 
@@ -49,7 +49,7 @@ class Guard:
 
 
 class StepGuard:
-    """The guard around a training step. It also notifies background tasks that it may block."""
+    """The guard around a part of a training step that may block. It notifies background tasks."""
 
     def __init__(self, guard: Guard, tasks: BackgroundTasks) -> None:
         self._guard, self._tasks = guard, tasks

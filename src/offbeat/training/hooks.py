@@ -33,14 +33,15 @@ def hook_optimizer(
 ) -> list[Removable]:
     """Call ``clipping.before_step`` before and ``iteration.complete`` after every optimizer step.
 
-    The hooks raise an AttachError if the optimizer calls its closure more than once in a step. They
-    also raise if it contains another optimizer, and that one steps outside of ``optimizer.step``.
+    In a step with a closure, ``before_step`` is called after the closure. The hooks raise an
+    AttachError if the optimizer calls its closure more than once in a step, or if it contains an
+    inner optimizer that steps outside of ``optimizer.step``.
 
     Args:
         attached: The optimizer and its index.
         iteration: The training steps of this worker.
         clipping: Passes the gradients to the strategy.
-        record_loss: Called with the loss, if ``step`` was given a closure that returns it.
+        record_loss: Called with the return value of the closure, if ``step`` was given a closure.
 
     Returns:
         The hooks, to be removed at the end.
@@ -108,7 +109,8 @@ class ScalerHooks:
 
     They count a training step even if the scaler skips ``optimizer.step``. A scaler does so on each
     worker whose gradients overflowed, and the hooks of the optimizer do not fire then. Without this
-    count the next step of that worker would be averaged with the current step of the others.
+    count the next step of that worker would be averaged with the current step of the others. Before
+    ``unscale_``, gradients are averaged in the node, and by a strategy that accepts scaled ones.
 
     Args:
         scaler: The scaler.

@@ -1,6 +1,7 @@
 """Iterations of a training loop. One iteration is one step of every optimizer, in any order.
 
-Hooks on the user's optimizers call ``prepare`` before an optimizer steps and ``complete`` after it.
+Hooks on the user's optimizers call ``prepare`` before an optimizer steps and ``complete`` after
+the step.
 ``Iteration`` passes these events to the *flow*, the code that runs the strategy, and tells it when
 all optimizers have stepped.
 
@@ -32,14 +33,14 @@ class Recovery(Protocol):
     """Begins the next view in elastic training. ``elastic.views.Views`` implements it."""
 
     def require_current_view(self) -> None:
-        """Raise CommunicationError if a new view must begin, for example because a worker joins."""
+        """Raise CommunicationError if a new view must begin, as when a worker asks to join."""
 
     def __call__(self, error: CommunicationError) -> bool:
         """End this view because of ``error`` and begin the next one, or raise.
 
         Returns:
-            True if this worker has received the model of workers that have already taken the
-            current step. It must then skip the step.
+            True if this worker has received the model of a worker that was ahead. If a step is
+            about to begin, this worker must skip it.
         """
 
 
@@ -62,18 +63,18 @@ class Iteration:
         flow: Runs the strategy.
         worker: This worker.
         tasks: Background tasks, which are notified when the worker may block.
-        completed: Called after each iteration, with True if the workers averaged in it.
-        node: Averages the gradients inside the node. None: this worker is a node by itself.
+        completed: Called after each iteration, with True if a mean took effect in it.
+        node: Averages inside the node. None: this worker is a node by itself.
 
     Attributes:
         active: False once training has ended. The hooks then do nothing.
-        guard: Context around all communication, which stays closed after a failure.
+        guard: Context around all communication, which cannot be entered again after a failure.
         recover: Begins the next view after a failure. None: a failure ends training.
-        gradient_monitors: Functions called before the strategy receives an optimizer's gradients.
-            Arguments: the optimizer, the factor by which a GradScaler has scaled the gradients, and
-            True for the last optimizer of the iteration.
-        model_monitors: Functions called after all optimizers have stepped, and before the strategy
-            averages models.
+        gradient_monitors: Functions called in ``prepare``, before the flow replaces an optimizer's
+            gradients. Arguments: the optimizer, the factor by which a GradScaler has scaled the
+            gradients, and True for the last optimizer of the iteration.
+        model_monitors: Functions called after all optimizers have stepped, and before
+            ``flow.step_ended``.
     """
 
     def __init__(
@@ -98,9 +99,9 @@ class Iteration:
         self._prepared: set[int] = set()  # prepared, and not stepped yet
         self._stepped: set[int] = set()  # stepped, or skipped by a GradScaler
         self._averaged: set[int] = set()  # not stepped yet, and the gradients are the node's mean
-        self._order: list[int] = []  # all prepared ones, in order
+        self._order: list[int] = []  # prepared in this iteration, in order
         self._synced = False  # True if the workers averaged gradients in this iteration
-        self._skipped = True  # True while no optimizer has taken a step that was not skipped
+        self._skipped = True  # True while all steps of this iteration were skipped
         self._last_order = [each.index for each in worker.optimizers]
         self._groups: list[list[list[Tensor]]] = [
             [list(group["params"]) for group in each.optimizer.param_groups]
@@ -115,18 +116,19 @@ class Iteration:
     def choose_overlap(self) -> None:
         """Set ``worker.overlaps_backward``: True if the flow may average gradients during backward.
 
-        Called before a flow starts. It is False with several optimizers (see ``watch_backward``).
-        It is False in a node of several workers, too: there the strategy averages the mean
-        gradients of the nodes, which exist only after backward.
+        Called before a flow starts. The value is False for a single worker and with several
+        optimizers (see ``watch_backward``). In a node of several workers it is False, too, because
+        the strategy averages the mean gradients of the nodes, which exist only after backward.
         """
         worker, alone = self._worker, self.node is None
         worker.overlaps_backward = worker.size > 1 and len(worker.optimizers) == 1 and alone
 
     def watch_backward(self) -> None:
-        """Report complete buckets during backward, to the node or else to a flow that wants them.
+        """Install hooks that report complete buckets during backward, if the receiver wants them.
 
-        This needs a single optimizer. With several, a backward pass may add gradients to parameters
-        of any of them, and the workers might send their buckets in different orders.
+        The receiver is the node or, without one, the flow. With several optimizers there are no
+        hooks: a backward pass may add gradients to parameters of any of them, and the workers might
+        send their buckets in different orders.
         """
         wants = self.flow.wants_buckets and self._worker.overlaps_backward
         if self.node is not None:
@@ -164,14 +166,14 @@ class Iteration:
         return next((each.index for each in attached if each.optimizer is optimizer), None)
 
     def is_prepared(self, index: int) -> bool:
-        """Return True if ``prepare`` was called for optimizer ``index``, and it has not stepped."""
+        """Return True between ``prepare`` and ``complete`` of optimizer ``index``."""
         return index in self._prepared
 
     def average_in_node(self, index: int) -> None:
-        """Replace the gradients of optimizer ``index`` by their mean over the node, once per step.
+        """Call ``node.average`` for optimizer ``index``, once per step. Without a node do nothing.
 
-        With a GradScaler this happens before they are unscaled, so that all workers of a node
-        detect the same overflow.
+        With a GradScaler this happens before the gradients are unscaled, so that all workers of a
+        node detect the same overflow.
         """
         if self.node is None or not self.active or index in self._averaged:
             return
@@ -187,16 +189,18 @@ class Iteration:
             self._host.computed(1.0)
 
     def prepare(self, index: int, *, loss_scale: float = 1.0) -> None:
-        """Pass the gradients of optimizer ``index`` to the flow. Further calls do nothing.
+        """Pass the gradients of optimizer ``index`` to the flow. May block.
 
-        The hooks call it before the optimizer steps; ``clip_grad_norm_`` calls it before clipping.
+        Called before the optimizer steps, or before its gradients are clipped or unscaled if that
+        is earlier. Further calls before ``complete`` do nothing.
 
         Args:
             index: Index of the optimizer.
-            loss_scale: Factor by which a GradScaler has scaled the gradients.
+            loss_scale: Factor by which a GradScaler has scaled the gradients, for the monitors.
 
         Raises:
-            AttachError: the optimizer's parameters have changed since ``attach``.
+            AttachError: the optimizer has other parameters than at ``attach``, frozen ones became
+                trainable, or the model is the consensus.
         """
         if not self.active or index in self._prepared:
             return
@@ -260,11 +264,12 @@ class Iteration:
         return skip
 
     def complete(self, index: int, *, skipped: bool = False) -> None:
-        """Report a step of optimizer ``index`` to the flow. End the iteration with the last one.
+        """Report a step of optimizer ``index`` to the flow. The last optimizer ends the iteration.
 
         Args:
             index: Index of the optimizer.
-            skipped: True if a GradScaler or the training loop skipped the step. It still counts.
+            skipped: True if a GradScaler or the training loop skipped the step. The step still
+                counts.
         """
         if not self.active:
             return
@@ -308,13 +313,13 @@ class Iteration:
         self.watch_backward()
 
     @property
-    def begun(self) -> bool:
+    def partly_stepped(self) -> bool:
         """True in the middle of an iteration: some optimizers have stepped and others have not."""
         return bool(self._stepped)
 
     @property
     def shows_consensus(self) -> bool:
-        """True inside the context ``forbidden``, in which the model is the consensus."""
+        """True inside the context ``forbid_steps``, in which the model is the consensus."""
         return bool(self._forbidden)
 
     def require_boundary(self, what: str) -> None:
@@ -331,8 +336,8 @@ class Iteration:
     def wait_for_all(self, *, finishing: bool) -> Round:
         """Wait at a barrier until all workers have reached it.
 
-        Some workers may still take steps. Each of their rounds, in which all workers decide what to
-        average, needs a vote from this worker. The flow sends these votes meanwhile.
+        Until then some workers may still take steps. Each of their rounds, in which all workers
+        decide what to average, needs a vote from this worker. The flow sends these votes.
 
         Args:
             finishing: True at the end of training.
@@ -345,10 +350,10 @@ class Iteration:
         return self.flow.wait_for_all(self._last_order, finishing=finishing)
 
     @contextlib.contextmanager
-    def forbidden(self, where: str) -> Iterator[None]:
-        """Return a context named ``where``, in which the model is the consensus.
+    def forbid_steps(self, where: str) -> Iterator[None]:
+        """Return a context in which training steps raise an error that names ``where``.
 
-        Training steps raise an error inside it.
+        The caller enters it while the model is the consensus.
         """
         self._forbidden = where
         try:
@@ -357,7 +362,7 @@ class Iteration:
             self._forbidden = ""
 
     def require_own_model(self, what: str) -> None:
-        """Raise AttachError inside ``forbidden``. ``what`` names the rejected call."""
+        """Raise AttachError inside ``forbid_steps``. ``what`` names the rejected call."""
         if self._forbidden:
             raise AttachError(
                 f"{what} inside {self._forbidden}: there the model holds the mean of all workers "

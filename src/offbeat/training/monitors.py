@@ -1,8 +1,8 @@
 """Monitors, which measure a running training under any strategy; see ``Synchronizer.monitor``.
 
-``GradientChange`` measures Δ, the relative change of the gradient norm from one step to the next.
-The strategy SelSync averages when Δ reaches a threshold δ, and typical values of Δ help to choose
-δ. ``Distance`` measures the distance between the workers' models in the background.
+``GradientChange`` measures Δ, the relative change of the smoothed squared gradient norm from one
+step to the next. The strategy SelSync averages when Δ of a worker reaches a threshold δ, and
+typical values of Δ help to choose δ. ``Distance`` measures the distance between the workers' models in the background.
 """
 
 import logging
@@ -26,13 +26,14 @@ _CHUNK = 2**14  # number of elements of each model that are compared at a time, 
 class GradientChange:
     """Adds Δ to each telemetry record as ``relative_change``. Sends nothing.
 
-    **Measured** for g_i, the unscaled local gradient of all optimizers in step i, before it is
-    averaged or clipped, and for N workers:
+    **Measured** for N workers and for g_i, the unscaled gradient of all optimizers in step i, before
+    the strategy averages it and before it is clipped:
 
         m_i = (1 − a)·m_{i−1} + a·‖g_i‖²,   a = min(1, N/100)
         Δ_i = |m_i − m_{i−1}| / m_{i−1},    Δ = ∞ in the first step
 
-    *State*: m. A checkpoint does not contain it, so m starts again at every ``attach``.
+    A non-finite norm gives Δ = 0 and does not change m. In a node of several workers (``node_group``
+    of ``attach``) N is the number of nodes, and g_i the mean over the node. *State*: m. A checkpoint does not contain it, so m starts again at every ``attach``.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -44,7 +45,7 @@ class GradientChange:
         Args:
             optimizer: The optimizer.
             loss_scale: Factor by which a GradScaler has scaled the gradients.
-            last: True for the last optimizer of the step. It completes the measurement.
+            last: True for the last optimizer of the step, which completes the measurement.
         """
         self._squared += self._worker.squared_norm(optimizer.gradients()) / loss_scale**2
         if last:
@@ -62,7 +63,7 @@ class _Request:
             completes when all workers have requested the measurement.
         models: Copy of this worker's model at the request. None: this worker cannot take part, or
             copies its model later.
-        step: Number of local steps at the request.
+        step: Number of local steps since ``attach``, at the request.
     """
 
     able: Handle[Tensor]
@@ -71,28 +72,28 @@ class _Request:
 
 
 class Distance:
-    """Measures the distance between the workers' models every n local steps.
+    """Measures the distance between the workers' models every n local steps, or less often.
 
-    **Measured** for the averaged parameters x_n of N workers, after the optimizer has stepped and
-    before the strategy synchronizes at the end of the step:
+    **Measured** for the averaged parameters x_n of N workers, after the optimizers have stepped and
+    before the strategy averages models at the end of the step:
 
         distance          Σ_n ‖x_n − x̄‖ / N,  x̄ = Σ_n x_n / N
         distance_largest  max ‖x_a − x_b‖ over all pairs
 
-    No worker blocks during training. At every n-th local step a worker requests a measurement: it
-    sends one number in the background. When all workers have requested the measurement, each of
-    them sends a copy of its model in the background. There are two cases:
+    Workers block for a measurement only at a barrier. At every n-th local step a worker requests a
+    measurement: it sends one number in the background. When all workers have requested the
+    measurement, each of them sends a copy of its model in the background. There are two cases:
 
     - Workers take equally many steps between two synchronizations (``in_step``). Each worker copies
       its model at the request, so all copies belong to the same step. If the previous measurement
-      is not complete by then, this one is skipped.
+      is not complete on some worker by then, this one is skipped.
     - Workers proceed independently, for example under a parameter server. The same step may come
       much later on a slow worker than on a fast one. Each worker copies its model when it notices
-      that all workers have requested the measurement. It requests the next measurement after this
-      one is complete, and at least n steps after the last request.
+      that all workers have requested the measurement, in a later step or at a barrier. It requests
+      the next measurement after this one is complete, and at least n steps after the last request.
 
-    Local steps are counted from the last barrier, at which all workers wait for each other. A
-    barrier completes the measurements in progress. If a measurement fails, for example because a
+    At a barrier all workers wait for each other, before they compute the mean model in a
+    *consensus*. There the measurements in progress are completed, and n is counted anew. If a measurement fails, for example because a
     worker lags behind by more than the time-out, a warning is logged and measurements end. Training
     continues.
 
@@ -105,7 +106,7 @@ class Distance:
         worker: This worker.
         every: Number n of local steps between two measurements (≥ 1).
         in_step: True if workers take equally many steps between two synchronizations.
-        communicator: Connects the same workers. Nothing else may use it, so that a failure of a
+        communicator: Connects the same workers. Only measurements use it, so that a failed
             measurement does not end training.
     """
 
@@ -129,7 +130,7 @@ class Distance:
         self._squares: Handle[Tensor] | None = None  # sum of the squared distances, in flight
 
     def step_ended(self) -> None:
-        """Count a local step, before the strategy averages models. Never blocks."""
+        """Count a local step, and request or advance measurements. Never blocks."""
         if not self._active:
             return
         self._steps += 1
@@ -223,7 +224,7 @@ class Distance:
                 return
 
     def _answer(self, request: _Request) -> None:
-        """Send the model for a request that all workers have made, unless some cannot take part."""
+        """Send the model for a request of all workers, unless some of them cannot take part."""
         if request.able.wait().item() < self._worker.size:
             self._free = self._free or request.models is not None
             return
@@ -246,7 +247,7 @@ class Distance:
 
 
 def _squares(parts: list[Tensor], workers: int) -> Tensor:
-    """Return ‖x_n − x̄‖² of every worker, then ‖x_a − x_b‖² of every pair of workers.
+    """Return ‖x_n − x̄‖² for every worker, then ‖x_a − x_b‖² for every pair, over ``parts`` only.
 
     Args:
         parts: Tensors that each consist of one equal-sized piece of every model x_n, in rank order.

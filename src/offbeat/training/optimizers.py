@@ -1,8 +1,8 @@
 """Support for optimizers that wrap or contain another one, or whose step hooks do not fire.
 
 The step hooks of torch (``register_step_pre_hook`` and ``register_step_post_hook``) must fire once
-before and after each step. The functions here find the optimizer whose hooks fire, repair the hooks
-or raise an error.
+before and once after each step. The functions here find the optimizer whose hooks should be used,
+make its hooks work, or raise an error.
 """
 
 import contextlib
@@ -23,11 +23,13 @@ _COMMUNICATING = ("torch.distributed.optim", "opacus.optimizers.ddp", "deepspeed
 
 
 def unwrapped_optimizer(given: object) -> Optimizer:
-    """Return the optimizer whose step hooks fire: ``given``, or the optimizer inside its wrappers.
+    """Return the optimizer whose step hooks should be used: ``given``, or the one inside wrappers.
+
+    An optimizer that contains another one but has separate step hooks is not a wrapper.
 
     Raises:
         TypeError: ``given`` is not an optimizer, and does not wrap one.
-        AttachError: the step hooks of the optimizer do not work, or it communicates by itself.
+        AttachError: the optimizer does not support step hooks, or communicates by itself.
     """
     while True:
         _require_no_communication(given)
@@ -38,7 +40,7 @@ def unwrapped_optimizer(given: object) -> Optimizer:
             break
         hooks = getattr(given, _HOOKS, None)
         if hooks is not None and hooks is not getattr(inner, _HOOKS, None):
-            break  # `given` has separate hooks: it is an optimizer that uses another one
+            break  # `given` has separate hooks
         given = inner
     if not isinstance(given, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {given!r}")
@@ -66,10 +68,11 @@ def _require_no_communication(given: object) -> None:
 
 
 class StepHooksEnabled:
-    """Makes step hooks fire for an optimizer class that does not call ``Optimizer.__init__``.
+    """Makes the step hooks of one optimizer fire, although torch has not wrapped its ``step``.
 
-    timm's Lookahead is an example. ``Optimizer.__init__`` wraps the ``step`` of the class in a
-    function that runs the hooks. If ``step`` is not wrapped, this class wraps it for one optimizer.
+    ``Optimizer.__init__`` wraps the ``step`` of the optimizer's class in a function that runs the
+    hooks. Some classes, such as timm's Lookahead, do not call ``Optimizer.__init__``. In this case
+    the constructor wraps the ``step`` of the given optimizer alone. Otherwise it does nothing.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -97,10 +100,10 @@ class StepHooksEnabled:
 
 
 def require_own_state(optimizers: Iterable[Optimizer]) -> None:
-    """Raise unless ``optimizer.state`` is the complete state of each optimizer.
+    """Raise if the ``state`` attribute of an optimizer may not be its complete state.
 
     Raises:
-        AttachError: an optimizer contains another one, which may have a state of its own.
+        AttachError: an optimizer contains another one, which may have a separate state.
     """
     for optimizer in optimizers:
         if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
@@ -111,7 +114,7 @@ def require_own_state(optimizers: Iterable[Optimizer]) -> None:
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers inside ``optimizer`` that have hooks and share parameters with it."""
+    """Return inner optimizers with hooks: attributes that share parameters with ``optimizer``."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return [
         value
@@ -132,10 +135,9 @@ _WRAPPER: Any = Optimizer.profile_hook_step(_no_step)
 def ends_nested_step(optimizer: Optimizer) -> bool:
     """Return True if the step that ends now runs inside another step of the same optimizer.
 
-    Call it in a step hook. If the ``step`` of a class calls the ``step`` of its base class, the
-    hooks may fire for both calls. They do once the program has made an optimizer of the base class,
-    because torch then wraps the ``step`` of that class, too. The number of wrappers of this
-    optimizer on the call stack shows how many of its steps are running.
+    Call this function in a step hook. A ``step`` may call ``super().step()``. Once the program has
+    made an optimizer of the base class, torch has wrapped both methods, and the hooks fire for both
+    calls. This function counts torch's wrappers that run for this optimizer on the call stack.
     """
     frame, steps = sys._getframe(1), 0
     while frame is not None:
@@ -148,7 +150,7 @@ def ends_nested_step(optimizer: Optimizer) -> bool:
 def may_nest_steps(optimizer: Optimizer) -> bool:
     """Return True if ``optimizer.step`` may call another ``step`` of the same object.
 
-    This is a quick test. ``ends_nested_step`` is exact, and slower.
+    A quick test for most optimizers. ``ends_nested_step`` is exact, and slower.
     """
     kind: object = type(optimizer)
     return _count_steps(kind) + ("step" in vars(optimizer)) > 1
@@ -156,5 +158,5 @@ def may_nest_steps(optimizer: Optimizer) -> bool:
 
 @cache  # called in every step
 def _count_steps(kind: Any) -> int:
-    """Return how many classes define ``step``: ``kind`` and its bases except ``Optimizer``."""
+    """Count the definitions of ``step`` in ``kind`` and its base classes, except ``Optimizer``."""
     return sum("step" in vars(each) for each in kind.__mro__ if each is not Optimizer)

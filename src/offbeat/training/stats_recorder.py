@@ -10,8 +10,8 @@ from offbeat.telemetry import Records, Stats, open_sinks
 class StatsRecorder:
     """Adds each step of a worker to its ``Stats`` and writes the step's record.
 
-    The time between the ends of two steps counts as computing time, except for the time blocked in
-    communication and the time inside ``paused``.
+    The time from the end of one step (or ``restart``) to the end of the next step counts as
+    computing time, except for the time blocked in communication and the time inside ``paused``.
 
     Args:
         worker: The worker.
@@ -33,8 +33,8 @@ class StatsRecorder:
         self._clock = self._host.now()
         self._counted = (self._account.wait_seconds, self._account.payload_bytes)
 
-    def exclude(self, seconds: float) -> None:
-        """Exclude ``seconds`` of the time since the last step from the next computing time."""
+    def exclude_time(self, seconds: float) -> None:
+        """Subtract ``seconds`` from the computing time of the step that is being measured."""
         self._clock += seconds
 
     @contextlib.contextmanager
@@ -44,22 +44,22 @@ class StatsRecorder:
         try:
             yield
         finally:
-            self.exclude(self._host.now() - start)
+            self.exclude_time(self._host.now() - start)
 
     def record(self, values: dict[str, object]) -> None:
         """Add ``values`` to the next record; see ``Synchronizer.record``."""
         self._records.add(values)
 
     def record_loss(self, loss: object) -> None:
-        """Add the loss that a closure returned. Ignored if a record cannot contain it."""
+        """Add a closure's loss to the next record. Ignored if a record cannot contain it."""
         with contextlib.suppress(TypeError):
             self._records.add({"loss": loss})
 
-    def completed(self, *, synced: bool) -> None:
+    def count_step(self, *, synced: bool) -> None:
         """Count a completed step and write its record.
 
         Args:
-            synced: True if the workers averaged models or gradients in this step.
+            synced: True if a mean of models or gradients took effect in this step.
         """
         stats, worker = self.stats, self._worker
         start, before = self._clock, self._counted
@@ -76,8 +76,8 @@ class StatsRecorder:
         values = stats.steps, self._member, decision, computed, waited, sent
         self._records.write(*values, more=strategy_values)
 
-    def finished(self) -> None:
-        """Add the waiting time and bytes since the last step to the totals, at the end."""
+    def count_remainder(self) -> None:
+        """Add waiting time and bytes since the last step to the totals, when training ends."""
         waited, sent = self._counted
         self.stats.wait_seconds += self._account.wait_seconds - waited
         self.stats.payload_bytes += self._account.payload_bytes - sent
