@@ -4,7 +4,7 @@ import io
 from typing import Any
 
 INK = "#010203"
-"""Placeholder colour of text and axes: ``as_svg`` replaces it by the text colour of the page."""
+"""Placeholder colour for text and axes. ``as_svg`` replaces it by the page's text colour."""
 
 _METADATA = ("Date", "Creator", "Format", "Type")  # left out, so that equal figures give equal text
 
@@ -12,7 +12,8 @@ _METADATA = ("Date", "Creator", "Format", "Type")  # left out, so that equal fig
 def new_figure(width: float, height: float, *, dpi: int) -> tuple[Any, Any]:
     """Return an empty figure and its axes.
 
-    It does not use pyplot, so a notebook keeps its plotting backend and no figure stays open.
+    This function does not use pyplot, so a notebook keeps its plotting backend, and no figure has
+    to be closed.
 
     Args:
         width: Width in inches.

@@ -27,7 +27,7 @@ class Table:
         return "\n".join([*above, *lines, ""])
 
     def html(self) -> str:
-        """Return the table as HTML, with escaped text. On a narrow page only the table scrolls."""
+        """Return caption and table as HTML. On a narrow page the table scrolls, not the page."""
         head = "".join(f"<th>{escape(heading)}</th>" for heading in self.headings)
         above = f"<caption>{escape(self.caption)}</caption>" if self.caption else ""
         rows = "".join(f"<tr>{_cells(row)}</tr>" for row in self.rows)

@@ -20,15 +20,15 @@ the bytes of the file (a tensor)."""
 
 
 class OffbeatCallback(Callback):
-    """Trains under ``strategy`` during ``Trainer.fit``. All workers end with the same model.
+    """Trains under ``strategy`` during ``Trainer.fit``. All workers finish with the same model.
 
         trainer = Trainer(strategy="ddp", devices=4, callbacks=[OffbeatCallback(offbeat.SelSync())])
 
     During training each worker has a local model. Validation and the weights in a checkpoint use
-    the *consensus*, the mean of the local models over all workers. A checkpoint also contains the
-    local model and the optimizer states of every worker, so its size grows with the number of
-    workers. ``Trainer.fit(ckpt_path=...)`` continues from these exactly, as the uninterrupted run
-    would. The DistributedDataParallel of ``strategy="ddp"`` is switched off.
+    the *consensus*, the mean of the local models over all workers. Unless it has only weights, a
+    checkpoint also contains the local model and the optimizer states of every worker, so its size
+    grows with the number of workers. ``Trainer.fit(ckpt_path=...)`` continues from these exactly,
+    as the uninterrupted run would. DDP, which ``strategy="ddp"`` installs, is switched off.
 
     Args:
         strategy: Strategy, as in ``offbeat.attach``.
@@ -69,6 +69,7 @@ class OffbeatCallback(Callback):
 
     @override
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Replace the local model by the consensus until the validation ends."""
         if self._training and self.sync is not None:
             self._consensus.enter_context(self.sync.consensus())
 
@@ -78,7 +79,7 @@ class OffbeatCallback(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add the state of every worker to the checkpoint."""
+        """Restore the local model, and add the state of every worker to the checkpoint."""
         if not self._training or self.sync is None:
             return
         self._consensus.close()
@@ -113,6 +114,7 @@ class OffbeatCallback(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep the states of the workers for ``on_train_start``."""
         self._saved = checkpoint.get(KEY)
 
     @override
@@ -126,7 +128,7 @@ class OffbeatCallback(Callback):
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Detach, so that the other workers fail at once and do not wait."""
+        """Detach, so that the other workers do not wait for this one."""
         if self.sync is not None and self._training:
             self._training = False
             self.sync.detach()

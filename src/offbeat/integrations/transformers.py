@@ -23,10 +23,11 @@ class OffbeatCallback(TrainerCallback):
         trainer = Trainer(model, args, callbacks=[OffbeatCallback(offbeat.SelSync())], ...)
 
     During training each worker has a local model. Evaluation and the model that the Trainer saves
-    use the *consensus*, the mean of the local models over all workers. Each worker also saves its
-    local model and optimizer state in ``FOLDER``. ``Trainer.train(resume_from_checkpoint=...)``
-    continues from these exactly, as the uninterrupted run would. The DistributedDataParallel that
-    the Trainer puts around the model is switched off.
+    use the *consensus*, the mean of the local models over all workers. The hooks enter the
+    consensus before an evaluation or a save, and leave it before the next step. Each worker also
+    saves its local model and optimizer state in ``FOLDER``, from which
+    ``Trainer.train(resume_from_checkpoint=...)`` continues exactly as the uninterrupted run would.
+    The DistributedDataParallel that the Trainer puts around the model is switched off.
 
     Args:
         strategy: Strategy, as in ``offbeat.attach``.
@@ -113,7 +114,7 @@ class OffbeatCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End training: give all workers the final mean model.
 
-        With ``load_best_model_at_end`` the model that the Trainer has loaded stays instead.
+        If the Trainer has loaded the best model (``load_best_model_at_end``), that model stays.
         """
         if self.sync is None:
             return

@@ -1,20 +1,21 @@
 """Operations between nodes of several workers, such as the sum of a tensor over the nodes.
 
 A *node* is a group of workers, usually on one machine, that acts as one worker towards other nodes.
-All workers of a node start the same operation with the same tensor. It has two stages:
+All workers of a node start the same operation with the same tensor. The operation has two stages:
 
 1. Across nodes: worker k of each node takes part k of the tensor, and carries out the operation on
    this part with worker k of all other nodes.
 2. Inside the node: the workers gather the parts of the result.
 
-So a node sends as many bytes as a single worker would. All workers of a node receive the same bits,
-because each part of the result enters the node through one worker.
+So a node sends about as many bytes as a single worker would. All workers of a node receive the same
+bits, because each part of the result enters the node through one worker. A broadcast is not divided
+into parts: the first workers of the nodes carry it out, and each passes the tensor on in its node.
 
 The second stages run in a background thread, in the order in which the operations were started. A
 worker that is busy computing therefore does not delay the second stage on the other workers.
 
-At any moment ``Handle.done`` may return True on one worker of a node and False on another. Code
-that depends on it must first agree inside the node, with ``Team.agree``.
+At any moment ``Handle.done`` may return True on one worker of a node and False on another. If a
+decision depends on it, the workers of the node must first agree with ``Team.agree``.
 """
 
 from collections.abc import Callable
@@ -49,7 +50,8 @@ _POLL_SECONDS = 0.0005
 class LabelledCommunicator(Wrapper):
     """A communicator that adds a label to the names of its operations in error messages.
 
-    The label shows to which group the ranks in a message refer.
+    The label names the group that numbers the ranks in a message. ``twin``, a second communicator
+    between the same workers, has the same label.
 
     Args:
         inner: Communicator that carries out the operations.
@@ -92,9 +94,11 @@ class _Job:
 class NodeCommunicator(Communicator):
     """Operations between nodes, in which each node counts as one worker.
 
-    ``rank`` is the number of the node, ``size`` the number of nodes. All workers of a node must
-    start the same operations with equal tensors. The result is otherwise a mixture, except that
-    ``Broadcast`` uses the tensor of the first worker of a node.
+    ``rank`` is the index of this node from 0, and ``size`` is the number of nodes. All workers of a
+    node must start the same operations in the same order, with equal tensors. (If the tensors
+    differ, the result contains parts of each. ``Broadcast`` reads the node's first worker only.)
+    ``Send`` and ``Receive`` raise a TypeError. ``twin`` returns a second communicator between the
+    same nodes, with a background thread of its own.
 
     Args:
         across: Communicator of this worker and its counterparts in the other nodes.
@@ -179,7 +183,7 @@ class NodeCommunicator(Communicator):
         return self._start_stages(first, second, operation.what, tensor)
 
     def _broadcast(self, operation: Broadcast, tensor: Tensor) -> Handle[Tensor]:
-        """Start a broadcast through the first worker of each node: rare, so not in parts."""
+        """Start a broadcast through the first worker of each node, without parts, as it is rare."""
         first: Handle[Tensor] = Completed(tensor)
         if self._inside.rank == 0:
             first = self._across.start(operation)
@@ -192,7 +196,7 @@ class NodeCommunicator(Communicator):
         return self._start_stages(first, second, operation.what, tensor)
 
     def _on_inside_device(self, tensor: Tensor) -> Tensor:
-        """Copy ``tensor`` to the GPU if it is on the CPU and the node communicates by NCCL."""
+        """Return ``tensor``, copied to the GPU if it is on the CPU and the node uses NCCL."""
         moves = self._device.type == "cuda" and not tensor.is_cuda
         return tensor.to(self._device) if moves else tensor
 
@@ -227,7 +231,7 @@ class NodeCommunicator(Communicator):
         self._inside.close(together=together)
 
     def _stop(self) -> None:
-        """End the background thread once the operations in its queue have ended."""
+        """Let the background threads, also of twins, end after the operations in their queues."""
         if not self._closed:
             self._closed = True
             self._next.fulfil(None)
@@ -259,9 +263,9 @@ class _Stages(Handle[Any]):
 
 
 def _run_second_stages(across: Communicator, queue: Promise[_Job | None]) -> None:
-    """Complete the queued jobs in order, until the communicator is closed.
+    """Run the second stages of the queued jobs in order, until the communicator is closed.
 
-    After a failure all later jobs end with the same exception.
+    After a failure this job and all later ones end with the exception as their result.
     """
     failure: Exception | None = None
     while True:
@@ -286,8 +290,9 @@ def _run_second_stages(across: Communicator, queue: Promise[_Job | None]) -> Non
 def _finish(job: _Job, across: Communicator) -> Any:
     """Wait for the first stage, then run the second one.
 
-    On a GPU the first stage is polled until it is done. To wait for an NCCL operation earlier would
-    block ``job.stream``, on which the main thread computes meanwhile.
+    With a CUDA stream the first stage is polled until it is done or the time limit has passed. Only
+    then ``wait`` is called, because an NCCL operation in progress would block ``job.stream``, on
+    which the main thread computes.
     """
     if job.stream is None:
         return job.second(job.first.wait())

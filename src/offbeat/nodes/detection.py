@@ -59,11 +59,13 @@ def open_nodes(
         sharded: True if each worker of a node holds one shard of the model.
 
     Returns:
-        The communicator between nodes, and this worker's node. If each node has one worker: the
-        communicator of all workers, and None.
+        The communicator between nodes (with ``sharded``, between the workers with the same shard),
+        and this worker's node. If each node has one worker: the communicator of all workers, and
+        None.
 
     Raises:
-        AttachError: the nodes are invalid. Raised on all workers.
+        AttachError: the nodes are invalid (raised on all workers), or the custom transport does not
+            support ``node_group``.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     transport = world if group is None else group
@@ -136,8 +138,8 @@ def _node_of(
 ) -> tuple[Communicator, Node]:
     """Return the communicator between nodes, and the node.
 
-    With shards, the communicator connects this worker with its counterparts alone, which hold the
-    same shard.
+    With ``sharded`` the communicator connects this worker only with its counterparts, the workers
+    of other nodes that hold the same shard.
     """
     inside = LabelledCommunicator(communicators.inside, "inside the node")
     between = LabelledCommunicator(communicators.across, "between nodes")
@@ -149,7 +151,7 @@ def _node_of(
 def node_ranks(
     group: dist.ProcessGroup | Transport | None, node_group: NodeGroup
 ) -> list[int] | str:
-    """Return the ranks of this worker's node in the default group, or the reason if unknown."""
+    """Return the ranks of this worker's node in the default group. If unknown: the reason."""
     if not (group is None or isinstance(group, dist.ProcessGroup)) or not dist.is_initialized():
         return "there is no process group"
     node = _reported_node(group, node_group)
@@ -160,7 +162,7 @@ def node_ranks(
 
 
 def _reported_node(group: dist.ProcessGroup | None, node_group: NodeGroup) -> list[int] | str:
-    """Return the ranks of this worker's node in ``group``, or the reason if they are unknown."""
+    """Return the ranks of this worker's node in ``group``. If unknown: the reason."""
     if node_group == "auto":
         return _node_from_environment(dist.get_rank(group), dist.get_world_size(group))
     if not isinstance(node_group, dist.ProcessGroup):

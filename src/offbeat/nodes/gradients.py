@@ -1,4 +1,4 @@
-"""Averaging of gradients and buffers inside a node, in every step.
+"""Averaging of gradients and buffers over the workers of a node, in every step.
 
 A *node* is a group of workers, usually on one machine, that acts as one worker towards other nodes.
 Its workers hold equal models, or shards of one model.
@@ -37,7 +37,7 @@ class NodeBuffers:
 
     def __init__(self, inside: Communicator, model: nn.Module) -> None:
         team = self._team = Team(inside)
-        # A separate Replica: the staging memory of the strategy's Replica may be in use.
+        # A separate Replica: messages in flight may use the memory of the strategy's Replica.
         self._buffers = ExactMean(team, Replica(model, ()))
 
     def start(self, bucket: int) -> bool:
@@ -47,12 +47,12 @@ class NodeBuffers:
             bucket: Index of the bucket in ``AttachedOptimizer.buckets``.
 
         Returns:
-            True if ``start`` should be called for further buckets. Here False, without any action.
+            True if ``start`` should be called for further buckets. This class always returns False.
         """
         return False
 
     def average(self, index: int) -> None:
-        """Replace the buffers by their mean over the node. Blocks.
+        """Replace the buffers by their mean over the node (signed integers: maximum). Blocks.
 
         Args:
             index: Index of the optimizer that is about to step.
@@ -61,9 +61,9 @@ class NodeBuffers:
         self._buffers.average_buffers(1.0, self._team.size, what=what)
 
     def pause(self, index: int) -> None:
-        """Average as ``average`` does, although no step follows. Blocks.
+        """Average the buffers at a barrier, such as the end of training, where no step follows.
 
-        Called at a barrier, such as the end of training. All workers of the node must call it.
+        Blocks. All workers of the node must call it together.
 
         Args:
             index: Index of the optimizer whose step would be next.
@@ -76,7 +76,7 @@ class NodeMean(NodeBuffers):
 
     The strategy receives the mean gradients of the node. Floating-point and complex buffers become
     their mean, signed integer buffers become their maximum. With a single optimizer, all buckets of
-    gradients except the last are sent while backward still runs.
+    gradients except the last may be sent while backward still runs.
 
     Args:
         inside: Communicator of the workers of this node. ``Stats`` does not count its bytes and
@@ -105,6 +105,7 @@ class NodeMean(NodeBuffers):
 
     @override
     def start(self, bucket: int) -> bool:
+        """Send a bucket early. Returns False if no further bucket should be sent early."""
         mean = self._means[0]
         mean.start(bucket)
         return mean.overlap
@@ -124,6 +125,7 @@ class NodeMean(NodeBuffers):
 
     @override
     def pause(self, index: int) -> None:
+        """Average the buffers, but not the gradients. Raises OffbeatError if a worker steps."""
         self._reduce(index, stepping=False)
         super().average(index)
 

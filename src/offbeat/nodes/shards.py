@@ -2,7 +2,7 @@
 
 A *node* is a group of workers, usually on one machine. Inside it torch gathers parameters and
 reduces gradients. Across nodes, each worker averages its local shard of every parameter with its
-*counterparts*: the workers of other nodes that hold the same shard.
+*counterparts*, the workers of other nodes that hold the same shard.
 """
 
 import sys
@@ -21,7 +21,7 @@ from offbeat.transport.communicator import Transport
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return True for a DTensor."""
+    """Return True if ``tensor`` is a DTensor, the type that torch uses for sharded tensors."""
     module = sys.modules.get("torch.distributed.tensor")  # no DTensor exists before its import
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -81,7 +81,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def local_parts(values: Any) -> Any:
-    """Return ``values`` with each DTensor in it replaced by its local shard, to save them.
+    """Return a copy of ``values`` in which local shards replace the DTensors, for saving.
 
     Args:
         values: A state, such as a ``state_dict()``: nested dictionaries, lists and tuples.
@@ -96,7 +96,7 @@ def local_parts(values: Any) -> Any:
 
 
 def model_state(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a state for ``model.load_state_dict``.
+    """Convert a saved state for ``model.load_state_dict``: local shards become DTensors again.
 
     Args:
         model: The model.
@@ -107,9 +107,10 @@ def model_state(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a state for ``optimizer.load_state_dict``.
+    """Convert a saved state for ``optimizer.load_state_dict``.
 
-    A tensor with the shape of a parameter's local shard is sharded like that parameter.
+    A tensor with the shape of its parameter's local shard becomes a DTensor again. Other values do
+    not change.
 
     Args:
         optimizer: The optimizer.
@@ -132,8 +133,8 @@ def _restored(value: Any, like: Any) -> Any:
 class Shards(nn.Module):
     """The local shards of a model, as a module.
 
-    Its parameters are the shards, with the same names as in the model. Its buffers are those of the
-    model.
+    The parameters of this module are the shards, with the same names as in the model. The buffers
+    are those of the model.
 
     Args:
         model: A model whose parameters are all DTensors.
@@ -150,10 +151,9 @@ class Shards(nn.Module):
         return self._shards[id(parameter)]
 
     def reshard(self) -> None:
-        """Free the parameters that torch has gathered for an evaluation.
+        """Free the full parameters that torch has gathered for a forward pass.
 
-        The next forward pass gathers them again. Without this, it would not see changes of the
-        shards.
+        The next forward pass then gathers them again, so that it sees changes of the shards.
         """
         for module in self._model[0].modules():
             if is_fully_sharded(module):
@@ -178,7 +178,7 @@ class Shards(nn.Module):
 def shards_of(
     model: nn.Module, group: dist.ProcessGroup | Transport | None, node_group: NodeGroup | None
 ) -> Shards | None:
-    """Return the local shards of a model that ``fully_shard`` has sharded over this node.
+    """Return the local shards of a model that ``fully_shard`` has sharded over this node, or None.
 
     Sends nothing.
 
@@ -210,8 +210,8 @@ def _require_placement(model: nn.Module, node: list[int] | str) -> None:
 
     Args:
         model: The model.
-        node: Ranks of the node's workers. A text says why they are unknown, and is not checked
-            here, because ``open_nodes`` raises it as an error.
+        node: Ranks of the node's workers, or a text that says why they are unknown. With a text
+            the ranks are not checked here, and ``open_nodes`` later raises the text as an error.
     """
     for name, p in model.named_parameters():
         if not is_sharded(p):

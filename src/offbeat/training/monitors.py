@@ -2,7 +2,8 @@
 
 ``GradientChange`` measures Δ, the relative change of the smoothed squared gradient norm from one
 step to the next. The strategy SelSync averages when Δ of a worker reaches a threshold δ, and
-typical values of Δ help to choose δ. ``Distance`` measures the distance between the workers' models in the background.
+typical values of Δ help to choose δ. ``Distance`` measures the distance between the workers' models
+in the background.
 """
 
 import logging
@@ -26,14 +27,16 @@ _CHUNK = 2**14  # number of elements of each model that are compared at a time, 
 class GradientChange:
     """Adds Δ to each telemetry record as ``relative_change``. Sends nothing.
 
-    **Measured** for N workers and for g_i, the unscaled gradient of all optimizers in step i, before
-    the strategy averages it and before it is clipped:
+    **Measured** for N workers and g_i, the unscaled gradient of all optimizers in step i, before
+    g_i is clipped or averaged by the strategy:
 
         m_i = (1 − a)·m_{i−1} + a·‖g_i‖²,   a = min(1, N/100)
         Δ_i = |m_i − m_{i−1}| / m_{i−1},    Δ = ∞ in the first step
 
-    A non-finite norm gives Δ = 0 and does not change m. In a node of several workers (``node_group``
-    of ``attach``) N is the number of nodes, and g_i the mean over the node. *State*: m. A checkpoint does not contain it, so m starts again at every ``attach``.
+    A non-finite norm gives Δ = 0 and does not change m. With ``node_group`` N is the number of
+    nodes, and g_i is the mean gradient of the node.
+
+    *State*: m. A checkpoint does not contain m, so m starts again at every ``attach``.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -92,10 +95,10 @@ class Distance:
       that all workers have requested the measurement, in a later step or at a barrier. It requests
       the next measurement after this one is complete, and at least n steps after the last request.
 
-    At a barrier all workers wait for each other, before they compute the mean model in a
-    *consensus*. There the measurements in progress are completed, and n is counted anew. If a measurement fails, for example because a
-    worker lags behind by more than the time-out, a warning is logged and measurements end. Training
-    continues.
+    At a barrier, before the mean model is computed in a *consensus*, all workers wait for each
+    other. Measurements in progress are then completed, and the steps are counted from 0 again. If a
+    measurement fails, for example because a worker lags behind by more than the time-out, a warning
+    is logged and measurements end. Training continues.
 
     *Communication* of a measurement, on separate connections that ``Stats`` does not count: one
     number; the model once (all-to-all, in which worker k receives the k-th part of all models); and
