@@ -1,8 +1,8 @@
 """The simulated cluster: it times computing, messages and collectives, and delivers their results.
 
-All times are *virtual time*, the simulator's clock. The communicators of all workers share one
-``SimulatedCluster``. Each communicator belongs to a *group* of connected workers and has a
-*context*, a number that separates its operations from those of other communicators. Messages and
+All times are *virtual time*, the time of the simulator's clock. The communicators of all workers
+share one ``SimulatedCluster``. Each communicator belongs to a *group* of connected workers and has
+a *context*, a number that separates its operations from those of other communicators. Messages and
 collectives are in one module because they queue for the same network cards.
 """
 
@@ -59,8 +59,8 @@ class Contribution:
         what: Name in errors and in the timeline.
         tensor: Tensor that the worker contributes.
         size_bytes: Size from which the duration is computed, bytes.
-        combine: Computes the result from the tensors of all workers in rank order, without changing
-            them. It is called once per collective.
+        combine: Computes the result from the tensors of the workers in rank order, without changing
+            them. It is called at most once per collective.
         store: Stores the result on this worker.
     """
 
@@ -81,10 +81,11 @@ class Contribution:
 
 
 class EndSignal(Signal):
-    """Signal that fires when a collective ends.
+    """Signal that fires when a collective ends or fails.
 
     Attributes:
-        seconds: Virtual time of the end; infinite until every worker has joined the collective.
+        seconds: Virtual time at which the collective ends without faults; infinite until the
+            transfer starts.
     """
 
     seconds: float = float("inf")
@@ -94,7 +95,7 @@ class PendingCollective(PendingOperation):
     """A collective, from the first worker that joins it to its end.
 
     Attributes:
-        signal: Fires when the collective ends.
+        signal: Fires when the collective ends or fails.
         contributions: Inputs of the workers that have joined, by global rank.
     """
 
@@ -122,14 +123,14 @@ class _NetworkCard:
 
 @dataclass
 class SimulatedCluster:
-    """The cluster of one simulation: network cards, messages and collectives in flight, progress.
+    """The cluster of one simulation: its network cards, messages, collectives and computing.
 
     Attributes:
         workers: The simulated workers.
         network: The links.
         compute: The compute time of steps.
         seed: Seed of the compute jitter.
-        faulty: True if the run has faults, such as lost workers. Operations then have time-outs.
+        faulty: True if the run has faults, such as lost workers.
         spans: Activities of all workers so far.
         scale: Elements of the full model per element of a float32 tensor; 1 unless the tensors are
             placeholders for larger ones (``Host.scale``).
@@ -148,7 +149,7 @@ class SimulatedCluster:
     def __post_init__(self) -> None:
         self.size = len(self.workers.all)
         self.connections = Connections(self.workers.kernel, faulty=self.faulty)
-        # Links to the switch, by rank. In a node of several workers: shares of the node's link.
+        # Links to the switch, by rank. In nodes of several workers, each is a share of its node's.
         self._cards: dict[int, _NetworkCard] = defaultdict(_NetworkCard)
         self._inside: dict[int, _NetworkCard] = defaultdict(_NetworkCard)  # links inside nodes
         self._joined: dict[tuple[int, int], int] = {}  # collectives so far, by context and rank
@@ -170,7 +171,7 @@ class SimulatedCluster:
         before, step = self._progress[rank], self._steps[rank]
         self._progress[rank] = 0.0 if progress >= 1 else progress
         self._steps[rank] += progress >= 1
-        if progress <= before:  # backward repeats an earlier part, which takes no more time
+        if progress <= before:  # backward has started again: its first report takes no time
             return
         seconds = self.compute.seconds(rank, step, self.seed) * (progress - before)
         start = self.workers.kernel.now
@@ -180,7 +181,7 @@ class SimulatedCluster:
             self.spans.append(Span(rank, "compute", start, self.workers.kernel.now, "step"))
 
     def wait(self, rank: int, signal: Signal, what: str) -> None:
-        """Block the worker until ``signal`` fires, and record a wait."""
+        """Block the worker until ``signal`` fires. Record the wait, except in the background."""
         start = self.workers.kernel.now
         try:
             self.workers.wait(signal, what)
@@ -188,7 +189,7 @@ class SimulatedCluster:
             self._record_wait(rank, start, what)
 
     def idle(self, rank: int, seconds: float, what: str) -> None:
-        """Let ``seconds`` of virtual time pass for the worker, and record a wait."""
+        """Let the worker wait for ``seconds``. Record the wait, except in the background."""
         start = self.workers.kernel.now
         try:
             self.workers.sleep(seconds, f"polling {what}")
@@ -351,7 +352,7 @@ class SimulatedCluster:
     ) -> Signal:
         """Receive the next message sent on ``route`` into ``tensor``.
 
-        Return the signal that fires when ``tensor`` holds the message.
+        Return the signal that fires when ``tensor`` holds the message or the receive has failed.
         """
         key, signal = (context, *route), Signal()
         self._receivers.setdefault(key, deque()).append((tensor, signal))

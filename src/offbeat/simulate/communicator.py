@@ -1,6 +1,6 @@
-"""A communicator that runs operations on the simulated cluster.
+"""A communicator that runs its operations on the simulated cluster.
 
-Operations take *virtual time*, the time of the simulator's clock.
+The operations take *virtual time*, the time of the simulator's clock.
 """
 
 import math
@@ -59,6 +59,7 @@ class SimulatedHandle(Handle[Any]):
 
     @override
     def done(self) -> bool:
+        """Return True if the operation has ended or failed. After 100 vain polls, sleep first."""
         if not self._signal.happened:
             self._communicator.host.polled(self._what)
         return self._signal.happened
@@ -90,12 +91,12 @@ class SimulatedCommunicator(Communicator):
         context: Number that separates the operations of this communicator from those of other
             communicators of the same group.
         host: Clock and background threads of this worker; None creates a host.
-        timeout_seconds: Time-out of an operation. If it is infinite, an operation that never ends
-            is reported as a deadlock.
+        timeout_seconds: Time-out of an operation. If it is infinite, operations that never end are
+            reported as a deadlock once no worker can continue.
 
     Attributes:
-        membership: Agreement with the other workers on who takes part in the training; None for a
-            communicator that does not belong to a training, or is a duplicate or subgroup.
+        membership: Agreement with the other workers on who takes part in the training. None for a
+            communicator that does not belong to a training, or that ``twin`` or ``subgroup`` made.
     """
 
     handle_type: ClassVar[type[SimulatedHandle]] = SimulatedHandle
@@ -203,6 +204,7 @@ class SimulatedCommunicator(Communicator):
 
     @override
     def twin(self) -> Communicator:
+        """Return another communicator of the same workers, with separate operations."""
         self._twins += 1
         return self._derived(self.group, self._twins - 1)
 
@@ -225,6 +227,7 @@ class SimulatedCommunicator(Communicator):
 
     @override
     def close(self, *, together: bool = False) -> None:
+        """End this worker's connections in the group. With ``together``, do nothing."""
         if not together:
             self.cluster.connections.disconnect(self.group, self.member)
 

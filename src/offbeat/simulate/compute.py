@@ -54,7 +54,7 @@ class Straggler:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Compute:
-    """Compute time of every step of every worker, from forward to complete gradients.
+    """Compute time of every step of every worker. Other computing takes no virtual time.
 
     Example: ``Compute("50ms", jitter=0.1, slowdown={3: 2.0})``. The attributes have the names of
     the arguments. They hold all times in seconds.
@@ -68,9 +68,9 @@ class Compute:
     Args:
         step: Compute time of a step: text like "50ms", or seconds (> 0).
         jitter: Standard deviation c of the random factor (0 to 1e6). 0 disables the factor.
-        slowdown: Factor on the compute time of a rank in all steps (> 0; 2 means twice as slow).
-        stragglers: Temporary slowdowns. If several cover the same step of a worker, their factors
-            are multiplied.
+        slowdown: Factors on the compute time of all steps, by rank (> 0; 2 means twice as slow).
+        stragglers: Temporary slowdowns; a single ``Straggler`` is accepted. If several cover the
+            same step of a worker, their factors are multiplied.
         trace: Measured compute times of consecutive steps, used in place of ``step``: text or
             seconds. The sequence repeats when it ends. A mapping gives each rank its own sequence;
             a rank without a sequence uses ``step``.

@@ -1,7 +1,7 @@
 """Connections between simulated workers, and their failures.
 
-A failure is a lost worker, an interruption of its traffic, or a time-out. All times are *virtual
-time*, the time of the simulator's clock.
+A failure is the loss of a worker, an interruption of a worker's traffic, or a time-out. All times
+are *virtual time*, the time of the simulator's clock.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,14 +15,14 @@ NOTICE_SECONDS = 0.05
 
 
 class PendingOperation:
-    """A collective or message in progress, which fails if one of its participants is lost.
+    """A collective or message in progress. It fails if one of its participants is lost.
 
     Attributes:
         participants: Global ranks of the workers that take part.
         signal: Fires when the operation ends or fails.
-        doomed: True once a participant is lost. The operation will then fail.
+        doomed: True once a participant is lost. The operation then fails when the loss is noticed.
         deliver: Stores the result on the given participants, even if the operation is doomed. Set
-            in a run with faults, while a collective that all participants have joined is in flight.
+            in a run with faults, once all participants have joined a collective.
     """
 
     def __init__(self, participants: Iterable[int], signal: Signal) -> None:
@@ -48,7 +48,7 @@ class Group:
         sharing: Number of groups that use the links of the nodes concurrently. It is L if nodes of
             L workers are connected by L groups, each with one worker of every node.
         gone: Members whose connections have ended.
-        pending: Operations in progress; empty in a run without faults.
+        pending: Operations that may still be in progress; empty in a run without faults.
     """
 
     members: tuple[int, ...]
@@ -62,7 +62,7 @@ class Connections:
 
     Args:
         kernel: The virtual clock.
-        faulty: True if the run has faults. Operations that can fail are tracked only then.
+        faulty: True if the run has faults. Otherwise losses and interruptions have no effect.
     """
 
     def __init__(self, kernel: Kernel, *, faulty: bool) -> None:
@@ -105,7 +105,7 @@ class Connections:
     # -- failures --------------------------------------------------------------------------------
 
     def track(self, group: Group, operation: PendingOperation) -> None:
-        """Make ``operation`` fail if one of its participants was lost or will be lost."""
+        """In a run with faults, make ``operation`` fail if a participant was or will be lost."""
         if self.faulty and operation.can_succeed:
             group.pending = [pending for pending in group.pending if pending.can_succeed]
             group.pending.append(operation)
@@ -114,7 +114,7 @@ class Connections:
                 self._fail_later(group, [operation], frozenset())
 
     def disconnect(self, group: Group, member: int, spared: Iterable[int] = ()) -> None:
-        """End the connections of ``member`` in ``group``, so that its pending operations fail.
+        """End the connections of ``member`` in ``group``. Its pending operations fail soon after.
 
         Args:
             group: The group.

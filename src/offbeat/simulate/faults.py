@@ -32,13 +32,13 @@ class Kill(_Checked):
     """End the process of a worker, as ``kill -9`` does.
 
     The other workers notice it 0.05 virtual seconds later. Pending operations with the killed
-    worker then fail.
+    worker then fail. Nothing happens if the worker has finished or does not exist yet.
 
     Args:
         worker: Rank of the worker (≥ 0).
         at: Virtual time, such as "3 s" (≥ 0).
-        spared: Ranks of workers on which a pending collective still succeeds, if every worker has
-            joined it. On a real network, too, a collective may succeed on some workers only.
+        spared: Ranks of workers on which a pending collective still succeeds, if all of its workers
+            have joined it. On a real network, too, a collective may succeed on some workers only.
     """
 
     worker: int
@@ -49,6 +49,9 @@ class Kill(_Checked):
 @dataclass(frozen=True, kw_only=True)
 class Pause(_Checked):
     """Suspend a worker for some time, as SIGSTOP and SIGCONT do.
+
+    Computing and transfers in progress are not prolonged, but the worker continues only after the
+    pause.
 
     Args:
         worker: Rank of the worker (≥ 0).
@@ -65,7 +68,7 @@ class Pause(_Checked):
 class Cut(_Checked):
     """Interrupt all traffic from and to a worker for some time.
 
-    Messages and results that are due in this time arrive at its end.
+    Messages and results of collectives that are due in this time arrive at its end.
 
     Args:
         worker: Rank of the worker (≥ 0).

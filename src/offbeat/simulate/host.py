@@ -80,12 +80,12 @@ class SimulatedHost(Host):
 
     @override
     def computed(self, progress: float) -> None:
-        """Let virtual time pass until the share ``progress`` of the step, in (0, 1], is computed."""
+        """Let virtual time pass until the share ``progress`` (0 to 1) of the step is computed."""
         self._cluster.compute_step(self._rank, progress)
 
     @override
     def register_totals(self, totals: Callable[[], object]) -> None:
-        """Append ``totals`` to the attribute ``totals``."""
+        """Append the function to the attribute ``totals``."""
         self.totals.append(totals)
 
     def wait(self, signal: Signal, what: str) -> None:

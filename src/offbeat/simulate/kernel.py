@@ -1,7 +1,7 @@
 """The kernel of the simulator: a clock, a queue of events, and signals. Independent of torch.
 
 The clock shows *virtual time*, which jumps from one event to the next. Events are executed in the
-order of their times. Events of the same time are executed in the order in which they were scheduled
+order of their times. Simultaneous events are executed in the order in which they were scheduled
 (first in, first out), or in a random order that depends on a seed.
 """
 
@@ -56,8 +56,8 @@ class Signal:
 
     Attributes:
         happened: True once the signal has fired.
-        failure: Reason for which the awaited result will never arrive; None if the result has
-            arrived or may still arrive.
+        failure: Reason for which the awaited result will never arrive, except on ``spared``. None
+            if the result has arrived or may still arrive.
         spared: Ranks of the workers on which the result has arrived despite ``failure``.
     """
 

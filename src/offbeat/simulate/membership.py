@@ -1,7 +1,8 @@
 """Membership of a simulated training: which workers take part, and how that changes.
 
-A *view* is one composition of the workers. A new view begins when a worker joins or is lost. Real
-workers agree on views through a key-value store; in a simulation one ``MembershipService`` decides.
+A *view* is one composition of the workers. A new view begins after a worker has asked to join or an
+operation has failed, for example because a worker was lost. Real workers agree on views through a
+key-value store; in a simulation one ``MembershipService`` decides.
 """
 
 from dataclasses import dataclass
@@ -16,12 +17,12 @@ from offbeat.simulate.host import SimulatedHost
 from offbeat.simulate.kernel import Signal
 from offbeat.transport.membership import EndedError, Membership, View
 
-# A context is a number that separates the operations of different communicators. Those of later
-# views start here; the first view of a training has a smaller one.
+# A context is a number that separates the operations of different communicators. The first view of
+# a training has a context below this number; all later views have contexts above it.
 _FIRST_CONTEXT = 1_000_000
 
 _Opened = tuple[View, SimulatedCommunicator]
-"""A view as one worker sees it, and the communicator in it."""
+"""A view, and one worker's communicator in this view."""
 
 
 @dataclass
@@ -29,9 +30,9 @@ class _Waiting:
     """A worker that waits for the next view.
 
     Attributes:
-        signal: Fires when the view exists or will never exist.
-        opened: The view; None until it exists.
-        error: Reason for which the view will never exist.
+        signal: Fires when the view exists, when training ends, or when the wait times out.
+        opened: The view; None until it exists, and after a time-out.
+        error: Error to raise because training has ended; otherwise None, also after a time-out.
     """
 
     signal: Signal
@@ -42,9 +43,9 @@ class _Waiting:
 class MembershipService:
     """Decides the views of one training, for all of its workers.
 
-    A view change begins when a member asks for the next view. It ends when every member that is not
-    known to be lost has asked, and after ``timeout_seconds`` at the latest. A member that asks
-    later is excluded.
+    A view change begins when a member asks for the next view. The next view is decided when every
+    member that is not known to be lost has asked, and after ``timeout_seconds`` at the latest. A
+    member that asks later is excluded.
 
     Args:
         cluster: The simulated cluster.
@@ -81,20 +82,20 @@ class MembershipService:
     def wanted(self, member: int) -> bool:
         """Return True if ``member`` should ask for the next view.
 
-        That is the case if another member has asked for it or a newcomer waits, and ``member`` is
-        not cut off from the network.
+        That is the case if a member or a newcomer waits for the next view. The result is False
+        while ``member`` is cut off from the network.
         """
         connections = self.cluster.connections
         reachable = connections.cut_until([member]) <= self.cluster.workers.kernel.now
         return reachable and bool(self._joining or self._arrived)
 
     def regroup(self, member: int, view: int) -> View:
-        """Return the view that follows ``view``, once it is decided; see ``Membership.next_view``.
+        """Ask for the view that follows ``view``, block until it begins, and return it.
 
         Raises:
             EndedError: Training has ended.
-            CommunicationError: The other members continue without ``member``, or it is cut off
-                from the network for longer than the time-out.
+            CommunicationError: The other members continue without ``member``, or ``member`` is cut
+                off from the network for longer than the time-out.
         """
         kernel, connections = self.cluster.workers.kernel, self.cluster.connections
         cut = min(connections.cut_until([member]) - kernel.now, self._timeout_seconds)
@@ -124,14 +125,14 @@ class MembershipService:
         return self._wait(waiting, member, f"view {view + 1}")[0]
 
     def lose(self, member: int) -> None:
-        """Remove a member permanently."""
+        """Let no view change wait for ``member``. The current view still contains it."""
         self._lost.add(member)
         self._joining.pop(member, None)
         self._arrived.pop(member, None)
         self._decide_if_complete()
 
     def end(self) -> None:
-        """End the training. Workers that wait for a view receive an ``EndedError``."""
+        """End the training. Workers that wait for a view, now or later, get an ``EndedError``."""
         self._ended = True
         for member, waiting in [*self._joining.items(), *self._arrived.items()]:
             waiting.error = EndedError(f"worker {member}: training has ended")
@@ -144,9 +145,9 @@ class MembershipService:
             self._decide(self._view)
 
     def _decide(self, number: int) -> None:
-        """End view ``number`` and begin the next one with the waiting members and newcomers.
+        """End view ``number``. The next one soon begins with the waiting members and newcomers.
 
-        Does nothing if view ``number`` has ended already.
+        Does nothing if view ``number`` has ended already or no member waits.
         """
         if number != self._view or not self._arrived:
             return
@@ -195,7 +196,7 @@ class MembershipService:
 
 
 class SimulatedMembership(Membership):
-    """Membership of one worker in one view.
+    """Membership of one worker in one view, through which it asks for the next view.
 
     Args:
         service: The service that decides the views.
@@ -213,14 +214,17 @@ class SimulatedMembership(Membership):
 
     @override
     def change_requested(self) -> bool:
+        """Return True if this worker should call ``next_view``."""
         return self._service.wanted(self._member)
 
     @override
     def next_view(self, *, view: int, step: int) -> View:
+        """Block until the view that follows ``view`` begins. Return it."""
         return self._service.regroup(self._member, view)
 
     @override
     def leave(self, *, ended: bool) -> None:
+        """Let no view change wait for this worker; with ``ended``, end the training of all."""
         if ended:
             self._service.end()
         else:

@@ -36,7 +36,7 @@ class _Formulas(NamedTuple):
         seconds: Function that returns the duration. Arguments: M, number of workers, B and α.
         sent_bytes: Function that returns the bytes sent by each worker. Arguments: M and number of
             workers.
-        direct: True if every worker exchanges data with other nodes; False for a ring, in which
+        direct: True if every worker may exchange data with other nodes. False for a ring, in which
             only one worker of a node sends to the next node.
     """
 
@@ -63,25 +63,26 @@ def sent_bytes(kind: CollectiveKind, size_bytes: float, workers: int) -> float:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Network:
-    """Workers on full-duplex links to one switch, with the same latency for every message.
+    """Workers, or nodes of several workers, on full-duplex links to one switch.
 
     Example: ``Network("5Gbit/s", latency="50us")``. A bandwidth is text or bits per second, a
     latency is text or seconds. The attributes hold the numbers.
 
     The slowest participating link determines the speed of a collective. If the bandwidth of the
-    switch is limited, a collective of N workers has N concurrent flows of bandwidth ``switch``/N.
-    The rounds of a broadcast tree with fewer flows are no faster.
+    switch is limited, each of the N workers or nodes in a collective can use ``switch``/N, even
+    while fewer of them send, as in a broadcast.
 
     **Nodes.** With L = ``workers_per_node`` > 1, ranks 0 to L − 1 are one node, the next L ranks
     another, and so on. A node has one link to the switch, shared by its workers. Inside the node
-    each worker has its own link. A ring over several nodes enters and leaves each node once, so it
-    uses the full link of the node. In an all-to-all and in a broadcast the workers of a node share
-    the link.
+    each worker has its own link. An all-reduce or all-gather over several nodes is a ring, which
+    enters and leaves each node once. It therefore uses the full link of the node. In an all-to-all
+    and in a broadcast the workers of a node share the link.
 
     Args:
-        bandwidth: Bandwidth of every link in each direction. If ``upload`` is given, only the
-            bandwidth towards the worker.
-        latency: Latency α from the start of a message to its first byte (≥ 0).
+        bandwidth: Bandwidth of every link to the switch, in each direction. If ``upload`` is given,
+            only the bandwidth from the switch to the worker.
+        latency: Latency α from the start of a message to its first byte (≥ 0); with nodes, of a
+            message between nodes.
         upload: Bandwidth from the worker to the switch; None means ``bandwidth``.
         per_worker: Bandwidth of single workers' links by rank, in both directions. It replaces
             ``bandwidth`` and ``upload``. Requires ``workers_per_node=1``.
@@ -97,8 +98,8 @@ class Network:
 
     Raises:
         TypeError: An argument is neither text nor a number, or a rank is not an int.
-        ValueError: A unit is wrong, a number is not positive and finite, a rank is negative, or
-            arguments for nodes and for single workers are combined.
+        ValueError: A unit is wrong, a number is out of its range, a rank is negative, or arguments
+            for nodes and for single workers are combined.
     """
 
     bandwidth: float
@@ -191,13 +192,13 @@ class Network:
     def collective_bytes_per_second(
         self, ranks: Collection[int], *, flows: int = 1, sharing: int = 1
     ) -> float:
-        """Return B, the bandwidth that one flow of a collective of ``ranks`` has, in bytes/s.
+        """Return B, the bytes per second of one flow (stream of data) of a collective of ``ranks``.
 
         In a collective inside one node, B is the bandwidth of the links inside. Otherwise B is the
         minimum of
 
         * the bandwidths of the links of the N participating nodes, divided by ``flows · sharing``,
-        * the bandwidth of the switch, divided by N · ``flows · sharing``, and
+        * the bandwidth of the switch, if limited, divided by N · ``flows · sharing``, and
         * the bandwidth of the links inside, if several of the workers are in one node.
 
         Args:
@@ -224,9 +225,9 @@ class Network:
     def link_seconds(self, size_bytes: float, source: int, destination: int) -> tuple[float, float]:
         """Return the seconds for which a message occupies the sender's and the receiver's link.
 
-        For a message of M bytes they are M/min(up(source), switch) and
-        M/min(down(destination), switch), without the latency. Inside a node both are M divided by
-        the bandwidth of the links inside. Both are 0 for a message of a worker to itself.
+        For a message of M bytes these times are M/min(up(source), switch) and
+        M/min(down(destination), switch), without the latency. Inside a node both times are M
+        divided by the bandwidth of the links inside. Both are 0 from a worker to itself.
         """
         if source == destination:
             return 0.0, 0.0

@@ -68,7 +68,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self._communicator, self.make_communicator = communicator, make
 
     def make_nodes(self, timeout_seconds: float) -> WorkerCommunicators:
-        """Open communicators inside and across the nodes of the ``Network``.
+        """Open communicators of all workers, inside the nodes of the ``Network``, and across them.
 
         ``offbeat.attach(..., node_group="auto")`` calls this method.
         """
@@ -87,7 +87,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return "simulated"
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Carry out ``dist.all_reduce``."""
+        """Start ``dist.all_reduce``."""
         operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         combine = next((c for op, c in _REDUCTIONS.items() if operation == op), None)
         if combine is None:
@@ -99,7 +99,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return _Work(handle)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        """Carry out ``dist.broadcast``."""
+        """Start ``dist.broadcast``."""
         (tensor,) = tensors
         handle = self._communicator.broadcast(tensor, source=opts.rootRank, what="dist.broadcast")
         return _Work(handle)
@@ -107,7 +107,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def allgather(  # type: ignore[override]
         self, output_tensors: list[list[Tensor]], input_tensor: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Carry out ``dist.all_gather``."""
+        """Start ``dist.all_gather``. ``wait`` stores its result."""
         handle = self._communicator.gather(input_tensor[0], what="dist.all_gather")
 
         def copy() -> None:
@@ -117,7 +117,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return _Work(handle, copy)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Carry out ``dist.barrier``."""
+        """Start ``dist.barrier``."""
         return _Work(self._communicator.sum(torch.zeros(0), what="dist.barrier"))
 
 
@@ -139,10 +139,10 @@ class _World(c10d._World):
 
 @contextlib.contextmanager
 def installed() -> Iterator[Callable[[SimulatedGroup], None]]:
-    """Give every thread its own default process group while the context is active.
+    """Give every thread its own default process group inside the ``with`` block.
 
-    ``init_process_group`` and ``destroy_process_group`` do nothing inside the context. A training
-    function that calls them therefore runs unchanged.
+    ``dist.init_process_group`` and ``dist.destroy_process_group`` do nothing inside the block. A
+    training function that calls them therefore runs unchanged.
 
     Yields:
         A function that sets the default group of the calling thread.

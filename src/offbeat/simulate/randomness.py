@@ -1,7 +1,7 @@
-"""The random state of one simulated worker: of torch, numpy and Python's ``random``.
+"""The random state of one simulated worker: torch (CPU), numpy and Python's ``random``.
 
-All simulated workers run in one process and share its global random state. The simulator saves and
-loads this state whenever it switches between workers, so saving and loading must be fast.
+All simulated workers run in one process, which has only one global random state. The simulator
+saves and loads this state when it switches between workers, so saving and loading must be fast.
 
 numpy takes 60 µs to read its global state and 60 µs to set it; torch and ``random`` together take
 15 µs. Each worker therefore has its own numpy bit generator, and ``load`` exchanges these objects.

@@ -36,7 +36,7 @@ def simulate(
     The training is real; only time is simulated. *Virtual time*, the simulator's clock, passes when
     a worker waits and when it computes a step of an attached optimizer. ``compute`` gives the
     duration of a step, which does not depend on this machine. The workers take turns in one
-    process, so two runs with the same arguments are bit-identical.
+    process. If ``worker`` is deterministic, two runs with the same arguments are bit-identical.
 
     ``torch.distributed`` is initialised inside ``worker()``. The simulated cluster supports
     ``get_rank``, ``get_world_size``, ``is_initialized``, ``barrier``, ``all_reduce``, ``broadcast``
@@ -53,9 +53,9 @@ def simulate(
         shuffle_ties: Seed of the random order of simultaneous events; None executes them first in,
             first out. Runs with several seeds show whether a result depends on that order.
         faults: Faults of the run, such as ``Kill(worker=2, at="3 s")``. With any fault, operations
-            have the time-out of ``attach``. ``results`` and ``stats`` also have an entry for every
-            worker that joins. The result of a killed worker is None; its ``stats`` end at its
-            death.
+            of an attached training have the time-out given to ``attach``. ``results`` and ``stats``
+            also have an entry for every worker that joins. The result of a killed worker is None;
+            its ``stats`` end at its death.
 
     Returns:
         Duration, results, statistics and timeline of the run.
@@ -63,10 +63,10 @@ def simulate(
     Raises:
         TypeError: An element of ``faults`` is not a fault, or ``workers`` is not an int.
         ValueError: ``network``, ``compute`` or ``faults`` name a worker that does not exist, or
-            ``workers`` is not a multiple of the workers per node.
+            ``workers`` is below 1 or not a multiple of the workers per node.
         RuntimeError: The process already has a ``torch.distributed`` process group.
-        DeadlockError: The workers wait for each other. The message lists the operation in which
-            each worker waits.
+        DeadlockError: No worker can continue. The message lists the operation in which each worker
+            waits.
         Exception: Exception of a worker, with a note that names its rank.
     """
     require_integer("workers", workers, least=1)
@@ -118,7 +118,7 @@ def simulate(
             try:
                 return worker()
             finally:
-                if faults:  # the process of the worker ends: no other worker waits for it
+                if faults:  # the worker's process ends, and others must not wait for it
                     connections.lose(rank)
                     lose(rank)
 

@@ -22,7 +22,7 @@ class Simulation:
 
     Attributes:
         seconds: Time at which the last worker finished.
-        results: Return value of ``worker()``, by rank.
+        results: Return value of ``worker()``, by rank; None for a killed worker.
         stats: ``Stats`` of the last synchronizer of each worker, by rank; None for a worker without
             a synchronizer.
         idle: Waiting / (waiting + computing), over all workers and the whole run, including set-up
@@ -44,7 +44,7 @@ class Simulation:
     def of(
         cls, cluster: SimulatedCluster, attached: Sequence[Sequence[SimulatedCommunicator]]
     ) -> "Simulation":
-        """Return the result of a finished run, after checks of its timeline.
+        """Check the timeline of a finished run, and return the run's result.
 
         Args:
             cluster: The simulated cluster.
@@ -128,7 +128,7 @@ class Simulation:
         figure.savefig(path)
 
     def _repr_html_(self) -> str:
-        """Return a table, and bars of computing and waiting time, of the first 16 workers."""
+        """Return a table of the first 16 workers, with bars of their computing and waiting time."""
         spent = [{"compute": 0.0, "wait": 0.0, "transfer": 0.0} for _ in self.results]
         for span in self.timeline:
             spent[span.rank][span.kind] += span.end - span.start

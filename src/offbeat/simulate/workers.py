@@ -3,7 +3,7 @@
 A worker runs until it has to wait. The kernel then executes events, in the order of *virtual time*
 (the simulator's clock), until one of them resumes a worker. Every worker has its own random state
 (torch, numpy, random), as if it were a process. A background activity of a worker, such as a
-parameter server, has its own thread, which ends with the run.
+parameter server, has its own thread but no random state. It ends with the run at the latest.
 """
 
 import sys
@@ -39,10 +39,10 @@ class SimulatedWorker:
         background: True for a background activity. It must not use random numbers.
         killed: True once the worker is killed.
         result: Return value of the worker's function.
-        error: Exception raised by the worker's function.
-        started_seconds: Virtual time of the start.
+        error: Exception raised by the worker's function; None if there was none.
+        started_seconds: Virtual time at which the worker started; 0 for a background activity.
         finished_seconds: Virtual time of the end; None before.
-        waits_in: Name of the operation for which the worker waits; empty while it runs.
+        waits_in: Name of the operation or computation that the worker awaits; empty while it runs.
         thread: The worker's thread; None until the start is scheduled.
         turn: Semaphore for which the thread waits; released to let the thread continue.
         random: The worker's random state, saved while another worker runs; None for a background
@@ -89,11 +89,11 @@ class Workers:
     # -- called on the thread of the simulation --------------------------------------------------
 
     def run(self, function: Callable[[SimulatedWorker], Any]) -> None:
-        """Run ``function`` on every worker until all have finished.
+        """Run ``function`` on every worker until no event is left. All have then finished.
 
         Raises:
-            DeadlockError: No worker can continue.
-            Exception: Exception of a worker, with a note that names its rank.
+            DeadlockError: Some worker has not finished, and none can continue.
+            Exception: Raised by a worker or background activity; a note names its rank.
         """
         outside = RandomState.current()
         self._function = function
@@ -156,17 +156,17 @@ class Workers:
         self._loaded = worker
 
     def kill(self, rank: int) -> None:
-        """End a running worker and its background activities."""
+        """End a worker and its background activities, except those that have finished."""
         background = [activity for activity in self._background if activity.rank == rank]
         for worker in (self.all[rank], *background):
-            if worker.finished_seconds is None:  # otherwise its thread may be about to end
+            if worker.finished_seconds is None:  # the thread of a finished one ends by itself
                 worker.killed = True
                 if worker.thread is not None and worker.thread.is_alive():
                     self._switch_to(worker)
                 worker.finished_seconds = self.kernel.now
 
     def pause(self, rank: int, seconds: float) -> None:
-        """Suspend a worker and its background activities for ``seconds`` of virtual time."""
+        """Let a worker and its background activities continue only after ``seconds``."""
         self._paused[rank] = max(self._paused.get(rank, 0.0), self.kernel.now + seconds)
 
     def add(self) -> None:
@@ -226,7 +226,7 @@ class Workers:
         self._start(background, lambda _: activity(), f"starts {what}")
 
     def wait(self, signal: Signal, what: str) -> None:
-        """Block the running worker until ``signal`` fires. Meanwhile virtual time passes."""
+        """Block the running worker until ``signal`` fires, while virtual time may pass."""
         worker = self.current
         if worker.killed:  # its stack is unwinding
             raise _StoppedError
@@ -249,7 +249,7 @@ class Workers:
 
 
 def _user_line(worker: SimulatedWorker) -> str:
-    """Return the source line at which a worker waits: the innermost one of the user's code."""
+    """Return the innermost source line of the user's code on the stack of a waiting worker."""
     thread = worker.thread
     frame = sys._current_frames().get(thread.ident) if thread and thread.ident else None
     for entry in reversed(traceback.extract_stack(frame) if frame else ()):
