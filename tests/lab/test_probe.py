@@ -253,7 +253,7 @@ def test_a_slow_rank_is_named_with_its_direction(size: int) -> None:
     people = ranks(*EVEN[:size])
     others = range(1, size)
     up, down = {(0, b): 1.25e6 for b in others}, {(b, 0): 1.25e6 for b in others}
-    end = ", less than half of the 100 Mbit/s of the median rank"
+    end = ", less than half of the median rate of 100 Mbit/s"
     assert find_warnings(people, all_pairs(size, up, {})) == [
         f"rank 0 (host0) sends at 10 Mbit/s{end}"
     ]

@@ -1,7 +1,7 @@
 """Checkpoints of a run, and early stops with a checkpoint.
 
-A resumed run emits its earlier evaluations again and then continues as if it had never been
-interrupted.
+An *event* reports the progress of a run, such as an evaluation. A resumed run emits the stored
+events of the interrupted run again, and then continues from the checkpoint.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ _MAY_DIFFER = {
 
 
 class EventLog:
-    """Passes on the events of a run and stores those that a resumed run must repeat.
+    """Passes on the events of a run and stores those that a resumed run emits again.
 
     Args:
         emit: Function that receives each event.
@@ -60,12 +60,12 @@ class EventLog:
 class RunCheckpoints:
     """Saves and loads the checkpoints of one worker's run.
 
-    Does nothing if the method has no ``Synchronizer``, such as baselines of other packages.
+    Does nothing if the training has no ``Synchronizer``, as with methods of other packages.
 
     Args:
         job: Configuration of the run.
         task: Task that the run trains.
-        method: Strategy or baseline that trains it.
+        method: Running strategy or baseline that trains the task.
         log: Log of the events so far.
     """
 
@@ -75,10 +75,10 @@ class RunCheckpoints:
         self._scheduler = task.scheduler if isinstance(task.scheduler, LRScheduler) else None
 
     def resume(self, schedule: EvaluationSchedule) -> None:
-        """Load the newest checkpoint and repeat its events, if the job says so. A collective.
+        """Load the newest checkpoint and emit its events again, if ``job.resume``. A collective.
 
         Args:
-            schedule: Schedule of evaluations, which gets the number that the saved run chose.
+            schedule: Schedule of evaluations. If the saved run chose their number, it is set here.
 
         Raises:
             CheckpointError: there is no checkpoint, or it belongs to a run with other options.
@@ -108,10 +108,10 @@ class RunCheckpoints:
                 )
 
     def save_if_due(self, last: int) -> None:
-        """Save a checkpoint if this step requires one. A collective.
+        """Save a checkpoint if one is due after this step. A collective if one is due.
 
-        Checkpoints are due after every ``save_every`` steps of the job. If that is None, the only
-        one is due after the ``last`` step.
+        If the job has a directory for checkpoints, one is due after every ``job.save_every`` steps.
+        If ``job.save_every`` is None, the only one is due after the ``last`` step.
         """
         job, sync = self._job, self._sync
         if job.checkpoints is None or sync is None:

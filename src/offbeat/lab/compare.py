@@ -37,7 +37,7 @@ _DETERMINED = ("evaluations", "alone_seconds")
 _PER_RUN = {"strategy", "seed", *_DETERMINED, *method_fields()}
 """Fields in which the runs of one comparison differ."""
 _IGNORED = {"log", "checkpoints", "save_every", "resume", "timeout_seconds", "measure_links"}
-"""Fields that do not affect a result."""
+"""Fields that may differ between a new run and the results already in the file."""
 _OPTIONS = {"measure_alone": "turns"}
 """Command-line names of fields whose option has another name."""
 
@@ -50,7 +50,7 @@ def run_and_record(
     lr_scales: Sequence[float] = (),
     command: str = "",
 ) -> Result:
-    """Run ``job``, collect its events, and return the ``Result``. Writes no file.
+    """Run ``job`` and make a ``Result`` from its events. Does not write the result to a file.
 
     The job in the result has the number of evaluations and the step time that the run determined.
 
@@ -58,8 +58,8 @@ def run_and_record(
         job: Configuration of the run.
         on_event: Function that receives each event of rank 0.
         runner: Runner that starts the workers.
-        lr_scales: Value of ``Result.lr_scales``.
-        command: Value of ``Result.command``.
+        lr_scales: Factors on the learning rate that the comparison tries, for the result.
+        command: Command line of the comparison, for the result.
     """
     recipe = find_recipe(job.recipe)
     points: list[Evaluation] = []
@@ -136,7 +136,8 @@ def compare(
 
     Seeds are the outer loop, so that a machine that becomes slower affects all methods alike. The
     first run determines the number of evaluations for all runs, so that they evaluate at the same
-    steps. It also determines the step time by which the sleeps of artificial stragglers are scaled.
+    steps. If there are artificial stragglers, the first run also determines the step time by which
+    their sleeps are scaled.
 
     A run whose result is already in the file is skipped. An interrupted comparison can therefore be
     continued, and a finished one can be extended by methods, seeds and factors.
@@ -145,8 +146,8 @@ def compare(
         job: Settings that all runs share.
         strategies: Methods in the text form that ``Job.under`` accepts.
         seeds: Number of seeds. The first one is the seed of ``job``.
-        lr_scales: Factors on the learning rate. A method runs once with each of them, unless its
-            own options contain a factor. Empty: only the factor of ``job``.
+        lr_scales: Factors on the learning rate. A method runs with each of them, or only with the
+            factor in its own options if they contain one. Empty: only the factor of ``job``.
         runner: Runner that starts the workers.
         output: Directory of ``results.jsonl``, or path of a file whose name ends in ``.jsonl``.
         on_start: Function that receives the job of each run before it starts.

@@ -12,11 +12,11 @@ from offbeat.errors import CommunicationError, OffbeatError
 from offbeat.lab.recipes.held_out import HeldOut
 
 MAX_EVALUATIONS = 24
-"""Largest number of evaluations of a run that chooses the number itself."""
+"""Largest number of evaluations of a run whose job does not set the number."""
 SHARE = 0.1
 """Limit on the time of all evaluations together, as a fraction of the training time."""
 FREE_SECONDS = 3.0
-"""Time that the evaluations of a run may always take, even if that exceeds ``SHARE``."""
+"""Time in seconds that the evaluations may take even if it exceeds ``SHARE``."""
 
 
 class EvaluationSchedule:
@@ -24,12 +24,12 @@ class EvaluationSchedule:
 
     Args:
         steps: Number of steps of the run.
-        number: Number of evaluations. None: start with ``MAX_EVALUATIONS``. At the first of these
-            steps, the run measures the time of one evaluation and calls ``choose``.
+        number: Number of evaluations. None: ``MAX_EVALUATIONS``, until the run has measured the
+            time of its first evaluation and calls ``choose``.
 
     Attributes:
         open: True until the number of evaluations is known.
-        over: Set to True by a run that ends early, at the current evaluation.
+        over: True if the run ends at the current evaluation. The training loop sets it.
     """
 
     def __init__(self, steps: int, number: int | None) -> None:
@@ -51,15 +51,15 @@ class EvaluationSchedule:
 
 
 def evenly(steps: int, number: int) -> set[int]:
-    """Return ``number`` evenly spaced steps with the last one included, but at most all steps."""
+    """Return ``number`` evenly spaced steps, the last one included; if there are fewer, all."""
     number = min(number, steps)
     return {round(steps * (i + 1) / number) for i in range(number)}
 
 
 def affordable_evaluations(evaluation_seconds: float, training_seconds: float) -> int:
-    """Return how many evaluations fit into a run's time for them: 1 to ``MAX_EVALUATIONS``.
+    """Return how many evaluations a run can afford: 1 to ``MAX_EVALUATIONS``.
 
-    The time for evaluations is a tenth of the training time, but at least 3 s.
+    All evaluations together may take a tenth of the training time or 3 s, whichever is longer.
 
     Args:
         evaluation_seconds: Time of one evaluation.
@@ -77,16 +77,16 @@ def evaluate_together(
     Each worker evaluates its share of the held-out batches. All workers return the same values.
 
     Raises:
-        CommunicationError: a worker did not send its share.
+        CommunicationError: a worker failed or took longer than the time-out.
     """
     share = evaluate.share(model, dist.get_rank(), dist.get_world_size())
     return evaluate.combine(gather(share, device, "the shares of an evaluation"))
 
 
 def expected_seconds(evaluate: HeldOut, model: nn.Module) -> float:
-    """Time the first batch of this worker's share of an evaluation, and extrapolate to the share.
+    """Evaluate one batch, and extrapolate its time to this worker's share of an evaluation.
 
-    All workers should call it at the same time. They then compete for cores as in an evaluation.
+    If all workers call it at the same time, they compete for cores as in an evaluation.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     began = time.perf_counter()
@@ -103,7 +103,7 @@ def gather(value: Any, device: torch.device, what: str) -> list[Any]:
         what: Description of the values, for the error message.
 
     Raises:
-        CommunicationError: a worker did not take part.
+        CommunicationError: a worker failed or took longer than the time-out.
     """
     data = bytearray(json.dumps(value).encode())
     text = torch.frombuffer(data, dtype=torch.uint8).to(device)

@@ -1,6 +1,6 @@
 """Events that report the progress of a run, and their form as lines of JSON.
 
-A worker process sends the lines to the process that started it. A checkpoint contains them, too.
+Worker 0 sends the lines to the process that started it. A checkpoint contains some of them.
 ``step`` is always the number of steps that rank 0 has taken so far. *Local step time* is the time
 of a step without communication.
 """
@@ -36,7 +36,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All workers took a step and evaluated the consensus, the mean of their models.
+    """All workers evaluated the consensus, the mean of their models.
 
     Attributes:
         step: Number of steps.
@@ -60,7 +60,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class EvaluationCount:
-    """The run chose its number of evaluations. It expects one to take ``seconds``."""
+    """The run chose its number of evaluations. One is expected to take ``seconds``."""
 
     evaluations: int
     seconds: float
@@ -76,14 +76,14 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class LocalStepTime:
-    """Mean local step time, measured for artificial stragglers, which sleep multiples of it."""
+    """Local step time t, measured or set by the job. Artificial stragglers sleep multiples of t."""
 
     step_seconds: float
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Mean local step time after ``step`` steps. Measuring it does not count as training time."""
+    """Local step time, mean over workers, measured after ``step`` steps outside training time."""
 
     step: int
     step_seconds: float
@@ -91,14 +91,14 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The run continues from the checkpoint of ``step``. Earlier evaluations are repeated next."""
+    """The run continues from the checkpoint of ``step``. The events stored in it follow."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """The run was asked to stop early. All workers saved a checkpoint in ``directory``."""
+    """The run was asked to stop early, and has saved a checkpoint in ``directory``."""
 
     step: int
     directory: str
@@ -106,7 +106,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class NotSaved:
-    """The run was asked to stop early, but could not save a checkpoint, for the reason ``why``."""
+    """The run was asked to stop early, but saved no checkpoint then, for the reason ``why``."""
 
     why: str
 
@@ -117,8 +117,8 @@ class End:
 
     Attributes:
         stats: Totals of every worker, in rank order.
-        step_seconds: Duration of a step, if the method determines it only at the end (the baseline
-            ``ideal``). The seconds of earlier events must then be replaced by ``step`` times it.
+        step_seconds: Duration of a step that only the end of the run determines (the baseline
+            ``ideal``). The seconds of earlier events are then replaced by step · step_seconds.
             None: the seconds of earlier events are valid.
     """
 

@@ -29,8 +29,8 @@ IDEAL = "ideal"
 class Ideal(Baseline):
     """BSP on an infinitely fast network, the speed-up limit that other methods are compared with.
 
-    **Update**: that of BSP. The run really averages the gradients, but the time for that is not
-    counted.
+    **Update**: that of BSP. The run really averages the gradients, but the time of communication is
+    not counted.
 
     **Training seconds**: number of steps · step time without communication.
 
@@ -38,8 +38,8 @@ class Ideal(Baseline):
     workers train without communication. It is the mean over all timed steps and all workers. A
     median would ignore occasional slow steps, which the times of other methods include.
 
-    In virtual time, the training seconds are the mean of the workers' compute times, so that no
-    worker waits for the slowest one.
+    In virtual time, the training seconds at an evaluation are the mean of the workers' compute
+    times, as if no worker had waited for the slowest one.
     """
 
     name: ClassVar[str] = IDEAL
@@ -63,7 +63,7 @@ class Ideal(Baseline):
 
 
 class _OnIdealNetwork(Attached):
-    """BSP that never waits. The subclass defines the training seconds."""
+    """BSP whose waiting time is not counted. The subclass defines the training seconds."""
 
     @property
     @override
@@ -72,7 +72,7 @@ class _OnIdealNetwork(Attached):
 
 
 class _Measured(_OnIdealNetwork):
-    """BSP on processes, with a measured step time."""
+    """BSP on real processes, with a measured step time."""
 
     def __init__(
         self, task: Task, lr_scale: float, sync: Synchronizer, local: LocalTraining

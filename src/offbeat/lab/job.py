@@ -1,4 +1,4 @@
-"""The settings of one training run, shared by command line, worker processes and result files.
+"""``Job``: the settings of a training run, as used on the command line, by workers and in results.
 
 A *method* is what a run trains with: a strategy of this package or a *baseline* to compare with.
 
@@ -57,9 +57,10 @@ def option(
     least: int | None = None,
     above: float | None = None,
 ) -> Any:
-    """Declare a field of ``Job`` that is also a command-line option.
+    """Declare a field of a dataclass such as ``Job`` that is also a command-line option.
 
-    The arguments are those of ``Option``, and the range: ``least`` ≤ value, ``above`` < value.
+    The arguments are the default, the attributes of ``Option``, and the range of the value:
+    ``least`` ≤ value, ``above`` < value.
     """
     metadata: dict[str, Any] = {"option": Option(help, flags, unset, is_path, of_method)}
     if flags:
@@ -74,19 +75,21 @@ def option_of(field: "dataclasses.Field[Any]") -> Option | None:
 
 @dataclass(frozen=True)
 class Job:
-    """One training run: task, method and number of workers.
+    """One training run: recipe, method, number of workers and other settings.
 
     The fields with an ``option`` are the options of the commands ``train``, ``compare`` and
     ``simulate``, with the same name, default, range and help. A new field is a new option.
 
     The other fields:
 
-    - ``jitter``, ``slow``: artificial stragglers among real workers; see ``lab.stragglers``.
+    - ``jitter``, ``slow``: artificial stragglers. Real ones sleep (``lab.stragglers``), simulated
+      ones have longer steps.
     - ``alone_seconds``: step time without communication, by which the sleeps of stragglers are
       scaled. None: the run measures it.
-    - ``measure_links``: True to measure the links before and after training. Only with gloo.
+    - ``measure_links``: True to measure the links before and after training. It has an effect only
+      with gloo, several workers and a method other than ``ideal``.
     - ``measure_alone``: True to calibrate: measure the step time without communication before
-      training and at each evaluation; see ``lab.step_time``. Not in the simulator.
+      training and at each evaluation; see ``lab.step_time``. It has no effect in the simulator.
     - ``workers_per_node``: number of workers of each simulated node.
     """
 
@@ -174,11 +177,11 @@ class Job:
         return Setup(self.workers, epochs, self.seed, Path(self.data) if self.data else None)
 
     def check(self, task: "Task | None" = None) -> "Task":
-        """Raise for any mistake that can be found before a worker starts.
+        """Build the task, and raise for mistakes that can be found before a worker starts.
 
         Args:
-            task: Task of the recipe, if another job with the same recipe, data and number of
-                workers has already built it. None: build it now.
+            task: Task that another job with the same recipe, data and number of workers has built,
+                to save time. None: build it now.
 
         Returns:
             The task.
@@ -186,6 +189,7 @@ class Job:
         Raises:
             ValueError, TypeError: an unknown recipe or strategy, or an invalid setting.
             FileNotFoundError: the data do not exist.
+            ImportError: the package of a baseline or of the recipe is not installed.
         """
         from offbeat.lab.recipes import find_recipe
         from offbeat.lab.recipes.custom import try_out
@@ -249,7 +253,7 @@ class Job:
         """Raise unless the strategy or baseline supports the settings of this job.
 
         Raises:
-            ValueError, TypeError: it does not support a setting, or its name is unknown.
+            ValueError, TypeError: the method does not support a setting, or its name is unknown.
             ImportError: the package of the baseline is not installed.
         """
         from offbeat.errors import AttachError
@@ -294,7 +298,7 @@ class Job:
         )
 
     def _implied(self, name: str) -> object:
-        """Return the strategy's own default: for ``wire`` its precision, otherwise None."""
+        """Return the strategy's default for the field ``wire``; None for other fields."""
         from offbeat.lab.methods.registry import parse_method
         from offbeat.strategies import Strategy
 

@@ -33,7 +33,7 @@ class Result:
         points: Evaluations in order, at least one. The last one is at the end of the run.
         stats: Totals of each worker, in rank order.
         model_bytes: Size of the model's parameters; None in results of old versions.
-        links: Measurements of the links before and after the training; empty if not measured.
+        links: Measurements of the links before and after the training; empty: not measured.
         turns: Calibrations: step times without communication, measured before the training and at
             each evaluation (``lab.step_time.calibrate``). Empty if the run was not calibrated.
         lr_scales: Factors on the learning rate that the comparison tries with this method; empty if
@@ -99,7 +99,7 @@ class Result:
 
     @property
     def measured(self) -> bool:
-        """True if waiting time, bytes and synchronizations are known. They are not for a peer."""
+        """True if waiting time, bytes and synchronizations are known: for all but peers."""
         return not is_peer(self.strategy)
 
     @property
@@ -109,7 +109,7 @@ class Result:
 
     @property
     def payload_bytes(self) -> float | None:
-        """Bytes that a worker gave to collectives or pushed, mean over workers; None if unknown."""
+        """Bytes that a worker passed to the network, mean over workers; None if unknown."""
         return self._mean("payload_bytes") if self.measured else None
 
     @property
@@ -119,7 +119,7 @@ class Result:
 
     @property
     def flag_rate(self) -> float | None:
-        """Share of steps in which a worker asked to synchronize (SelSync); None if unknown."""
+        """Share of steps in which a worker asked to synchronize; used by SelSync. None: unknown."""
         return self._mean("flags") / max(1.0, self._mean("steps")) if self.measured else None
 
     @property
@@ -136,7 +136,7 @@ class Result:
         return {"steps": stats.steps, "details": stats.details}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and some derived properties as JSON values, for ``results.jsonl``."""
+        """Return all fields and most properties as JSON values, for ``results.jsonl``."""
         derived = (
             *("strategy", "label", "final", "final_metrics", "seconds", "time_to_target_seconds"),
             *("lssr", "payload_bytes", "idle", "flag_rate", "details"),

@@ -28,14 +28,15 @@ def make_sampler(
         workers: Number of workers.
         rank: Rank of the worker.
         seed: Seed of the order and of the partition.
-        kind: ``seldp``: each worker reads all samples and starts at a different part. ``defdp``:
+        kind: ``seldp``: each worker reads all samples and starts at a different place. ``defdp``:
             each of N workers reads a fixed 1/N of the samples. ``distributed``: torch's
             ``DistributedSampler``, which gives a worker a different 1/N in every epoch.
         partition: Partition of the samples among the workers, as for ``make_partition``; None for
             no partition. With a partition, ``kind`` has no effect.
 
     Raises:
-        ValueError: the kind or the partition is unknown, or the samples have no labels.
+        ValueError: the kind or the partition is unknown, or a partition needs labels that the
+            samples do not have.
     """
     if kind not in ("seldp", "defdp", "distributed"):
         raise ValueError(f"sampler must be seldp, defdp or distributed, got {kind!r}")
@@ -79,9 +80,9 @@ def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:
 
 
 class Batches(Iterable[tuple[Tensor, ...]]):
-    """The batches of one worker for all ``task.steps`` steps, in the order of a sampler.
+    """The batches of one worker for the ``task.steps`` steps of a run, in the order of a sampler.
 
-    An iteration passes over the samples as often as necessary.
+    One iteration passes over the samples as often as necessary.
 
     Args:
         task: The task.

@@ -1,6 +1,7 @@
 """Measurement of the *local step time*: the time of a training step without communication.
 
-It is the reference for the speed-up of every method.
+The baseline ``ideal`` computes its training time from it. Calibrations use it to correct times for
+changes of the machine's speed.
 """
 
 import copy
@@ -45,7 +46,7 @@ class Duration:
 REFERENCE = Duration(warmup_steps=5, least_steps=10, least_seconds=4.0)
 """Duration of a measurement before or after a run."""
 CALIBRATION = Duration(warmup_steps=2, least_steps=5, least_seconds=1.0)
-"""Duration of a calibration (see ``calibrate``). It is short, as each evaluation has one."""
+"""Duration of a calibration (see ``calibrate``), short because each evaluation has one."""
 
 
 class LocalTraining:
@@ -58,7 +59,8 @@ class LocalTraining:
         duration: Duration of each measurement; None: ``REFERENCE``.
 
     Attributes:
-        step_seconds: Mean over the timed steps of all measurements and over the workers.
+        step_seconds: Mean over the timed steps of all measurements and over the workers. 0 before
+            the first measurement.
     """
 
     def __init__(
@@ -76,8 +78,8 @@ class LocalTraining:
 
     def measure(self) -> None:
         """Train for the duration and update ``step_seconds``. A collective."""
-        # All workers start together and train for the same time, so that none is timed while other
-        # cores are idle.
+        # All workers start together and train for about the same time, so that none is timed while
+        # other cores are idle.
         gather(None, self._device, "the start of local training")
         with _state_restored(self._task):
             self._train()
@@ -111,7 +113,7 @@ class LocalTraining:
 
 
 def _train_on(task: Task, batch: Any) -> None:
-    """Do the work of ``Attached.train`` without a strategy."""
+    """Train on one batch without a strategy."""
     task.loss(task.model, batch).backward()
     if task.clip_norm is not None:
         nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
@@ -139,7 +141,7 @@ def _state_restored(task: Task) -> Iterator[None]:
 def calibrate(
     step: int, task: Task, lr_scale: float, batches: Callable[[], Iterable[Any]]
 ) -> Calibration:
-    """Measure the local step time in the middle of a run. A collective.
+    """Measure the local step time between the steps of a run. A collective.
 
     The speed of a shared machine may drift by a third within minutes. A step time that was measured
     in another run, or before and after this one, is therefore a poor reference. A calibration takes
@@ -166,9 +168,9 @@ def measure_recipe(
 
     Args:
         name: Name of a recipe, or path of a recipe's file.
-        data: Directory of its data, if it needs one.
+        data: Directory of the recipe's data, if it needs one.
         steps: Number of timed steps (≥ 5).
-        warmup_steps: Number of steps before them.
+        warmup_steps: Number of untimed steps at the start.
 
     Returns:
         The model and the median duration of a step in seconds: reading the batch, forward pass,

@@ -21,8 +21,8 @@ class StragglerLoss:
 
         sleep = t · (slowdown · (1 + jitter·|z|) − 1),  z ~ N(0, 1)
 
-    Jitter only lengthens steps, because a worker cannot be made faster. z depends only on seed,
-    rank and step, so that all methods of a comparison sleep equally long.
+    Jitter only lengthens steps, because a worker cannot be made faster. z depends only on the seed,
+    the rank and the number of the call, so that methods with equally many calls sleep equally long.
 
     Args:
         task: Task whose loss is replaced. A measurement of t trains it and restores its state.
@@ -64,7 +64,7 @@ class StragglerLoss:
 
 
 def parse_slow(text: str | None, workers: int) -> dict[int, float]:
-    """Return rank → slowdown for ``RANK=FACTOR,RANK=FACTOR``.
+    """Return rank → slowdown for ``RANK=FACTOR,RANK=FACTOR``, with any number of items.
 
     Raises:
         ValueError: the text has another form, a rank does not exist, or a factor is below 1 or

@@ -4,7 +4,7 @@ A *recipe* builds the task: model, data, optimizer. A *method* is a strategy of 
 baseline to compare with. The *consensus* is the mean model of all workers.
 
 ``train_worker`` runs one worker in an existing process group. ``python -m offbeat.lab.train JSON``
-runs one in a new process, which ``lab.launch.processes`` starts.
+creates the process group and runs one; ``lab.launch.processes`` starts such processes.
 """
 
 import json
@@ -62,9 +62,9 @@ from offbeat.synchronizer import Synchronizer
 def choose_backend() -> str:
     """Return the backend to pass to ``init_process_group`` before calling ``train_worker``.
 
-    It is ``"nccl"`` if this machine has a GPU for each of its workers (``LOCAL_WORLD_SIZE``, by
-    default 1), and otherwise ``"gloo"``. The result must be the same on all machines of a run. With
-    gloo, ``train_worker`` trains on the CPU.
+    It is ``"nccl"`` if torch supports NCCL and this machine has a GPU for each of its workers
+    (``LOCAL_WORLD_SIZE``, by default 1), and otherwise ``"gloo"``. The result must be the same on
+    all machines of a run. With gloo, ``train_worker`` trains on the CPU.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= local
@@ -85,11 +85,11 @@ def train_worker(
 
     Rank 0 emits these events:
 
-    - ``Start``, then a ``Step`` or an ``Evaluation`` for each step, then the final ``Evaluation``
-      and ``End``;
+    - ``Start``, then a ``Step`` or an ``Evaluation`` after each step, then the final ``Evaluation``
+      and ``End``. If ``max_seconds`` ends the run, the last step has only the final ``Evaluation``;
     - ``Waiting`` before everything other than training;
     - ``LinkSpeed``, ``LocalStepTime`` and ``Calibration`` for measurements that the job requests;
-    - ``EvaluationCount`` if the job does not set the number of evaluations;
+    - ``EvaluationCount`` when the run chooses its number of evaluations, unless the job sets it;
     - ``Resumed``, followed by the events in the checkpoint, if the job continues a run;
     - ``Stopped`` instead of ``End`` if the run is asked to stop early.
 
@@ -180,7 +180,7 @@ class _Worker:
         return Attached(task, job.lr_scale, attach_strategy(chosen))
 
     def _make_straggler(self, task: Task, job: Job, emit: Callable[[Event], None]) -> Job:
-        """Make ``task`` sleep as ``job`` says. Return ``job`` with ``alone_seconds`` measured."""
+        """Make ``task.loss`` sleep as ``job`` says. Return ``job`` with ``alone_seconds`` set."""
         # In the simulator, stragglers have longer steps in virtual time and do not sleep.
         if not (job.jitter or job.slow) or dist.get_backend() == "simulated":
             return job
@@ -198,7 +198,10 @@ class _Worker:
         return replace(job, alone_seconds=loss.step_seconds)
 
     def _make_calibration(self, job: Job) -> Callable[[int], None]:
-        """Return a function that calibrates after a step. It does nothing unless the job asks."""
+        """Return a function that measures the step time without communication after a step.
+
+        It does nothing if the job does not request calibration, and in the simulator.
+        """
         if not job.measure_alone or dist.get_backend() == "simulated":
             return lambda step: None
         task = self._recipe.build(job.setup())
@@ -226,11 +229,11 @@ class _Worker:
     ) -> dict[str, float] | None:
         """Evaluate the consensus and calibrate. Does not count as training time. A collective.
 
-        The first call chooses the number of evaluations if the job does not set it.
+        If the job does not set the number of evaluations, the first call chooses it.
 
         Returns:
-            The metrics, or None in two cases: the run has reached the job's ``max_seconds`` and
-            must end, or the number of evaluations that was just chosen needs none at this step.
+            The metrics. None if the run has reached the job's ``max_seconds`` and must end, or if
+            no evaluation is due at this step with the number of evaluations that was just chosen.
         """
         job, task, schedule, device = self._job, self._task, self._schedule, self._device
         start = time.perf_counter()
@@ -277,10 +280,10 @@ class _Worker:
 def share_cores(workers: int, rank: int | None = None) -> None:
     """Limit this process to its share of this machine's cores.
 
-    The number of torch's threads becomes cores / workers, at least 1. If ``rank`` is given and the
-    cores can be divided evenly, the process is also pinned: to its own cores, or to a core that
-    equally many processes share. Without pinning, the scheduler may let one busy process run twice
-    as fast as another for seconds.
+    The number of torch's threads becomes ⌊cores / workers⌋, at least 1. If ``rank`` is given and
+    the cores can be divided evenly (on Linux), the process is also pinned to its own cores, or to
+    one core that equally many processes share. Without pinning, the scheduler may let one busy
+    process run twice as fast as another for seconds.
 
     Args:
         workers: Number of worker processes on this machine.
@@ -298,7 +301,7 @@ def share_cores(workers: int, rank: int | None = None) -> None:
 def import_from_current_directory() -> None:
     """Make modules in the current directory importable, for custom strategies.
 
-    Needed for console scripts and ``python -P``, which do not put that directory on ``sys.path``.
+    Console scripts and ``python -P`` do not put that directory on ``sys.path``.
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 
 def run_cleanup(clean: Callable[[], object]) -> None:
-    """Call ``clean``, and call it once more if Ctrl-C or another exception interrupts it.
+    """Call ``clean``. If Ctrl-C or another exception interrupts it, call it again and re-raise.
 
     Two calls are enough, because a second signal ends the command line immediately.
     """

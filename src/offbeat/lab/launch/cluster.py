@@ -50,7 +50,7 @@ class Cluster:
 
     @staticmethod
     def why_not() -> str | None:
-        """Return the reason why shaped links are not available here; None if they are."""
+        """Try to create a namespace. Return why rate-limited links are impossible here, or None."""
         if sys.platform != "linux":
             return "network namespaces need Linux"
         if os.geteuid() != 0:
@@ -127,9 +127,9 @@ class Cluster:
     def _shape(
         self, namespace: str, device: str, bits_per_second: float, verb: str = "add"
     ) -> None:
-        # The bucket (burst) must hold what the link sends between two timer ticks of the kernel,
-        # 4 ms at 250 Hz, and at least two of the stack's largest segments of 64 kB. A queue of
-        # 100 ms is typical of a small switch.
+        # The bucket (burst) must hold what the link sends between two timer ticks of the kernel
+        # (4 ms at 250 Hz), and at least two segments of 64 kB, the largest that Linux sends. A
+        # queue of 100 ms is typical of a small switch.
         burst = max(131072, int(bits_per_second / 8 * 0.004))
         _run(
             *("tc", "-n", namespace, "qdisc", verb, "dev", device, "root", "tbf"),
@@ -170,7 +170,7 @@ def _run(*argv: str, check: bool = True) -> str:
 
 
 if __name__ == "__main__":
-    # For `make demo`: print the option that shapes links to the given rate, if that is possible.
+    # For `make demo`: print the option that limits the links to the given rate, if possible.
     reason = Cluster.why_not()
     if reason is not None:
         sys.stderr.write(f"no shaped links here ({reason}): running over loopback\n")

@@ -46,10 +46,10 @@ _SERVER_ENDED = -signal.SIGKILL  # the kernel kills the workers together with th
 
 
 def prepare_worker() -> None:
-    """Set up a new process: own process group, default SIGINT, and death with the parent."""
-    # In its own process group, the worker does not receive the terminal's Ctrl-C. Not in its own
-    # session: Linux divides processor time between sessions first, so that one of two sessions
-    # that share a core may get no time for seconds.
+    """Set up a new process: own process group, default SIGINT, on Linux death with the parent."""
+    # In its own process group, the worker does not receive the terminal's Ctrl-C. The worker gets
+    # no session of its own, because Linux divides processor time between sessions first. One of
+    # two sessions that share a core may get no time for seconds.
     os.setpgid(0, 0)
     # A background job of a shell script ignores SIGINT, and its children inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -59,7 +59,9 @@ def prepare_worker() -> None:
 
 
 class ForkedProcess:
-    """A forked worker, with ``pid``, ``poll`` and ``wait`` as in ``subprocess.Popen``.
+    """A forked worker, with ``pid``, ``poll`` and ``wait`` similar to ``subprocess.Popen``.
+
+    The constructor waits until the server has sent the process id.
 
     Args:
         pipe: Read end of the status pipe. Closed once the exit status has arrived.
@@ -88,7 +90,7 @@ class ForkedProcess:
     def wait(self) -> int:
         """Wait at most 10 s for a killed or ending process, and return its exit status.
 
-        Without an answer from the server, the status is that of a process killed by SIGKILL.
+        If the server does not report a status in time, return that of a process killed by SIGKILL.
         """
         if self._status is None:
             status = self._read(_END_SECONDS)
@@ -102,7 +104,7 @@ class ForkedProcess:
             os.close(self._pipe)
 
     def _read(self, seconds: float) -> int | None:
-        """Return the next integer from the status pipe; None if none arrives within ``seconds``."""
+        """Wait for the next integer from the status pipe. Return None if none arrives in time."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._pipe, selectors.EVENT_READ)
             if not selector.select(seconds):
@@ -192,7 +194,7 @@ def fork_worker(
 
 @atexit.register
 def stop() -> None:
-    """Stop the server, if it runs, and its workers. ``fork_worker`` can start a new server."""
+    """Stop the server and its workers, if it runs. ``fork_worker`` can start a new one later."""
     global _client
     if _client is not None:
         _client.stop()

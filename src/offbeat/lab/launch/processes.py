@@ -36,13 +36,14 @@ class WorkerError(OffbeatError):
 def run_job(job: Job, on_event: Callable[[Event], None], cluster: Cluster | None = None) -> None:
     """Run ``job`` on one process per worker and end every process before returning or raising.
 
-    On Ctrl-C or SIGTERM during a job with checkpoints, the workers get 10 s to save another
-    checkpoint. ``on_event`` then receives ``Stopped``, or ``NotSaved`` with the reason.
+    On Ctrl-C or SIGTERM during a job with checkpoints, the workers get 10 s to save a last
+    checkpoint, unless none has started training or one has taken its last step. ``on_event`` then
+    receives ``Stopped``, or ``NotSaved`` with the reason.
 
     Args:
         job: Configuration of the run.
         on_event: Function that receives the events of rank 0; see ``train_worker``.
-        cluster: Cluster with a node for each worker. None: the workers use the loopback interface.
+        cluster: Emulated network with a node for each worker. None: use the loopback interface.
 
     Raises:
         WorkerError: a worker failed or was killed. The message has its rank and its error.
@@ -91,7 +92,7 @@ class _Run:
         os.set_blocking(events.fileno(), False)
 
     def start(self, cluster: Cluster | None, rank: int, argument: str, out: IO[bytes]) -> None:
-        """Start worker ``rank``: on a node of the cluster, otherwise as a fork if possible."""
+        """Start worker ``rank``: on its node of the cluster, or else as a fork if possible."""
         argv = [sys.executable, "-m", "offbeat.lab.train", argument]
         interface = "lo" if cluster is None else cluster.interface
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface}
@@ -143,7 +144,7 @@ class _Run:
                         raise _failure(statuses, self._folder)
 
     def save_and_stop(self, request: StopRequest) -> None:
-        """Let all workers save a checkpoint of the same step and exit, within 10 s."""
+        """Ask all workers to save a checkpoint of the same step and exit. Wait at most 10 s."""
         deadline = time.monotonic() + _SAVING_SECONDS
         if not self._workers or request.request(_SAVING_SECONDS) is None:
             return
@@ -175,10 +176,10 @@ class _Run:
 
 
 def _failure(statuses: list[int | None], folder: Path) -> WorkerError:
-    """Return the error of a worker that was killed, or otherwise of the first failed worker.
+    """Return the error of a worker that was killed, or else of the failed worker of lowest rank.
 
-    The text is the last line that begins with "error: ", which ``train.main`` writes. Threads of
-    other packages, such as torchft's servers, may write further lines after it.
+    The text is the last line on standard error that begins with "error: ". ``train.main`` writes
+    it, but threads of other packages, such as torchft's servers, may write further lines.
     """
     for rank, status in enumerate(statuses):
         if status is not None and status < 0:

@@ -41,7 +41,7 @@ class Runner(Protocol):
         """Description of the hardware."""
 
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
-        """Run ``job`` to its end and pass the events of rank 0 to ``on_event``."""
+        """Run ``job`` to its end and pass the events of rank 0, its progress, to ``on_event``."""
 
 
 class Loopback(Runner):
@@ -65,13 +65,13 @@ class Loopback(Runner):
 class ShapedLinks(Cluster, Loopback):
     """Runs each worker as a process on a node of an emulated ``Cluster`` with rate-limited links.
 
-    The baseline ``ideal`` runs over loopback instead: its training time excludes communication, so
-    slow links would only delay it.
+    The baseline ``ideal`` runs over loopback instead. Its training time excludes communication, so
+    slow links would only make the run take longer.
 
     Args:
         workers: Number of nodes (1 to 200).
         bits_per_second: Rate of each link in each direction.
-        later: Rate from the moment when rank 0 has taken half of its steps. None: unchanged.
+        later: Rate after rank 0 has taken half of its steps. None: the rate does not change.
     """
 
     def __init__(self, workers: int, bits_per_second: float, later: float | None = None) -> None:
@@ -152,7 +152,7 @@ class ExternalLauncher(Runner):
             train_worker(Job(**values), lambda event: None)
 
     def end(self) -> None:
-        """End ``follow`` on the other ranks. After a failed job, it has already ended there."""
+        """End ``follow`` on the other ranks. Not to be called after a failed job."""
         _from_rank_0(None)
 
 
@@ -167,7 +167,7 @@ class VirtualCluster(Runner):
 
     Attributes:
         network: Simulated network between the workers.
-        compute: Virtual time of the workers' steps.
+        compute: Time of the workers' steps in virtual time.
         last: Simulation of the last job; None before the first.
     """
 

@@ -17,13 +17,13 @@ _INTEGER = struct.Struct("q")
 class StopRequest:
     """A file through which another process of this machine asks the workers of a run to stop.
 
-    The file holds the requested step (0: no request), followed by one number for each worker: the
-    step that the worker is taking, −1 once it has saved, or 2⁶² once it has taken its last step. A
-    worker writes the number of a step before it begins the step. To stop the run, the requester
-    reads these numbers and writes their maximum as the requested step. Worker and requester hold a
-    lock on the file meanwhile. Therefore no worker can have passed the requested step, and every
-    worker saves after exactly this step. Workers of an asynchronous strategy may be far apart when
-    the request is made. The slower ones continue to the requested step.
+    The file holds the requested step (0: no request), followed by one number for each worker: 0
+    before it starts, then the step that it is taking, 2⁶² once it has taken its last step, and −1
+    once it has saved. A worker writes the number of a step before it begins the step. To stop the
+    run, the requester reads these numbers and writes their maximum as the requested step. Worker
+    and requester hold a lock on the file meanwhile. Therefore no worker can have passed the
+    requested step, and every worker saves after exactly this step. Workers of an asynchronous
+    strategy may be far apart when the request is made. The slower ones continue to that step.
 
     Args:
         path: Path of the file; created if it does not exist.
@@ -39,8 +39,8 @@ class StopRequest:
     def may_continue(self, rank: int, step: int, *, last: int, seconds: float) -> bool:
         """Write the worker's progress. Return False if the worker must save and exit now.
 
-        A worker calls this before its first step and after each step. Once a stop is requested, the
-        worker's progress is no longer written.
+        A worker calls this before its first step and after each step. Once a stop is requested,
+        the call only compares ``step`` with the requested step.
 
         Args:
             rank: Rank of the calling worker.
@@ -70,7 +70,7 @@ class StopRequest:
     def wait_until_all_saved(self, rank: int, seconds: float) -> None:
         """Report that worker ``rank`` has saved, and wait at most ``seconds`` for the others.
 
-        If a worker exited before, it would break connections that others still need for saving.
+        If a worker exited earlier, it would break connections that others still need for saving.
         """
         self._write(1 + rank, _SAVED)
         deadline = time.monotonic() + seconds
@@ -85,8 +85,8 @@ class StopRequest:
 
         Returns:
             The step after which the workers exit; −1 if all workers have already saved. None if no
-            request was made, because no worker has started, one worker has taken its last step, or
-            the lock was not free within ``seconds``.
+            request was made: no worker has started, a worker has taken its last step, or the lock
+            was not free within ``seconds``.
         """
         try:
             with self._lock(seconds):

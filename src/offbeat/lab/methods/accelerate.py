@@ -1,4 +1,4 @@
-"""Local SGD of Hugging Face's ``accelerate.local_sgd``."""
+"""Local SGD of Hugging Face's package accelerate, as a baseline to compare strategies with."""
 
 import os
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class AccelerateLocalSGD(Peer):
 class _Accelerated(TrainingLoop):
     """Training loop as in Accelerate's documentation."""
 
-    differ = True
+    differ = True  # the parameters differ between workers
 
     def __init__(self, name: str, task: Task, lr_scale: float, period: int) -> None:
         from accelerate import Accelerator

@@ -1,7 +1,9 @@
 """Interface between the training loop of a run and the method that trains the model.
 
-A *method* is a strategy of this package or a *baseline* that strategies are compared with. A *task*
-is everything that one worker needs to train: model, optimizer, loss, data and schedule.
+A ``Method`` trains on one worker. There are two kinds: ``Attached`` trains with a strategy of this
+package. A ``Baseline`` has the settings of something that strategies are compared with, and its
+``start`` creates the ``Method``. A *task* is everything that one worker needs to train: model,
+optimizer, loss, data and schedule.
 """
 
 from abc import ABC, abstractmethod
@@ -32,7 +34,10 @@ class Method(ABC):
 
     @property
     def step_seconds(self) -> float | None:
-        """Duration of a step, if the method determines it only at the end; otherwise None."""
+        """Duration of a step that is final only after ``finish``, or None.
+
+        If it is not None, the final value replaces all earlier training seconds by step · duration.
+        """
         return None
 
     @property
@@ -48,7 +53,8 @@ class Method(ABC):
     def consensus(self) -> AbstractContextManager[None]:
         """Give all workers the same model, for an evaluation inside the context. A collective.
 
-        At its end, each worker continues with its own model. Does not count as training time.
+        At the end of the context, each worker gets its own model back. The time in the context does
+        not count as training time.
         """
 
     @abstractmethod
@@ -109,21 +115,21 @@ SAVING = ("checkpoints", "save_every", "resume")
 
 
 class Baseline(ABC):
-    """A method that is not a strategy for ``attach``, only something to compare strategies with.
+    """Settings of training that is not a strategy for ``attach``, to compare strategies with.
 
-    Subclasses are frozen dataclasses of settings. ``start`` returns the ``Method`` that trains.
+    Subclasses are frozen dataclasses. ``start`` creates the ``Method`` that trains.
     """
 
     name: ClassVar[str]
     """Name on the command line, such as ``torch:ddp``."""
     simulated: ClassVar[bool]
-    """True if the method can also run in the simulator."""
+    """True if the baseline can also run in the simulator."""
     refused: ClassVar[tuple[str, ...]] = ("wire", "injection", "log", *SAVING)
-    """Fields of ``Job`` that the method does not support."""
+    """Fields of ``Job`` that the baseline does not support."""
 
     @classmethod
     def require(cls) -> None:
-        """Raise unless the packages that the method needs are installed.
+        """Raise unless the packages that the baseline needs are installed.
 
         Raises:
             ImportError: a package is missing. The message says how to install it.
@@ -144,8 +150,7 @@ class Baseline(ABC):
         Args:
             task: The task, on its device.
             lr_scale: Factor on the learning rate.
-            under: Function that attaches a strategy to the task, for a baseline that trains with
-                one.
+            under: Function that attaches a strategy to the task, for baselines based on a strategy.
             batches: Function that returns a new iterable over this worker's batches, beginning with
                 the first one, on the model's device.
             timeout_seconds: Time-out of operations between workers.

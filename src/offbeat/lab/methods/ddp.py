@@ -25,12 +25,12 @@ _ONE_BUCKET_MB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class OverDDP(Peer):
-    """A method that wraps the model in DistributedDataParallel.
+    """Base class of methods that wrap the model in DistributedDataParallel (DDP).
 
     Args:
         sync_buffers: True to broadcast rank 0's buffers, such as BatchNorm's statistics, at the
-            start of a forward pass, as DistributedDataParallel does by default. It skips the
-            broadcast if the previous forward pass was under ``no_sync`` or ``no_grad``.
+            start of a forward pass, as DDP does by default. DDP skips the broadcast if the previous
+            forward pass was under ``no_sync`` or ``no_grad``.
     """
 
     sync_buffers: bool = True
@@ -98,7 +98,7 @@ def _bf16(
 ) -> torch.futures.Future[torch.Tensor]:
     """Call torch's bf16 hook under another name.
 
-    Without NCCL, DDP rejects a hook of the name ``bf16_compress_hook``. It also works with gloo.
+    The hook works with gloo, too, but without NCCL DDP rejects a hook named ``bf16_compress_hook``.
     """
     return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
 
@@ -107,8 +107,8 @@ def _bf16(
 class PostLocal(OverDDP):
     """Post-local SGD: DDP during a warm-up, then local steps and periodic averages of the models.
 
-    The models are averaged by torch's ``PeriodicModelAverager``. After the warm-up no gradients are
-    averaged: torch would by default still average them inside each node, but
+    torch's ``PeriodicModelAverager`` averages the models. After the warm-up no gradients are
+    averaged. By default torch would still average them inside each machine;
     ``post_local_gradient_allreduce=False`` switches that off.
 
     Args:
@@ -138,7 +138,7 @@ class PostLocal(OverDDP):
 class _Averaging(TrainingLoop):
     """Training loop that calls torch's averager after each step."""
 
-    differ = True
+    differ = True  # the parameters differ between workers
 
     def __init__(
         self,
@@ -161,10 +161,9 @@ class _Averaging(TrainingLoop):
 class Accumulate(OverDDP):
     """Gradient accumulation: DDP with ``no_sync``, one optimizer step for several batches.
 
-    Each worker computes gradients on ``steps`` batches. Then the optimizer steps with their mean
-    over the batches and the workers. The learning-rate schedule counts batches. An optimizer step
-    uses the learning rate of its first batch. The last optimizer step of the run may have fewer
-    batches.
+    Each worker computes gradients on ``steps`` batches. Then the optimizer steps with the mean
+    gradient over these batches and all workers, at the learning rate of the first of them. The
+    learning-rate schedule counts batches. The last optimizer step may have fewer batches.
 
     Args:
         steps: Number of batches per optimizer step (≥ 1).

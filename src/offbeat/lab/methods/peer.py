@@ -1,6 +1,7 @@
 """Base classes of *peers*: methods of torch and other packages, which run their own code.
 
-A *method* trains the model of a *task*: model, optimizer, loss, data and schedule.
+A peer trains a *task*: model, optimizer, loss, data and schedule. ``Peer`` has its settings,
+``TrainingLoop`` does the training.
 """
 
 import importlib.util
@@ -33,7 +34,7 @@ _SIOCGIFADDR = 0x8915  # Linux: request the address of an interface
 
 @dataclass(frozen=True, kw_only=True)
 class Peer(Baseline):
-    """A method of torch or another package, for comparison. It runs on real processes only."""
+    """Settings of a method of torch or another package. It runs on real processes only."""
 
     simulated: ClassVar[bool] = False
     package: ClassVar[str] = "torch"
@@ -65,7 +66,7 @@ class Peer(Baseline):
 
     @abstractmethod
     def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> "TrainingLoop":
-        """Return the training loop of the method, set up for the task's model. A collective."""
+        """Create the training loop for the task's model. Called by ``start``. A collective."""
 
     def require_cpu(self, task: Task) -> None:
         """Raise unless the model is on the CPU.
@@ -84,6 +85,8 @@ class Peer(Baseline):
 class TrainingLoop(Method):
     """An ordinary training loop around a model, timed with the wall clock.
 
+    The public methods are described in ``Method``. Subclasses override those with an underscore.
+
     Args:
         name: Name of the method, for error messages.
         task: The task.
@@ -91,8 +94,8 @@ class TrainingLoop(Method):
         module: The task's model, possibly wrapped.
 
     Attributes:
-        differ: True if the parameters may differ between workers. Then an evaluation uses their
-            mean.
+        differ: True if the parameters may differ between workers. Evaluations then use the mean of
+            the parameters.
     """
 
     differ = False
@@ -123,11 +126,14 @@ class TrainingLoop(Method):
             batches = self._learn(batch)
         self._step += 1
         self._seconds = time.perf_counter() - self._began
-        for _ in range(batches):  # the learning-rate schedule counts batches
+        for _ in range(batches):
             self._task.advance()
 
     def _learn(self, batch: Any) -> int:
-        """Train on a batch. Return the number of batches whose gradients the optimizer applied."""
+        """Train on a batch. Return by how many batches the learning-rate schedule advances.
+
+        This is the number of batches whose gradients the optimizer has applied, possibly 0.
+        """
         self._task.loss(self._module, batch).backward()
         self._take_step()
         return 1
@@ -167,7 +173,7 @@ class TrainingLoop(Method):
             self._close()
 
     def _average(self, when: str) -> None:
-        """Replace parameters that may differ by their mean, and all buffers by those of rank 0."""
+        """Average the parameters if they may differ, and replace the buffers by those of rank 0."""
         model = self._task.model
         with explain_failures(f"{when} of {self._name}"), torch.no_grad():
             if self.differ:
@@ -189,7 +195,7 @@ class TrainingLoop(Method):
 
 @contextmanager
 def explain_failures(what: str) -> Iterator[None]:
-    """Convert run-time errors of other packages to a message with the rank and the operation.
+    """Convert errors of other packages to ``CommunicationError`` with the rank and the operation.
 
     Args:
         what: Description of the operation, such as "batch 3 of torch:ddp".

@@ -45,7 +45,7 @@ def parse_method(text: str) -> Strategy | Baseline:
 
 
 def is_baseline(text: str) -> bool:
-    """Return True if ``text`` names a baseline. Its settings may be invalid."""
+    """Return True if ``text`` names ``ideal`` or has a peer's prefix. The rest may be invalid."""
     return is_ideal(text) or is_peer(text)
 
 

@@ -46,13 +46,13 @@ class TorchftLocalSGD(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class TorchftDiLoCo(Peer):
-    """DiLoCo of torchft with a Nesterov outer optimizer. Streaming DiLoCo if ``fragments`` > 1.
+    """DiLoCo of torchft, or Streaming DiLoCo if ``fragments`` > 1. The outer optimizer is SGD.
 
     Args:
         period: Number H of steps between two synchronizations of a fragment (≥ 1). torchft's name
             is ``sync_every``.
         outer_lr: Learning rate of the outer optimizer (> 0).
-        outer_momentum: Momentum of the outer optimizer, in [0, 1).
+        outer_momentum: Nesterov momentum of the outer optimizer, in [0, 1). 0: no momentum.
         fragments: Number of contiguous parts of the model of about equal size, synchronized in
             turn (≥ 1, divides the period).
         delay: Number of steps from the start of a fragment's all-reduce to the use of its result
@@ -135,8 +135,9 @@ def fragments_of(model: nn.Module, number: int) -> list[nn.Module]:
 class Group:
     """torchft's servers on this worker: a store, a manager, and on rank 0 the lighthouse.
 
-    After a failed all-reduce, torchft continues with the remaining workers. Here that is an error,
-    because all runs of a comparison must train with all workers.
+    The constructor starts them, and is a collective. After a failed all-reduce, torchft continues
+    with the remaining workers. Here such a failure is an error, because all runs of a comparison
+    must train with all workers.
 
     Args:
         timeout_seconds: Time-out of every operation.
@@ -205,7 +206,7 @@ class Group:
 class _Managed(TrainingLoop):
     """Training loop of a torchft method, which acts in hooks of the optimizer's step."""
 
-    differ = True
+    differ = True  # the parameters differ between workers
 
     def __init__(self, name: str, task: Task, lr_scale: float, group: Group, method: Any) -> None:
         super().__init__(name, task, lr_scale, task.model)

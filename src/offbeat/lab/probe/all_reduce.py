@@ -17,12 +17,12 @@ def measure_all_reduce(
 ) -> AllReduce | None:
     """Measure small and large all-reduces for about ``seconds``. A collective.
 
-    Rank 0 decides the sizes and the number of all-reduces and broadcasts them.
+    Rank 0 chooses the sizes and the number of all-reduces and broadcasts them.
 
     Args:
         communicator: Communicator of all workers.
-        noise: Floats to sum.
-        scratch: Buffer of the same size for the sums.
+        noise: Floats to sum. An all-reduce sums a prefix of them.
+        scratch: Buffer of the same size, overwritten with the sums.
         seconds: Available time.
 
     Returns:

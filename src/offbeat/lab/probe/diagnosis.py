@@ -16,13 +16,14 @@ def find_warnings(ranks: Sequence[Rank], pairs: Sequence[Pair]) -> list[str]:
 
     - a rank that uses another network interface than rank 0;
     - a rank that uses the loopback interface, although there are several hosts;
-    - a rank that sends or receives at less than half of the rate of the median rank. Its rate is
-      the upper median over its partners. Ranks with one partner are not judged, because one pair
-      does not show which end is slow;
-    - a pair whose latency is over 5 times the median. Its latency is the lower one of the two
-      directions.
+    - a rank that sends or receives at less than half of the median over the send and receive rates
+      of all ranks. A rank's send (receive) rate is the upper median over the ranks to (from) which
+      its links were measured. With fewer than two such links the rate is not judged, because one
+      link does not show which end is slow;
+    - a pair whose latency is over 5 times the median over all pairs. If both directions were
+      measured, the lower latency counts.
 
-    With several hosts, rates and latencies are compared only between pairs on different hosts.
+    If links between hosts were measured, only those are used for rates and latencies.
     """
     warnings = []
     first = ranks[0].interface.partition(" (")[0]
@@ -63,7 +64,7 @@ def _slow_ranks(ranks: Sequence[Rank], pairs: Sequence[Pair]) -> list[str]:
         if slow:
             warnings.append(
                 f"rank {worker.rank} ({worker.host}) {' and '.join(slow)}, less than half of the "
-                f"{show_rate(median)} of the median rank"
+                f"median rate of {show_rate(median)}"
             )
     return warnings
 

@@ -36,11 +36,11 @@ def probe(
     result. One pair is measured at a time, while the other workers wait.
 
     Args:
-        size_bytes: Maximum message size (≥ 1024). Smaller messages are used on slow links.
+        size_bytes: Maximum message size (≥ 1024). On slow links the messages are smaller.
         seconds: Target duration. A fast network needs less. A very slow one takes longer, because
             each pair transfers at least two messages of 16 KiB.
         seed: Seed of the payload and, among more than 8 workers, of the choice of pairs.
-        timeout_seconds: Time-out of each operation. After it, the probe fails on all workers.
+        timeout_seconds: Time-out of each operation. If one exceeds it, the probe fails.
 
     Raises:
         TypeError, ValueError: an argument has another type or is out of its range.

@@ -1,12 +1,13 @@
 """Measurement of the latency and bandwidth of the link between two workers.
 
 Latency and bandwidth are defined as in the simulator, where a message takes
-latency + bytes / bandwidth. So the measured values can be passed to the simulator.
+latency + bytes / bandwidth. The measured values can therefore be passed to the simulator.
 
-Protocol: the measuring worker sends an 8-byte request, the size of the payload that follows (0:
-none, a ping; −1: end). The other worker answers each request and each payload with 8 bytes. Each
-worker posts a receive before the other one sends. Otherwise the sender would first wait for gloo's
-notification that the receiver is ready, and the measured time would include that wait.
+Protocol: the measuring worker sends an 8-byte request that contains the size of the payload that
+follows. The size is 0 for a *ping*, a request without a payload. The other worker answers each
+request and each payload with 8 bytes. A request of −1 ends the measurement and is not answered.
+Each worker posts a receive before the other one sends. Otherwise the sender would first wait for
+gloo's notification that the receiver is ready, and the measured time would include that wait.
 """
 
 import statistics
@@ -22,7 +23,7 @@ from offbeat.transport.handle import Handle
 from offbeat.units import show_bytes
 
 PINGS = (5, 100)
-"""Minimum and maximum number of small messages, "pings", from which a latency is computed."""
+"""Minimum and maximum number of small messages (pings) from which a latency is computed."""
 PING_SHARE = 0.15
 """Share of the available time that may be spent on pings."""
 END = -1
@@ -127,7 +128,8 @@ def repeat(
 ) -> tuple[int, list[float]]:
     """Find a message size that suits the available time, and measure messages of that size.
 
-    The size grows by a factor of 4 as long as three messages of the next size fit into the time.
+    The size grows by a factor of 4 as long as three messages of the next size are expected to fit
+    into the remaining time.
 
     Args:
         transfer: Function that transfers a number of bytes and returns the seconds.
@@ -135,8 +137,8 @@ def repeat(
         seconds: Available time.
 
     Returns:
-        The final size in bytes, and the seconds of each message of that size except the first,
-        which warmed up the connection.
+        The final size in bytes, and the seconds of each message of that size. The first such
+        message, which warms up the connection, is not included.
     """
     deadline = time.perf_counter() + seconds
     size = min(_FIRST_BYTES, most_bytes)

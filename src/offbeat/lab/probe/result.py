@@ -33,8 +33,8 @@ class Pair:
         source: Rank of the sender.
         destination: Rank of the receiver.
         latency_seconds: Half of the median round trip of an 8-byte message.
-        bytes_per_second: ``message_bytes`` / (m − s), where m is the median time until a large
-            message is answered, and s is the shortest round trip of an 8-byte message.
+        bytes_per_second: ``message_bytes`` / max(m − s, m/2), where m is the median time until a
+            large message is answered, and s is the shortest round trip of an 8-byte message.
         message_bytes: Size of the large messages.
         repetitions: Number of the large messages.
     """
@@ -84,7 +84,7 @@ class Probe:
         possible_pairs: Number of all such links, N (N − 1) among N workers.
         all_reduce: Measured all-reduces among all workers.
         warnings: One line for each anomaly; see ``find_warnings``.
-        seed: Seed of the choice of pairs, if not all pairs were measured.
+        seed: Seed of the payload and, if not all pairs were measured, of the choice of pairs.
         seconds: Duration of the measurement.
     """
 
@@ -107,14 +107,14 @@ def rate_of(
 ) -> float | None:
     """Return the bytes per second at which ``rank`` sends to or receives from other workers.
 
-    It is the upper median over the other workers. With two of them, it is the rate of the faster
-    one, so that one slow partner does not make ``rank`` look slow.
+    It is the upper median over the measured links. With two of them, it is the rate of the faster
+    link, so that one slow partner does not make ``rank`` look slow.
 
     Args:
         rank: Rank of the worker.
         direction: "sends" or "receives".
         pairs: Measured links.
-        least: Minimum number of other workers.
+        least: Minimum number of measured links in this direction.
 
     Returns:
         The rate. None if fewer than ``least`` links were measured.

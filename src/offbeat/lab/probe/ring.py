@@ -10,20 +10,21 @@ from offbeat.errors import CommunicationError
 from offbeat.lab.evaluation import gather
 from offbeat.lab.events import LinkSpeed
 
-_LEAST_SECONDS = 0.3  # of the largest message, much longer than the burst of a shaped link
+_LEAST_SECONDS = 0.3  # of the largest message, much longer than the burst of a rate-limited link
 _FIRST_BYTES, _MOST_BYTES = 2**18, 64 * 2**20
 _PINGS = 12
-_REPETITIONS = 3  # on a shared machine, a stall seldom affects more than one of them
+_REPETITIONS = 3  # on a machine with other load, a stall seldom affects more than one of them
 
 
 def measure_links() -> LinkSpeed:
     """Measure the links while every worker sends to the next one in a ring. A collective.
 
-    Requires gloo and at least 2 workers. Takes two to three seconds.
+    Requires gloo and at least 2 workers. Usually takes two to three seconds.
 
-    The messages grow until one takes 0.3 s. Three messages of that size are sent, each timed until
-    the slowest worker has finished. The bandwidth is size / (median time − latency). The latency is
-    the median time of the same exchange with messages of 4 bytes.
+    The messages grow until one takes 0.3 s, or up to 64 MiB. Three messages of that size are timed
+    until the slowest worker has finished. With the median time t, the bandwidth is
+    size / max(t − latency, t/2). The latency is the median time of the same exchange with messages
+    of 4 bytes.
 
     Raises:
         CommunicationError: a worker failed, or did not answer within the group's time-out.

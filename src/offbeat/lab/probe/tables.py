@@ -11,7 +11,7 @@ def by_rank(result: Probe) -> Table:
     """Return a table with one row per rank.
 
     A row has the median latency of the links from and to the rank, and the upper medians of the
-    bandwidths at which it sends and receives.
+    bandwidths at which the rank sends and receives.
     """
     rows = []
     for worker in result.ranks:
@@ -56,7 +56,7 @@ def caption(result: Probe) -> str:
 
 
 def summary(result: Probe) -> str:
-    """Return a line with the latency, the duration and the bandwidths of the all-reduces."""
+    """Return a line with latency, size, duration and bandwidths of the measured all-reduces."""
     measured = result.all_reduce
     return (
         f"all-reduce: latency {show_time(measured.latency_seconds)}; "

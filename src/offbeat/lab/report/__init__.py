@@ -51,7 +51,7 @@ def markdown(results: Sequence[Result]) -> str:
 def write_report(results: Sequence[Result], output: Path) -> dict[str, Path]:
     """Write ``table.md``, ``plot.png`` and ``report.html`` into the directory ``output``.
 
-    The plot is left out if matplotlib is not installed.
+    The directory must exist. If matplotlib is not installed, there is no plot.
 
     Returns:
         Paths of the written files, by the keys "table", "plot" and "report".

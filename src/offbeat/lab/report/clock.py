@@ -1,9 +1,9 @@
 """Correction of times for a machine whose speed changes during a comparison.
 
 The *local step time* is the time of a training step without communication. A *calibrated* run has
-measured it before the training and at each evaluation (``Result.turns``). Its times are rescaled as
-if the local step time had been constant. The *ideal* is the baseline ``ideal``: BSP timed without
-communication.
+measured the local step time before the training and at each evaluation (``Result.turns``). The
+times of such a run are rescaled as if the local step time had been constant. The *ideal* is the
+baseline ``ideal``: BSP timed without communication.
 """
 
 import math
@@ -22,7 +22,7 @@ def is_calibrated(results: Sequence[Result]) -> bool:
 def on_one_clock(results: Sequence[Result], step_seconds: float | None = None) -> list[Result]:
     """Rescale the times of calibrated runs to a machine of constant speed.
 
-    All runs with the same seed are rescaled to the same local step time:
+    All calibrated runs with the same seed are rescaled to the same local step time:
 
     - the step time of the ideal's run with this seed, if there is one,
     - otherwise the mean over all calibrations with this seed.
@@ -32,7 +32,8 @@ def on_one_clock(results: Sequence[Result], step_seconds: float | None = None) -
 
     Args:
         results: Results of one comparison.
-        step_seconds: One local step time for all seeds, instead of the above.
+        step_seconds: Local step time to which the runs of all seeds are rescaled. None: the one
+            described above.
     """
     by_seed = _step_seconds(results) if is_calibrated(results) else {}
     scaled = []
@@ -65,7 +66,7 @@ def at_constant_speed(run: Result, step_seconds: float) -> Result:
     """Rescale a calibrated run to a machine whose local step time is always ``step_seconds``.
 
     Between two calibrations, the time is multiplied by ``step_seconds`` / a, where a is the mean of
-    the local step times that they measured.
+    the two local step times that were measured.
     """
     measured = {turn.step: turn.step_seconds for turn in run.turns}
     points, last_step, last_seconds, now = [], 0, 0.0, 0.0

@@ -1,6 +1,7 @@
-"""Further tables of a comparison: times to common targets, paired differences, measured links.
+"""Tables of a comparison of methods besides the main one: targets, differences and links.
 
-The *ideal* is the baseline ``ideal``: BSP timed without communication, the speed-up limit.
+A *method* is a strategy or a baseline. The *ideal* is the baseline ``ideal``: BSP (averaging of
+gradients in every step) timed without communication. It is the limit of the speed-up.
 """
 
 import statistics
@@ -17,9 +18,9 @@ from offbeat.lab.results import Result
 def times_to_targets(results: Sequence[Result], *, ranges: bool = True) -> Table | None:
     """Return a table of the seconds in which each method reaches three common targets.
 
-    A target is a share, such as 95 %, of the ideal's final metric. A cell holds the method's median
-    seconds over the seeds. In brackets it holds the ideal's seconds divided by the method's, in
-    percent. If a run did not reach the target, the cell says so instead.
+    A target is a share, such as 95 %, of the ideal's final metric. A cell has the method's median
+    seconds over the seeds and, in brackets, the ideal's seconds divided by the method's in percent.
+    If not all runs reached the target, the cell says how many did.
 
     Args:
         results: Results of one comparison.
@@ -61,10 +62,11 @@ def _time_to(row: Row, ideal: Row, target: float, *, ranges: bool) -> str:
 def differences(results: Sequence[Result]) -> Table | None:
     """Return a table of the differences between each method and a reference.
 
-    The reference is the ideal or, if the ideal was not run, the first method. Runs with the same
-    seed are compared in the final metric and in the training time. A cell holds the mean difference
-    over the seeds and its 95 % confidence interval (Student's t). Methods that share fewer than two
-    seeds with the reference are left out.
+    The reference is the ideal or, if the ideal was not run, the first method. The differences in
+    the final metric and in the training time are taken between runs with the same seed. Their cells
+    have the mean over the seeds and its 95 % confidence interval (Student's t). Two more columns
+    have the share of the ideal and the number of seeds. Methods that share fewer than two seeds
+    with the reference are left out.
 
     Returns:
         The table, or None if no method remains.
@@ -100,7 +102,9 @@ def _difference(values: Sequence[float], form: str, unit: str = "") -> str:
 
 
 def links(results: Sequence[Result]) -> Table | None:
-    """Return a table of bandwidth and latency of the links before and after each training.
+    """Return a table of the bandwidth and latency that the runs measured before and after training.
+
+    A cell has the median over the seeds. Methods whose runs did not measure are left out.
 
     Returns:
         The table, or None if no run measured its links.

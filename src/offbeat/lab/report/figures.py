@@ -95,8 +95,8 @@ def shares(results: Sequence[Result]) -> str | None:
     """Return a figure of each method's speed relative to the ideal, as SVG.
 
     The relative speed is the ideal's time to a target, divided by the method's. Each target is a
-    share of the ideal's final metric (``SHARES``). A target that a run of the method did not reach
-    has no mark.
+    share of the ideal's final metric (``SHARES``). There is no mark for a target that a run of the
+    method or of the ideal did not reach.
 
     Returns:
         The figure, or None if the ideal was not run.
@@ -134,13 +134,13 @@ _COLOURS = ("C0", "C1", "C3", "C7")
 def time_split(row: Row, rows: Sequence[Row]) -> dict[str, float]:
     """Split a row's training time into parts.
 
-    - Computing is the time that the ideal takes for as many steps.
+    - Computing is the time that the ideal takes for as many steps, at most the time not waited.
     - Waiting was measured by Offbeat's strategies.
     - Other work is the rest: encoding, averaging, hooks.
 
     The waiting time of a peer is unknown, so "waiting and other" is one part. Without the ideal,
-    computing and other work cannot be separated: computing is then all time not spent waiting, and
-    all time of a peer is "waiting and other".
+    computing and other work cannot be separated. Computing is then all time not spent waiting, and
+    the whole time of a peer is "waiting and other".
 
     Returns:
         Fraction of the training time by name in ``PARTS``, as the median over seeds.
@@ -210,7 +210,7 @@ def _name_rows(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _wrapped(name: str) -> str:
-    """Break a name after punctuation into lines of at most ``_WRAP`` characters."""
+    """Break a name into lines of at most ``_WRAP`` characters, if possible after punctuation."""
     lines, rest = [], name
     while len(rest) > _WRAP:
         cut = max(rest.rfind(mark, 0, _WRAP) for mark in ",: ") + 1

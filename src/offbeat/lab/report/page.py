@@ -66,9 +66,9 @@ def drawings(results: Sequence[Result]) -> list[tuple[str, str]]:
 def configurations(
     results: Sequence[Result],
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """Return the configuration that all runs share, and the other settings of each run.
+    """Return the configuration that all runs share, and the settings in which they differ.
 
-    The other settings are grouped by the run's label, its method with options.
+    The differing settings are grouped by the run's label, which is the method with its options.
     """
     jobs = [public_job(run.job) for run in results]
     shared = {

@@ -24,8 +24,8 @@ class Row:
             results of the best factor.
         tried: Number of runs of the method, over all factors and seeds.
         lr_scale: Best factor on the learning rate; None if only one was tried.
-        at_edge: True if the best factor is the smallest or largest one that was tried. A better one
-            may then lie beyond.
+        at_edge: True if the best factor is the smallest or largest factor that was tried. A factor
+            beyond it may then be better.
     """
 
     name: str
@@ -60,7 +60,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
     Times are corrected for changes of the machine's speed (``on_one_clock``). If a method was run
     with several factors on the learning rate, its row shows the factor with the best mean final
     metric over the seeds. Among equally good factors it is the one nearest to 1. Factors that were
-    run with fewer seeds than another one are not considered.
+    run with fewer seeds than another factor are not considered.
     """
     results = on_one_clock(results)
     shared = common_options(results)
@@ -116,7 +116,7 @@ def ideal_of(rows: Sequence[Row]) -> Row | None:
 
 
 def share_of_ideal(row: Row, rows: Sequence[Row]) -> float | None:
-    """Return the ideal's seconds to the target divided by the row's; None if one is unknown."""
+    """Return the ideal's seconds to the recipe's target divided by the row's; None if unknown."""
     ideal = ideal_of(rows)
     if ideal is None or not ideal.seconds_to_target or not row.seconds_to_target:
         return None

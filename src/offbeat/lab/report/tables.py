@@ -1,7 +1,8 @@
 """The main table of a comparison, its caption and its notes.
 
 The *ideal* is the baseline ``ideal``: BSP timed without communication. A *peer* is a method of
-torch or another package. LSSR is the share of steps without synchronization.
+torch or another package. LSSR is the share of steps without synchronization. A *target* is a value
+of the metric, set by the recipe.
 """
 
 import statistics
@@ -50,6 +51,8 @@ CLOCK_MEANS = (
 
 def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
     """Return the main table: one row per method, medians over seeds, "-" for unknown values.
+
+    Instead of a time to target, a cell says how many runs reached the target if not all did.
 
     Speed-up is relative to the first row that is not the ideal. If the ideal was run, there is a
     column ``SHARE``. If several learning rates were tried, there are the columns ``TUNED``.
@@ -111,9 +114,9 @@ def percent(share: float | None) -> str:
 
 
 def _has_lssr(result: Result) -> bool:
-    """Return True if LSSR is defined, because all workers synchronize in the same steps.
+    """Return True if all workers synchronize in the same steps, so that LSSR has a meaning.
 
-    Also True if the method is not known here: a peer, or a custom strategy that cannot be imported.
+    Also return True for peers, and for custom strategies that cannot be imported here.
     """
     try:
         strategy = parse_strategy(result.strategy)
