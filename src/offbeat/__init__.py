@@ -1,4 +1,4 @@
-"""Offbeat trains PyTorch models data-parallel on slow networks without waiting for them."""
+"""Offbeat trains PyTorch models data-parallel on slow networks."""
 
 import sys
 from collections.abc import Callable

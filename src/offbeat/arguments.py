@@ -110,7 +110,7 @@ POSITIVE = Range(above=0)
 
 
 def require_mapping(name: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is a mapping, which should map ranks to values."""
+    """Raise TypeError unless ``value`` is a mapping. The error asks for a dictionary by rank."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a dictionary by rank, got {value!r}")
 
@@ -160,7 +160,7 @@ def check_settings(settings: Any) -> None:
     """Raise unless every field of a dataclass has its annotated type and is in its range.
 
     The types ``int``, ``float``, ``bool`` and ``Literal[…]`` are checked, each optionally with
-    ``| None``. Fields of other types are not checked.
+    ``| None``. Fields of other types are not checked. An ``int`` is compared with ``least`` only.
 
     Raises:
         TypeError: a value has another type.

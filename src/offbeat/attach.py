@@ -56,7 +56,8 @@ def attach(
 
     1. requires that all workers have the same model, optimizers and strategy, and warns if settings
        of the optimizers, ``train()`` or ``eval()`` of a module, or installed versions differ;
-    2. copies rank 0's parameters and buffers to all workers;
+    2. copies rank 0's parameters and buffers to all workers, or if this worker joins a running
+       training, copies the model of another worker to this one;
     3. hooks ``optimizer.step``, so that the strategy runs in every step.
 
     A strategy counts iterations. One iteration is one step of every optimizer, regardless of the
@@ -84,11 +85,12 @@ def attach(
               other nodes.
         scaler: The GradScaler in use, if any. A step that it skips counts as an iteration.
         wire: Precision at which parameters and gradients are sent: "float32", "bfloat16", "int8",
-            "int4", "int2", or "auto" to choose it during training. None: "int2" for
-            ``StreamingAveraging`` with its default schedule, "float32" for all other strategies.
-            The quantization error of a message is added to the next message (error feedback).
-            Storing the errors needs memory for one copy of the model, except with
-            ``StreamingAveraging``. Buffers are always sent exactly.
+            "int4", "int2", or "auto" to choose it during training. None: the strategy's
+            ``default_wire``, which is "int2" for ``StreamingAveraging`` with its default schedule,
+            and "float32" for the other strategies of Offbeat. The quantization error of a message
+            is added to the next message (error feedback). Storing the errors needs memory for one
+            or two copies of the model, except with ``StreamingAveraging``. Buffers are always sent
+            exactly.
         non_finite: Handling of a worker that is about to contribute NaN or infinity to a mean.
 
             - "raise": all workers raise ``OffbeatError``. No other model receives the value.

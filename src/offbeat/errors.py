@@ -1,9 +1,9 @@
 """Run-time errors of Offbeat.
 
-Wrong arguments raise ``ValueError`` or ``TypeError``. All other failures raise one of these:
+Wrong arguments raise ``ValueError`` or ``TypeError``. Failures at run time raise one of these:
 
     OffbeatError
-    ├── AttachError              the model, optimizer or process group cannot be used
+    ├── AttachError              attach() cannot be used so, or a call is not allowed now
     │   └── MismatchError        workers have different models, optimizers or settings
     ├── CheckpointError          a saved state cannot be loaded or written
     └── CommunicationError       an operation between workers failed
@@ -12,11 +12,14 @@ Wrong arguments raise ``ValueError`` or ``TypeError``. All other failures raise 
 
 
 class OffbeatError(RuntimeError):
-    """Base class of all errors that Offbeat raises at run time."""
+    """Base class of the run-time errors. Raised itself, for example, for NaN in a contribution."""
 
 
 class AttachError(OffbeatError):
-    """The model, optimizer or process group given to ``attach`` cannot be used."""
+    """The objects or options given to ``attach`` cannot be used, or a call is not allowed now.
+
+    For example, a checkpoint cannot be saved after ``finish`` or in the middle of an iteration.
+    """
 
 
 class MismatchError(AttachError):

@@ -32,13 +32,13 @@ STRATEGIES: dict[str, type[Strategy]] = {
         EASGD,
     )
 }
-"""Strategy classes by name. FedAvg and the following ones are baselines to compare with."""
+"""Strategy classes by name. From FedAvg on they are other published methods, for comparisons."""
 
 _CONSTANTS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
 
 
 def parse_strategy(text: str) -> Strategy:
-    """Return the strategy of a text: ``name`` or ``name:setting=value,setting=value``.
+    """Return the strategy that a text names: ``name`` or ``name:setting=value,setting=value``.
 
     The settings are the arguments of the class: ``parse_strategy("local:period=8")`` returns
     ``LocalSGD(period=8)``. Numbers separated by slashes are a tuple:
@@ -80,7 +80,7 @@ def read_settings(
         separator: Separator between the name and the settings, for errors.
 
     Raises:
-        ValueError: a setting is unknown or missing.
+        ValueError: a setting is unknown, missing, given twice, or not written as above.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     values: dict[str, object] = {}

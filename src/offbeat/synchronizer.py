@@ -187,7 +187,7 @@ class Synchronizer:
         self._recorder.record(values)
 
     def _completed(self, synced: bool) -> None:
-        """Update the totals after an iteration. ``synced``: True if it applied a mean."""
+        """Update the totals after an iteration. ``synced`` is True if the iteration used a mean."""
         self._recorder.count_step(synced=synced)
         self._consensus.step_ended()
 
@@ -232,7 +232,7 @@ class Synchronizer:
     def monitor(self, *, distance_every: int | None = None, gradient_change: bool = False) -> None:
         """Add measurements to the telemetry records.
 
-        Call it before the first step. A collective if ``distance_every`` is given.
+        With ``distance_every`` this is a collective, to be called before the first step.
 
         Args:
             distance_every: Number of steps (≥ 1) between two measurements of the distance between

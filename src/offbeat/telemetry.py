@@ -36,8 +36,10 @@ class Stats:
             parameter server, after quantization. If several workers act as one (``node_group`` of
             ``attach``), each of them counts an equal share of the bytes that they send to others.
             The bytes of ``attach`` and ``consensus`` are not counted.
-        wait_seconds: Time in which this worker was blocked in communication.
-        compute_seconds: All other time up to the last step, without ``consensus`` and checkpoints.
+        wait_seconds: Seconds for which this worker was blocked in communication, without
+            ``consensus`` and checkpoints.
+        compute_seconds: All other seconds up to the last step, without ``consensus`` and
+            checkpoints.
         details: Further totals by name. The documentation of the strategy explains most of them.
     """
 
@@ -147,7 +149,7 @@ def require_recordable(name: str, value: object) -> None:
 
 
 class JsonLines:
-    """A file with one line for each step: the record as a JSON object.
+    """Sink that writes one line for each step to a file: the record as a JSON object.
 
     Infinite numbers are written as the strings "inf" and "-inf", and NaN as null, so that every
     line is valid JSON.
@@ -283,7 +285,7 @@ def open_sinks(log: object, *, rank: int) -> list[Sink]:
     """Return the sinks for the ``log`` argument of ``attach``.
 
     A path becomes a ``JsonLines`` sink. If the path does not contain ``{rank}``, ``.rankN`` is
-    inserted before its suffix, where N is the rank. Two workers never write to the same file.
+    inserted before its suffix, where N is the rank. So two workers never write to the same file.
 
     Raises:
         TypeError: ``log`` contains something that is neither a path nor a sink.
@@ -342,7 +344,7 @@ class Records:
         self._extra.update(values)
 
     def write(self, *values: Any, more: Record) -> None:
-        """Write the record of a step.
+        """Write the record of a step, with the values that ``add`` has collected.
 
         Args:
             values: Values of ``KEYS``, in their order.

@@ -57,7 +57,7 @@ class _Quantity:
         base: Name of the base unit.
         units: Size of each unit in base units, by the unit's text.
         form: Description of the correct form of a text, for error messages.
-        most: Largest value that a text may have, in base units. The smallest is 1 / most.
+        most: Largest value that a text may have, in base units. The smallest, except 0, is 1/most.
     """
 
     name: str
@@ -154,7 +154,7 @@ def parse_seconds(text: str, *, allow_zero: bool = False) -> float:
 def parse_bytes(text: str) -> float:
     """Return bytes from ``"25MB"``, ``"1.5 GB"`` (decimal) or ``"64 KiB"`` (binary).
 
-    Units are case-sensitive: Mb would be bits.
+    Units are case-sensitive, except that k may be written K. Mb (bits) raises an error.
     """
     return _SIZE.parse(text, _unit(text))
 

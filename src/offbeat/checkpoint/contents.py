@@ -21,7 +21,7 @@ class Stateful(Protocol):
 
 
 def as_list(objects: Any) -> list[Any]:
-    """Return a list of the objects, where ``objects`` is one object, a sequence, or None."""
+    """Return ``objects``, which is one object, a sequence or None, as a list."""
     if objects is None:
         return []
     return list(objects) if isinstance(objects, Sequence) else [objects]
@@ -33,7 +33,7 @@ def states_of(objects: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def require_same_kinds(name: str, saved: Sequence[tuple[str, Any]], objects: Sequence[Any]) -> None:
-    """Raise unless ``objects`` have the types of the objects that were saved.
+    """Raise unless ``objects`` have the types of the saved objects, in the same order.
 
     Optimizers must also have parameter groups of the same sizes.
 
@@ -91,7 +91,7 @@ def require_same_tensors(present: dict[str, Any], saved: dict[str, Any]) -> None
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Return the random states of torch, numpy and Python, and of ``device`` if it is a GPU."""
+    """Return the random states of torch, numpy, Python, and ``device`` if it is a CUDA device."""
     numpy_state = np.random.get_state(legacy=False)
     key = numpy_state["state"]["key"].tolist()
     return {
@@ -103,7 +103,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Restore the random states that ``random_states`` returned."""
+    """Restore the random states that ``random_states`` returned, as far as ``device`` has them."""
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,11 +1,11 @@
 """The files of checkpoints in a directory: one file per worker and checkpoint.
 
-A crash at any moment must leave a complete checkpoint. There is no index file, because a crash
-could leave it out of date. Instead, saving has two phases:
+Once a checkpoint is complete, a crash at any moment must leave a complete checkpoint. There is no
+index file, because a crash could leave it out of date. Instead, saving has two phases:
 
 1. Every worker writes its file under a temporary name and flushes it to the disk.
-2. When the files of all workers are on their disks, every worker renames its own. Only then does it
-   delete older checkpoints.
+2. When the files of all workers are on their disks, every worker renames its file. Only then does
+   it delete its files of older checkpoints.
 
 Therefore, if one worker has renamed its file of a checkpoint, all workers have complete files of
 that checkpoint, some of them possibly under their temporary names. If no worker has a renamed file,
@@ -29,7 +29,7 @@ FORMAT = 1
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?\.rank(\d+)\.pt")
 _PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
 CheckpointKey = tuple[int, int]
-"""Step of a checkpoint, and the number of earlier checkpoints of the same step."""
+"""Step of a checkpoint, and its number among the checkpoints of this step, from 0."""
 
 
 def path_of(folder: Path, key: CheckpointKey, rank: int) -> Path:
@@ -39,7 +39,7 @@ def path_of(folder: Path, key: CheckpointKey, rank: int) -> Path:
 
 
 def all_files(folder: Path) -> list[tuple[CheckpointKey, int, Path]]:
-    """Return key, rank and path of each file with its final name."""
+    """Return key, rank and path of each checkpoint file that has its final name."""
     return list(_matching(folder, _NAME))
 
 
@@ -119,7 +119,7 @@ def read(path: Path) -> dict[str, Any]:
     All files of one checkpoint have the same ``id``.
 
     Raises:
-        CheckpointError: the file is damaged, or was not written by ``save``.
+        CheckpointError: the file is damaged, was not written by ``save``, or has another format.
     """
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
@@ -141,8 +141,8 @@ def read(path: Path) -> dict[str, Any]:
 def prune(folder: Path, keep: set[CheckpointKey], rank: int, size: int) -> None:
     """Delete the temporary files of ``rank``, and its files of checkpoints not in ``keep``.
 
-    Rank 0 also deletes the files of these checkpoints that belong to ranks ≥ ``size``. A run with
-    more workers has left them.
+    Of the checkpoints not in ``keep``, rank 0 also deletes the files of ranks ≥ ``size``, which a
+    run with more workers has left.
     """
     for key, owner, path in all_files(folder):
         if key not in keep and (owner == rank or (rank == 0 and owner >= size)):

@@ -77,9 +77,9 @@ def save(
     """Save a checkpoint from which training continues exactly, in one file per worker.
 
     A collective: every worker calls it between two steps, and all workers are at the same step.
-    Inside ``sync.consensus()`` the model is the mean over all workers. A checkpoint that was saved
-    there can be loaded with any strategy and any number of workers, and the workers may be at
-    different steps when they save it.
+    Inside ``sync.consensus()`` the model is the mean over all workers. There the workers may be at
+    different steps, and the checkpoint can be loaded with any strategy and any number of workers.
+    Training then starts again from the mean.
 
     The name of the file is ``step-STEP.rankRANK.pt``, or ``step-STEP-N.rankRANK.pt`` (N = 1, 2, …)
     if there is already a checkpoint of this step. The file contains
@@ -89,11 +89,11 @@ def save(
     - ``extra``, and a checksum of all values.
 
     ``torch.load`` reads it with ``weights_only=True``. Each worker first writes its file under a
-    temporary name. Once the files of all workers are on their disks, each worker renames its own
+    temporary name. Once the files of all workers are on their disks, each worker renames its file
     and deletes its files of older checkpoints (see ``keep``). After a crash at any moment, either
     this checkpoint or the one before is complete.
 
-    ``sync.stats`` does not count the time of saving. The workers wait for each other: if a worker
+    ``sync.stats`` does not count the time of saving. The workers wait for each other. If a worker
     takes longer than ``timeout_seconds`` (see ``attach``) to write, the others raise a
     CommunicationError.
 
@@ -110,13 +110,14 @@ def save(
         keep: Number of checkpoints to keep, including this one (≥ 1).
 
     Returns:
-        The file of this worker.
+        The path of this worker's file.
 
     Raises:
         CheckpointError: a worker could not write its file, is at another step, or gave a value that
             cannot be saved. Or the directory contains a checkpoint of a later step. Raised on every
             worker. The earlier checkpoints remain.
-        AttachError: after ``finish`` or ``detach``, or in the middle of an iteration.
+        AttachError: after ``finish`` or ``detach``, or in the middle of an iteration. Or inside
+            ``consensus``, if ``fully_shard`` has divided the model.
     """
     require_integer("keep", keep, least=1)
     with step_boundary(sync, "offbeat.save()") as boundary:
@@ -176,9 +177,10 @@ def load(
 ) -> Loaded | None:
     """Continue from the newest checkpoint in ``directory`` that is complete on every worker.
 
-    A collective, called after ``attach``. If a checkpoint is missing or damaged on one worker, all
-    workers skip it, and rename its files to ``….damaged``. Damage is logged as a warning. The log
-    also names the step from which training continues.
+    A collective, called after ``attach``. If the file of one worker is missing or damaged, all
+    workers skip the checkpoint. After an older checkpoint was loaded, they rename the files of the
+    skipped one to ``….damaged``. A damaged checkpoint is logged as a warning. The log also names
+    the step from which training continues.
 
     Args:
         directory: Directory of the checkpoints, as given to ``save``.
@@ -189,7 +191,7 @@ def load(
         scaler: The GradScaler, as given to ``save``.
 
     Returns:
-        The loaded checkpoint; None if no worker has a checkpoint yet.
+        The loaded checkpoint. None: no worker has a checkpoint yet, and nothing was loaded.
 
     Raises:
         CheckpointError: no checkpoint is complete on all workers. Or the newest complete one does
@@ -269,7 +271,7 @@ def _require_all(what: str, refusals: Sequence[str | None]) -> None:
 
 
 def _common_step(folder: Path, answers: Sequence[Any], common: set[CheckpointKey]) -> int:
-    """Return the step of a checkpoint: that of all workers, or for a consensus the largest.
+    """Return the step of a new checkpoint: the workers' common step, in a consensus the largest.
 
     Args:
         folder: Directory of the checkpoints.

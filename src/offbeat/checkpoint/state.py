@@ -1,9 +1,9 @@
 """Conversion of states to plain values and back, checks before loading, and a checksum.
 
 A state is a dataclass, for example that of a strategy. *Plain values* are numbers, text, tensors,
-None, and lists and dictionaries of these. ``save`` converts a dataclass to plain values. It
-includes every field that is not declared as ``transient``, so that no field is forgotten. ``check``
-tests whether plain values fit a dataclass, and ``load`` writes them into it.
+None, and lists and dictionaries of these. ``save`` converts a dataclass to plain values, with all
+fields that are not declared as ``transient``. ``check`` tests whether plain values fit a dataclass,
+and ``load`` writes them into it.
 """
 
 import copy
@@ -38,7 +38,7 @@ def saved_fields(state: Any) -> "list[dataclasses.Field[Any]]":
 
 
 def save(state: Any) -> Any:
-    """Return a dataclass as plain values, without its transient fields. Tensors are copied."""
+    """Return a dataclass as plain values, without its transient fields. All values are copied."""
     if dataclasses.is_dataclass(state):
         return {each.name: save(getattr(state, each.name)) for each in saved_fields(state)}
     if isinstance(state, list):
@@ -47,7 +47,10 @@ def save(state: Any) -> Any:
 
 
 def load(state: Any, saved: dict[str, Any] | None) -> None:
-    """Write plain values into the fields of a dataclass. Tensors are written in place.
+    """Write plain values into the fields of a dataclass.
+
+    Tensors in lists are overwritten in place, unless one of the two lists is empty. All other
+    values are replaced by copies.
 
     Args:
         state: The dataclass.
@@ -147,7 +150,7 @@ def check_value(value: Any, hint: Any, where: str) -> None:
     """Raise unless ``value`` has the annotated type ``hint``. Numbers must be finite.
 
     Raises:
-        CheckpointError: it has another type. The message begins with ``where``.
+        CheckpointError: ``value`` has another type. The message begins with ``where``.
     """
     if hint is Any:
         return

@@ -1,6 +1,6 @@
 """Access of ``offbeat.save`` and ``offbeat.load`` to a synchronizer between two training steps.
 
-Checkpoints belong to the synchronizer, so this module uses its private attributes.
+This module uses private attributes of ``Synchronizer``.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from offbeat.synchronizer import Synchronizer, require_synchronizer
 
 
 class StepBoundary:
-    """What ``save`` and ``load`` need from a synchronizer between two steps.
+    """The data and operations of a synchronizer that ``save`` and ``load`` need.
 
     Attributes:
         model: The attached model.
         optimizers: The attached optimizers.
-        device: Device of the model.
+        device: Device of the model's first parameter.
         sharded: True if ``fully_shard`` has divided the model, so that this worker holds shards.
     """
 
@@ -35,7 +35,8 @@ class StepBoundary:
         self.device: torch.device = optimizers[0].parameters[0].device
         self.sharded = sync._shards is not None
 
-    # Properties, because during state_dict() another worker may be lost in elastic training.
+    # Rank and size are properties: in elastic training state_dict() may lose a worker, which
+    # changes them.
 
     @property
     def rank(self) -> int:
@@ -48,7 +49,7 @@ class StepBoundary:
         return self._sync.size
 
     def check(self, state: Any) -> None:
-        """Raise CheckpointError unless the synchronizer can load ``state``."""
+        """Raise CheckpointError unless this worker can load ``state``, a synchronizer's state."""
         check_state(state, self._sync._iteration.flow, self._sync.stats)
 
     def gather(self, value: Any, what: str) -> list[Any]:
@@ -68,12 +69,13 @@ def step_boundary(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
     Args:
         sync: The synchronizer that ``attach`` returned.
         what: Name of the caller, for errors.
-        loads: True if the caller replaces the local model. The context then first completes all
-            operations with other workers.
+        loads: True if the caller replaces the local model. Entering the context is then a
+            collective, which completes all operations in flight.
 
     Raises:
         TypeError: ``sync`` is not a synchronizer.
-        AttachError: see ``Synchronizer.state_dict`` and ``load_state_dict``.
+        AttachError: after ``finish`` or ``detach``, or in the middle of an iteration. Or inside
+            ``consensus``, if ``loads`` is set or ``fully_shard`` has divided the model.
     """
     require_synchronizer(sync)
     iteration = sync._iteration

@@ -9,9 +9,9 @@ precision at which sums over the workers are sent.) Only a worker for which thes
 load the state.
 
 The state of a *consensus* belongs to the mean of the workers' models. It is saved while every
-worker holds this mean (see ``Synchronizer.consensus``). It can be loaded with any strategy and any
-number of workers. Training then starts again from that mean, and only the totals (``Stats``)
-continue.
+worker holds this mean: inside ``Synchronizer.consensus`` or after ``finish``. It can be loaded with
+any strategy and any number of workers. Training then starts again from that mean, and only the
+totals (``Stats``) continue.
 
 A *flow* is the code that runs the strategy on one worker.
 """
@@ -39,7 +39,7 @@ _WORKER = (*_CONSENSUS, *_IDENTITY, *_POSITION)
 
 
 def state_of(flow: Flow, stats: Stats) -> dict[str, Any]:
-    """Return the state of a worker. Call ``flow.before_save()`` first, which waits for messages."""
+    """Return the state of a worker. Call ``flow.before_save`` first, to complete its operations."""
     worker = flow.worker
     return _sealed(
         {
@@ -69,7 +69,7 @@ def consensus_of(flow: Flow, stats: Stats) -> dict[str, Any]:
             "format": FORMAT,
             "of": "consensus",
             "model": flow.worker.replica.describe(),
-            "stats": dataclasses.asdict(stats) | {"details": {}},  # these belong to the strategy
+            "stats": dataclasses.asdict(stats) | {"details": {}},  # details belong to the strategy
         }
     )
 
@@ -231,9 +231,10 @@ def _named(of: str, step: int | None) -> str:
 
 
 def load_state(state: dict[str, Any], flow: Flow) -> Stats:
-    """Load a state that every worker has checked. A collective.
+    """Load a state that this worker has checked. A collective.
 
-    With the state of a consensus all workers start from the model that rank 0 holds now.
+    With the state of a consensus all workers start from the model that rank 0 holds now. The model
+    must have been loaded before.
 
     Returns:
         The saved totals.
