@@ -12,8 +12,7 @@ _METADATA = ("Date", "Creator", "Format", "Type")  # left out, so that equal fig
 def new_figure(width: float, height: float, *, dpi: int) -> tuple[Any, Any]:
     """Return an empty figure and its axes.
 
-    This function does not use pyplot, so a notebook keeps its plotting backend, and no figure has
-    to be closed.
+    pyplot is not used, so a notebook keeps its plotting backend and no figure has to be closed.
 
     Args:
         width: Width in inches.

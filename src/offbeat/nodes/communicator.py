@@ -50,8 +50,8 @@ _POLL_SECONDS = 0.0005
 class LabelledCommunicator(Wrapper):
     """A communicator that adds a label to the names of its operations in error messages.
 
-    The label names the group that numbers the ranks in a message. ``twin``, a second communicator
-    between the same workers, has the same label.
+    The label names the group in which the ranks of a message are counted. ``twin`` returns a second
+    communicator between the same workers, with the same label.
 
     Args:
         inner: Communicator that carries out the operations.

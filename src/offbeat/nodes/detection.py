@@ -64,8 +64,7 @@ def open_nodes(
         None.
 
     Raises:
-        AttachError: the nodes are invalid (raised on all workers), or the custom transport does not
-            support ``node_group``.
+        AttachError: the nodes are invalid (raised on all workers), or ``group`` has no nodes.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     transport = world if group is None else group

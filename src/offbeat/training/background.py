@@ -20,10 +20,7 @@ class BackgroundTask(Protocol):
         """Handle the start (True) or the end (False) of a call in which the strategy may block."""
 
     def pause(self) -> None:
-        """Handle the start of a barrier before a consensus.
-
-        This worker takes no step until all workers have reached the barrier.
-        """
+        """Handle the start of a barrier. This worker takes no step until the barrier ends."""
 
     def resume(self) -> None:
         """Handle the end of the barrier. All workers pass the same number of barriers."""

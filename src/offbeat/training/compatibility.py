@@ -131,10 +131,7 @@ def chooses_precision(strategy: Strategy) -> bool:
 
 
 def repeatable(strategy: Strategy) -> bool:
-    """Return True if the models do not depend on when messages arrive, with a fixed precision.
-
-    False for every ``CustomFlow``, whose code is unknown here.
-    """
+    """Return True if results do not depend on when messages arrive. False for a ``CustomFlow``."""
     averages = strategy.averages()
     if isinstance(averages, CustomFlow):
         return False

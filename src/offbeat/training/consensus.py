@@ -33,8 +33,7 @@ class FollowerModules:
     """The follower modules of an attached model.
 
     All workers start from rank 0's modules. Each worker then changes its own modules, and every
-    consensus replaces them by their mean over the workers with equal weights. (Signed integer
-    buffers become their maximum; masks and bytes become those of rank 0.)
+    consensus averages them with equal weights. (Integer buffers are combined as in the model.)
 
     Args:
         team: The workers.
@@ -91,9 +90,8 @@ class FollowerModules:
         """Replace the modules by their mean over the workers. A collective.
 
         Args:
-            final: True if the mean is permanent. The mean is then written only after all of it has
-                arrived. False: the caller must hold a snapshot, because a failure may leave some
-                tensors averaged.
+            final: True if the mean is permanent. False: the caller must hold a snapshot, because a
+                failure may leave some tensors averaged.
         """
         size = self._team.size
         if size == 1 or not self._replica.everything():
@@ -250,10 +248,7 @@ class Consensus:
         self.note_parameters()
 
     def finish(self) -> None:
-        """Replace model and follower modules by their mean permanently, and end background tasks.
-
-        A collective. Blocks.
-        """
+        """Replace model and followers by their mean permanently, and end tasks. A collective."""
         try:
             self._retry(self._finish)
         except EndedError:

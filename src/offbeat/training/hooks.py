@@ -105,12 +105,11 @@ def hook_optimizer(
 
 
 class ScalerHooks:
-    """Hooks on ``unscale_`` and ``step`` of a GradScaler.
+    """Hooks on ``unscale_`` and ``step`` of a GradScaler, which report steps to ``iteration``.
 
     They count a training step even if the scaler skips ``optimizer.step``. A scaler does so on each
     worker whose gradients overflowed, and the hooks of the optimizer do not fire then. Without this
-    count the next step of that worker would be averaged with the current step of the others. Before
-    ``unscale_``, gradients are averaged in the node, and by a strategy that accepts scaled ones.
+    count the next step of that worker would be averaged with the current step of the others.
 
     Args:
         scaler: The scaler.

@@ -1,7 +1,6 @@
 """Iterations of a training loop. One iteration is one step of every optimizer, in any order.
 
-Hooks on the user's optimizers call ``prepare`` before an optimizer steps and ``complete`` after
-the step.
+Hooks on the user's optimizers call ``prepare`` before and ``complete`` after each optimizer step.
 ``Iteration`` passes these events to the *flow*, the code that runs the strategy, and tells it when
 all optimizers have stepped.
 
@@ -97,7 +96,7 @@ class Iteration:
         self._failure: CommunicationError | None = None  # raised during backward, handled later
         # Indices of optimizers in this iteration:
         self._prepared: set[int] = set()  # prepared, and not stepped yet
-        self._stepped: set[int] = set()  # stepped, or skipped by a GradScaler
+        self._stepped: set[int] = set()  # stepped, or skipped their step
         self._averaged: set[int] = set()  # not stepped yet, and the gradients are the node's mean
         self._order: list[int] = []  # prepared in this iteration, in order
         self._synced = False  # True if the workers averaged gradients in this iteration
@@ -191,8 +190,8 @@ class Iteration:
     def prepare(self, index: int, *, loss_scale: float = 1.0) -> None:
         """Pass the gradients of optimizer ``index`` to the flow. May block.
 
-        Called before the optimizer steps, or before its gradients are clipped or unscaled if that
-        is earlier. Further calls before ``complete`` do nothing.
+        Called before the optimizer steps, or already before its gradients are clipped or (for some
+        strategies) unscaled. Further calls before ``complete`` do nothing.
 
         Args:
             index: Index of the optimizer.
@@ -268,8 +267,7 @@ class Iteration:
 
         Args:
             index: Index of the optimizer.
-            skipped: True if a GradScaler or the training loop skipped the step. The step still
-                counts.
+            skipped: True for a step that a GradScaler or the training loop skipped. It also counts.
         """
         if not self.active:
             return

@@ -33,8 +33,9 @@ class GradientChange:
         m_i = (1 − a)·m_{i−1} + a·‖g_i‖²,   a = min(1, N/100)
         Δ_i = |m_i − m_{i−1}| / m_{i−1},    Δ = ∞ in the first step
 
-    A non-finite norm gives Δ = 0 and does not change m. With ``node_group`` N is the number of
-    nodes, and g_i is the mean gradient of the node.
+    A non-finite norm gives Δ = 0 and does not change m. After three of them in a row, the next
+    finite norm counts as the first step. With ``node_group`` N is the number of nodes, and g_i is
+    the mean gradient of the node.
 
     *State*: m. A checkpoint does not contain m, so m starts again at every ``attach``.
     """
