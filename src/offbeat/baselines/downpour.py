@@ -1,9 +1,9 @@
 """Downpour SGD: workers push gradients to a parameter server and fetch its model.
 
-Symbols: x is a worker's local model, z the server's model. G is the sum of a worker's gradients
-that it has not pushed yet. η and λ are the worker's learning rate and weight decay. N is the number
-of workers. The vector z is stored in *shards* on one or more ranks, and a ``Rule`` applies pushes
-to a shard.
+Symbols: x is a worker's local model, z the server's model. G is the sum of a worker's gradients, by
+default times η/N, that it has not pushed yet. η and λ are the worker's learning rate and weight
+decay. N is the number of workers. The vector z is stored in *shards* on one or more ranks, and a
+``Rule`` applies pushes to a shard.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,9 +62,9 @@ class DownpourState(ServerState):
         steps: Number of local steps.
         push_due: True if the next request must push G.
         fetch_due: True if the next request must pull z.
-        fetching: True if the last request pulls z.
-        warmed_up: True after the first step has begun. Before it, ranks above 0 wait for the
-            warm-up.
+        fetching: True if the last request in a step pulls z.
+        warmed_up: True after the first call of ``gradients_ready``, in which ranks above 0 wait for
+            the end of the warm-up.
     """
 
     gradients: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -78,7 +78,10 @@ class DownpourState(ServerState):
 
 
 class DownpourFlow(ServerFlow):
-    """The flow of ``Downpour``."""
+    """Handles the events of a training step for ``Downpour``. See ``ServerFlow`` for the methods.
+
+    G and z are those of the module's docstring.
+    """
 
     uses_gradients = True
     strategy: "Downpour"
@@ -93,13 +96,13 @@ class DownpourFlow(ServerFlow):
 
     @override
     def clocks(self) -> list[int]:
-        # The clock of rank 0 is its number of pushed steps. During the warm-up the other workers
-        # wait for it. No worker waits for the clocks of the other ranks.
+        # The clock of rank 0 is the step of its last push. During the warm-up the other workers
+        # wait for this clock. No worker waits for the clocks of ranks above 0.
         return [0] + [NO_CLOCK] * (self.worker.size - 1)
 
     @override
     def initial_state(self, model: Tensor) -> DownpourState:
-        self._decayed: set[int] = set()  # optimizers (indices) whose λx in this step is in G
+        self._decayed: set[int] = set()  # indices of optimizers whose λx of this step is in G
         self._offsets: dict[int, int] = {}  # offset in G of each parameter, by its id()
         offset = 0
         for tensor in self.tensors:
@@ -111,10 +114,13 @@ class DownpourFlow(ServerFlow):
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        """G ← G + η·λx/N, before the optimizer changes x."""
+        """G ← G + η·λx/N, before the optimizer changes x. Returns False.
+
+        The first call blocks ranks above 0 until the warm-up has ended.
+        """
         if not self.state.warmed_up:
             self._wait_for_warmup()
-        # If a GradScaler skips the step, λx remains in G and is not added again in the next step.
+        # If a GradScaler has skipped the previous step, λx is still in G and is not added again.
         if optimizer.index not in self._decayed:
             self._decayed.add(optimizer.index)
             for group, parameter, scale in self._with_gradient(optimizer):
@@ -125,7 +131,7 @@ class DownpourFlow(ServerFlow):
         return False
 
     def _wait_for_warmup(self) -> None:
-        """Wait until rank 0 has ended the warm-up, fetch z, and discard this step's gradient."""
+        """On ranks above 0: wait for the end of the warm-up, x ← z, and discard the gradients."""
         self.state.warmed_up = True
         if self.strategy.warmup_steps and self.worker.rank > 0:
             self.server.wait_for_clock(self.strategy.warmup_steps)
@@ -136,7 +142,7 @@ class DownpourFlow(ServerFlow):
 
     @override
     def optimizer_stepped(self, optimizer: AttachedOptimizer) -> None:
-        """G ← G + η·g/N, with the gradients that the optimizer has just used."""
+        """G ← G + η·g/N, with the gradients g that the optimizer has just used."""
         self._decayed.discard(optimizer.index)
         for group, parameter, scale in self._with_gradient(optimizer):
             gradient = parameter.grad
@@ -148,9 +154,10 @@ class DownpourFlow(ServerFlow):
     def _with_gradient(
         self, optimizer: AttachedOptimizer
     ) -> Iterator[tuple[dict[str, Any], nn.Parameter, float]]:
-        """Yield each parameter with a gradient: (its group, the parameter, its factor).
+        """Yield (parameter group, parameter, factor in G) for each parameter with a gradient.
 
-        The factor of a gradient in G is η/N, η for rank 0 in the warm-up, or 1 with ``server_lr``.
+        The factor is 1 with ``server_lr``. Without it, the factor is η for rank 0 in the warm-up,
+        and η/N in all other cases.
         """
         warming_up = self.worker.rank == 0 and self.state.steps < self.strategy.warmup_steps
         workers = 1 if warming_up else self.worker.size
@@ -169,6 +176,7 @@ class DownpourFlow(ServerFlow):
 
     @override
     def step_ended(self) -> bool:
+        """Start a request if one is due. Never wait for answers. Return True if z has arrived."""
         state, strategy = self.state, self.strategy
         state.steps += 1
         state.unpushed += 1
@@ -183,7 +191,7 @@ class DownpourFlow(ServerFlow):
         return fetched
 
     def _take(self) -> bool:
-        """If z has arrived, x ← z + the local steps since its request, and return True."""
+        """If z has arrived, x ← z + the local steps since z was requested, and return True."""
         state, server = self.state, self.server
         if server.take() is None or not state.fetching:
             return False
@@ -210,6 +218,7 @@ class DownpourFlow(ServerFlow):
 
     @override
     def flush(self) -> None:
+        """Push the rest of G. Blocks until the request in flight has been answered."""
         if self.state.unpushed:
             self.server.await_answer()
             self._take()
@@ -222,47 +231,47 @@ class Downpour(ServerStrategy):
     """Workers train locally, push accumulated gradients to a server, and fetch its model.
 
     **Update** of a worker with the local model x. T is the step of its optimizer with the gradient
-    g, z the server's model, N the number of workers. G is the sum of the gradients since the last
-    push, and λ the weight decay:
+    g, the learning rate η and the weight decay λ. z is the server's model, and N the number of
+    workers. G is the sum of the scaled gradients since the last push:
 
         x ← T(x, g);  G ← G + η·(g + λx)/N        with server_lr: G ← G + (g + λx)
-        if z has arrived:     x ← z + the local steps since it was requested
+        if z has arrived:     x ← z + the local steps since z was requested
         every n_push steps:   send G;  G ← 0;  the server: z ← z − G
                                                with server_lr: one step of its optimizer on G
         every n_fetch steps:  request z
 
-    A request is in flight while the worker computes, so no worker waits. Only one request is in
-    flight at a time. Pushes and fetches that become due meanwhile are part of the next request, and
-    G continues to grow.
+    A request is in flight while the worker computes. After the warm-up, workers wait only in a
+    consensus and at the end. Only one request is in flight at a time. Pushes and fetches that
+    become due meanwhile are part of the next request, and G continues to grow.
 
-    By default the worker's learning rate η is a factor of G, so that schedules and parameter groups
-    apply. It is divided by N, so that it has the same meaning as under BSP. With ``server_lr`` only
-    the server applies a learning rate to G.
+    By default the gradients in G are multiplied by the worker's learning rate η, so that schedules
+    and parameter groups apply, and divided by N, so that η has the same meaning as under BSP. With
+    ``server_lr`` only the server applies a learning rate to G.
 
     Args:
         push_every: Steps between two pushes, n_push ≥ 1.
         fetch_every: Steps between two fetches, n_fetch ≥ 1.
         server_optimizer: "sgd", or "adagrad", which requires ``server_lr``.
         server_lr: Learning rate of the server's optimizer, > 0. It is not divided by N, although N
-            workers push N times as often as one. None: the worker applies the learning rate.
-        warmup_steps: Number of steps that rank 0 takes alone at the beginning (≥ 0), with η instead
-            of η/N. The other workers wait in their first step. They then fetch z and discard their
-            first gradient, which they have computed at the initial model. Their wait also ends if
-            rank 0 enters a consensus.
+            workers push N times as often as one. None: the worker applies its learning rate.
+        warmup_steps: Number of steps that rank 0 takes alone at the beginning (≥ 0), with the
+            factor η instead of η/N unless ``server_lr`` is given. The other workers wait in their
+            first step, then fetch z and discard their first gradient, which was computed at the
+            initial model. They also stop to wait when rank 0 begins a consensus.
         servers: See ``ServerStrategy``.
 
-    *Communication*: G every n_push steps and the model every n_fetch steps, or as often as the
-    network allows; no worker waits. *Memory*: three flat copies of the model (G, the request, x at
-    the request), one for serving if all ranks serve, and the state of the server's optimizer.
-    *State*: G, x at the request, a z that has arrived and was not applied, the counters, the shard
-    and its optimizer.
+    *Communication*: G every n_push steps and the model every n_fetch steps, or less often if the
+    network is too slow. *Memory*: three flat copies of the model (G, the request, x at the
+    request), one for serving if all ranks serve, and the state of the server's optimizer. *State*:
+    G, x at the request, a z that has arrived and was not applied, the counters, this rank's shard
+    of z and its optimizer.
 
-    ``Stats.details`` contains the staleness of the pushes to this rank's shard. The staleness of a
-    push is the number of pushes by other workers since the pushing worker's last fetch.
+    On ranks with a shard, ``Stats.details`` contains the staleness of the pushes to it: the number
+    of pushes by other workers since the pushing worker's last fetch.
 
-    *Differs from the paper*: while z is in flight a worker takes steps, which it adds to z. In the
-    paper z replaces them. ``finish`` pushes the rest of G. ``warmup_steps`` is the paper's
-    "warmstarting model training with only a single model replica".
+    *Differs from the paper*: a worker adds to z the steps that it has taken while z was in flight.
+    In the paper z replaces these steps. ``finish`` pushes the rest of G. ``warmup_steps`` is the
+    paper's "warmstarting model training with only a single model replica".
 
     Source: Dean et al., "Large scale distributed deep networks", NeurIPS 2012, §4.1 and
     Algorithm 7.1.

@@ -20,11 +20,11 @@ from offbeat.strategies.base import setting
 
 @dataclass(eq=False)
 class ElasticRule(Rule):
-    """On a push of x: d = α(x − z), z ← z + d. The answer to the worker is d.
+    """On a push of x: d = α(x − z), z ← z + d. A request that also pulls is answered with d.
 
     Attributes:
         alpha: α in (0, 1).
-        differences: d of each worker whose answer was not sent yet, by rank.
+        differences: d of each worker's last push, by rank. Deleted when it is sent as the answer.
     """
 
     alpha: float = transient(default=0.0)
@@ -36,7 +36,7 @@ class ElasticRule(Rule):
         self._add_difference(shard, source)
 
     def _add_difference(self, shard: Tensor, source: int) -> None:
-        """Add the difference d of one worker to the centre, now or later."""
+        """z ← z + d for the last push of rank ``source``. A subclass may add d later."""
         shard.add_(self.differences[source])
 
     @override
@@ -46,10 +46,12 @@ class ElasticRule(Rule):
 
 @dataclass(eq=False)
 class SynchronousElasticRule(ElasticRule):
-    """z ← z + Σ d when all workers have pushed. Each d is computed with the z before this sum.
+    """z ← z + Σ d when all workers that are not at a barrier have pushed, and after a barrier.
+
+    Each d is computed with the z before this sum.
 
     Attributes:
-        pending: (rank, d) of each worker whose d was not added to z yet.
+        pending: (rank, d) of each push whose d was not added to z yet.
     """
 
     pending: list[tuple[int, Tensor]] = transient(default_factory=list)
@@ -80,7 +82,7 @@ class EASGDState(ServerState):
 
 
 class EASGDFlow(ServerFlow):
-    """The flow of ``EASGD``."""
+    """Handles the events of a training step for ``EASGD``. See ``ServerFlow`` for the methods."""
 
     strategy: "EASGD"
     state: EASGDState
@@ -98,6 +100,7 @@ class EASGDFlow(ServerFlow):
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        """Copy x for the exchange after this step, if it needs the x before the step. False."""
         exchange = (self.state.steps + 1) % self.strategy.period == 0
         # With several optimizers, x is copied before the first one steps.
         if exchange and self.strategy.difference == "before_step" and not self._staged:
@@ -107,6 +110,7 @@ class EASGDFlow(ServerFlow):
 
     @override
     def step_ended(self) -> bool:
+        """At the end of a period push x, block until d has arrived, x ← x − d, and return True."""
         state, server = self.state, self.server
         state.steps += 1
         state.unpushed += 1
@@ -129,6 +133,7 @@ class EASGDFlow(ServerFlow):
 
     @override
     def flush(self) -> None:
+        """Push x once more. This moves z towards x, and x does not change."""
         pack_mixed(self.tensors, self.server.vector)
         self.check_push(self.server.vector)
         self.state.unpushed = 0
@@ -140,28 +145,28 @@ class EASGD(ServerStrategy):
     """Every ``period`` steps a worker and the centre z on the server move towards each other.
 
     **Update** of worker n of N with the local model x. T is the step of its optimizer with the
-    gradient g. Most steps are x ← T(x, g). Every ``period``-th step also exchanges the difference
-    d between the worker and the centre:
+    gradient g. A step is x ← T(x, g). Every ``period``-th step also moves worker and centre by d, a
+    fraction of their difference:
 
         d = α(x − z);  x ← T(x, g) − d;  z ← z + d
         synchronous:  d_n = α(x_n − z);  z ← z + Σ d_n            all workers use the same z
 
-    An exchange does not change x + z. With ``synchronous=True``, plain SGD and period 1 these are
-    Equations 3 and 4 of the paper. By default d is computed at the x before the step, and with
-    ``difference="after_step"`` at the x after the step. This has the same fixed point and is stable
-    for larger α. Example: one worker, a quadratic loss of curvature 1, learning rate η < 2. Before
-    the step, stability requires α < (4 − 2η)/(4 − η). After the step, any α < 1 is stable.
+    An exchange subtracts from x what it adds to z. With ``synchronous=True``, plain SGD and period 1
+    these are Equations 3 and 4 of the paper. By default d is computed at the x before the step,
+    with ``difference="after_step"`` at the x after the step. "after_step" has the same fixed point
+    and is stable for larger α. Example: one worker, a quadratic loss of curvature 1, learning rate
+    η < 2. "before_step" is stable if α < (4 − 2η)/(4 − η), "after_step" for any α < 1.
 
-    ``consensus`` and ``finish`` replace the local models by z. EAMSGD is EASGD with Nesterov
-    momentum on the worker, ``torch.optim.SGD(..., momentum=δ, nesterov=True)``. An exchange does
-    not change the momentum buffers.
+    ``consensus`` replaces the local models by z temporarily, ``finish`` finally. EAMSGD is EASGD
+    with Nesterov momentum on the worker, ``torch.optim.SGD(..., momentum=δ, nesterov=True)``. An
+    exchange does not change the momentum buffers.
 
     Args:
         period: τ ≥ 1, steps between two exchanges.
-        alpha: α in (0, 1), the fraction of their distance that worker and centre each move. None:
-            0.9/N.
+        alpha: α in (0, 1), the fraction of their difference by which worker and centre each move.
+            None: 0.9/N.
         synchronous: True if all workers exchange at the same time and wait for each other. Requires
-            α·N ≤ 1, otherwise z would overshoot.
+            α·N ≤ 1, because z would overshoot with a larger α.
         difference: "before_step": d is computed at the x before the step, as in the paper.
             "after_step": d is computed at the x after the step: x ← T(x, g), then d = α(x − z),
             x ← x − d.
@@ -171,8 +176,9 @@ class EASGD(ServerStrategy):
     *Memory*: one flat copy of the model, one for serving if all ranks serve, and on a serving rank
     one copy of its shard for each exchange in flight. *State*: the counters and the centre.
 
-    *Differs from the paper*: workers exchange at the last step of a period, in the paper at the
-    first. ``finish`` moves z once more towards each worker with steps since its last exchange.
+    *Differs from the paper*: workers exchange at the last step of a period. In the paper they
+    exchange at the first step. ``finish`` moves z once more towards each worker whose x contains
+    steps after the x of its last exchange.
 
     Source: Zhang, Choromanska & LeCun, "Deep learning with elastic averaging SGD", NeurIPS 2015,
     Equations 3-4 (synchronous), Algorithms 1 (EASGD) and 2 (EAMSGD).
@@ -186,10 +192,10 @@ class EASGD(ServerStrategy):
     difference: Literal["before_step", "after_step"] = "before_step"
 
     def alpha_of(self, workers: int) -> float:
-        """Return α for a number of workers.
+        """Return α for this number of workers.
 
         Raises:
-            ValueError: the strategy is synchronous and α·N > 1.
+            ValueError: The strategy is synchronous and α·N > 1.
         """
         alpha = 0.9 / workers if self.alpha is None else self.alpha
         if self.synchronous and alpha * workers > 1 + 1e-9:

@@ -1,8 +1,9 @@
 """FedAvg, federated averaging: local steps, then the mean of the models of some workers.
 
-A *round* ends with such a mean. A random *draw* selects the workers whose models are averaged. A
-*consensus* is something else: it replaces all local models by their mean, temporarily to evaluate
-the mean, or finally when training ends (``finish``).
+A *round* is a number of steps that ends with such a mean. A random *draw* selects the workers whose
+models are averaged. A *consensus* is not a round. It replaces all local models by their mean,
+temporarily to evaluate the mean, or finally when training ends (``finish``). At the end of a round
+and before a consensus each worker sends a *vote*, a few numbers that include its weight.
 """
 
 import math
@@ -29,8 +30,8 @@ class FedAvgState:
 
     Attributes:
         drawn: Number of rounds in which this worker was drawn.
-        consensus_weight: Weight of this worker if the coming vote leads to a consensus. It is sent
-            with the vote.
+        consensus_weight: Weight of this worker if the coming vote leads to a consensus. The vote
+            contains this weight.
     """
 
     drawn: int = 0
@@ -38,7 +39,10 @@ class FedAvgState:
 
 
 class FedAvgFlow(ModelFlow):
-    """Averages the models of the drawn workers."""
+    """Averages the models of the drawn workers on behalf of ``FedAvg``.
+
+    ``state.view.launches`` is the number of means started so far, which is the number of rounds.
+    """
 
     can_exclude = False
     strategy: "FedAvg"
@@ -59,23 +63,25 @@ class FedAvgFlow(ModelFlow):
 
     @override
     def weight(self, *, stepping: bool) -> float:
+        """Return this worker's weight in the coming mean, and store ``consensus_weight``."""
         weight = self.strategy.relative_weight(self.worker.rank, self.worker.size)
         sent = weight if stepping or self.unsynced else 0.0
         state: FedAvgState = self.state.view.state
-        # A consensus averages all workers. If the last round has made all models equal, a worker
-        # without a step since then has weight 0, because it has nothing new to contribute.
+        # A consensus averages all workers. If each round makes all models equal, a worker without a
+        # step since the last round has weight 0, because it has nothing new to contribute.
         all_equal = self.strategy.leaves_all_equal(self.worker.size)
         state.consensus_weight = sent if all_equal else weight
         return sent if self._draws(self.state.view.launches + 1) else 0.0
 
     @override
     def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
-        # Not checked: a worker that steps but is not drawn, because it contributes nothing.
+        # A worker that steps but is not drawn is not checked, because it contributes nothing.
         sends = not stepping or self._draws(self.state.view.launches + 1)
         return not sends or super().is_finite(optimizer, stepping=stepping)
 
     @override
     def land(self, *, take: bool = True) -> None:
+        """Wait for the mean. x ← x̄ if this worker was drawn, or with ``unselected="restart"``."""
         worker, view = self.worker, self.state.view
         drawn = self._draws(view.launches)
         super().land(take=drawn or self.strategy.unselected == "restart")
@@ -94,19 +100,20 @@ class FedAvg(Strategy):
 
     **Update**. x_n is the local model of worker n, T the step of its optimizer with the gradient g.
     D is the set of the workers drawn in the round, m of the N workers. w_n is the weight of worker
-    n in the mean, 0 if it has taken no step since it last took a mean:
+    n in the mean. It is 0 for a worker that has taken no step since it last received a mean:
 
         x ← T(x, g)
         at the end of a round:  x̄ = Σ_{n∈D} w_n·x_n / Σ_{n∈D} w_n
                                 x ← x̄ on the workers in D          unselected="keep"
                                 x ← x̄ on all workers               unselected="restart"
 
-    A round ends after every H = ``period`` steps. With E rounds in an epoch of S steps instead, it
-    ends after step t if ⌊t·E/S⌋ > ⌊(t−1)·E/S⌋, computed exactly. H = S/E need not be an integer.
+    A round ends after every H = ``period`` steps. If E = ``rounds_per_epoch`` and S =
+    ``steps_per_epoch`` are given instead, a round ends after step t if ⌊t·E/S⌋ > ⌊(t−1)·E/S⌋,
+    computed exactly. S/E need not be an integer.
 
-    m is C·N, rounded half up, and at least 1. A random generator draws D. It is seeded with
-    ``seed`` and the number of the round, so all workers know D without a message. If all weights
-    in D are 0, the round changes nothing.
+    m is C·N with C = ``fraction``, rounded half up, and at least 1. A random generator draws D. It
+    is seeded with ``seed`` and the number of the round, so all workers know D without a message. If
+    all weights in D are 0, the round changes no model.
 
     Args:
         period: H, steps in a round (≥ 1). Give either ``period`` or ``rounds_per_epoch``.
@@ -116,8 +123,8 @@ class FedAvg(Strategy):
             ``rounds_per_epoch``. If workers have different numbers of samples, use a mean.
         fraction: C in (0, 1], the fraction of the workers that is averaged in a round.
         unselected: Model of the workers that were not drawn. "keep": they keep their local model,
-            as in the SelSync paper. "restart": they take the mean and lose the steps of the round,
-            as in McMahan et al.
+            as in the SelSync paper. "restart": they receive the mean and lose the steps of the
+            round, as in McMahan et al.
         weights: One positive weight for each worker, such as its number of samples, in the order of
             the ranks and equal on all workers. None: equal weights.
         seed: Seed of the draws (≥ 0).
@@ -126,9 +133,8 @@ class FedAvg(Strategy):
     send zeros, so a round costs the same for any ``fraction``. *Memory*: one flat copy of the
     model. *State*: the number of rounds, and the steps since the last round.
 
-    ``consensus`` and ``finish`` take the mean of all models with the same weights. If the last
-    round has made all models equal (``fraction=1`` or "restart"), workers without steps since then
-    have the weight 0.
+    ``consensus`` and ``finish`` take the weighted mean of all models. If each round makes all models
+    equal (m = N or "restart"), workers without steps since the last round have the weight 0.
 
     *Differs from the papers*: workers that are not drawn also take steps. A worker need not see all
     of its data in a round. Floating-point buffers are averaged. In a consensus an integer buffer

@@ -2,18 +2,18 @@
 
 The vector is divided into *shards*, which are held by all ranks or by some (the *servers*). Each
 worker has a *clock*, for example its number of local steps. An answer can be made to wait until the
-minimum clock of all workers has reached some value. This limits how far a worker may be ahead.
+minimum clock of the workers has reached some value. This limits how far a worker may be ahead.
 
-**Protocol.** A worker sends each request to all servers, as a header of three int64 numbers. If the
-request pushes, the values follow. A server answers with a header of two int64 numbers. If the
-request pulls, the values follow. Both sides know the sizes. A worker calls the shard of its own
-rank directly.
+**Protocol.** A worker sends a request to all servers (``wait`` to one server only), as a header of
+three int64 numbers. If the request pushes, the values follow. A server answers with a header of two
+int64 numbers, except to ``push``, ``release`` and ``leave``. If the request pulls, the values
+follow. Both sides know the sizes. A worker calls the shard of its own rank directly.
 
 **Threads.** A server runs one background thread for each other rank, so a slow link delays only the
 worker at its other end. Each shard handles requests in the order of their arrival. A worker has at
-most one request for values in flight, and a background thread receives the answer while the worker
-computes. The worker may make requests for clocks and barriers meanwhile. Their answers therefore
-have a different message tag.
+most one request with values in flight, and a background thread receives its answer while the worker
+computes. The worker may make requests for clocks and barriers meanwhile. The answers to the latter
+have another message tag, so that they cannot be confused with the answer in flight.
 """
 
 import itertools
@@ -57,12 +57,12 @@ class ParameterServer:
 
     Attributes:
         vector: Values to push, before ``start``. Pulled values, after ``take``. Must not be used
-            while a request is in flight.
+            unless ``idle``.
         shard: The shard of this rank. None if this rank is not a server.
-        pulled_bytes: Number of bytes of values that this worker has pulled from other ranks.
+        pulled_bytes: Bytes that this worker has pulled from other ranks with ``start``.
 
-    *Memory*: ``vector``; on a server its shard, and a buffer of the size of the shard for each
-    other rank. If all ranks are servers, shard and buffers add up to one copy of the vector.
+    *Memory*: ``vector``; on a server also its shard and, for each other rank, a buffer of the size
+    of the shard. If all ranks are servers, shard and buffers add up to one copy of the vector.
     """
 
     def __init__(
@@ -95,22 +95,20 @@ class ParameterServer:
 
     @property
     def idle(self) -> bool:
-        """True if no request is in flight and the last answer was taken.
-
-        ``vector`` may then be used, and ``start`` may be called.
-        """
+        """True if no request is in flight and the last answer was taken. ``start`` requires it."""
         return self._in_flight is None and self._answer is None
 
     def start(self, kind: RequestKind, *, clock: int = -1, min_clock: int = -NO_CLOCK) -> None:
-        """Start a request that pushes or pulls ``vector``. Never blocks. Requires ``idle``.
+        """Start a request that pushes or pulls ``vector``. Requires ``idle``.
 
-        The request fails after the time-out of an operation. With ``min_clock`` the time-out begins
-        only when ``take`` waits for the answer.
+        Does not wait for the answer. The request fails if the answer takes longer than the time-out
+        of an operation. With ``min_clock`` this time is counted only while ``take`` waits.
 
         Args:
             kind: "push", "pull" or "push_pull".
             clock: New clock of this worker. −1 leaves it unchanged.
-            min_clock: The servers answer when the minimum clock of all workers is at least this.
+            min_clock: The servers answer a pull when the minimum clock of the workers that are not
+                at a barrier is at least this.
         """
         assert self.idle, "the answer of the last request was not taken"
         request = Request(kind, self._team.rank, clock, min_clock)
@@ -137,14 +135,16 @@ class ParameterServer:
         self._team.host.spawn(receive, what=f"{kind} at the server")
 
     def take(self, *, wait: bool = False) -> int | None:
-        """Take the answer of the last request, if it has arrived. Its values are in ``vector``.
+        """Take the answer of the last request, if it has arrived. Pulled values are in ``vector``.
+
+        Raises the error of the request if it has failed.
 
         Args:
-            wait: True blocks until the answer has arrived.
+            wait: True blocks until the request in flight, if any, has been answered.
 
         Returns:
             The minimum clock of the workers in the answer (0 for a "push"). None if the answer has
-            not arrived or was already taken.
+            not arrived or was already taken, or if there was no request.
         """
         if self._in_flight is not None and (wait or self._in_flight.fulfilled):
             self.await_answer()
@@ -152,7 +152,9 @@ class ParameterServer:
         return answer
 
     def await_answer(self, *, release: bool = False) -> None:
-        """Wait until no request is in flight. ``take`` still returns the answer.
+        """Block until the request in flight, if any, has been answered.
+
+        The next ``take`` returns the answer. Raises the error of the request if it has failed.
 
         Args:
             release: True asks the servers to answer at once, without waiting for a clock.
@@ -181,7 +183,7 @@ class ParameterServer:
     def wait_for_clock(self, clock: int) -> None:
         """Block until the minimum clock of the workers is at least ``clock``.
 
-        The time-out restarts when the minimum clock rises.
+        Workers at a barrier do not count. The time-out restarts when the minimum clock rises.
         """
         reached = 0
         while reached < clock:
@@ -214,7 +216,11 @@ class ParameterServer:
         return min(clocks)
 
     def leave(self) -> None:
-        """Report that this worker makes no more requests. A server waits for all such reports."""
+        """End the use of the server: tell all servers that this worker makes no more requests.
+
+        On a server this blocks until all other workers have called ``leave``. A second call does
+        nothing.
+        """
         if not self._left:
             self._left = True
             self._send_to_all(Request("leave", self._team.rank), self.vector[:0])
@@ -225,20 +231,17 @@ class ParameterServer:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def reset(self, vector: Tensor) -> None:
-        """Replace the server's values, and ``self.vector``, by the argument.
+        """Replace the server's values, and ``self.vector``, by ``vector``. Sends no messages.
 
         All workers must call this with equal arguments and without a request in flight. No worker
-        may make a request before all have called it.
-
-        Args:
-            vector: New values of the whole vector.
+        may make a request before all workers have called it.
         """
         self.vector.copy_(vector)
         if self.shard is not None:
             self.shard.reset(vector[self._slices[self._team.rank]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the shard, and of the answer if ``take`` has not returned it yet.
+        """Return copies of the shard, of an answer that ``take`` has not returned, and a counter.
 
         No request may be in flight.
         """

@@ -1,9 +1,9 @@
 """Base classes of the strategies with a parameter server: settings, flow and state.
 
-A *flow* is the code that drives one strategy through the events of a training step. A *consensus*
-replaces all local models by one model, here the server's model: temporarily, to evaluate or save
-it, or finally when training ends (``finish``). It begins with a *barrier*, at which all workers
-wait for each other.
+A *flow* is an object that drives one strategy on one worker. The training loop calls its methods at
+events such as "the gradients are ready" or "the step has ended". A *consensus* replaces all local
+models by one model, here the server's: temporarily, to evaluate or save the model, or finally when
+training ends (``finish``). A consensus begins with a *barrier*: all workers wait for each other.
 """
 
 import logging
@@ -36,13 +36,13 @@ class ServerStrategy(Strategy):
     """Base class of strategies in which each worker exchanges values with a parameter server.
 
     Workers make no common decisions during training. The server's model is the result of training:
-    ``consensus`` gives it to all workers temporarily, ``finish`` permanently. Steps that a worker
-    has not pushed are not part of a consensus. ``finish`` pushes them first. Buffers are not on the
-    server. ``consensus`` and ``finish`` average the floating-point ones.
+    ``consensus`` gives it to all workers temporarily, ``finish`` permanently. ``consensus`` leaves
+    out the steps that a worker has not pushed; ``finish`` pushes them first. Buffers are not on the
+    server. ``consensus`` and ``finish`` average the floating-point buffers over the workers.
 
     Args:
-        servers: Ranks that hold a shard of the model each, such as ``(0, 1)``, or ``0/1`` as text.
-            None: all ranks, so that the traffic is spread over all links.
+        servers: Ranks among which the server's model is divided, for example ``(0, 1)``, or ``0/1``
+            on a command line. None: all ranks, so that the traffic is spread over all links.
     """
 
     flow: ClassVar[type["ServerFlow"]]
@@ -82,10 +82,11 @@ class ServerState:
 
 
 class ServerFlow(Flow):
-    """The flow of a strategy with a parameter server.
+    """Drives a strategy with a parameter server on one worker.
 
     A subclass defines ``rule``, ``initial_state``, ``flush`` and ``step_ended``. It may override
-    the other events.
+    the other methods. ``gradients_ready`` (before an optimizer steps) and ``step_ended`` return
+    True if this worker's model has received values of the server.
 
     Attributes:
         server: The parameter server.
@@ -114,15 +115,18 @@ class ServerFlow(Flow):
         """Return the initial state, given the initial model of all workers as a vector."""
 
     def clocks(self) -> list[int]:
-        """Return the initial clock of each worker."""
+        """Return the initial clock of each worker. Zeros by default."""
         return [0] * self.worker.size
 
     @abstractmethod
     def flush(self) -> None:
-        """Start the last push, with all local steps that this worker has not pushed yet."""
+        """Start the last push, with all local steps that this worker has not pushed yet.
+
+        Called at most once, by ``finish``. May block until an earlier request has been answered.
+        """
 
     def barrier_reached(self, clock: int) -> None:
-        """Handle the end of a barrier, given the minimum clock of all workers."""
+        """Handle the end of a barrier, given the minimum clock of all workers. Default: nothing."""
 
     # -- start, end and consensus ----------------------------------------------------------------
 
@@ -130,8 +134,11 @@ class ServerFlow(Flow):
     def start(self, common: dict[str, Any] | None = None) -> None:
         """Create the parameter server with this worker's model, which is equal on all workers.
 
+        A second call, after a checkpoint of a consensus was loaded, gives this model to the
+        existing server and waits for all workers.
+
         Raises:
-            ValueError: a rank in ``servers`` does not exist.
+            ValueError: A rank in ``servers`` does not exist.
         """
         worker, strategy = self.worker, self.strategy
         assert isinstance(strategy, ServerStrategy)
@@ -143,7 +150,7 @@ class ServerFlow(Flow):
             )
         self.tensors = [p for _, p in worker.replica.parameters]
         model = _model_vector(self.tensors)
-        if self._started:  # called again, after a checkpoint of a consensus was loaded
+        if self._started:
             self.server.reset(model)
             worker.barrier("the start of the parameter server")
         else:
@@ -160,10 +167,12 @@ class ServerFlow(Flow):
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        """Do nothing. Return False: the model has not received values of the server."""
         return False
 
     @override
     def pause(self, *, finishing: bool) -> None:
+        """Push the remaining steps if training ends. Block until all workers are at the barrier."""
         if finishing and self.unsynced and not self._flushed:
             self.flush()
         self._flushed = self._flushed or finishing
@@ -171,6 +180,7 @@ class ServerFlow(Flow):
 
     @override
     def consensus(self, last: Round, *, final: bool) -> None:
+        """Replace the parameters by the server's and average the buffers. A collective."""
         worker = self.worker
         unpack(self.server.read(), self.tensors)
         if worker.size > 1:
@@ -202,6 +212,7 @@ class ServerFlow(Flow):
 
     @override
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
+        """Report to all workers that this worker takes no step (``stepping`` is False here)."""
         vote = self.rounds.vote(
             weight=0.0, stepping=False, finishing=finishing, wanted=0.0, finite=True, numbers=()
         )
@@ -209,15 +220,16 @@ class ServerFlow(Flow):
 
     @override
     def decide(self, round: Round) -> bool:
+        """Always raises: rounds with a worker that steps, the only ones to decide, do not occur."""
         raise AssertionError("no worker of a parameter server votes in a step")
 
     # -- pushes ----------------------------------------------------------------------------------
 
     def check_push(self, values: Tensor) -> None:
-        """Raise or warn if the values of the coming push contain NaN or infinity.
+        """Raise or warn if ``values``, which are pushed next, contain NaN or infinity.
 
-        ``Stats.details`` counts such pushes. With ``non_finite="warn"`` the caller sends them all,
-        and only the first one is logged. Does nothing with a single worker.
+        ``Stats.details`` counts such pushes. With ``non_finite="warn"`` only the first one is
+        logged, and the caller pushes the values nevertheless. Does nothing with a single worker.
 
         Raises:
             OffbeatError: A value is not finite, and ``non_finite`` is not "warn".
@@ -237,14 +249,20 @@ class ServerFlow(Flow):
             logger.warning('%s: all workers receive it; non_finite="raise" prevents that', message)
 
     def stage_push(self, values: Tensor) -> None:
-        """Move ``values`` to the vector that the next request pushes, and set them to 0."""
+        """Check ``values``, move them to the vector that is pushed next, and set ``unpushed`` to 0.
+
+        ``values`` become 0. The caller must start the request that pushes them.
+
+        Raises:
+            OffbeatError: A value is not finite, and ``non_finite`` is not "warn".
+        """
         self.check_push(values)
         self.server.vector.copy_(values)
         values.zero_()
         self.state.unpushed = 0
 
     def report(self) -> None:
-        """Update ``Stats.details``: pulled bytes, and statistics of pushes to this rank's shard."""
+        """Write the pulled bytes, and the statistics of this rank's shard, to ``Stats.details``."""
         details, shard = self.worker.details, self.server.shard
         details["pulled_bytes"] = self.server.pulled_bytes
         if shard is not None:

@@ -2,7 +2,7 @@
 
 Workers *push* values to the shard, which a ``Rule`` applies, and *pull* its values. Each worker has
 a *clock*, such as its number of local steps. The shard can delay an answer until the minimum clock
-of all workers has risen to some value.
+of the workers has risen to some value. Workers that wait at a barrier do not count in the minimum.
 
 This module does not communicate. ``shard_service.py`` receives the requests, calls the shard and
 sends its answers.
@@ -34,12 +34,13 @@ class Request:
 
             - "push": apply values. "pull": return values. "push_pull": both.
             - "clock": return the minimum clock.
-            - "release": answer the waiting requests of this worker now.
+            - "release": answer this worker's requests that wait for a clock now.
             - "barrier": the worker has reached a barrier. "wait": it still waits there.
             - "leave": the worker makes no more requests.
         source: Rank of the worker.
         clock: New clock of this worker. −1 leaves it unchanged.
-        min_clock: The shard answers when the minimum clock of the workers is at least this.
+        min_clock: The shard answers "pull", "push_pull" and "clock" when the minimum clock of the
+            workers is at least this.
     """
 
     kind: RequestKind
@@ -113,7 +114,8 @@ class Rule:
     def clock_advanced(self, shard: Tensor) -> None:
         """Handle a rise of the minimum clock, or the end of a barrier.
 
-        ``shard`` may be changed in place. Requests that wait for this event are answered later.
+        May change ``shard`` in place. Requests that wait for this event are answered afterwards,
+        with the changed values.
         """
 
     def answer(self, shard: Tensor, *, source: int) -> Tensor:
@@ -129,15 +131,13 @@ Deliver = Callable[[Answer, Tensor | None], None]
 class Shard:
     """One part of the server's vector, the clocks, and the requests that wait for an answer.
 
-    After each call of ``handle``, all waiting requests whose condition now holds are answered, the
-    oldest first.
-
     Attributes:
         values: Values of this part of the vector, 1-D.
         rule: Update rule.
         clocks: Clock of each worker.
         pushes: Number of pushes so far.
-        behind: For each worker, the number of pushes by other workers since its last pull.
+        behind: For each worker, the number of pushes by other workers since this worker's last
+            pull, that is, the number of pushes by which its values are out of date.
         staleness: Histogram of the staleness of pushes, as {staleness: number of pushes}. The
             staleness of a push is ``behind`` of its worker at that time.
         reached_clock: Minimum clock of the workers that are not at a barrier.
@@ -166,12 +166,13 @@ class Shard:
         return min((clock for clock, waits in clocks if not waits), default=NO_CLOCK)
 
     def handle(self, request: Request, values: Tensor | None, deliver: Deliver) -> None:
-        """Handle one request, and answer all requests that can now be answered.
+        """Handle one request, then answer all requests whose condition holds, the oldest first.
 
         Args:
             request: The request.
             values: The pushed values. None if the request does not push. Not used after the call.
-            deliver: Function to call with the answer, during this call or a later one.
+            deliver: Function to call with the answer, if the request has one, during this call of
+                ``handle`` or a later one.
         """
         with self._lock:
             source = request.source

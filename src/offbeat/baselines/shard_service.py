@@ -27,9 +27,9 @@ REQUEST, PUSHED, ANSWER, PULLED, CONTROL = range(1, 6)
 class ShardService:
     """Passes the requests of all workers to this rank's shard.
 
-    One background thread for each other rank receives its requests. This rank's worker calls
-    ``handle_own`` instead. If a background thread fails, its error is raised by the unanswered
-    requests of this rank's worker, which may wait for a lost worker, and by its next request.
+    One background thread for each other rank receives the requests of that rank. This rank's worker
+    calls ``handle_own`` instead. If a background thread fails, its error is raised in this rank's
+    worker: by its unanswered requests, which may wait for a lost worker, and by its next request.
 
     Args:
         team: The workers.
@@ -60,8 +60,8 @@ class ShardService:
     def _handle_requests(self, rank: int) -> None:
         communicator = self._team.uncounted
         what = f"a request of rank {rank} to the parameter server"
-        # One buffer is enough for pushed and pulled values. A worker sends a request with values
-        # only after it has received the answer to the previous one.
+        # One buffer is enough for pushed and pulled values. This thread handles a push before it
+        # receives the next request, and a worker that waits for pulled values pushes nothing.
         buffer = torch.empty_like(self._shard.values)
         sent: deque[Handle[Tensor]] = deque()  # gloo may lose a message whose handle is deleted
 
@@ -140,7 +140,7 @@ class ShardService:
                 promise.fulfil(self._failure)
 
     def wait_for_leaves(self) -> None:
-        """Wait until all other ranks make no more requests, which need this shard."""
+        """Wait until the threads of all other ranks have ended, normally because the rank left."""
         for rank, left in self._left.items():
             what = f"the end of the requests of rank {rank}"
             self._team.communicator.await_promise(left, what=what).wait()

@@ -1,9 +1,9 @@
 """SSP, stale synchronous parallel: a parameter server that limits how far a worker may be ahead.
 
 A worker's *clock* c is its number of local steps. z is the server's model. A worker's model x is
-the *cache*: a copy of z, to which the worker adds its own updates u at once. S is the sum of the
-updates that it has not sent to the server yet. The cache is *fresh* up to clock f if it contains
-the updates that all workers have made before clock f.
+called its *cache*: a copy of z, to which the worker adds its own updates u at once. S is the sum of
+the updates that the worker has not sent to the server yet. The cache is *fresh* up to clock f if it
+contains the first f updates of every worker.
 """
 
 from dataclasses import dataclass, field
@@ -26,9 +26,10 @@ class SSPState(ServerState):
     Attributes:
         cache: x as one vector. After each step it is copied to the worker's parameters.
         updates: S as one vector.
-        clock: c, the number of local steps.
+        clock: c, the number of local steps. Stays 0 with a single worker.
         fresh_clock: f, the clock up to which the cache is fresh.
-        pulling: True if the last request pulls z.
+        pulling: True if the last request in a step pulls z. The last push of ``finish`` does not
+            change it.
     """
 
     cache: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -39,7 +40,7 @@ class SSPState(ServerState):
 
 
 class SSPFlow(ServerFlow):
-    """The flow of ``SSP``."""
+    """Handles the events of a training step for ``SSP``. See ``ServerFlow`` for the methods."""
 
     strategy: "SSP"
     state: SSPState
@@ -54,8 +55,9 @@ class SSPFlow(ServerFlow):
 
     @override
     def step_ended(self) -> bool:
+        """Push and pull as needed. Block at the bound. Return True if x was refreshed from z."""
         state, worker = self.state, self.worker
-        if worker.size == 1:  # computing x + (x̂ − x) would round
+        if worker.size == 1:  # copy the new x̂ to z, because x + (x̂ − x) would round
             pack_mixed(self.tensors, self.server.vector)
             self.server.reset(self.server.vector)
             return True
@@ -72,7 +74,7 @@ class SSPFlow(ServerFlow):
         return refreshed
 
     def _add_update(self) -> None:
-        """x ← x + u; S ← S + u; c ← c + 1, tensor by tensor, so that u needs little memory."""
+        """x ← x + u; S ← S + u; c ← c + 1. Loop over the tensors, so that u needs little memory."""
         state, workers, offset = self.state, self.worker.size, 0
         for tensor in self.tensors:
             stepped = as_real(tensor.detach()).reshape(-1)
@@ -86,7 +88,10 @@ class SSPFlow(ServerFlow):
         state.unpushed += 1
 
     def _take(self, *, wait: bool = False) -> bool:
-        """If the answer to a pull has arrived, x ← answer + S, and return True."""
+        """Take the answer if it has arrived. If it contains z: x ← z + S, and return True.
+
+        With ``wait`` block until the answer of the request in flight has arrived.
+        """
         state, clock = self.state, self.server.take(wait=wait)
         if clock is None or not state.pulling:
             return False
@@ -95,9 +100,12 @@ class SSPFlow(ServerFlow):
         return True
 
     def _send(self) -> None:
-        """Start a request if none is in flight: push S, and pull z if needed."""
+        """Push S, and pull z if ``refresh`` requires it, unless a request is in flight.
+
+        Does nothing if there is no new update and x is fresh enough.
+        """
         state, ahead = self.state, self.strategy.refresh == "ahead"
-        needed = state.clock - self.strategy.staleness  # smallest fresh_clock for the next step
+        needed = state.clock - self.strategy.staleness  # a step ends when f ≥ needed
         too_old = state.fresh_clock < needed
         if not self.server.idle or not (state.unpushed or too_old):
             return
@@ -111,6 +119,7 @@ class SSPFlow(ServerFlow):
 
     @override
     def flush(self) -> None:
+        """Start the last push. Blocks until the request in flight has been answered."""
         self.server.await_answer(release=True)
         self._take()
         self.stage_push(self.state.updates)
@@ -118,17 +127,17 @@ class SSPFlow(ServerFlow):
 
     @override
     def barrier_reached(self, clock: int) -> None:
-        # Answers did not count the clocks of workers at the barrier, which may be far behind.
+        """Lower f to ``clock``, because answers ignored the clocks of workers at the barrier."""
         self.state.fresh_clock = min(self.state.fresh_clock, clock)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SSP(ServerStrategy):
-    """Workers push every update to a server, and a worker waits if it is too far ahead of another.
+    """Workers push all updates to a server. A worker waits if it is too far ahead of another one.
 
     **Update**. x is the worker's model, a cached copy of the server's model z. T is the step of the
-    worker's optimizer with the gradient g. c is the worker's clock, its number of local steps, and
-    s the staleness. S is the sum of the updates that were not sent yet, N the number of workers:
+    worker's optimizer with the gradient g. The clock c is the worker's number of local steps, and s
+    is ``staleness``. S is the sum of the updates that were not sent yet, N the number of workers:
 
         x̂ ← T(x, g);  u = (x̂ − x)/N
         x ← x + u;  S ← S + u;  c ← c + 1
@@ -136,33 +145,34 @@ class SSP(ServerStrategy):
             x ← answer + S
         if no request is in flight:
             send S, c;  S ← 0;  the server: z ← z + S, and it answers with z
-        while x may lack updates that a worker has made before clock c − s:
-            wait for the answer, as above
+        while x may lack one of the first c − s updates of another worker (the *bound*):
+            wait for an answer, then x ← answer + S, and send the next request
 
     A request is in flight while the worker computes. Updates made meanwhile add up in S and are
-    sent with the next request. The worker waits only at the bound. With ``staleness=0`` and plain
-    SGD this is BSP up to rounding. Updates are divided by N, so a learning rate has the same
-    meaning as under BSP. Any optimizer may produce the updates.
+    sent with the next request. During training a worker waits only at the bound. With
+    ``staleness=0`` and plain SGD this is BSP up to rounding. Updates are divided by N, so a
+    learning rate has the same meaning as under BSP. Any optimizer may produce the updates.
 
-    The server delays its answer until the minimum clock of the workers is min(c, c − s + 1). After
-    an earlier answer the worker would have to wait again at the end of its next step.
+    The server delays the answer until every worker's clock is at least min(c, c − s + 1). With an
+    answer at c − s the worker would have to wait again at the end of its next step. Workers without
+    further data do not count.
 
     Args:
-        staleness: s, the number of steps that a worker may be ahead of the slowest one (≥ 0).
+        staleness: s ≥ 0, the number of steps that a worker may be ahead of the slowest one.
         refresh: When x is refreshed from z. "ahead": as above, as often as the network allows.
-            "lazy": only when the bound requires it; other requests only push. Between two lazy
-            refreshes x receives only this worker's own updates, divided by N. For large s, training
-            may then diverge although it converges with "ahead".
+            "lazy": only when the bound requires it, by an answer that waits for clock c − s. Other
+            requests only push. Between two lazy refreshes x receives only this worker's updates,
+            divided by N. For large s, training may then diverge although "ahead" converges.
         servers: See ``ServerStrategy``.
 
-    *Communication*: the model to the server and back, one exchange at a time, in each step if the
-    network is fast enough; workers wait only at the bound. "lazy": the model to the server in each
-    step, and back at each refresh; workers wait for the refresh. *Memory*: three flat copies of the
-    model (cache, S, the request), and one for serving if all ranks serve. *State*: cache, S, an
-    answer that has arrived and was not applied, the clocks, and the shard.
+    *Communication*: as many bytes as the model to the server and back, one exchange at a time, in
+    each step if the network is fast enough. With "lazy", z comes back only at a refresh.
+    *Memory*: three flat copies of the model (cache, S, the request), and one for serving if all
+    ranks serve. *State*: cache, S, an answer that has arrived and was not applied, the clocks, and
+    this rank's part of z.
 
-    *Differs from the paper*: updates are divided by N. In the paper they are not. The whole of x is
-    refreshed at once, in the paper single rows of it.
+    *Differs from the paper*: the paper does not divide the updates by N. It refreshes single rows
+    of x, and this implementation the whole of x.
 
     Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
     server", NeurIPS 2013, §2-3.
