@@ -87,6 +87,7 @@ class AsyncAveraging(Strategy):
 
     @override
     def due(self, worker: WorkerView) -> float:
+        """Return 1 if this worker requests a launch now, else 0."""
         if self.schedule == "cyclic":
             return float(2 * worker.since_launch >= self.staleness)
         return float(worker.since_launch > 0 and worker.ready)

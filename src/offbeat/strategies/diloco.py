@@ -97,10 +97,11 @@ class DiLoCo(Strategy):
 
     @override
     def due(self, worker: WorkerView) -> float:
-        """Return 1 if the next launch is due. Launch j = 1, 2, … is due after ⌊j·H/F⌋ steps."""
+        """Return 1 if a launch is due, else 0. Launch j = 1, 2, … is due after ⌊j·H/F⌋ steps."""
         j, parts, period = worker.launches + 1, self.fragments, self.period
         return float(worker.since_launch >= j * period // parts - (j - 1) * period // parts)
 
     @override
     def decide(self, worker: WorkerView, tally: Tally) -> Launch:
+        """Launch the next fragment."""
         return Launch(parts=1)

@@ -43,5 +43,6 @@ class LocalSGD(Strategy):
 
     @override
     def due(self, worker: WorkerView) -> float:
+        """Return 1 if a mean is due after this step, else 0."""
         period = 1 if worker.step <= self.warmup_steps else self.period
         return float(worker.since_launch >= period)

@@ -135,6 +135,7 @@ class SelSync(Strategy):
     @property
     @override
     def tally_delay(self) -> int:
+        """1 if ``decide`` uses the flags of the previous step, else 0."""
         return int(self.flags == "deferred")
 
     @override

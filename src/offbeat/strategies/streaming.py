@@ -161,6 +161,7 @@ class StreamingAveraging(Strategy):
 
     @override
     def due(self, worker: WorkerView) -> float:
+        """Return the number of parts that this worker wants to launch now."""
         if worker.size == 1:
             return 0.0
         if self.schedule == "cyclic":
@@ -181,6 +182,7 @@ class StreamingAveraging(Strategy):
 
     @override
     def decide(self, worker: WorkerView, tally: Tally) -> Launch:
+        """Launch the parts of the schedule, or the mean number that the workers want."""
         if self.schedule == "cyclic":
             return Launch(parts=self._cycle(worker.count)[1])
         stepping = max(1, tally.stepping)
@@ -223,6 +225,7 @@ class StreamingAveraging(Strategy):
 
     @override
     def after_step(self, worker: WorkerView) -> None:
+        """Measure the step, and adapt the window and the CPU budget of the eager schedule."""
         state: StreamingState = worker.state
         worker.details.update(outer_gain=state.gain)
         if self.schedule == "cyclic":
