@@ -57,8 +57,8 @@ class SelSync(Strategy):
     LSSR, the local-to-synchronous step ratio, is the share of steps without a synchronization.
 
     Args:
-        delta: Fixed threshold δ ≥ 0. With 0 every step sets a flag, as in BSP. With ``inf`` no step
-            does, so only ``warmup_steps`` and ``max_interval`` synchronize. A good value depends on
+        delta: Fixed threshold δ ≥ 0. With 0 a flag is set in every step, as in BSP. With ``inf`` no
+            flag is set, so only ``warmup_steps`` and ``max_interval`` synchronize. A good value depends on
             the model, the batch size, the smoothing and the number of workers.
         target_lssr: Target for the share of steps in which no flag is set, in (0, 1). At the first
             step with a finite Δ > 0, δ becomes the mean of the workers' Δ. Afterwards it is
@@ -69,8 +69,8 @@ class SelSync(Strategy):
         smoothing: Factor a in (0, 1]. None: N/100, at most 1.
         window: Number of the latest norms in m (≥ 1). The paper uses 25. None: all norms so far, by
             the recursion above.
-        max_interval: Number of steps without a synchronization (≥ 1) after which the workers
-            synchronize without a flag. None: no limit.
+        max_interval: Largest number of steps from one synchronization to the next (≥ 1). With 1
+            every step synchronizes. None: no limit.
         warmup_steps: Number of decisions at the start that all synchronize (≥ 0).
         flags: "blocking": the workers wait for the flags of the current step. If parameters are
             averaged, the workers send the flags before the optimizer's step and use them after it.

@@ -80,9 +80,9 @@ class StreamingAveraging(Strategy):
         G = √(mean‖u‖² / ‖D‖²), at least 1, at most √N, smoothed over five passes of the model
 
     ``schedule="eager"``: the parts take turns, and the workers launch as many as keep the link
-    busy. A part lands at the end of the local step in which its mean arrives. The default ``wire``
-    is "int2". With ``wire="auto"`` the precision is chosen during training, so that a pass of the
-    model takes about 2.5 local steps if possible.
+    busy. A part lands at the end of the local step in which its mean arrives, or later if earlier
+    launches have not landed. The default ``wire`` is "int2". With ``wire="auto"`` the precision is
+    chosen during training, so that a pass of the model takes about 2.5 local steps if possible.
 
     ``schedule="cyclic"``: the parts take turns, and the workers launch each part once in at most
     β = τ/2 local steps. A part lands just before its next launch. The workers wait if its mean has
