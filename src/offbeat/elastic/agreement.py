@@ -1,21 +1,22 @@
-"""The protocol by which real processes agree on the next view, in the store of their process group.
+"""The protocol by which real processes agree on the next view, through a shared store.
 
 A *view* is one composition of the workers, its *members*. Each worker has a number, its *identity*:
 its rank in view 0, or the next unused number if it joined later. The store is the key-value store
-of ``torch.distributed``.
+of the ``torch.distributed`` process group.
 
 When a member is lost or a worker asks to join, view v + 1 replaces view v in four steps:
 
 1. *Arrive.* Each member of view v writes the key ``view/<v+1>/here/<worker>``. Then it waits for
    the other members, except those whose process has ended and those that have left.
 2. *Decide.* When all of these have arrived, the arrived member with the lowest identity proposes
-   the members of view v + 1: the arrived workers and the workers that ask to join. If members do
-   not arrive in time, every arrived member makes such a proposal without them. The store accepts
+   the members of view v + 1: the arrived members and the workers that ask to join. If some members
+   do not arrive in time, every arrived member proposes the view without them. The store accepts
    only the first proposal of a view (compare-and-set). So all workers read the same decision, even
    if the network is divided.
 3. *Open.* The members of view v + 1 open process groups with each other. A worker that the decision
    excludes raises an error.
-4. *Retry.* If step 3 fails, the members of view v + 1 start again with view v + 2.
+4. *Retry.* If step 3 fails, the members of view v + 1 start again with view v + 2, until a time
+   limit.
 
 Steps 1 and 2 are in this file, steps 3 and 4 in ``elastic/membership.py``.
 
@@ -29,7 +30,7 @@ The keys of one training begin with ``offbeat/elastic/<name>``:
     ended              exists once the training has ended
     view/<n>/wanted    exists once a worker requests view n
     view/<n>/begun     exists once a member has arrived; the opening of view n - 1 is then given up
-    view/<n>/here/<worker>   exists once the worker has arrived; true if it was in no earlier view
+    view/<n>/here/<worker>   exists once the worker has arrived; its value is true for a newcomer
     view/<n>/decided   the decision
     view/<n>/groups/…  addresses of the process groups
 """
@@ -47,7 +48,7 @@ from offbeat.transport.membership import EndedError
 
 T = TypeVar("T")
 SILENCE_SECONDS = 30.0
-"""Time for which a view change waits for silent members, unless timeout_seconds is less.
+"""Default time for which a view change waits for silent members, unless timeout_seconds is less.
 
 A *silent* member neither arrives nor is known to have ended.
 """
@@ -61,9 +62,9 @@ class Decision:
 
     Attributes:
         members: Identities of the members, ascending.
-        newcomers: Identities of the members that were in no earlier view.
-        asked: Lowest identity that no worker had taken when the decision was made. Workers that
-            asked to join by then have smaller identities.
+        newcomers: Identities of the members that joined later and were in no earlier view.
+        next_identity: Lowest identity that was unused when the decision was made. All workers that
+            had asked to join have smaller identities.
     """
 
     members: list[int]
@@ -79,8 +80,8 @@ class Agreement:
         store: Store of the training.
         heartbeats: Heartbeat connections of this process, which tell whose process has ended.
         timeout_seconds: Time limit of one operation.
-        silence_seconds: Time for which a view change waits for silent members, unless
-            ``timeout_seconds`` is less.
+        silence_seconds: Time for which callers wait for silent members, unless ``timeout_seconds``
+            is less. They pass it as ``patience`` to ``decide``.
     """
 
     def __init__(
@@ -103,9 +104,10 @@ class Agreement:
 
         Args:
             number: Number of the view.
-            before: Decision on the previous view.
-            patience: If no member has arrived for this many seconds, the members that have not
-                arrived are given up.
+            before: Decision on view ``number`` - 1.
+            patience: Once at least as many members have arrived as are missing, and no further
+                member has arrived for this many seconds, the missing members are given up. With
+                fewer arrived members, that happens after ``timeout_seconds``.
             newcomer: True if this worker was in no earlier view.
 
         Raises:
@@ -143,8 +145,8 @@ class Agreement:
             dead = self.heartbeats.dead()
             awaited, present = others - arrived - left - dead, {self.worker, *(arrived - dead)}
             # A minority waits for timeout_seconds, so that a badly connected worker does not
-            # exclude all others. A majority waits for ``patience`` after each arrival, so that
-            # slightly late workers are not excluded.
+            # exclude all others. Half of the members or more wait for ``patience`` after each
+            # arrival, so that slightly late workers are not excluded.
             majority, now = len(present) >= len(awaited), time.monotonic()
             if majority:
                 expired = now - last_arrival > patience
@@ -164,9 +166,11 @@ class Agreement:
     def leave(self, number: int, *, ended: bool) -> None:
         """Announce to the members of view ``number`` that this worker leaves permanently.
 
+        Gives up after a second if the store does not answer.
+
         Args:
             number: Number of the current view.
-            ended: True if the training has ended on all workers.
+            ended: True if the training has ended on all workers. False closes ``heartbeats``, too.
         """
 
         def announce() -> None:
@@ -175,15 +179,15 @@ class Agreement:
 
         with contextlib.suppress(StoreLostError):
             self.store.call(announce, "leaving", seconds=_LEAVE_SECONDS)
-        # If the training has ended, the connections stay open until the process exits: other
-        # members may still be finishing, and would take this worker for dead.
+        # If the training has ended, the heartbeat connections stay open until the process exits:
+        # other members may still be finishing, and would take this worker for dead.
         if not ended:
             self.heartbeats.close()
 
     def _propose(self, number: int, before: Decision, present: list[int]) -> None:
         """Propose the members of view ``number``: ``present`` and the workers that ask to join.
 
-        Workers that ask to join and cannot be reached are left out.
+        A worker that asks to join and cannot be reached is left out.
         """
         addresses = self.call(partial(self._join_requests, before.next_identity))
         next_identity = before.next_identity + len(addresses)

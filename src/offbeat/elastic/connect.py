@@ -94,7 +94,7 @@ def open_elastic(
         group: Process group with the gloo backend; None is the default group.
         timeout_seconds: Time limit of one operation.
         silence_seconds: Time for which a view change waits for members that do not answer, unless
-            ``timeout_seconds`` is less.
+            ``timeout_seconds`` is less; see ``elastic/agreement.py``.
 
     Raises:
         AttachError: The backend is not gloo, or this process is not a member of the group.
@@ -114,7 +114,7 @@ def open_elastic(
     root, heartbeats = SharedStore(base, location_of(base)), HeartbeatConnections()
 
     def begin() -> SharedStore:
-        # The first member to get here names the training. The others read this name.
+        # The first member that calls this names the training. The others read the name.
         name = SharedStore(keys, root.location).put_if_absent("name", uuid.uuid4().hex)
         training = f"{LATEST_TRAINING}/{name}"
         store = root.within(training)

@@ -1,7 +1,7 @@
 """Heartbeat connections: sockets that are closed when the process at the other end ends.
 
-Nothing is sent on them. A worker finds out that the process of another worker has ended because the
-kernel of that machine then closes the socket.
+Nothing is sent on them. When a process ends, the kernel of its machine closes the sockets of the
+process, and the workers at the other ends notice that.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ class HeartbeatConnections:
 
     Attributes:
         address: Address on which this process listens, as ``host:port``.
-        close: Function that closes all sockets of this object. It is also called when this object
-            is garbage-collected and when Python exits.
+        close: Function that closes all sockets of this object. Python also calls it when this
+            object is garbage-collected, and at exit.
     """
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ class HeartbeatConnections:
         return unreachable
 
     def monitors(self, worker: int) -> bool:
-        """Return True if this object was connected to the worker, even if that has died."""
+        """Return True if ``connect`` has reached the worker, even if that worker has died since."""
         return worker in self._sockets or worker in self._dead
 
     def dead(self) -> frozenset[int]:
-        """Return the workers that have ended or have called ``close``. Takes microseconds."""
+        """Return the monitored workers that have ended or have called ``close``. Never blocks."""
         poll = select.poll()
         by_descriptor = {socket_.fileno(): worker for worker, socket_ in self._sockets.items()}
         for descriptor in by_descriptor:

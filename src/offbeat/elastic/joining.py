@@ -35,9 +35,9 @@ def join(address: str | None = None) -> Transport:
 
     The workers of the running training must have passed ``min_workers`` to ``attach``. The new
     process does not call ``init_process_group``. Its ``attach`` blocks until the other workers
-    admit it, which they do at the beginning of an optimizer step. It raises
+    admit the process, usually at the beginning of their next optimizer step. ``attach`` raises
     ``CommunicationTimeout`` if they do not admit it within ``timeout_seconds``. If several
-    trainings use the store, the new worker joins the one that began last.
+    trainings use the store, the new worker joins the training that began last.
 
     Args:
         address: Address of the store of the running training's process group, as ``host:port`` or
@@ -45,7 +45,8 @@ def join(address: str | None = None) -> Transport:
             ``MASTER_PORT``.
 
     Raises:
-        ValueError: ``address`` has another form, or an environment variable is needed and not set.
+        ValueError: ``address`` has neither of these forms, or is None and an environment variable
+            is not set.
     """
     if address is None:
         variables = "MASTER_ADDR", "MASTER_PORT"
@@ -64,7 +65,7 @@ def join(address: str | None = None) -> Transport:
 class Newcomer(Transport):
     """Transport (factory of communicators) of a worker that joins a running training.
 
-    The communicator belongs to the first view that contains this worker.
+    The communicator belongs to the first view that this worker enters.
 
     Args:
         address: Address of the store, as ``host:port`` or ``file://path``.

@@ -31,7 +31,7 @@ _HEARTBEAT_SECONDS = 0.2  # time between two checks of the heartbeat connections
 
 
 class ElasticCommunicator(TorchCommunicator):
-    """The communicator of a view with several members, which can agree on the next view."""
+    """The communicator of a view with several members, and the ``membership`` of that view."""
 
     membership: Membership
 
@@ -39,7 +39,7 @@ class ElasticCommunicator(TorchCommunicator):
     def twin(self) -> Communicator:
         """Return a second communicator, without ``membership``; see ``Communicator.twin``.
 
-        Only the original communicator starts view changes.
+        Only the ``membership`` of the original communicator starts view changes.
         """
         twin = super().twin()
         del twin.__dict__["membership"]
@@ -47,7 +47,7 @@ class ElasticCommunicator(TorchCommunicator):
 
 
 class ElasticSingle(SingleCommunicator):
-    """The communicator of a view with one member, which other workers can join."""
+    """The communicator of a view with one member, and the ``membership`` of that view."""
 
     membership: Membership
 
@@ -74,10 +74,11 @@ class Participant:
         Args:
             number: Number of the view.
             decision: Members of the view.
-            opening_seconds: Time limit.
+            opening_seconds: Time limit of opening the connections.
 
         Raises:
             CommunicationError: A member did not take part.
+            StoreLostError: The store does not answer.
         """
         agreement, members = self.agreement, tuple(decision.members)
         agreement.connect_heartbeats(members)
@@ -149,7 +150,7 @@ class Participant:
 
         Args:
             view: Number of the view that has ended or could not be opened.
-            before: Members of this view.
+            before: Decision on view ``view``.
             step: Number of steps that this worker has taken; None if it was in no view yet.
 
         Raises:
@@ -178,7 +179,7 @@ class Participant:
                 now, reason = time.monotonic(), str(error)
             # A member that stops answering after it has arrived may cost ``silence_seconds`` three
             # times: until the others propose in its place, until the opening of the view with this
-            # member fails, and until the next decision excludes it.
+            # member fails, and until the next decision excludes this member.
             longest = max(self.timeout_seconds, 3 * self.silence_seconds) + self.silence_seconds
             if now - started > longest and not self.agreement.is_decided(number + 1):
                 raise CommunicationTimeout(
@@ -200,7 +201,7 @@ class Participant:
 
 
 class StoreMembership:
-    """The ``Membership`` of one view, over the store of the process group.
+    """Implements ``Membership`` for one view, over the store of the process group.
 
     Args:
         participant: This worker.
@@ -224,9 +225,10 @@ class StoreMembership:
         close_at_exit(self._poll)
 
     def change_requested(self) -> bool:
-        """Return True if a worker asks to join, or another member starts a view change or has died.
+        """Return True if a worker asks to join, or a member has died, left or begun a view change.
 
-        Never blocks. If the store does not answer, only deaths are noticed.
+        Also records the time of the call in ``Participant.last_active``. Never blocks. If the store
+        does not answer, only deaths are noticed.
         """
         self._participant.last_active = now = time.monotonic()
         if now - self._last_check > _HEARTBEAT_SECONDS:

@@ -1,8 +1,9 @@
 """Transfer of model and optimizer state from one worker to workers that have joined or are behind.
 
-A transfer consists of two messages: the lengths of payload and JSON text, and the payload. The
-payload begins with the JSON text, which describes the values and the dtype and shape of each
-tensor. The bytes of the tensors follow in the same order.
+A transfer consists of two messages: a header and a payload. The payload is a JSON text followed by
+the bytes of all tensors. The text contains the values and, in place of each tensor, its dtype and
+shape. The tensors follow in the order of the text. The header contains the lengths of payload and
+text in bytes.
 """
 
 import json
@@ -27,7 +28,8 @@ def send_values(communicator: Communicator, values: Any, destinations: Sequence[
 
     Args:
         communicator: Communicator between the workers.
-        values: Numbers, strings, tensors, None, or nested lists and dictionaries of them.
+        values: Number, string, tensor or None, or nested lists and dictionaries of these. The
+            receiver gets tuples as lists.
         destinations: Ranks that call ``receive_values``.
     """
     tensors: list[Tensor] = []
@@ -48,7 +50,7 @@ def send_values(communicator: Communicator, values: Any, destinations: Sequence[
 def receive_values(communicator: Communicator, source: int) -> Any:
     """Return the values that rank ``source`` sends with ``send_values``. Blocks.
 
-    Tensors are on the CPU.
+    The tensors that it returns are on the CPU.
     """
     what = f"state from rank {source}"
     header = torch.zeros(2, dtype=torch.int64)
@@ -103,9 +105,9 @@ def _decode(coded: Any, tensors: _TensorReader) -> Any:
 def optimizer_values(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Any]:
     """Return the optimizer state of each parameter, in a form that ``send_values`` accepts.
 
-    Each parameter has a dictionary, like ``optimizer.state[parameter]``. Its values are pairs: True
-    if the value is a tensor on the parameter's device, and the value itself. Values that cannot be
-    sent are left out with a warning.
+    The result has one dictionary per parameter, with the keys of ``optimizer.state[parameter]``.
+    Each of its values is a pair: True if the state is a tensor on the parameter's device (else
+    False), and the state. State that cannot be sent is left out with a warning.
     """
     return [
         {
@@ -130,7 +132,7 @@ def _can_be_sent(optimizer: Optimizer, key: str, value: object) -> bool:
 def load_optimizer_values(
     optimizer: Optimizer, parameters: Sequence[Tensor], values: Sequence[Any]
 ) -> None:
-    """Replace the optimizer state of each parameter.
+    """Replace the optimizer state of ``parameters``.
 
     Args:
         optimizer: The optimizer.

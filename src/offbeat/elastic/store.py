@@ -1,6 +1,6 @@
-"""The shared store of an elastic training: a key-value store that all its workers can access.
+"""The shared store of an elastic training: a key-value store that all workers can access.
 
-It is the store of the ``torch.distributed`` process group.
+This is the store of the ``torch.distributed`` process group.
 """
 
 import json
@@ -45,7 +45,7 @@ class SharedStore:
         return SharedStore(dist.PrefixStore(prefix, self.store), self.location)  # type: ignore[attr-defined]
 
     def put(self, key: str, value: object) -> None:
-        """Write a value. Returns before the write has reached the store."""
+        """Write a value. May return before the write has reached the store."""
         self.store.set(key, json.dumps(value))
 
     def get(self, key: str) -> Any:
@@ -72,7 +72,7 @@ class SharedStore:
         Args:
             function: Function that accesses this store. It is called in a thread.
             what: Beginning of the error message.
-            seconds: Time limit. Time for which this process was suspended does not count.
+            seconds: Time limit. A suspension of this process uses up at most 1/20 of it.
 
         Raises:
             StoreLostError: ``function`` failed or exceeded the time limit.
@@ -97,17 +97,17 @@ def without_prefixes(store: Any) -> Any:
 
 
 def location_of(store: Any) -> str:
-    """Return the address of a store: ``host:port``, or the path of a file."""
+    """Return the address of a store: ``host:port``, the path of a file, or a class name."""
     if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return f"{store.host}:{store.port}"
     return str(getattr(store, "path", type(store).__name__))
 
 
 def serves_store(store: Any) -> bool:
-    """Return True if this process is the server of a TCPStore. Returns False except on Linux.
+    """Return True if this process is the server of ``store``, a TCPStore. False except on Linux.
 
-    Torch does not offer this information. Instead the function looks for a socket of this process
-    that listens on the store's port.
+    Torch does not offer this information. So this function looks for a socket of this process that
+    listens on the store's port.
     """
     tcp = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
     if not tcp or not os.path.isdir("/proc/self/fd"):

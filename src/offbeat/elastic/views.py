@@ -5,13 +5,13 @@ A *view* is one composition of the workers. When a worker is lost or joins, each
 1. It abandons all operations and agrees with the others on the next view
    (``transport/membership.py``).
 2. It sends a report on its state to the others. All workers derive the same plan from the reports:
-   one worker sends its model and optimizer state to the workers that lack them, and then the models
-   of some workers are averaged.
+   one worker sends its model and optimizer state to the workers that lack them. Then the models of
+   some workers are averaged, unless the strategy keeps all models equal.
 3. It starts a new *flow* (the code that drives the strategy in each step).
 
-A worker overwrites its model only after it has received the new one completely. So if another
-worker is lost in step 2, each worker has either its old model or the common one. The reports of the
-next attempt then tell which workers have the common one.
+A worker overwrites its model only after it has received the new model completely. So if another
+worker is lost in step 2, each worker has its old model, the model sent to it, or the common model.
+The reports of the next attempt then tell which workers have the common model.
 """
 
 import hashlib
@@ -45,9 +45,9 @@ logger = logging.getLogger("offbeat")
 
 
 def open_wire(team: Team, strategy: Strategy, precision: Precision) -> Wire:
-    """Return the wire of one view: it sums tensors over the workers at some precision.
+    """Return the *wire* of one view: the object that sums tensors over the workers.
 
-    A collective.
+    It sends them in some precision, such as float32 or int8. A collective.
 
     Args:
         team: Workers of the view.
@@ -74,6 +74,7 @@ class _Report:
         syncs: Number of local steps that synchronized.
         digest: Hash of the settings that must be equal on all workers.
         carried: State of the worker's flow that is equal on all workers and survives view changes.
+            Empty if ``fresh``.
     """
 
     fresh: bool
@@ -105,14 +106,16 @@ class _Plan:
 def plan_of(reports: Sequence[_Report], *, waits: bool, replicates: bool) -> _Plan:
     """Return the plan by which the workers reach a common state.
 
-    A worker is *ahead* if no other worker has made more progress. Workers compare their progress by
-    the last view whose common model they have received. If ``waits`` or ``replicates``, ties are
-    broken by the number of rounds decided since then. If ``replicates``, remaining ties are broken
-    by ``unsynced``.
+    The workers that have not just joined compare their progress by the last view whose common model
+    they have received. If ``waits`` or ``replicates``, ties are broken by the number of rounds
+    decided since then. If ``replicates``, remaining ties are broken by ``unsynced`` (True is more).
+    A worker is *ahead* if no other worker has made more progress.
 
-    If ``replicates``, one worker that is ahead sends its state to all workers that are not. Nothing
-    is averaged. Otherwise one worker that is ahead sends its state to the workers that have just
-    joined. Then the models that are ahead are averaged.
+    * If ``replicates``, one worker that is ahead sends its state to all workers that are not ahead.
+      Nothing is averaged.
+    * Otherwise one worker that is ahead sends its state to the workers that have just joined. Then
+      the models that are ahead are averaged. If ``waits`` and all are ahead, the models without
+      unsynchronized steps are equal and are left out (one of them stays if there are no others).
 
     Args:
         reports: Reports of all workers, in rank order.
@@ -140,7 +143,7 @@ def plan_of(reports: Sequence[_Report], *, waits: bool, replicates: bool) -> _Pl
 
 
 class Views:
-    """Carries out the view changes of one worker: ``views(error)`` ends a view, begins the next.
+    """Carries out view changes of one worker: ``views(error)`` ends a view and begins the next one.
 
     Args:
         strategy: Strategy of the training.
@@ -148,7 +151,7 @@ class Views:
         precision: ``wire`` argument of ``attach``.
         stats: Function that returns the totals of this worker.
         lines: Descriptions of the settings that must be equal on all workers.
-        min_workers: Number of workers below which training ends (≥ 1).
+        min_workers: Least number of workers with which training continues (≥ 1).
 
     Attributes:
         iteration: The step loop of this worker, which holds the current flow. The caller sets it
@@ -187,8 +190,8 @@ class Views:
         """End this view because of ``error``, and begin the next one. A collective. Blocks.
 
         Returns:
-            True if the current step of this worker is obsolete, because another worker was ahead
-            and has sent its model. The caller must skip the step.
+            True if the current step of this worker is obsolete, because another worker has made
+            more progress and has sent its model. The caller must skip the step.
 
         Raises:
             CommunicationError: There is no next view for this worker, or too few workers are left.
@@ -214,7 +217,7 @@ class Views:
         return self._overtaken
 
     def record(self) -> None:
-        """Write number and members of the view to the totals and to the next telemetry record."""
+        """Write the view's number and members to the totals and the next telemetry record."""
         worker, team = self._worker, self._worker.team
         worker.details.update(view=team.view, members=list(team.members))
         worker.record.update(view=team.view, workers=team.size)
@@ -238,7 +241,7 @@ class Views:
     def _change(self, error: CommunicationError) -> None:
         """Leave the current view because of ``error``, and begin the next one.
 
-        If that fails, leave this view as well and begin the one after it, and so on.
+        If the next view fails, leave that view as well, and so on.
         """
         team = self._worker.team
         while True:
@@ -257,7 +260,9 @@ class Views:
                 error = another
 
     def begin(self) -> None:
-        """Begin the view that the team has entered: steps 2 and 3 of this module. A collective.
+        """Begin the view that the team has entered: steps 2 and 3 of the module docstring.
+
+        A collective.
 
         Raises:
             CommunicationError: The view failed, so that another view change is needed.

@@ -17,13 +17,13 @@ class Account:
     """Totals of the bytes that this worker sent and of the time for which it waited.
 
     Args:
-        senders: Number of processes of one machine that share the sending of each tensor (≥ 1).
-            Each of them sends an equal part, so counts 1/``senders`` of the bytes.
+        senders: Number of processes of one machine that each send an equal part of every tensor
+            (≥ 1). Each of them counts 1/``senders`` of the bytes.
 
     Attributes:
-        wait_seconds: Time spent blocked in ``Handle.wait``.
-        before_waiting: Functions to call before this worker waits for a collective. They receive
-            the handle of the collective.
+        wait_seconds: Time for which this worker was blocked, mostly in ``Handle.wait``.
+        before_waiting: Functions that ``Accounting`` calls before this worker waits for a
+            collective. They receive the handle of the collective.
     """
 
     def __init__(self, senders: int = 1) -> None:
@@ -36,8 +36,8 @@ class Account:
     def payload_bytes(self) -> int:
         """Bytes of the tensors that were passed to operations, divided by ``senders``.
 
-        A tensor that is gathered or broadcast counts once, however many workers receive it.
-        Received tensors do not count.
+        A tensor counts once, however many workers receive it. A broadcast counts on its source
+        only. Received tensors do not count.
         """
         return self._bytes // self._senders
 
@@ -51,7 +51,7 @@ class Account:
             self._paused = previous
 
     def sent(self, payload_bytes: int) -> None:
-        """Add ``payload_bytes`` to the bytes, unless counting is paused."""
+        """Add ``payload_bytes`` to the bytes sent, unless counting is paused."""
         if not self._paused:
             self._bytes += payload_bytes
 
@@ -64,7 +64,8 @@ class Account:
 class Accounting(Wrapper):
     """A communicator that counts the bytes and the waiting time of its operations.
 
-    Background tasks use ``inner`` directly, so that their traffic is not counted.
+    Background tasks use ``inner`` directly, so that their traffic is not counted. A twin (second
+    communicator) adds to the same account.
 
     Args:
         inner: Communicator that carries out the operations.

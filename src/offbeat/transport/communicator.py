@@ -2,8 +2,8 @@
 
 An operation (a sum, a broadcast, a message, …) is described by an ``Operation`` object.
 ``Communicator.start`` starts it and returns a ``Handle``. The worker can compute until it calls
-``Handle.wait``, which blocks until the operation has ended. All workers start the same collectives
-in the same order.
+``Handle.wait``, which blocks until the operation has ended. A *collective* is an operation in which
+all workers take part. On one communicator all workers start the same collectives in the same order.
 """
 
 from abc import ABC, abstractmethod
@@ -33,16 +33,17 @@ T = TypeVar("T")
 class Communicator(ABC):
     """Starts operations between the workers of one group.
 
-    Tensors are flat, contiguous, and have the same shape and dtype on all workers. The terms of a
-    sum are added in an unspecified order, but all workers receive bit-identical results.
+    Tensors are one-dimensional and contiguous. In one operation they have the same shape and dtype
+    on all workers. The terms of a sum are added in an unspecified order, but all workers receive
+    bit-identical results.
 
-    A subclass implements ``start``, ``twin`` and ``close`` and sets the attributes below. The other
-    methods are shorthands: ``sum(x, what="…")`` is ``start(Sum(tensor=x, what="…"))``.
+    A subclass implements ``start``, ``twin`` and ``close`` and sets the attributes below. Most of
+    the other methods are shorthands: ``sum(x, what="…")`` is ``start(Sum(tensor=x, what="…"))``.
 
     Attributes:
         rank: Rank of this worker, from 0 to ``size`` - 1.
         size: Number of workers.
-        timeout_seconds: Time limit of one operation.
+        timeout_seconds: Time limit of an operation that is not ``patient``.
         host: Clock and background threads of this worker.
     """
 
@@ -65,7 +66,7 @@ class Communicator(ABC):
         """Return a second communicator between the same workers. A collective.
 
         Operations of the two communicators never mix. So two threads of a worker can each use one
-        of them, without a common order of operations.
+        communicator, without a common order of operations.
         """
 
     @abstractmethod
@@ -77,7 +78,7 @@ class Communicator(ABC):
 
         Args:
             together: True if all workers close and all operations have ended. The call is then a
-                collective: workers wait for each other, so that no worker sees a connection break.
+                collective: the workers wait for each other, so that none sees a broken connection.
         """
 
     @final
@@ -87,8 +88,8 @@ class Communicator(ABC):
         Args:
             tensor: Summed in place.
             what: Name of the operation in error messages.
-            tail: Number of elements at the end of ``tensor`` that are not model data. They matter
-                in simulations with placeholder tensors only; see ``Host.scale``.
+            tail: Number of elements at the end of ``tensor`` that are not model data. Used only
+                to count bytes in simulations where one element represents many (``Host.scale``).
         """
         return self.start(Sum(what=what, tensor=tensor, tail=tail))
 
@@ -132,6 +133,7 @@ class Communicator(ABC):
             tag: The ``tag`` with which the sender sends the message.
             what: Name of the operation in error messages.
             patient: True to wait without a time limit, as a server does for requests.
+                False to fail after ``timeout_seconds``.
         """
         return self.start(
             Receive(what=what, tensor=tensor, source=source, tag=tag, patient=patient)
@@ -170,7 +172,7 @@ class Communicator(ABC):
 class Wrapper(Communicator):
     """Base class of communicators that change or observe the operations of another communicator.
 
-    A subclass overrides ``start``. It also overrides ``twin`` if the duplicates must be wrapped.
+    A subclass overrides ``start``. It also overrides ``twin`` if twins must be wrapped, too.
 
     Args:
         inner: Communicator that carries out the operations.
@@ -202,7 +204,7 @@ class Wrapper(Communicator):
 class Transport(Protocol):
     """Factory of communicators. ``attach(group=…)`` accepts it in place of a process group.
 
-    The simulator provides a transport. Tests use transports that inject faults.
+    The simulator and ``offbeat.join`` provide transports. Tests use transports that inject faults.
     """
 
     def make_communicator(self, timeout_seconds: float) -> Communicator:

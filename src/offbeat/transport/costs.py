@@ -13,7 +13,7 @@ NODE_BANDWIDTH, NODE_LATENCY = "100Gbit/s", "10us"
 """Default bandwidth and latency of the network between the processes of one node (machine)."""
 
 FORWARD_SHARE = 1 / 3
-"""Share of the forward pass in the compute time of a step, if backward takes twice as long."""
+"""Share of forward in the compute time of forward and backward, if backward takes twice as long."""
 
 
 def message_seconds(size_bytes: float, bytes_per_second: float, latency_seconds: float) -> float:
@@ -47,8 +47,8 @@ def broadcast_seconds(
 ) -> float:
     """Return the duration of a broadcast along a binomial tree: ⌈log₂ N⌉·(α + M/B).
 
-    In each step every worker that has the tensor sends it to one worker that lacks it. So the
-    number of workers that have the tensor doubles in each step.
+    In each step every worker that has the tensor sends it to one worker that lacks it, if any. So
+    the number of workers that have the tensor doubles in each step, except possibly in the last.
 
     Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in
     MPICH", IJHPCA 19(1), 2005.
@@ -86,7 +86,8 @@ def all_to_all_seconds(
 ) -> float:
     """Return the duration of an all-to-all of M bytes from each worker: (N−1)·(α + M/(N·B)).
 
-    In step k every worker sends M/N bytes to the worker whose rank is larger by k (modulo N).
+    In step k = 1, …, N−1 every worker sends M/N bytes to the worker whose rank is larger by k
+    (modulo N).
 
     Source: Thakur, Rabenseifner & Gropp 2005 (pairwise exchange).
     """

@@ -20,23 +20,25 @@ class Handle(ABC, Generic[T]):
 
     @abstractmethod
     def done(self) -> bool:
-        """Return True if ``wait`` would return at once. Never blocks.
+        """Return True if the operation has ended or failed. Never blocks.
 
-        For a message (``send``, ``receive``) gloo returns False until ``wait`` has returned.
+        For a message (``send``, ``receive``), gloo returns False until ``wait`` has returned.
         """
 
     @abstractmethod
     def wait(self) -> T:
         """Block until the operation has ended, and return its result.
 
+        With NCCL the current CUDA stream waits for a collective, and this method may return before.
+
         Raises:
-            CommunicationError: The operation failed. The text names the operation, this rank, the
-                elapsed seconds and the ranks that are missing.
-            CommunicationTimeout: The operation exceeded the communicator's ``timeout_seconds``.
+            CommunicationError: The operation failed, or the communicator was closed. The text
+                names this rank and, if they are known, the failed operation and the missing ranks.
+            CommunicationTimeout: This or another operation exceeded ``timeout_seconds``.
         """
 
     def then(self, function: Callable[[T], U]) -> "Handle[U]":
-        """Return a handle whose result is ``function(self.wait())``, computed once."""
+        """Return a handle whose first ``wait`` computes its result, ``function(self.wait())``."""
         return _Then(self, function)
 
 
@@ -59,7 +61,7 @@ class _Then(Handle[U]):
 
 
 class Completed(Handle[T]):
-    """The handle of an operation that ended when it was started, with ``result``."""
+    """The handle of an operation that has already ended with ``result``."""
 
     def __init__(self, result: T) -> None:
         self._result = result
@@ -76,18 +78,18 @@ class Completed(Handle[T]):
 class UnexplainedError(CommunicationError):
     """An operation of a background thread failed, and the cause is not known yet.
 
-    The cause is found by asking all workers which of them still run. Only the training thread does
-    this, and only once. It calls ``explain`` when it learns of the failure.
+    To find the cause, the training thread checks which workers still run. Only this thread may do
+    so, and only once. It calls ``explain`` when it learns of the failure.
     """
 
     @abstractmethod
     def explain(self) -> CommunicationError:
-        """Return the error to raise, which names the missing ranks. Call on the training thread."""
+        """Find the cause, and return the error to raise. Blocks. Call on the training thread."""
 
 
 def explained(error: Exception) -> Exception:
     """Return the error that the training thread should raise, given a background thread's error.
 
-    Returns ``error.explain()`` for an ``UnexplainedError``, and any other error unchanged.
+    Returns ``error.explain()`` (which blocks) for an ``UnexplainedError``, else ``error``.
     """
     return error.explain() if isinstance(error, UnexplainedError) else error

@@ -41,9 +41,9 @@ class Host(ABC):
     """Clock and background threads of one worker.
 
     Attributes:
-        scale: Number of model parameters that one exchanged element represents (≥ 1). It is 1 for
-            real training. A simulation may exchange small placeholder tensors in place of a large
-            model; see ``transport/placeholder_tensors.py``.
+        scale: Number of model parameters that one exchanged float32 element represents (≥ 1). It is
+            1 for real training. A simulation may exchange small placeholder tensors in place of a
+            large model; see ``transport/placeholder_tensors.py``.
     """
 
     scale: float = 1.0
@@ -54,7 +54,7 @@ class Host(ABC):
 
     @abstractmethod
     def sleep(self, seconds: float, what: str) -> None:
-        """Pause the calling thread. The simulator's timeline shows the pause under ``what``."""
+        """Pause the calling thread. ``what`` names the pause in the simulator's timeline."""
 
     @abstractmethod
     def spawn(self, activity: Callable[[], None], *, what: str) -> None:
@@ -67,7 +67,8 @@ class Host(ABC):
     def computed(self, progress: float) -> None:  # noqa: B027 - optional
         """Report that the share ``progress`` of the current step is computed, in (0, 1].
 
-        The simulator then advances virtual time. 1 ends the step. A real host does nothing.
+        The simulator then advances this worker's virtual time to the moment at which that share is
+        computed. The value 1 ends the step. A real host does nothing.
         """
 
     def register_totals(self, totals: Callable[[], object]) -> None:  # noqa: B027 - optional
@@ -100,7 +101,7 @@ class ThreadPromise(Promise[T]):
         return self._results[0]
 
     def wait(self, seconds: float) -> bool:
-        """Block until the promise is fulfilled, for at most ``seconds``. Return ``fulfilled``."""
+        """Block for at most ``seconds``. Return True once the promise is fulfilled, else False."""
         return self._event.wait(seconds)
 
 
@@ -131,7 +132,7 @@ class ThreadHost(Host):
 
     @property
     def in_background(self) -> bool:
-        """True if the calling thread was started by ``spawn``."""
+        """True if ``spawn`` of this host started the calling thread."""
         return threading.current_thread() in self._threads
 
     @property

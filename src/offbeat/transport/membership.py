@@ -25,8 +25,8 @@ class View:
         members: Identity of each worker, by rank; ascending. The identity of a worker is its rank
             in view 0, or an unused number if it joined later.
         communicator: Communicator between these members.
-        newcomers: Identities of the members that were in no earlier view. They do not have the
-            model yet.
+        newcomers: Identities of the members that joined later and were in no earlier view. They do
+            not have the model yet.
     """
 
     number: int
@@ -38,9 +38,9 @@ class View:
 class Membership(Protocol):
     """Interface through which a member of one view agrees on the next view.
 
-    A view change begins on any member: an operation fails, or ``change_requested`` returns True.
-    The member closes the communicator of the view and calls ``next_view``. Because of the closed
-    connections, operations of the other members fail. So they do the same.
+    A view change can begin on any member: an operation fails, or ``change_requested`` returns True.
+    This member closes the communicator of the view and calls ``next_view``. The closed connections
+    make operations of the other members fail, and so these members do the same.
     """
 
     @property
@@ -48,9 +48,9 @@ class Membership(Protocol):
         """The view to which this object belongs."""
 
     def change_requested(self) -> bool:
-        """Return True if a worker asks to join or another member has started a view change.
+        """Return True if a worker asks to join, or another member has left or begun a view change.
 
-        Never blocks. It is called in every step, so it must be fast.
+        May return True late. Never blocks. It is called in every step, so it must be fast.
         """
 
     def next_view(self, *, view: int, step: int) -> View:

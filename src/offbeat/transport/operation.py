@@ -1,7 +1,7 @@
 """Operations between workers: objects that are passed to ``Communicator.start``.
 
 Code that concerns all operations (counting bytes, recording, failing the k-th operation in a test)
-needs to wrap only this method.
+needs to wrap only ``start``.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Operation(Generic[R]):
         Args:
             rank: Rank of the worker that starts the operation.
             scale: ``Host.scale``. It exceeds 1 if a simulation uses a small tensor as placeholder
-                for a large one. The size is then that of the large tensor.
+                for a large one. The result is then the size of the large tensor.
         """
         return 0
 
@@ -72,7 +72,7 @@ class Gather(_OnTensor[list[Tensor]]):
 
 
 class Exchange(_OnTensor[Tensor]):
-    """All-to-all: divide ``tensor`` into ``size`` equal chunks and send chunk k to worker k.
+    """All-to-all: divide ``tensor`` into one equal chunk per worker, and send chunk k to worker k.
 
     The result is a new tensor of the same shape. Its chunk k was sent by worker k.
     """
@@ -106,7 +106,7 @@ class Receive(_OnTensor[Tensor]):
         source: Rank of the sender.
         tag: The ``tag`` of the sender's ``Send``.
         patient: True to wait without a time limit, as a server does for requests. The operation
-            then fails only when the connection is lost or closed.
+            then fails only when its connection is lost or closed.
     """
 
     collective: ClassVar[bool] = False

@@ -1,14 +1,15 @@
 """Placeholder tensors: small tensors that represent large ones in a simulation.
 
 A simulation computes how long it takes to exchange a model of billions of parameters, without
-allocating the model (see ``offbeat.plan``). It uses one of two kinds of placeholder:
+allocating the model (see ``offbeat.plan``). It uses two kinds of placeholder:
 
 * A *small model* of a few thousand float32 elements. Each element represents ``Host.scale``
   parameters.
-* A *blank tensor*, which has the shape of the large tensor. All its elements share one address.
+* A *blank tensor*, which has the shape and thus the ``nbytes`` of the large tensor. All its
+  elements share one address.
 
-So a float32 tensor represents ``scale`` times its own bytes. A blank tensor and a tensor of another
-dtype represent their own bytes: numbers that are not model data are sent in float64 or int64.
+So a message in float32 represents ``scale`` times its ``nbytes``, unless the tensor is blank. All
+other messages represent their ``nbytes``: numbers that are not model data have another dtype.
 """
 
 import torch
@@ -21,7 +22,8 @@ def bytes_of(tensor: Tensor, scale: float, tail: int = 0) -> int:
     Args:
         tensor: Tensor that is sent.
         scale: Number of parameters that each float32 element represents (``Host.scale``).
-        tail: Number of elements at the end of ``tensor`` that represent themselves.
+        tail: Number of elements at the end of ``tensor`` that are not model data. Each of them
+            represents one element.
     """
     if scale == 1 or tensor.dtype != torch.float32 or is_blank(tensor):
         return tensor.nbytes
@@ -38,7 +40,7 @@ def blank(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
 
 
 def blank_list(like: Tensor, count: int) -> list[Tensor]:
-    """Return ``count`` blank tensors with the shape and dtype of ``like``.
+    """Return a list of ``count`` blank tensors with the shape and dtype of ``like``.
 
     They share one storage, for which ``storage_bytes`` returns the size of all of them together.
     """
@@ -47,18 +49,19 @@ def blank_list(like: Tensor, count: int) -> list[Tensor]:
 
 
 def is_blank(tensor: Tensor) -> bool:
-    """Return True for a tensor made by ``blank`` and for views of it with two or more elements."""
+    """Return True for blank tensors and views of them, if they have two or more elements."""
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def storage_bytes(tensor: Tensor, scale: float) -> int:
     """Return the bytes of memory that real training needs for the storage of ``tensor``.
 
-    Tensors in float32, bfloat16 and float16 count as model data, ``scale`` times their own bytes.
-    Tensors of all other dtypes count as they are.
+    The storage of a blank tensor counts with the size of the large tensor. Other storages in
+    float32, bfloat16 and float16 count as model data, ``scale`` times their own bytes. Storages of
+    all other dtypes count their own bytes.
 
     Args:
-        tensor: Placeholder tensor, or a view of one. The whole storage counts.
+        tensor: Tensor, or a view of one. The whole storage counts.
         scale: Number of parameters that each element of model data represents (``Host.scale``).
     """
     storage = tensor.untyped_storage()

@@ -19,8 +19,8 @@ class Node:
     """A node: processes of one machine that act as a single worker towards other nodes.
 
     Attributes:
-        everyone: Communicator of all processes of all nodes.
-        inside: Communicator of the processes of this node.
+        everyone: Communicator between all processes of all nodes.
+        inside: Communicator between the processes of this node.
         sharded: True if the processes of a node divide the model among them: each process holds
             one shard, and averages it with the processes of other nodes that hold the same shard.
             False if every process holds the whole model.
@@ -44,11 +44,11 @@ class Team:
 
     Args:
         communicator: Communicator between the workers in the first view of this worker.
-        account: Totals to add to; None creates new ones.
+        account: Totals to which bytes and waits are added; None creates new totals.
         node: Node of this process; None if the process is a worker by itself.
 
     Attributes:
-        view: Number of the current view.
+        view: Number of the current view; 0 if the training is not elastic.
         members: Identity of each worker, by rank. The identity is the worker's rank in the first
             view (view 0), or an unused number if the worker joined later. It never changes.
         communicator: Communicator between the workers. It adds its bytes and waits to ``account``.
@@ -82,7 +82,7 @@ class Team:
         self.communicator = Accounting(view.communicator, self.account)
 
     def enter(self, view: View) -> None:
-        """Replace the current view by ``view``. Operations of the current view are abandoned."""
+        """Replace the current view, which the caller has closed, by ``view``."""
         self.account.before_waiting.clear()
         self._set_view(view)
 
@@ -103,15 +103,16 @@ class Team:
 
     @property
     def identity(self) -> int:
-        """Number of this process, which is the same in all views.
+        """Number that identifies this process in all views.
 
-        Without a node it is the worker's identity. With one, it is the rank among all processes.
+        Without a node it is the worker's number in ``members``. With a node it is the rank of the
+        process among all processes of all nodes.
         """
         return self.members[self.rank] if self.node is None else self.node.everyone.rank
 
     @property
     def everyone(self) -> Communicator:
-        """Communicator of all processes of all nodes; without nodes, of all workers."""
+        """Communicator between all processes of all nodes; without nodes, between all workers."""
         return self.communicator if self.node is None else self.node.everyone
 
     @property
@@ -127,7 +128,7 @@ class Team:
     def over_shards(self, *values: float) -> list[float]:
         """Return the sum of each value over the processes of this node, if the model is sharded.
 
-        Returns the values themselves if the model is not sharded. A collective of the node. Blocks.
+        Then it is a collective of the node and blocks. Otherwise it returns the values themselves.
         """
         if self.node is None or not self.node.sharded:
             return list(values)
@@ -140,7 +141,7 @@ class Team:
         """Return the maximum of each value over the processes of this node.
 
         Values that may differ between the processes (times, for example) thus become equal on all
-        of them. Returns the values themselves without a node. A collective of the node. Blocks.
+        of them. A collective of the node, which blocks. Without a node, returns the values.
         """
         if self.node is None:
             return list(values)
@@ -160,8 +161,8 @@ class Team:
     def twin(self) -> "Team":
         """Return a team of the same workers with a second communicator and the same account.
 
-        Two threads of a worker can each use one of the teams; see ``Communicator.twin``. A
-        collective.
+        Two threads of a worker can each use one of the teams; see ``Communicator.twin``. In elastic
+        training the second team has no ``membership``. A collective.
         """
         return Team(self.communicator.inner.twin(), account=self.account, node=self.node)
 

@@ -54,7 +54,7 @@ class Channel:
 
     Attributes:
         collectives: Group for collectives.
-        messages: Gloo group for messages. It is the same group if collectives use gloo, too.
+        messages: Gloo group for messages; the group ``collectives`` if that uses gloo, too.
     """
 
     collectives: Any
@@ -67,9 +67,9 @@ class Failure:
 
     Attributes:
         what: Name of the operation.
-        seconds: Time from its start to its failure.
-        timed_out: True if its time limit ran out.
-        reason: First line of the backend's error message.
+        seconds: Time from the start of the operation to its failure.
+        timed_out: True if the time limit of the operation ran out.
+        reason: First line of the backend's error message, or "".
     """
 
     what: str
@@ -81,8 +81,8 @@ class Failure:
 class Connections:
     """The process groups of a communicator and its twins, from opening to closing.
 
-    It detects lost workers. It turns the first failure of an operation into the error that all
-    later operations raise.
+    This class detects lost workers, and turns the first failure of an operation into the error that
+    all later operations raise.
 
     Args:
         factory: Factory that opens the groups. If ``factory.lost`` is None, lost workers are found
@@ -91,7 +91,8 @@ class Connections:
         host: Host that runs this worker's background threads.
         timeout_seconds: Time limit of one operation.
         liveness_seconds: Time in which another worker must answer the ``LivenessCheck``.
-        closing_seconds: Time for which ``close`` waits for threads.
+        closing_seconds: Longest time for which ``close`` waits for the threads of ``host``, and
+            again for ``receiver``.
 
     Attributes:
         closed: True once ``close`` was called.
@@ -160,13 +161,13 @@ class Connections:
     def poll(self) -> bool:
         """Close all sockets if an operation has failed or a worker is lost or has left.
 
-        Blocked operations call it periodically. Without closed sockets two kinds of operations
-        would block until their time limit: those that wait for a healthy worker while a third
-        worker is lost, and those whose data wait on a connection behind data of a failed operation.
+        Most blocked operations call this method periodically. Without closed sockets two kinds of
+        operations would block until their time limit: those that wait for a healthy worker while a
+        third worker is lost, and those whose data queue behind data of a failed operation.
 
         Returns:
-            True if the sockets were closed more than 0.5 s ago. Gloo sometimes does not end an
-            operation after its sockets were closed. The caller then stops waiting for it.
+            True if the sockets were closed more than 0.5 s ago. The caller then stops waiting,
+            because gloo does not always end an operation when its sockets are closed.
         """
         failed = any(operation.failed() for operation in list(self.pending))
         if failed or self._exit_reasons.any_published() or self._lost():
@@ -181,7 +182,7 @@ class Connections:
                 groups.close_connections(group)
 
     def error_after_close(self, what: str) -> CommunicationError:
-        """Return the error to raise for operation ``what`` after ``close``."""
+        """Return the error to raise if operation ``what`` is started or awaited after ``close``."""
         if self._make_error is not None:
             return self._make_error()
         return CommunicationError(
@@ -191,11 +192,11 @@ class Connections:
     def failure(
         self, what: str, started: float, error: RuntimeError, *, patient: bool = False
     ) -> CommunicationError:
-        """Return the error to raise for a failed operation; see ``explain``.
+        """Close all sockets, and return the error to raise for a failed operation; see ``explain``.
 
         Args:
             what: Name of the operation.
-            started: Time at which it started, by ``time.perf_counter``.
+            started: Time at which the operation started, by ``time.perf_counter``.
             error: Error of the backend.
             patient: True if the operation has no time limit.
         """
@@ -205,18 +206,18 @@ class Connections:
         return self.explain(Failure(what, elapsed, timed_out, _first_line(error)))
 
     def explain(self, failure: Failure) -> CommunicationError:
-        """Return the error to raise for a failure.
+        """Close all sockets, and return the error to raise for a failure.
 
-        The first call on the training thread closes all sockets and finds out which workers are
-        missing. All later calls return an equal error. Before that, a call on a background thread
-        returns an ``UnexplainedError``.
+        The first call on the training thread finds out which workers are missing, which may block
+        for ``liveness_seconds`` (not after ``close``). All later calls return an equal error. Before
+        that, a call on a background thread returns an ``UnexplainedError``.
         """
         with self._failing:  # report the time-out rather than the failures that it causes
             first = failure if failure.timed_out else self._first_failure or failure
             self._first_failure = failure = first
         if self.host.in_background and self._make_error is None:
-            # Only the training thread runs the liveness check. It may be blocked on a worker that
-            # is in turn blocked on the lost worker. Closing the sockets ends this deadlock.
+            # Only the training thread runs the liveness check. That thread may be blocked on a
+            # worker that is blocked on the lost worker. Closing the sockets ends this deadlock.
             if not self.closed:
                 self._close_sockets()
             return _BackgroundError(self, failure)
@@ -285,7 +286,7 @@ class Connections:
         """Let pending operations fail, wait for the threads, and release the groups.
 
         Args:
-            together: True if all workers close. No exit reason is then published.
+            together: True if all workers close. No exit reason is then published here.
         """
         if self.closed:
             return

@@ -15,15 +15,16 @@ _POLL_SECONDS = 1.0  # time between two checks of the alarm
 class ExitReasons:
     """The exit reasons of the workers of one communicator, in the store of their process group.
 
-    A worker that closes by itself publishes "gave up". A worker that closes because an operation
-    failed publishes "failed". A killed worker publishes nothing. The reasons have two uses:
+    A worker that closes before the others and without a failure publishes "gave up". A worker whose
+    operation failed publishes "failed". A killed worker, and one that closes together with all
+    others, publishes nothing. The reasons have two uses:
 
     * When one worker is lost, operations fail on all others. An error can name the worker that was
       lost first: only the others publish "failed".
-    * A worker that waits for a healthy worker learns that a third one was lost.
+    * A worker that waits for a healthy worker learns that a third worker has left or failed.
 
     Args:
-        store: Store of ``torch.distributed`` in which no one else writes.
+        store: Store of ``torch.distributed`` that only these workers use, for this purpose only.
         rank: Rank of this worker.
     """
 
@@ -32,7 +33,7 @@ class ExitReasons:
         self._poll = KeyPoll(store, _ALARM, _POLL_SECONDS)
 
     def publish(self, reason: ExitReason) -> None:
-        """Publish the exit reason of this worker. Blocks for at most about a second."""
+        """Publish the exit reason of this worker, if the store answers within about a second."""
 
         def write() -> bool:
             self._store.set(self._key(self._rank), reason)
@@ -74,7 +75,7 @@ class ExitReasons:
     def _within_limit(self, function: Callable[[], T]) -> T | None:
         """Return ``function()``, or None if the store does not answer within a second.
 
-        After that the store counts as lost, and is not asked again.
+        A store that has not answered counts as lost and is not asked again.
         """
         if self._poll.store_lost:
             return None

@@ -1,11 +1,11 @@
 """The liveness check: after a failed operation, find out which workers are lost or do not answer.
 
-All workers run the check, because an operation that fails on one worker soon fails on all. Each
-worker sends a message to every other worker, which is in one of three states:
+An operation that fails on one worker soon fails on all workers that communicate, so these all run
+the check. Each of them sends a message to every other worker, which is in one of three states:
 
-* *alive*: It is in the check, too, so its message arrives at once.
-* *lost*: Its process has ended or closed the group, so the connection breaks.
-* *silent*: It computes or is stuck, so no message arrives in time.
+* *alive*: The worker runs the check, too, so its message arrives at once.
+* *lost*: The worker's process has ended or closed the group, so the connection breaks.
+* *silent*: The worker computes, is stuck or cannot be reached, so no message arrives in time.
 """
 
 import queue
@@ -47,11 +47,12 @@ class LivenessCheck:
         self._sends.clear()
 
     def missing(self) -> tuple[list[int], list[int]]:
-        """Return the ranks of the lost workers and the ranks of the silent workers.
+        """Check all other workers. Return the ranks of the lost and the ranks of the silent ones.
 
-        Blocks until all workers have answered or are lost, or for about ``seconds``. Once a worker
-        is found lost, returns after 0.25 s, because the cause of the failure is then known. The
-        threads continue, so that a worker that checks later still finds this one alive.
+        Blocks until all workers have answered or are lost, or for about ``seconds``. When a worker
+        is found lost, blocks for at most 0.25 s more, because the cause of the failure is known.
+        Workers that have not answered by then count as silent. The threads of the check continue,
+        so that a worker that checks later still finds this one alive.
         """
         group = self._group
         peers = [] if group is None else [r for r in range(group.size()) if r != group.rank()]

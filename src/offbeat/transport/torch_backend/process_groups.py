@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 _UNUSED_TAG = 2**15  # message tag with which no worker sends
-_GIVEN_UP = "given up"  # key in the store: rank of a member that does not open the group any more
+_GIVEN_UP = "given up"  # key in the store: rank of a member that has given up opening the group
 _POLL_SECONDS = 0.0005, 0.05  # pause between two reads of the store: the first, and the longest
 _MARGIN_SECONDS = 1.0  # delay with which gloo may notice its time limit
 _numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
@@ -83,7 +83,7 @@ class GroupFactory:
         rank: Rank of this worker in the groups.
         size: Number of members.
         name: Prefix of the keys that the groups use in ``store``.
-        numbers: Counter that numbers the groups.
+        numbers: Counter that makes the key prefixes of ``new_store`` unique.
         opening_seconds: Time limit of ``open``, unless its argument ``timeout_seconds`` is less.
         lost: Function that returns the ranks of members whose processes have ended; None if this
             is not monitored.
@@ -139,10 +139,10 @@ class GroupFactory:
         return factory
 
     def new_store(self) -> Any:
-        """Return an empty store that no one but the members uses.
+        """Return a new, empty store that only the members use.
 
-        It is a part of ``store`` with a new key prefix. A member that calls this method for the
-        k-th time gets the same prefix as the other members in their k-th call.
+        It is a part of the store given to ``__init__``, with a new key prefix. The members' k-th
+        calls of this method return the same prefix.
         """
         name = f"{self._name}/{next(self._numbers)}"
         return dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
@@ -150,7 +150,7 @@ class GroupFactory:
     def open(self, backend: str, timeout_seconds: float) -> Group:
         """Open a new group. A collective of the members. Blocks.
 
-        The members first wait for each other by polling the store. If the backend waited instead, a
+        The members first wait for each other by polling the store. If they waited in the backend, a
         Ctrl-C would be delayed, and an error would not name the missing ranks.
 
         Args:
@@ -159,7 +159,7 @@ class GroupFactory:
                 method, unless ``opening_seconds`` is less.
 
         Raises:
-            OpeningError: A member did not arrive in time, has ended or has given up.
+            OpeningError: A member did not arrive or connect in time, has ended or has given up.
             RuntimeError: The store does not answer, or a member left while the group was opened.
         """
         self.store = self.new_store()
@@ -253,6 +253,7 @@ def close_connections(group: Group) -> None:
 
     Gloo's abort does not end running operations. Instead this function receives a message that no
     worker sends, with a limit of 1 ms: gloo closes a connection on which a receive has timed out.
+    Groups of other backends are not changed.
     """
     if not isinstance(group, dist.ProcessGroupGloo):
         return
@@ -264,22 +265,22 @@ def close_connections(group: Group) -> None:
 
 
 def destroy_nccl_group(group: Group) -> None:
-    """Destroy an NCCL group that contains all workers. Other groups need no call. Not a collective.
+    """Destroy an NCCL group that contains all processes. Does nothing to other groups.
 
-    A gloo group ends with its last reference. An NCCL group of some workers remains until torch is
-    shut down, because torch would give its name to the next group (see the top of this file).
+    A gloo group ends with its last reference. An NCCL group of some processes remains until torch
+    is shut down: torch would give its name to the next group (see the top of this file).
     """
     if isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
         dist.destroy_process_group(group)
 
 
 def drop_references(references: list[Group], *, in_background: bool) -> None:
-    """Drop the last references to groups, so that gloo frees them.
+    """Clear a list that holds the last references to groups, so that gloo frees the groups.
 
     Args:
-        references: List of groups, which is cleared.
-        in_background: True to drop the references in a thread. This is needed if an operation of
-            the groups still runs, because gloo blocks until the time limit of the operation.
+        references: List of groups.
+        in_background: True to clear the list in a thread. This is needed if an operation of the
+            groups still runs, because gloo then blocks until the time limit of the operation.
     """
     if not in_background:
         references.clear()

@@ -1,9 +1,9 @@
 """A thread that waits for messages on behalf of the main thread, so that Ctrl-C stays responsive.
 
 Python handles Ctrl-C on the main thread, and only when the main thread is not blocked inside gloo.
-For a collective the main thread therefore repeats waits of 0.1 s, because a collective continues
-after a wait has timed out. A message does not: it is lost if the wait for it times out. So a second
-thread waits for the message, without interruption.
+For a collective the main thread therefore repeats waits of 0.1 s: a collective continues after a
+wait has timed out. A message is lost if the wait for it times out. So a second thread waits for the
+message, without interruption.
 """
 
 import queue
@@ -23,7 +23,7 @@ _Job = tuple[Callable[[], object], list[Exception], threading.Lock]
 
 
 class ReceiverThread:
-    """Runs blocking waits for the main thread, one at a time. Starts at the first wait."""
+    """Runs blocking waits for the main thread, one at a time. The first wait starts the thread."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_SLICES = 20  # call_within() waits this many times; suspending the process shortens one wait only
+_SLICES = 20  # call_within() waits this many times; a suspension of the process uses up one only
 _CLOSE_SECONDS = 1.0  # time limit of KeyPoll.close()
 
 
@@ -16,11 +16,11 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
     Without the thread an unreachable store would block the caller until TCP gives up, for minutes.
 
     Args:
-        seconds: Time limit. Time for which this process was suspended does not count.
+        seconds: Time limit. A suspension of this process uses up at most 1/20 of it.
         function: Function to call. At the time limit its thread is abandoned.
 
     Raises:
-        RuntimeError: ``function`` raised a RuntimeError, or exceeded the time limit.
+        RuntimeError: ``function`` raised an error, or exceeded the time limit.
     """
     results: list[T] = []
     errors: list[RuntimeError] = []
@@ -42,7 +42,7 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
 
 
 class KeyPoll:
-    """Checks in a background thread, at most once per interval, if a key exists in a store.
+    """Checks in a background thread, at most once per interval, whether a store has a key.
 
     Args:
         store: Store of ``torch.distributed``.
@@ -50,7 +50,8 @@ class KeyPoll:
         interval_seconds: Least time between two checks (> 0).
 
     Attributes:
-        store_lost: True once an access to the store has failed. No further checks are made then.
+        store_lost: True once an access to the store has failed, and after ``close``. No further
+            checks are then made.
     """
 
     def __init__(self, store: Any, key: str, interval_seconds: float) -> None:

@@ -52,10 +52,11 @@ class TorchCommunicator(Communicator):
     Args:
         group: Process group whose members take part; None is the default group. A ``GroupFactory``
             may be passed instead, which opens groups of the members.
-        timeout_seconds: Time limit of one operation, after which it fails on every worker.
+        timeout_seconds: Time limit of an operation that is not ``patient``. If it is exceeded, the
+            operation fails on every worker that takes part.
         liveness_seconds: After a failure the workers check which of them still answer. A worker
             that does not answer in this time is reported as missing.
-        closing_seconds: Time for which ``close`` waits for threads.
+        closing_seconds: Longest time for which ``close`` waits for threads.
         host: Clock and background threads; None creates a new host. A thread that uses several
             communicators needs the same host for all of them.
 
@@ -118,7 +119,7 @@ class TorchCommunicator(Communicator):
         return _Work(self._connections, work, result, operation, started, patient)
 
     def _launch(self, operation: Operation[Any]) -> tuple[dist.Work, Any]:
-        """Start the operation in the backend. Return the backend's handle and the future result."""
+        """Start the operation in the backend. Return the backend's handle and the result."""
         group, messages = self._channel.collectives, self._channel.messages
         match operation:
             case Sum(tensor=tensor):
@@ -215,7 +216,7 @@ class _Work(Handle[Any]):
         return self._result
 
     def _block(self) -> None:
-        """Wait for the backend. Gloo delays a Ctrl-C by 0.1 s at most; see ``receiver_thread``."""
+        """Wait for the backend. With gloo, a Ctrl-C acts within 0.1 s; see ``receiver_thread``."""
         if not self._collective:
             # Without a limit, gloo would use the one with which the group was opened.
             limit = timedelta(seconds=self._connections.timeout_seconds)
@@ -238,7 +239,7 @@ class _Work(Handle[Any]):
                     self._wait(_SLICE)
                     return
                 except RuntimeError:
-                    if self.done():  # it has failed, or it ended just after the wait timed out
+                    if self.done():  # the operation failed, or ended just after the time-out
                         self._wait()
                         return
                 if self._connections.poll():
