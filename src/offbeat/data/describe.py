@@ -1,6 +1,6 @@
 """Counts of the labels in each part of a partition, as a table and as a heat map.
 
-A partition is a list of parts. Part n holds the sample indices of worker n.
+A *partition* of a dataset is a list of parts. Part n holds the sample indices of worker n.
 """
 
 from collections.abc import Sequence
@@ -35,12 +35,12 @@ class PartitionTable:
         """Label skew: mean distance of the workers' label distributions from the overall one.
 
         The distance of one worker is the total variation ½·Σ_k |p_k(worker) − p_k(all)|, where
-        p_k is the share of label k. It is the share of this worker's samples that would have to
+        p_k is the share of label k. This is the share of the worker's samples that would have to
         change their label to give the overall distribution. The mean excludes workers without
         samples.
 
-        The value is in [0, 1). It is 0 if all workers have the same distribution of labels. A
-        random partition has a small positive value.
+        The skew is in [0, 1). It is 0 if all workers have the same distribution of labels. A
+        random partition usually has a small positive skew.
         """
         counts = self.counts[self.counts.sum(axis=1) > 0]
         if not counts.size:
@@ -93,7 +93,7 @@ class PartitionTable:
 def describe_partition(
     parts: Sequence[Part], labels: Labels, path: str | Path | None = None
 ) -> PartitionTable:
-    """Count the samples of each label in each part. ``print`` the result to see a table.
+    """Count the samples of each label in each part. The result prints as a table.
 
     Args:
         parts: Sample indices of each worker, for example from ``partition_by_label`` or

@@ -1,25 +1,26 @@
 """Exchange of samples between workers that may be at different steps, for data injection.
 
-For each step a worker requests samples from some other workers. The requested worker takes the
-samples from its own batch of that step, and responds
+Data injection adds samples of some workers, the senders of a step, to the batches of all other
+workers. Each worker requests the samples from the senders. A sender takes them from its own batch
+of that step, and responds
 
 - at once if it has loaded that batch;
-- later if it has not reached the step yet;
+- after loading that batch if it has not loaded it yet;
 - with nothing if it will never load that batch.
 
 Each worker runs one background thread per other worker (*peer*), which receives the messages of
-that peer. These threads never wait for the training loop, so a worker responds even while its
+that peer. These threads do not wait for the training loop, so a worker can respond while its
 training is blocked.
 
 Requests alone could deadlock. A *barrier* is a point, such as a consensus, that no worker passes
-before all have reached it. Two workers are *out of phase* if they took different numbers of steps
-before some barrier. Worker A may then block in its strategy until worker B has taken more steps,
-while B cannot take them without the samples of A. To resolve this, B sends the message BLOCKED
-while it waits. A then responds with nothing if its own strategy may be blocked, and B trains
-without the samples.
+before all have reached it. Two workers are *out of phase* if they had taken different numbers of
+steps when they reached some barrier. Worker A may then block in its strategy until worker B has
+taken more steps, while B cannot take them without the samples of A. To resolve this, B sends the
+message BLOCKED while it waits. If the strategy of A may be blocked, A responds with nothing, and B
+trains without the samples.
 
-A message is a header of six integers. In a response with samples their bytes follow. Nothing is
-pickled.
+A message is a header of six integers, followed by the bytes of the samples if the message contains
+samples. Nothing is pickled.
 """
 
 import functools
@@ -43,10 +44,10 @@ from offbeat.transport.team import Team
 Key: TypeAlias = tuple[int, int]
 """Identity of a step: number of barriers before it, and number of steps since the last barrier."""
 Response: TypeAlias = Tensor | Exception | None
-"""Bytes of the samples, or None if the peer responded with nothing, or the error to raise."""
+"""Bytes of the samples. None if the peer sends none. An exception is to be raised."""
 
-# A header contains the kind, the number of messages received so far, the two numbers of the key, an
-# epoch or a number of steps, and the number of bytes that follow.
+# A header contains the kind, the number of messages received so far from the addressee, the two
+# numbers of the key, an epoch or a number of steps, and the number of bytes that follow.
 _HEADER = 6
 
 
@@ -56,7 +57,7 @@ class _Kind(IntEnum):
     REQUEST = 0  # requests the samples of a step
     BLOCKED = 1  # the training of the worker that sends this waits for the response to its request
     RESPONSE = 2  # contains the samples of a step, or nothing
-    PAUSED = 3  # the worker that sends this loads no batch before the next barrier
+    PAUSED = 3  # the worker that sends this has reached a barrier and loads no batch before leaving
     CLOSE = 4  # the worker that sends this sends no more messages
 
 
@@ -66,12 +67,14 @@ class _Peer:
 
     Attributes:
         rank: Rank of the peer.
-        closed: Promise of the outcome: None when the peer has sent CLOSE and has received all
-            messages of this worker, or the error that ended the conversation.
+        closed: Promise of the end of the conversation. It is fulfilled with None when the peer has
+            sent CLOSE and has received all messages of this worker, or with the error that ended
+            the conversation.
         unconfirmed: Handles of the messages that the peer has not confirmed yet, oldest first. They
             are stored because Gloo may lose a message whose handle is dropped too early.
         confirmed: Number of messages that the peer has confirmed.
-        received: Number of messages received from the peer. Every header confirms them.
+        received: Number of messages received from the peer. Every header to the peer contains this
+            number, and so confirms these messages.
         next_request: Smallest step that the peer may still request.
         requests: Requests of the peer without a response: pairs of the step and the peer's epoch.
         blocked_at: Latest step for which the peer has sent BLOCKED.
@@ -79,7 +82,7 @@ class _Peer:
             the barrier. Contains only barriers that this worker has not reached yet.
         in_phase: True if the peer had taken as many steps as this worker at every barrier so far.
         responses: Promises of the responses that this worker waits for, by step.
-        unrequested: Samples that the peer sent without a request, just before its CLOSE, by step.
+        unrequested: Samples by step that the peer sent without a request, just before its CLOSE.
         close_sent: True once this worker has sent CLOSE. It then sends the peer nothing more.
         close_received: True once the peer has sent CLOSE.
     """
@@ -109,20 +112,20 @@ class Exchange:
     """One worker's part in the exchange of samples. Every worker creates one.
 
     The constructor is not a collective. A *parcel* is the serialized samples that this worker sends
-    in one step.
+    in one step. A step is identified by its ``Key``.
 
     Args:
         team: The workers, with a communicator that nothing else uses. The time in which the
-            training waits for samples is added to ``team.account``; the bytes of the samples are
-            not.
+            training waits for samples is added to ``team.account``. The bytes of the samples are
+            not added.
 
     Attributes:
-        barriers: Number of barriers so far.
+        barriers: Number of barriers that this worker has left so far.
         samples_sent: Number of samples sent so far, counted once per receiver.
         bytes_sent: Number of bytes of these samples.
 
-    *Memory*: a parcel is stored until every peer has requested its step or a later one, has reached
-    a later barrier, or has sent CLOSE.
+    *Memory*: a parcel is stored until each peer has requested the samples of this or a later step,
+    has reached the next barrier, or has sent or received CLOSE.
     """
 
     def __init__(self, team: Team) -> None:
@@ -149,17 +152,17 @@ class Exchange:
 
     @property
     def out_of_phase(self) -> list[int]:
-        """Ranks of the peers that are out of phase with this worker; see the module docstring."""
+        """Ranks of the peers that had taken more or fewer steps than this worker at a barrier."""
         return [peer.rank for peer in self._peers.values() if not peer.in_phase]
 
     def start_at(self, barriers: int, pending: Key | None, out_of_phase: Iterable[int]) -> None:
         """Set the state at the start of training. Call before the first ``publish``.
 
         Args:
-            barriers: Number of barriers in the run that this one resumes.
-            pending: Step whose batch that run had loaded but not used. This run loads and publishes
-                that batch first, even if its step precedes the last barrier. None: there was no
-                such batch.
+            barriers: Number of barriers in the saved run that this run resumes; 0 for a new run.
+            pending: Step whose batch the saved run had loaded but not used. This run loads and
+                publishes that batch first, even if its step precedes the last barrier. None: there
+                was no such batch.
             out_of_phase: Ranks of peers that are out of phase already.
         """
         with self._lock:
@@ -170,7 +173,8 @@ class Exchange:
     def publish(self, key: Key, parcel: Parcel | None) -> None:
         """Report that the batch of step ``key`` is loaded, and offer ``parcel`` to the peers.
 
-        None: this worker responds with nothing in this step. ``key`` increases from call to call.
+        If ``parcel`` is None, this worker responds with nothing in this step. ``key`` increases
+        from call to call.
         """
         with self._lock:
             self._require_service()
@@ -180,12 +184,12 @@ class Exchange:
             self._serve()
 
     def request(self, rank: int, key: Key, epoch: int) -> Handle[Response]:
-        """Request the samples of ``rank`` for step ``key``. Does not block.
+        """Request the samples of ``rank`` for step ``key``. Does not wait for them.
 
         Args:
             rank: Rank of the peer.
             key: The step.
-            epoch: Number of this worker's iterations over its loader so far.
+            epoch: Number of the current iteration over this worker's loader, counted from 0.
         """
         what = f"samples of rank {rank} for step {key[1]}"
         with self._lock:
@@ -199,7 +203,7 @@ class Exchange:
             return self._team.communicator.await_promise(response, what=what)
 
     def report_blocked(self, rank: int, key: Key) -> None:
-        """Tell ``rank`` that the training waits for its samples of step ``key``."""
+        """Tell ``rank`` that the training of this worker waits for its samples of step ``key``."""
         with self._lock:
             self._require_service()
             peer = self._peers[rank]
@@ -214,17 +218,17 @@ class Exchange:
                 self._serve()
 
     def end_epoch(self, epoch: int) -> None:
-        """Respond with nothing to all requests of epochs up to ``epoch``.
+        """Respond with nothing to requests of epochs up to ``epoch`` whose batch is not loaded.
 
         Called only without a synchronizer: when this worker's iteration over its loader ends, and
-        with −1 when the next iteration starts. Requests then wait for batches again.
+        with −1 when the next iteration starts. With −1, requests wait for batches again.
         """
         with self._lock:
             self._ended_epoch = epoch
             self._serve()
 
     def pause(self, steps: int) -> None:
-        """Report that this worker has reached a barrier and loads no batch until ``resume``.
+        """Report to all peers that this worker has reached a barrier. It loads no batch there.
 
         Args:
             steps: Total number of steps that this worker has taken.
@@ -240,7 +244,7 @@ class Exchange:
                 self._serve()
 
     def resume(self) -> None:
-        """Leave a barrier. Step numbers restart at 0. All workers must call this equally often."""
+        """Leave a barrier. Step numbers restart at 0. All workers must call it equally often."""
         with self._lock:
             self._paused = False
             self.barriers += 1
@@ -248,14 +252,14 @@ class Exchange:
                 self._serve()
 
     def close(self) -> None:
-        """Send CLOSE to all peers, and wait for theirs.
+        """Send CLOSE to all peers, and wait until each has sent CLOSE.
 
         Before CLOSE, this worker sends each peer the stored samples that the peer may still
-        request. The background threads of the peers respond with CLOSE at once; their training
-        continues without this worker.
+        request. The background threads of the peers respond with CLOSE at once. Their training
+        may continue without this worker.
 
         Raises:
-            CommunicationError: Another worker is lost.
+            CommunicationError: A peer is lost.
         """
         with self._lock:
             self._require_service()
@@ -289,7 +293,7 @@ class Exchange:
         )
 
     def _serve(self) -> None:
-        """Respond to all requests that need not wait, and delete parcels no longer needed."""
+        """Respond to requests that need not wait, and delete parcels that no peer can request."""
         for peer in self._peers.values():
             if not peer.close_sent:
                 peer.requests = [one for one in peer.requests if not self._respond(peer, *one)]
@@ -311,7 +315,7 @@ class Exchange:
     def _gives_nothing(self, peer: _Peer, key: Key, epoch: int) -> bool:
         """Return True to respond with nothing to a request for step ``key``, False to wait.
 
-        Called only if no parcel of that step is stored.
+        To be called only if no parcel of that step is stored.
         """
         if key == self._republished:
             # ``start_at`` promised this batch, even if its step precedes the last barrier.
@@ -320,24 +324,24 @@ class Exchange:
             # The batch was published without samples, or its parcel has been deleted.
             return True
         if key[0] < self.barriers:
-            # The step precedes the last barrier. This worker does not load its batch any more.
+            # The step precedes the last barrier. This worker does not load batches of such steps.
             return True
         if self._paused and key[0] == self.barriers:
-            # This worker waits at a barrier, and loads batches again only after it. The peer cannot
-            # reach the barrier without finishing this step, so letting it wait would deadlock.
+            # This worker waits at a barrier, and loads batches again only after the barrier. The
+            # peer cannot reach the barrier before this step ends, so its wait would be a deadlock.
             return True
         if epoch <= self._ended_epoch:
-            # Only without a synchronizer: in this epoch this worker's loader has fewer batches than
-            # the loader of the peer.
+            # Without a synchronizer, the peer's loader may have more batches in this epoch than
+            # this worker's loader.
             return True
         # Avoid a deadlock: the strategy of this worker may be blocked until the peer takes more
         # steps, while the peer is blocked until it gets these samples. Workers in phase cannot
         # deadlock, because a strategy waits only for steps whose samples this worker has published.
-        # They always wait for samples, so that their batches do not depend on the workers' speed.
+        # Such a peer always waits, so that the batches do not depend on the speed of the workers.
         return self._blocking and not peer.in_phase and key <= peer.blocked_at
 
     def _compare_steps(self, peer: _Peer) -> None:
-        """Clear ``in_phase`` if the numbers of steps differ at a barrier that both have reached."""
+        """Clear ``peer.in_phase`` if both workers reached a barrier with different step numbers."""
         for barrier in [number for number in peer.steps if number in self._steps]:
             if peer.steps.pop(barrier) != self._steps[barrier]:
                 peer.in_phase = False
@@ -359,7 +363,7 @@ class Exchange:
         try:
             while not peer.close_received:
                 self._receive_message(peer)
-            # These waits end, because the peer also receives all messages up to CLOSE.
+            # These waits end, because the peer receives all messages of this worker up to CLOSE.
             for handle in itertools.chain(*peer.unconfirmed):
                 handle.wait()
             peer.closed.fulfil(None)
@@ -390,7 +394,7 @@ class Exchange:
         self._messages.receive(tensor, source=peer.rank, tag=tag, what=what, patient=patient).wait()
 
     def _handle(self, peer: _Peer, kind: _Kind, key: Key, number: int, data: Tensor | None) -> None:
-        """Process a message. ``number`` is an epoch in REQUEST, a number of steps in PAUSED."""
+        """Process a message. ``number`` is an epoch in REQUEST, and the total steps in PAUSED."""
         if kind is _Kind.RESPONSE:
             if key in peer.responses:
                 peer.responses.pop(key).fulfil(data)

@@ -1,4 +1,4 @@
-"""Data injection: in every step some workers send some of their samples to all other workers."""
+"""Data injection: in each step some workers send some of their samples to all other workers."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -47,21 +47,22 @@ class DataInjection:
     A sender sends the same samples to all workers, and trains on them, too. ``injected_batch_size``
     computes a b' that compensates for the added samples.
 
-    The next batch is loaded, and its samples are requested, before the current batch is returned.
-    The samples are therefore in flight while the model computes. A worker waits for a sender that
-    has not reached the step yet. A sender that has no batch for the step sends nothing: it is in
-    ``consensus()`` or ``finish()``, or has left. Workers may therefore take different numbers of
-    steps. Steps are counted from 0 again after each ``consensus()``.
+    Before the current batch is returned, the next batch is loaded and the samples for it are
+    requested. These samples are therefore in flight while the model computes. A worker waits for a
+    sender that has not loaded its batch of the step yet. A sender that will load no batch for the
+    step sends nothing: it has reached ``consensus()`` or ``finish()``, or its loader has ended.
+    Workers may therefore take different numbers of steps. Steps are counted from 0 again after each
+    ``consensus()``.
 
     As long as all workers take the same number of steps before each ``consensus()``, the batches
-    do not depend on the speed of the workers. Otherwise a worker may continue without the samples
-    of a sender that is blocked in its strategy, because the two could wait for each other forever
-    (see ``data/exchange.py``).
+    do not depend on the speed of the workers. If workers take different numbers of steps, a worker
+    may continue without the samples of a sender that is blocked in its strategy, because the two
+    could wait for each other forever (see ``data/exchange.py``).
 
     Without ``sync``, a worker whose loader has ended sends nothing until its next iteration. Call
     ``close`` at the end, or use the object as a context manager. If the loaders have different
     lengths, call ``pause()``, a barrier of ``torch.distributed`` and ``resume()`` on all workers
-    between epochs. Step numbers would otherwise differ more with every epoch.
+    between epochs. Without these calls, step numbers would differ more with every epoch.
 
     With one worker the batches are those of the loader.
 
@@ -73,12 +74,13 @@ class DataInjection:
         alpha: Fraction α of workers that send in each step, in (0, 1].
         beta: Fraction β of its batch that each sender sends, in (0, 1].
         sync: Synchronizer of the training, from ``attach``. Its workers exchange samples, its
-            ``stats.details`` include the totals, and its ``finish`` ends data injection.
+            ``stats.details`` include the totals, and its ``finish`` ends data injection. None: data
+            injection without a strategy.
         group: Process group of the workers, if ``sync`` is None. None: the default group.
         seed: Seed of all random choices, equal on all workers.
-        dimension: Dimension of the tensors that counts samples.
-        timeout_seconds: Longest time to wait for another worker. With ``sync``, the time-out of
-            the synchronizer applies instead.
+        dimension: Dimension of the tensors that counts samples (≥ 0).
+        timeout_seconds: Longest time to wait for another worker (> 0). With ``sync``, the time-out
+            of the synchronizer applies instead.
 
     Attributes:
         loader: The wrapped loader.
@@ -95,7 +97,7 @@ class DataInjection:
     The constructor is a collective.
 
     *Communication*: in each step each sender sends its samples to the N − 1 other workers, in the
-    background. ``sync.stats.details`` has the totals ``injected_samples``,
+    background. ``sync.stats.details`` has the totals ``injected_samples`` (received),
     ``injected_bytes_received``, ``injected_samples_sent`` and ``injected_bytes_sent``. The time in
     which a worker waits for samples is part of its waiting time. *Memory*: the next batch, and the
     samples to send until all workers have requested them.
@@ -129,7 +131,7 @@ class DataInjection:
         self.loader = loader
         self.alpha, self.beta, self.seed, self.dimension = alpha, beta, seed, dimension
         self.samples_received = self.bytes_received = 0
-        self._counted = [0, 0, 0, 0]  # totals that ``_details`` already includes
+        self._counted = [0, 0, 0, 0]  # totals that are already in ``_details``
         self._step = 0  # number of the next batch to load, counted since the last barrier
         self._epoch = -1  # number of the current iteration over the loader
         self._loaded: _Loaded | None = None
@@ -188,13 +190,17 @@ class DataInjection:
         return 0 if self._exchange is None else self._exchange.bytes_sent
 
     def __len__(self) -> int:
-        """Number of batches of the loader, if it has a length."""
+        """Number of batches of the loader, if the loader has a length."""
         return len(self.loader)  # type: ignore[arg-type]
 
     # -- batches ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the loader's batches, extended by samples of other workers."""
+        """Iterate over the loader's batches, extended by samples of other workers.
+
+        Raises:
+            OffbeatError: Data injection has ended.
+        """
         if self._closed:
             raise OffbeatError("this DataInjection is closed: create a new one")
         if self._exchange is None:
@@ -220,7 +226,7 @@ class DataInjection:
                     exchange.end_epoch(epoch)
 
     def _load(self, own: Iterator[Any], exchange: Exchange) -> _Loaded | None:
-        """Load the next batch, publish samples of it, and request the samples of other workers."""
+        """Load the next batch, offer samples of it, and request samples. None: no batch is left."""
         try:
             batch = next(own)
         except StopIteration:
@@ -281,17 +287,17 @@ class DataInjection:
     # -- background task of the synchronizer -----------------------------------------------------
 
     def set_blocking(self, blocking: bool) -> None:
-        """Report that the strategy may block from now on, or no longer. Called by ``sync``."""
+        """Report whether the strategy may block from now on. Called by ``sync``."""
         if self._exchange is not None:
             self._exchange.set_blocking(blocking)
 
     def pause(self) -> None:
-        """Report that this worker loads no batch before the next barrier. Called by ``sync``."""
+        """Report that this worker has reached a barrier. If there is a ``sync``, it calls this."""
         if self._exchange is not None:
             self._exchange.pause(self._steps_taken())
 
     def resume(self) -> None:
-        """Resume after a barrier, with step 0. All workers must call this equally often."""
+        """Leave a barrier. Step numbers restart at 0. All workers must call this equally often."""
         if self._exchange is not None:
             self._exchange.resume()
             self._step = 0
@@ -299,8 +305,8 @@ class DataInjection:
     def finish(self) -> None:
         """End data injection on this worker. Called by ``sync.finish()``. May be called again.
 
-        Blocks until the background threads of all other workers have responded. The other workers
-        may continue without this one.
+        Blocks until the background threads of all other workers have responded. The training of
+        the other workers may continue without this one.
 
         Raises:
             CommunicationError: Another worker is lost.
@@ -313,7 +319,7 @@ class DataInjection:
             self._team.close()
 
     def close(self) -> None:
-        """Call ``finish``, and ignore errors, such as the loss of another worker."""
+        """Call ``finish``, and ignore errors of Offbeat, such as the loss of another worker."""
         with contextlib.suppress(OffbeatError):
             self.finish()
 
@@ -333,8 +339,8 @@ class DataInjection:
     def state_dict(self) -> dict[str, Any]:
         """Return the settings and the position in the sequence of steps, as plain values.
 
-        All workers save their states at the same step. The position in the dataset is not included;
-        the sampler saves it.
+        All workers must save their states at the same step. The position in the dataset is not
+        included. The sampler saves that position.
         """
         exchange = self._exchange
         pending = None if self._loaded is None else list(self._loaded.key)

@@ -11,7 +11,7 @@ import torch
 from offbeat.arguments import POSITIVE, require_integer, require_number
 
 Indices: TypeAlias = npt.NDArray[np.int64]
-"""Sample indices of one worker, checked."""
+"""Sample indices of one worker, as an array."""
 Labels: TypeAlias = Sequence[int] | Sequence[str] | npt.NDArray[Any] | torch.Tensor
 """Label of each sample."""
 Part: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
@@ -26,16 +26,16 @@ def partition_by_label(
 ) -> list[Indices]:
     """Divide samples so that each worker holds exactly ``labels_per_worker`` different labels.
 
-    A worker is a *holder* of the labels of its samples. The labels have
-    N × ``labels_per_worker`` holders in total.
+    A worker is a *holder* of the labels of its samples. With N workers, there are
+    N × ``labels_per_worker`` pairs of a label and a holder.
 
-    1. Count the holders of each label. Every label gets one. Each of the others goes to the label
-       that has the most samples per holder at that moment, so that the parts have similar sizes.
-       No label gets more holders than it has samples, or than there are workers.
-    2. Choose the holders. The labels are processed in random order. Each takes the workers that
-       lack the most labels; ties are broken at random.
-    3. Shuffle the samples of each label and split them among its holders. The numbers of samples
-       differ by at most one.
+    1. Choose the number of holders of each label. Every label gets one holder. Each further holder
+       goes to the label that has the most samples per holder at that moment, so that the parts have
+       similar sizes. No label gets more holders than it has samples, or than there are workers.
+    2. Choose the holders. The labels are processed in random order. Each label takes the workers
+       that lack the most labels; ties are broken at random.
+    3. Shuffle the samples of each label and split them among the label's holders. Their numbers of
+       samples of this label differ by at most one.
 
     With as many workers as labels and ``labels_per_worker=1``, each worker holds all samples of one
     label.
@@ -104,12 +104,12 @@ def partition_dirichlet(
     Worker j gets size_kj samples of label k, drawn at random. A smaller α makes the workers more
     different: α → 0 gives each label to one worker, and α → ∞ gives all workers the same
     distribution of labels. The sizes of the parts differ, too. If a part has fewer than
-    ``minimum_samples`` samples, p is drawn again for all labels, up to 1000 times.
+    ``minimum_samples`` samples, p is drawn again for all labels. There are at most 1000 draws.
 
     *Differs from the papers*: in the published code of Yurochkin et al., a worker that already
-    holds 1/N of the samples gets no samples of the labels that are drawn after. Here p_k is used
-    as drawn. Hsu et al. draw a distribution of labels for each worker, instead of a distribution of
-    workers for each label, and give all workers the same number of samples.
+    holds 1/N of the samples gets no samples of the remaining labels. Here p_k is used as drawn.
+    Hsu et al. draw a distribution of labels for each worker, instead of a distribution of workers
+    for each label, and give all workers the same number of samples.
 
     Args:
         labels: Label of each sample, integers or strings: a one-dimensional list, array or tensor.
@@ -187,7 +187,7 @@ def group_by_label(labels: Labels) -> tuple[npt.NDArray[Any], list[Indices]]:
 
 
 def check_parts(parts: Sequence[Part], samples: int) -> list[Indices]:
-    """Return the parts as int64 arrays, after checking them.
+    """Check the parts of a partition, and return them as int64 arrays.
 
     Raises:
         TypeError: A part is not a list of integers. A boolean mask, for example, is refused.
@@ -242,9 +242,9 @@ def _dirichlet(
 ) -> npt.NDArray[np.float64]:
     """Draw rows from the symmetric Dirichlet(α).
 
-    A row consists of Gamma(α) variables divided by their sum. For small α such variables underflow,
-    and a row of zeros would give NaN. The code therefore computes their logarithms, from
-    Gamma(α) = Gamma(α + 1)·U^(1/α), where U is uniform and −log U is exponential.
+    A row consists of Gamma(α) variables divided by their sum. For small α the variables underflow,
+    and a row of zeros would give NaN. The code therefore computes the logarithms of the variables,
+    from Gamma(α) = Gamma(α + 1)·U^(1/α), where U is uniform and −log U is exponential.
     """
     alpha = float(np.clip(alpha, 1e-100, 1e100))  # avoids overflow; the shares are the same
     logs = np.log(random.standard_gamma(alpha + 1, shape))

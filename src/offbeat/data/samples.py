@@ -51,9 +51,9 @@ def count_samples(batch: Any, dimension: int = 0) -> int:
     """Return the number of samples of ``batch``.
 
     Raises:
-        TypeError: The batch contains an object of another type than those of the module docstring.
-        ValueError: The batch has no leaves, a leaf is not a dense tensor with that dimension, or
-            leaves have different numbers of samples.
+        TypeError: The batch contains an object that is neither a leaf nor a container of leaves.
+        ValueError: The batch has no leaves, a tensor is not dense or does not have ``dimension``,
+            or leaves have different numbers of samples.
     """
     sizes: dict[int, str] = {}
     for path, leaf in _leaves(batch, "batch"):
@@ -70,10 +70,10 @@ def count_samples(batch: Any, dimension: int = 0) -> int:
 
 
 def take(batch: Any, indices: Sequence[int], dimension: int = 0) -> Parcel:
-    """Serialize the samples of ``batch`` at ``indices``.
+    """Serialize the samples of ``batch`` at ``indices``. The batch is not changed.
 
     Raises:
-        TypeError: As for ``count_samples``.
+        TypeError: The batch contains an object that is neither a leaf nor a container of leaves.
     """
     chosen = torch.tensor(list(indices), dtype=torch.int64)
     lines, values = [], []
@@ -92,8 +92,8 @@ class Joined:
     """A batch extended by samples of other workers.
 
     Attributes:
-        batch: The extended batch. Structure and devices are those of the original. If nothing was
-            added, it is the original.
+        batch: The extended batch, with the structure and devices of the original one. If nothing
+            was added, the original batch.
         samples: Number of added samples.
         values_bytes: Number of bytes of the added samples.
     """
@@ -113,7 +113,7 @@ def join(batch: Any, parcels: Sequence[tuple[int, Tensor]], dimension: int = 0) 
 
     Raises:
         MismatchError: A parcel has another structure, dtype or shape than ``batch``.
-        TypeError: As for ``count_samples``.
+        TypeError: The batch contains an object that is neither a leaf nor a container of leaves.
     """
     if not parcels:
         return Joined(batch, 0, 0)
@@ -138,7 +138,7 @@ def _open(data: Tensor, lines: list[str], rank: int) -> tuple[int, Tensor]:
     """Return the number of samples and the bytes of the values of a parcel.
 
     Raises:
-        MismatchError: The description differs from ``lines``, that of this worker's batch.
+        MismatchError: The description differs from ``lines``, the one of this worker's batch.
     """
     length, samples = _PREFIX.unpack(data[: _PREFIX.size].numpy().tobytes())
     start = _PREFIX.size + length
@@ -225,7 +225,7 @@ def _length(path: str, leaf: Leaf, dimension: int) -> int:
 
 
 def _describe(path: str, leaf: Leaf, dimension: int) -> str:
-    """Return the line of the description for one leaf. A star replaces the number of samples."""
+    """Return the description's line for one leaf. A star replaces a tensor's number of samples."""
     if not isinstance(leaf, Tensor):
         return f"{path}: list of {_kind(leaf)}"
     shape = [str(n) for n in leaf.shape]
@@ -261,7 +261,7 @@ def _unpack(data: Tensor, leaves: Sequence[Leaf], samples: int, dimension: int) 
 
     Args:
         data: Values of the parcel, one leaf after the other.
-        leaves: Leaves of this worker's batch, which have the same dtypes and shapes.
+        leaves: Leaves of this worker's batch, with the same dtypes and, per sample, shapes.
         samples: Number of samples in the parcel.
         dimension: Dimension of the tensors that counts samples.
     """

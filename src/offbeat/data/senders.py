@@ -1,4 +1,4 @@
-"""Random choices of data injection, and the batch size that compensates for it.
+"""Random choices of data injection, and the batch size that compensates for added samples.
 
 In each step of data injection some workers, the *senders*, send some samples of their batch to all
 other workers.
@@ -15,7 +15,7 @@ _SENDERS, _SAMPLES = 4, 5  # generators are seeded by (seed, purpose, …); thes
 
 
 def injected_batch_size(batch_size: int, alpha: float, beta: float, workers: int) -> int:
-    """Return the batch size b' of a loader whose batches have about b samples after injection.
+    """Return the batch size b' for a loader whose batches have about b samples after injection.
 
     This is Equation 3 of the paper, rounded to the nearest integer and at least 1:
 
@@ -25,7 +25,7 @@ def injected_batch_size(batch_size: int, alpha: float, beta: float, workers: int
     injection a batch has B = b' + S·k samples. On a sender it has only B − k, because a sender
     does not receive its own samples. The mean over the workers is B − S·k/N.
 
-    B is not exactly b, because α·N, b' and k are rounded. Unless b' or k was raised to 1:
+    B is not exactly b, because α·N, b' and k are rounded. If neither b' nor k was raised to 1:
 
         −(1 + α·β·N)/2 − S/2  ≤  B − b  ≤  (1 + α·β·N)/2 + S/2 + (S − α·N)·β·b'
 
@@ -52,7 +52,7 @@ def injected_batch_size(batch_size: int, alpha: float, beta: float, workers: int
 
 
 def count_to_send(samples: int, beta: float) -> int:
-    """Return how many of its ``samples`` a sender sends: β·samples, rounded, at least 1."""
+    """Return how many of its ``samples`` a sender sends: β·samples, rounded, and at least 1."""
     return min(samples, max(1, math.floor(_clean(beta * samples) + 0.5)))
 
 
