@@ -15,8 +15,7 @@ When a member is lost or a worker asks to join, view v + 1 replaces view v in fo
    if the network is divided.
 3. *Open.* The members of view v + 1 open process groups with each other. A worker that the decision
    excludes raises an error.
-4. *Retry.* If step 3 fails, the members of view v + 1 start again with view v + 2, until a time
-   limit.
+4. *Retry.* If step 3 fails, the members of view v + 1 start again with view v + 2.
 
 Steps 1 and 2 are in this file, steps 3 and 4 in ``elastic/membership.py``.
 
@@ -165,8 +164,6 @@ class Agreement:
 
     def leave(self, number: int, *, ended: bool) -> None:
         """Announce to the members of view ``number`` that this worker leaves permanently.
-
-        Gives up after a second if the store does not answer.
 
         Args:
             number: Number of the current view.

@@ -94,7 +94,7 @@ def open_elastic(
         group: Process group with the gloo backend; None is the default group.
         timeout_seconds: Time limit of one operation.
         silence_seconds: Time for which a view change waits for members that do not answer, unless
-            ``timeout_seconds`` is less; see ``elastic/agreement.py``.
+            ``timeout_seconds`` is less.
 
     Raises:
         AttachError: The backend is not gloo, or this process is not a member of the group.

@@ -45,8 +45,7 @@ def join(address: str | None = None) -> Transport:
             ``MASTER_PORT``.
 
     Raises:
-        ValueError: ``address`` has neither of these forms, or is None and an environment variable
-            is not set.
+        ValueError: ``address`` has another form, or is None and a variable is not set.
     """
     if address is None:
         variables = "MASTER_ADDR", "MASTER_PORT"

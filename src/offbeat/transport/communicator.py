@@ -88,8 +88,8 @@ class Communicator(ABC):
         Args:
             tensor: Summed in place.
             what: Name of the operation in error messages.
-            tail: Number of elements at the end of ``tensor`` that are not model data. Used only
-                to count bytes in simulations where one element represents many (``Host.scale``).
+            tail: Number of elements at the end of ``tensor`` that are not model data. Used only to
+                count bytes in simulations in which one element represents many; see ``Host.scale``.
         """
         return self.start(Sum(what=what, tensor=tensor, tail=tail))
 
@@ -133,7 +133,6 @@ class Communicator(ABC):
             tag: The ``tag`` with which the sender sends the message.
             what: Name of the operation in error messages.
             patient: True to wait without a time limit, as a server does for requests.
-                False to fail after ``timeout_seconds``.
         """
         return self.start(
             Receive(what=what, tensor=tensor, source=source, tag=tag, patient=patient)

@@ -67,8 +67,7 @@ class Host(ABC):
     def computed(self, progress: float) -> None:  # noqa: B027 - optional
         """Report that the share ``progress`` of the current step is computed, in (0, 1].
 
-        The simulator then advances this worker's virtual time to the moment at which that share is
-        computed. The value 1 ends the step. A real host does nothing.
+        The simulator lets virtual time pass until then. 1 ends the step. A real host does nothing.
         """
 
     def register_totals(self, totals: Callable[[], object]) -> None:  # noqa: B027 - optional

@@ -22,8 +22,7 @@ def bytes_of(tensor: Tensor, scale: float, tail: int = 0) -> int:
     Args:
         tensor: Tensor that is sent.
         scale: Number of parameters that each float32 element represents (``Host.scale``).
-        tail: Number of elements at the end of ``tensor`` that are not model data. Each of them
-            represents one element.
+        tail: Number of elements at the end of ``tensor`` that each represent one element.
     """
     if scale == 1 or tensor.dtype != torch.float32 or is_blank(tensor):
         return tensor.nbytes

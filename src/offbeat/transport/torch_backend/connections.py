@@ -209,8 +209,8 @@ class Connections:
         """Close all sockets, and return the error to raise for a failure.
 
         The first call on the training thread finds out which workers are missing, which may block
-        for ``liveness_seconds`` (not after ``close``). All later calls return an equal error. Before
-        that, a call on a background thread returns an ``UnexplainedError``.
+        for ``liveness_seconds``, but not after ``close``. All later calls return an equal error.
+        Before that, a call on a background thread returns an ``UnexplainedError``.
         """
         with self._failing:  # report the time-out rather than the failures that it causes
             first = failure if failure.timed_out else self._first_failure or failure

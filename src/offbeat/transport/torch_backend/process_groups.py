@@ -249,11 +249,10 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def close_connections(group: Group) -> None:
-    """Close the connections of a gloo group, so that its running operations fail on all workers.
+    """Close the connections of a group if it uses gloo. Its operations then fail on all workers.
 
     Gloo's abort does not end running operations. Instead this function receives a message that no
     worker sends, with a limit of 1 ms: gloo closes a connection on which a receive has timed out.
-    Groups of other backends are not changed.
     """
     if not isinstance(group, dist.ProcessGroupGloo):
         return

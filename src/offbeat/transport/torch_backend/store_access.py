@@ -50,8 +50,7 @@ class KeyPoll:
         interval_seconds: Least time between two checks (> 0).
 
     Attributes:
-        store_lost: True once an access to the store has failed, and after ``close``. No further
-            checks are then made.
+        store_lost: True once an access has failed or ``close`` was called. Then checks have ended.
     """
 
     def __init__(self, store: Any, key: str, interval_seconds: float) -> None:

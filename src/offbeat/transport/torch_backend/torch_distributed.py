@@ -52,8 +52,7 @@ class TorchCommunicator(Communicator):
     Args:
         group: Process group whose members take part; None is the default group. A ``GroupFactory``
             may be passed instead, which opens groups of the members.
-        timeout_seconds: Time limit of an operation that is not ``patient``. If it is exceeded, the
-            operation fails on every worker that takes part.
+        timeout_seconds: Time limit of an operation that is not ``patient``.
         liveness_seconds: After a failure the workers check which of them still answer. A worker
             that does not answer in this time is reported as missing.
         closing_seconds: Longest time for which ``close`` waits for threads.
