@@ -58,8 +58,8 @@ class SelSync(Strategy):
 
     Args:
         delta: Fixed threshold δ ≥ 0. With 0 a flag is set in every step, as in BSP. With ``inf`` no
-            flag is set, so only ``warmup_steps`` and ``max_interval`` synchronize. A good value depends on
-            the model, the batch size, the smoothing and the number of workers.
+            flag is set, so only ``warmup_steps`` and ``max_interval`` synchronize. A good value
+            depends on the model, the batch size, the smoothing and the number of workers.
         target_lssr: Target for the share of steps in which no flag is set, in (0, 1). At the first
             step with a finite Δ > 0, δ becomes the mean of the workers' Δ. Afterwards it is
             adjusted in every step. None: 0.9, unless ``delta`` is given. ``delta`` and
