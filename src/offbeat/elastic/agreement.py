@@ -104,9 +104,9 @@ class Agreement:
         Args:
             number: Number of the view.
             before: Decision on view ``number`` - 1.
-            patience: Once at least as many members have arrived as are missing, and no further
-                member has arrived for this many seconds, the missing members are given up. With
-                fewer arrived members, that happens after ``timeout_seconds``.
+            patience: Seconds without a new arrival after which missing members are given up, if at
+                least half of the members have arrived. If fewer have arrived, they wait for
+                ``timeout_seconds``.
             newcomer: True if this worker was in no earlier view.
 
         Raises:

@@ -9,7 +9,7 @@ allocating the model (see ``offbeat.plan``). It uses two kinds of placeholder:
   elements share one address.
 
 So a message in float32 represents ``scale`` times its ``nbytes``, unless the tensor is blank. All
-other messages represent their ``nbytes``: numbers that are not model data have another dtype.
+other messages represent their ``nbytes``: most data other than the model have another dtype.
 """
 
 import torch

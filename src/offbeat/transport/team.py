@@ -128,7 +128,8 @@ class Team:
     def over_shards(self, *values: float) -> list[float]:
         """Return the sum of each value over the processes of this node, if the model is sharded.
 
-        Then it is a collective of the node and blocks. Otherwise it returns the values themselves.
+        With a sharded model this is a collective of the node, which blocks. Without, it returns the
+        values themselves.
         """
         if self.node is None or not self.node.sharded:
             return list(values)
@@ -141,7 +142,7 @@ class Team:
         """Return the maximum of each value over the processes of this node.
 
         Values that may differ between the processes (times, for example) thus become equal on all
-        of them. A collective of the node, which blocks. Without a node, returns the values.
+        of them. A collective of the node, which blocks. Without a node it returns the values.
         """
         if self.node is None:
             return list(values)
