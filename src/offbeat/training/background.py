@@ -29,7 +29,7 @@ class BackgroundTask(Protocol):
         """End the task at the end of training, after the last barrier. A collective."""
 
     def close(self) -> None:
-        """Release resources, after ``finish`` or after a failure of this worker. Never raises."""
+        """Release resources. Called once training has ended, even by a failure. Never raises."""
 
 
 class BackgroundTasks:

@@ -56,7 +56,7 @@ class Clipping:
             self.replace_torch_functions()
 
     def replace_torch_functions(self) -> None:
-        """Replace torch's clipping functions. A second call does nothing."""
+        """Replace torch's clipping functions for this model. A second call does nothing."""
         if self._unwatch is not None:
             return
         me = weakref.ref(self)  # a model that is dropped without detach() must be freed

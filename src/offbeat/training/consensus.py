@@ -210,7 +210,7 @@ class Consensus:
         self._retry(self.complete_operations)
 
     def complete_operations(self) -> None:
-        """Wait until the strategy has no operation in flight, so that its state can be saved.
+        """Wait for all operations that the strategy has started, so that its state can be saved.
 
         A collective. Blocks. Background tasks are not notified.
         """
