@@ -1,18 +1,18 @@
-"""A simulated cluster in which a few workers run and represent all others.
+"""A simulated cluster in which some workers run and represent all others.
 
 Workers that start the same operations in the same order need not all run. Those that run are the
-*representatives*. A collective starts once all representatives have joined it, and it takes as long
-as a collective of all workers. *Jitter* is the random variation of compute times. All times are
-*virtual time*, the simulator's clock.
+*representatives*. A collective starts once the representatives among its workers have joined it,
+and it takes as long as with all of its workers. *Jitter* is the random variation of compute times.
+All times are *virtual time*, the time of the simulator's clock.
 
-* **One representative.** Without jitter, the clocks of all workers show the same time. With jitter,
+* **One representative.** Without jitter, all workers do the same at the same time. With jitter,
   every worker has a clock, but only one worker runs. A clock advances by the compute time of its
   worker. When the workers wait for a collective, all earlier clocks advance to its end. The
-  durations are those of a full run if no decision of a worker depends on the time. A decision
-  depends on the time if a worker polls an operation (``Handle.done``). If the operation has then
-  ended according to some clocks but not to others, ``DivergedError`` is raised, and the caller must
-  run all workers.
-* **One representative per node, or every worker.** Each representative has its own clock.
+  durations are those of a run of all workers if no decision of a worker depends on the time. A
+  decision depends on the time if a worker polls an operation (``Handle.done``). If the operation
+  has then ended according to some clocks but not to others, ``DivergedError`` is raised, and the
+  caller must run all workers.
+* **One representative per node, or every worker.** All wait for each other as in a real cluster.
 """
 
 from collections.abc import Callable, Sequence
@@ -93,6 +93,8 @@ class _Drawn:
 class RepresentativeCluster(SimulatedCluster):
     """A simulated cluster in which only the representatives run; see the module.
 
+    ``compute_step``, ``wait`` and ``idle`` let virtual time pass and advance the ``clocks``.
+
     Args:
         workers: The representatives.
         members: Global ranks of the representatives.
@@ -130,7 +132,8 @@ class RepresentativeCluster(SimulatedCluster):
             self.clocks = np.zeros(self._units)
         self._costs: dict[tuple[CollectiveKind, Group], _Cost] = {}
         self._representatives: dict[Group, list[int]] = {}
-        self._free: dict[tuple[bool, int], float] = {}  # end of a link's traffic: (inside, rank)
+        # Time at which a link becomes free. Key: inside the node or to the switch, rank.
+        self._free: dict[tuple[bool, int], float] = {}
 
     # -- computing and waiting -------------------------------------------------------------------
 
@@ -188,6 +191,7 @@ class RepresentativeCluster(SimulatedCluster):
 
     @override
     def participants(self, group: Group) -> Sequence[int]:
+        """Return the representatives in ``group``."""
         if group not in self._representatives:
             ranks = [member for member in group.members if member in self._members]
             self._representatives[group] = ranks

@@ -1,7 +1,7 @@
-"""Communicators for the planner, which runs a few simulated workers in place of all.
+"""Communicators for the planner, in which some simulated workers may represent the others.
 
 The workers that run are the *representatives* (see ``plan/cluster.py``). A collective takes as long
-as one of all workers, but combines only the tensors of the representatives.
+as with all of its workers, but only the representatives contribute tensors.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from offbeat.transport.team import Node, Team
 
 
 class _RepresentativeHandle(SimulatedHandle):
-    """Handle whose ``done`` has the same result on all workers, or raises DivergedError."""
+    """Handle whose ``done`` raises DivergedError if all workers would not get the same result."""
 
     @override
     def done(self) -> bool:
@@ -36,13 +36,17 @@ class _RepresentativeHandle(SimulatedHandle):
 class RepresentativeCommunicator(SimulatedCommunicator):
     """Communicator of one representative.
 
-    ``size`` is the number of all workers. Collectives combine the tensors of the k representatives:
+    ``size`` counts all workers of this communicator, running or represented; k of them run. The
+    results of collectives are:
 
-    * A sum is the sum of the k tensors times ``size``/k. If the model is a placeholder, the values
-      of float32 tensors do not matter; their sum is the first tensor times ``size``.
-    * A broadcast returns the tensor of the first representative.
-    * A gather and an exchange repeat the tensor of each representative ``size``/k times. They
-      return blank tensors, which have a size but no values, if they receive blank tensors.
+    * Sum: the sum of the k tensors times ``size``/k. If the model is a placeholder, the values of
+      float32 tensors do not matter, and their sum is the first tensor times ``size``.
+    * Maximum: the maximum of the k tensors.
+    * Broadcast: the tensor of the first representative.
+    * Gather: each of the k tensors, ``size``/k times.
+    * Exchange: the chunks for this worker, taken from the tensors that a gather would return.
+
+    A gather or exchange of blank tensors, which have a size but no values, returns blank tensors.
     """
 
     handle_type = _RepresentativeHandle
@@ -68,7 +72,7 @@ class RepresentativeCommunicator(SimulatedCommunicator):
 
     @override
     def _size_bytes(self, operation: Any) -> float:
-        # In nodes of L = sharing workers, each worker sends 1/L of the tensor to the other nodes.
+        # Between nodes of L workers each worker sends 1/L of a tensor. ``sharing`` is L there.
         return bytes_of(operation.tensor, self.cluster.scale, operation.tail) / self.group.sharing
 
     def _sum(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -84,15 +88,15 @@ def _first(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _nothing(_: object) -> None:
-    """Combine or store blank tensors, which have no values."""
+    """Do nothing: blank tensors have no values to combine or store."""
 
 
 class _RepresentativeNodes(NodeCommunicator):
-    """Communicator between nodes with one representative each.
+    """Communicator between nodes in which at most the first worker runs.
 
     A worker of a real node sends its part of a tensor to the other nodes, and then the node gathers
-    the parts of the result. A representative passes on the whole tensor, and the simulation counts
-    the bytes of one part.
+    the parts of the result. Here the worker that runs passes on the whole tensor, and the
+    simulation counts the bytes of one part.
     """
 
     @override

@@ -1,4 +1,4 @@
-"""The forecast of one strategy: mean figures of a simulated run in its steady state."""
+"""The forecast of one strategy: figures of a simulated run, if possible in its steady state."""
 
 import math
 from dataclasses import dataclass, replace
@@ -20,20 +20,21 @@ class Forecast:
     """Predicted figures of one strategy.
 
     Attributes:
-        strategy: Text form of the strategy, as read by ``offbeat.parse_strategy``.
+        strategy: Text form of the strategy, such as "local:period=8"; as given, if given as text.
         wire: Precision at which means are sent. If the strategy chooses it, the last choice.
         step_seconds: Mean duration of a step, with waiting.
         throughput: Samples per second relative to a single worker, at most the number of workers.
         idle: Share of the time that a worker waits for others, in [0, 1]. With nodes, only the
             waiting for other nodes.
-        apart_steps: Largest number of steps between two means of the same parameter, or the largest
-            staleness (age of the newest mean in the model, in steps) that the strategy reports, if
-            that is larger. 0 if gradients are averaged in every step; ``inf`` if there was no mean.
-        payload_bytes: Bytes per step that a worker passes to operations, as in ``Stats``.
-        memory_bytes: Largest size of the tensors in memory, without model, gradients and optimizer
-            state.
+        apart_steps: Largest number of steps between two consecutive means of the same parameter; or
+            the largest staleness (age of the newest mean in the model, in steps) that the strategy
+            reports, if larger. 0 if gradients are averaged in every step; ``inf`` without a mean.
+        payload_bytes: Bytes per step that a worker passes to operations, as in ``Stats``; 0 for a
+            single worker or node.
+        memory_bytes: Largest size of the strategy's tensors in memory, without model, gradients and
+            optimizer state.
         busy: Share of the time in which the worker's link is busy, in [0, 1].
-        steady: False if the run reached its time limit before its figures were certain to ± 1 %.
+        steady: False if the run reached its time limit before it was steady.
         note: Text that says how often means are taken and how long workers wait.
     """
 
@@ -58,10 +59,11 @@ class Measured:
         strategy: The strategy.
         forecast: The forecast.
         details: ``Stats.details`` at the end of the run.
-        interval_steps: Mean number of steps between two means of any parameters; ``inf`` if there
-            are none.
-        pass_steps: Mean number of steps between two means of the same parameter; ``inf`` if there
-            are none. It exceeds ``interval_steps`` if a mean covers only a part of the model.
+        interval_steps: Mean number of steps between two means of any parameters; ``inf`` without a
+            mean.
+        pass_steps: Mean number of steps between two means of the same parameter; ``inf`` if no
+            parameter was averaged twice. It exceeds ``interval_steps`` if a mean covers only a part
+            of the model.
         step_seconds: Mean duration of a step without waiting for other workers or nodes.
     """
 
@@ -81,7 +83,7 @@ def measure(
     text: str | None = None,
     most_seconds: float = MOST_SECONDS,
 ) -> Measured:
-    """Simulate training with ``strategy`` until it is in the steady state. Return its figures.
+    """Simulate training with ``strategy`` until it is steady or time is up. Return its figures.
 
     Args:
         strategy: The strategy.
@@ -176,11 +178,11 @@ def every(steps: float) -> str:
 
 
 def number(value: float) -> str:
-    """Return ``value`` as text with three digits, or more if its integer part has more."""
+    """Return ``value`` as text: with at most three digits up to 999, else as an integer."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def percent(share: float) -> str:
-    """Return a share as text in percent: "4.9 %" for 0.049."""
+    """Return a share as text in percent: "4.9 %" for 0.049, "23 %" for 0.23."""
     value = 100 * share
     return f"{value:.1f} %" if 0.05 <= value < 9.95 else f"{value:.0f} %"

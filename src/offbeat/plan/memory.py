@@ -24,10 +24,10 @@ _Kind = Literal["nothing", "tensor", "function", "method", "container"]
 def reachable_bytes(
     roots: Iterable[Any], excluded: set[int], scale: float, hidden: object = None
 ) -> int:
-    """Return the bytes of all tensor storages that one worker can reach.
+    """Return the bytes of all tensor storages that one worker can reach, as in the full model.
 
-    References are followed from ``roots`` and from local variables of the functions of Offbeat that
-    are being called.
+    References are followed from ``roots`` and from the local variables of the functions of Offbeat
+    that are being called, except those of the planner.
 
     Args:
         roots: Objects of the worker.
@@ -70,7 +70,7 @@ def _kind(cls: type) -> _Kind:
 
 
 def _caller_locals() -> list[Any]:
-    """Return the local variables of the calling functions of Offbeat, up to one of ``plan``."""
+    """Return the local variables of Offbeat's functions on the stack, up to one of the planner."""
     values: list[Any] = []
     frame = sys._getframe(2).f_back
     while frame is not None:

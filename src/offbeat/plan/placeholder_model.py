@@ -4,8 +4,8 @@ Each element of the placeholder represents ``scale`` elements of the full model 
 ``transport/placeholder_tensors.py``). Its tensors have the proportions of the full model's tensors.
 Strategies therefore divide both models at the same places into buckets or parts, the units that are
 sent separately. Training computes nothing, and the values of the tensors do not matter, with one
-exception. The strategy SelSync synchronizes when the norm of the gradient changes. The norm
-therefore rises in the steps in which SelSync should synchronize.
+exception. The strategy SelSync synchronizes when the norm of the gradient changes strongly. The
+norm is therefore large in the steps in which SelSync should synchronize.
 """
 
 import math
@@ -33,8 +33,9 @@ from offbeat.transport.handle import Handle
 from offbeat.transport.team import Team
 from offbeat.units import parse_count
 
-_ELEMENTS = 2**16  # approximate size of the placeholder of a given model
-# If only the number of parameters is given: elements of a tensor (8 and 1 MiB), number of tensors.
+_ELEMENTS = 2**16  # approximate limit of the elements of the placeholder of a given model
+# If only the number of parameters is given: largest and first tried number of elements of a tensor
+# (8 and 1 MiB in float32), and numbers of tensors at which another one is tried.
 _LARGE, _SMALL = 2**21, 2**18
 _MOST_TENSORS, _FEWEST_TENSORS = 256, 64
 _FLOAT32 = 4
@@ -49,11 +50,11 @@ class Shapes:
     Attributes:
         parameters: Name and number of placeholder elements of each trainable parameter, in the
             model's order.
-        buffers: Name and number of placeholder elements of each floating-point buffer.
+        buffers: Name and number of placeholder elements of each floating-point or complex buffer.
         integers: Number of elements of all signed integer buffers, which are not scaled.
         scale: Elements of the full model per element of the placeholder.
-        count: Number of averaged elements of the full model: parameters and floating-point buffers.
-            An element that is summed in float64 counts as two.
+        count: Number of elements of ``parameters`` and ``buffers`` in the full model. An element
+            whose sum takes 8 bytes, for example in float64, counts as two.
     """
 
     parameters: tuple[tuple[str, int], ...]
@@ -142,8 +143,8 @@ class PlaceholderModel(nn.Module):
 
     Args:
         shapes: Sizes of the tensors.
-        lssr: Share of steps, in (0, 1), with a small gradient. In all other steps the gradient is
-            large enough for SelSync to synchronize.
+        lssr: Approximate share of steps, in (0, 1), with a small gradient. In all other steps the
+            gradient is large enough for SelSync to synchronize.
 
     Attributes:
         tensors: The parameters, in the model's order.
@@ -166,10 +167,7 @@ class PlaceholderModel(nn.Module):
         self._step = 0
 
     def differentiate(self) -> None:
-        """Set the gradients of the next step, as backward would.
-
-        They are large in a share 1 − ``lssr`` of the steps.
-        """
+        """Set the gradients of the next step, as backward would. A few steps have large ones."""
         before, self._step = self._step, self._step + 1
         significant = math.floor(before * self._share) != math.floor((before - 1) * self._share)
         gradient = self.tensors[0].grad
@@ -215,15 +213,15 @@ class PlaceholderTraining:
 
     It creates the same objects as ``attach``, except for ``Synchronizer`` and hooks. A
     ``Synchronizer`` would compare the settings of the workers and hook the optimizer, which imports
-    torch's compiler. The constructor is a collective, as ``attach`` is.
+    torch's compiler. All running workers must call the constructor.
 
     Args:
         strategy: The strategy.
         wire: Precision at which the strategy sends means, as in ``attach``.
         team: The workers and their communicators.
         model: The placeholder model.
-        averages: True if the workers of a node average their gradients in this run. Otherwise the
-            mean inside a node takes no time.
+        averages: True if this run simulates the mean of the gradients inside each node. Otherwise
+            this mean takes no time here. Without nodes it has no effect.
 
     Attributes:
         roots: Objects from which the tensors of the training can be reached.
@@ -261,7 +259,7 @@ class PlaceholderTraining:
         self.roots = [worker, flow, self._iteration]
 
     def step(self) -> None:
-        """Take one training step: set the gradients, then call the strategy as ``attach`` does."""
+        """Take one training step: set the gradients, then call the strategy as hooks would."""
         self._model.differentiate()
         self._iteration.report_buckets()
         self._iteration.prepare(0)

@@ -56,11 +56,11 @@ def plan(
     **Default strategies**:
 
     * ``bsp``
-    * ``local`` with period 8, and with the smallest period whose idle share is at most 5 %
+    * ``local`` with period 8, and with the smallest period found with an idle share of at most 5 %
     * ``selsync:target_lssr=…`` with the given ``lssr``
-    * ``streaming``, with a larger staleness than its default if workers would wait
-    * ``async`` with the smallest even staleness at which workers do not wait (with jitter: at which
-      the idle share is at most 5 %)
+    * ``streaming``, with a larger staleness than its default if its idle share would exceed 5 %
+    * ``async`` with the smallest even staleness found at which workers do not wait (with jitter: at
+      which the idle share is at most 5 %)
     * ``async:schedule=eager`` with a staleness bound that it does not reach
 
     **Recommendation**: the first of these that is among the strategies.
@@ -68,11 +68,12 @@ def plan(
     1. BSP, if its idle share is at most 10 %. Averaging models instead of gradients may need 10 %
        more steps (``LOST_STEPS``).
     2. StreamingAveraging, if it reaches 95 % of the best throughput.
-    3. The LocalSGD with the shortest period, if the period is at most 8 and the idle share at most
-       5 %.
-    4. Of all strategies that reach 95 % of the best throughput, the one with the fewest steps
-       between means. If several have equally many, the first in the list that ``offbeat
-       strategies`` prints; custom strategies come last, and eager ``async`` after cyclic.
+    3. Of the LocalSGD with a period of at most 8 and an idle share of at most 5 %, the one with the
+       shortest period.
+    4. Of all strategies that reach 95 % of the best throughput, the one with the least
+       ``Forecast.apart_steps``, the steps between means. If several are equal, the first in the
+       list that ``offbeat strategies`` prints. Custom strategies come last, and eager ``async``
+       after cyclic.
 
     **Nodes** of several workers train as with ``attach(..., node_group=…)``. A single node is
     simulated first. Its step ends when its slowest worker has computed its gradients and their mean
@@ -95,7 +96,7 @@ def plan(
         wire: Precision of models and gradients, as in ``attach``; None means the default of each
             strategy.
         lssr: Share of the steps of SelSync without a mean, in (0, 1). Used for the default SelSync
-            and for one with ``delta``; one with ``target_lssr`` uses that share.
+            and for one with ``delta`` > 0; one with ``target_lssr`` uses that share.
         strategies: Strategies to forecast in place of the default ones: text, or ``Strategy``
             objects. Custom strategies are possible, baselines are not.
         workers_per_node: Number of workers per node, L (≥ 1), a divisor of ``workers``. With L > 1,
@@ -155,8 +156,8 @@ def plan(
 def _evaluate(text: str, strategy: Strategy, wire: Precision | None, setting: Setting) -> Measured:
     """Return the forecast of ``strategy``.
 
-    The placeholder model has no real gradients, so SelSync with a threshold ``delta`` is replaced
-    by SelSync with a target for the share of local steps.
+    The placeholder model has no real gradients, so SelSync with a finite threshold ``delta`` > 0 is
+    replaced by SelSync with a target for the share of steps without a mean.
     """
     if isinstance(strategy, SelSync) and strategy.target_lssr is not None:
         setting = replace(setting, lssr=strategy.target_lssr)

@@ -1,4 +1,4 @@
-"""The recommendation of a plan. The docstring of ``offbeat.plan`` states its rules."""
+"""The choice of the strategy to try first. The docstring of ``offbeat.plan`` lists its rules."""
 
 from collections.abc import Sequence
 
@@ -14,13 +14,13 @@ from offbeat.strategies import (
 )
 
 NEGLIGIBLE_IDLE = 0.02
-"""Idle share of BSP up to which the reason says that BSP costs almost nothing. The idle share is
-the share of the time that a worker waits for others."""
+"""If the idle share of BSP is at most this, a recommendation of BSP says that it costs almost
+nothing. The *idle share* is the share of the time that a worker waits for others."""
 LOST_STEPS = 0.1
 """Share of additional steps that averaging models may need to reach the same metric as BSP. BSP is
-recommended up to this idle share. In a measurement with one model and one seed
-(``benchmarks/results/streaming-links.jsonl``), streaming averaging needed 0.8 to 1.2 times the
-steps of BSP to reach four accuracies, on average over three links 1.0 times."""
+therefore recommended, if it is a candidate, up to this idle share. In one measurement
+(``benchmarks/results/streaming-links.jsonl``: one model, one seed, three links), streaming
+averaging needed 0.8 to 1.2 times the steps of BSP, with a mean of 1.0, to reach an accuracy."""
 
 _WATCH = "watch the final metric, or make a step longer with a larger batch"
 
@@ -28,7 +28,7 @@ _WATCH = "watch the final metric, or make a step longer with a larger batch"
 def recommend(
     candidates: Sequence[Measured], bsp: Forecast, setting: Setting
 ) -> tuple[Forecast, str]:
-    """Return the row to try first, and the reason.
+    """Return the forecast of the strategy to try first, and a text that says why.
 
     Args:
         candidates: The forecasts of the strategies.
@@ -58,7 +58,7 @@ def recommend(
 
 
 def _preference(measured: Measured) -> tuple[float, int, bool]:
-    """Return the sort key for rule 4 of ``offbeat.plan``. The smallest key is preferred."""
+    """Return the sort key of rules 3 and 4 of ``offbeat.plan``: the smallest key is preferred."""
     strategy, order = measured.strategy, [*STRATEGIES.values()]
     kind = type(strategy)
     eager = isinstance(strategy, AsyncAveraging) and strategy.schedule == "eager"

@@ -1,7 +1,7 @@
 """The record of a simulated run: totals after each step, from which a forecast is computed.
 
-Some workers may not run but be represented by others (see ``plan/cluster.py``). Worker 0 always
-runs. All times are virtual seconds, from the simulator's clock.
+Some workers may be represented by others instead of running (see ``plan/cluster.py``). Worker 0
+always runs. All times are virtual seconds, from the simulator's clock.
 """
 
 import math
@@ -12,19 +12,19 @@ from offbeat.plan.cluster import RepresentativeCluster
 from offbeat.plan.memory import reachable_bytes
 from offbeat.plan.placeholder_model import PlaceholderModel, PlaceholderTraining
 
-_SPARSER = 1.6  # growth of the number of possible measurements of memory until the next one
+_SPARSER = 1.6  # factor on the number of payload changes from one measurement of memory to the next
 
 
 class Step(NamedTuple):
     """Totals of a run at the end of a step.
 
     Attributes:
-        clock: Time of the end of the step, mean over the workers.
+        clock: Time at which the step ended, mean over the workers.
         computed: Compute seconds so far, mean over the workers.
         payload: Bytes that worker 0 has passed to operations so far.
         busy: Seconds for which all operations so far occupy the link of worker 0.
         backlog: Seconds from the end of the step until the link of worker 0 is free.
-        syncs: Number of steps so far that synchronized.
+        syncs: Number of steps so far in which worker 0 synchronized.
     """
 
     clock: float
@@ -47,7 +47,7 @@ class Record:
         gaps: Pairs (step, gap), one for each step in which worker 0 received a mean of parameters
             for which it had received one before. The gap is the largest number of steps since the
             previous mean of one of these parameters.
-        memory: Largest memory of worker 0, without model and gradients, bytes.
+        memory: Largest measured memory of worker 0, without model and gradients, bytes.
         details: ``Stats.details`` of worker 0 at the end.
     """
 
@@ -88,7 +88,7 @@ class Record:
         self._tensors = []
 
     def stepped(self, rank: int) -> bool:
-        """Record that ``rank`` has completed a step. Return True if it is the last worker to."""
+        """Record that ``rank`` has completed a step. Return True if all running workers have."""
         number = self._counts[rank]
         self._counts[rank] += 1
         if number == len(self._sums):
@@ -142,9 +142,9 @@ class Record:
             self._versions = versions
 
     def _measure_memory(self, _: object) -> None:
-        """Measure the memory of worker 0, if it has sent something since the previous call.
+        """Measure the memory of worker 0 after some of the calls at which its payload has changed.
 
-        A measurement is slow. The number of such changes from one measurement to the next therefore
+        A measurement is slow. The number of changes from one measurement to the next therefore
         grows by a factor.
         """
         training = self._trainings[0]
@@ -160,9 +160,9 @@ class Record:
             self.memory = max(self.memory, used)
 
     def agrees(self, other: "Record", tolerance: float) -> bool:
-        """Return True if both records have the same bytes, and the same times up to ``tolerance``.
+        """Return True if both records have as many steps, equal bytes, and about equal times.
 
-        The tolerance is relative for times above 1 s, and otherwise in seconds.
+        ``tolerance`` is relative for times above 1 s, and otherwise in seconds.
         """
         if len(self) != len(other):
             return False

@@ -29,11 +29,11 @@ class Plan:
         node_step_seconds: Mean duration of a step of a single node, with the mean of its gradients,
             seconds. It is t if a node has one worker.
         jitter: Standard deviation of the compute time relative to t.
-        wire: Precision at which means are sent, as in ``attach``; "float32" if none was given.
+        wire: Precision given for means, as in ``attach``; "float32" if none was given.
         model_bytes: Size of the model in float32, bytes.
         rows: Forecasts, one per strategy.
         recommendation: Forecast of the strategy to try first.
-        reason: One sentence that explains the recommendation.
+        reason: Text that explains the recommendation.
     """
 
     parameters: float
@@ -53,7 +53,7 @@ class Plan:
     reason: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures as JSON values. Infinity is the string "inf"."""
+        """Return all figures as JSON values. Infinity in a forecast becomes the string "inf"."""
 
         def row(forecast: Forecast) -> dict[str, Any]:
             return {k: "inf" if v == math.inf else v for k, v in asdict(forecast).items()}

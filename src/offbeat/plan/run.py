@@ -1,7 +1,8 @@
 """Simulated runs of a strategy on a placeholder model.
 
 A placeholder model is small and represents a large one. If all workers behave alike, only one of
-them runs and represents the others (see ``plan/cluster.py``). Otherwise all workers run.
+them runs and represents the others (see ``plan/cluster.py``). Otherwise all workers run, or with
+nodes of several workers the first worker of each node.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,8 +43,9 @@ class Setting:
         step_seconds: Mean compute time of a step, seconds.
         jitter: Standard deviation of the compute time relative to ``step_seconds``.
         lssr: Share of steps in which SelSync does not synchronize.
-        tail: Seconds from the end of computing until the gradients are averaged inside the node.
-        node_bytes: Memory for the mean inside the node, bytes.
+        tail: Seconds from the end of computing until the gradients are averaged inside the node; 0
+            without nodes, or if not measured yet.
+        node_bytes: Memory for the mean inside the node, bytes; 0 in the same cases.
     """
 
     shapes: Shapes
@@ -86,14 +88,15 @@ class _EndedError(Exception):
 def run(strategy: Strategy, wire: Precision, setting: Setting, ended: Ended) -> Record:
     """Simulate training with ``strategy`` until ``ended(record)`` returns True.
 
-    Only one worker, or one node, runs at first. If it turns out not to represent all, the training
-    is simulated again with all workers, and a new record begins.
+    If one worker, or one node, can represent all, only one worker runs. If this turns out to be
+    wrong, the training is simulated again with all representatives, and a new record begins.
 
     Args:
         strategy: The strategy.
         wire: Precision, or "auto" for a strategy that chooses the precision itself.
         setting: Model and cluster.
-        ended: Returns True once the record is long enough. Called after each step of all workers.
+        ended: Returns True once the record is long enough. Called after each step of all running
+            workers.
     """
     if can_represent(strategy, wire, setting):
         try:
@@ -106,9 +109,10 @@ def run(strategy: Strategy, wire: Precision, setting: Setting, ended: Ended) -> 
 def can_represent(strategy: Strategy, wire: Precision, setting: Setting) -> bool:
     """Return True if one worker, or one node, is expected to represent all.
 
-    False for nodes with jitter, which the clocks of a ``RepresentativeCluster`` do not support. The
-    strategies of Offbeat treat all ranks alike. A custom strategy is tested: it is simulated with a
-    few workers, once with one of them running and once with all. Both runs must be equal.
+    The result is False for nodes of several workers with jitter, which the clocks of a
+    ``RepresentativeCluster`` do not support. The strategies of Offbeat treat all ranks alike. A
+    custom strategy is tested: two simulations of a few workers, one with a single worker running
+    and one with all, must agree.
     """
     if setting.network.workers_per_node > 1 and setting.jitter:
         return False
@@ -144,9 +148,9 @@ def run_members(
         strategy: The strategy.
         wire: Precision, or "auto" for a strategy that chooses the precision itself.
         setting: Model and cluster.
-        members: Global ranks: worker 0 alone, or the first worker of each node. All workers, if a
-            node has one worker.
-        ended: Returns True once the record is long enough. Called after each step of all workers.
+        members: Global ranks: worker 0 alone, or the first worker of each node. Without nodes of
+            several workers, these are all workers.
+        ended: Returns True once the record is long enough. Called after each step of ``members``.
         averages: True if gradients are averaged inside each node during the run. Otherwise the
             compute time contains the time of these means, ``setting.tail``.
 
@@ -181,10 +185,11 @@ def run_members(
 
 
 def with_node_cost(setting: Setting) -> Setting:
-    """Return ``setting`` with the time and memory of averaging gradients inside a node.
+    """Measure the time and memory of averaging gradients inside a node. Add them to ``setting``.
 
-    A simulation of a single node measures them in a few steps. Later simulations add this time to
-    the compute time of a step, and send no gradients inside a node.
+    A simulation of a single node measures both in a few steps. Later simulations add this time to
+    the compute time of a step, and send no gradients inside a node. Without nodes of several
+    workers, ``setting`` is returned unchanged.
     """
     workers = setting.network.workers_per_node
     if workers == 1:

@@ -1,17 +1,18 @@
-"""Detection of the steady state of a simulated run. The forecast is made from its last steps.
+"""Detection of the steady state of a simulated run. The run's last steps give the forecast.
 
-Without jitter (random variation of compute times) a run is steady if its steps repeat exactly. A
-period of p steps must occur three times, and then eight more times (at most for 512 steps). Steps
-are equal if they have the same duration, the same bytes, the same number of synchronizations, and
-the same backlog of the link: the time until the link is free. The period must contain a mean.
+Without jitter (random variation of compute times) a run is steady if its steps repeat, up to
+rounding. A period of p steps must occur three times, and then eight more times (at most for 512
+steps). Steps are equal if they have the same duration, the same bytes, the same number of
+synchronizations, and the same backlog of the link: the time until the link is free. The period must
+contain a mean, except with a single worker and after 4096 steps.
 
 * The backlog is compared because a slowly growing queue otherwise looks steady.
 * Eight more periods are required because the first intervals of a schedule with nearly equal
   intervals, for example 14, 14, 14 and 15 steps, look like a period.
 
 With jitter, or if the steps do not repeat, the means of batches of steps decide. The half width of
-their confidence interval must be at most 1 % for durations and 3 % for bytes. The backlog must not
-grow.
+their confidence interval must be at most 3 % for bytes, and for waiting times at most 1 % of the
+duration of the batch. The backlog must grow by at most 5 %.
 """
 
 import math
@@ -33,9 +34,9 @@ _DIGITS = 6  # compared digits of a duration in units of the compute time of a s
 _ROUNDING = 8  # bytes by which equal steps may differ, because parts of a tensor are rounded
 _SPARSER = 1.1  # factor on the number of steps from one check to the next
 _BATCHES = {10: 2.262, 7: 2.447}
-"""Number of batches → quantile of Student's distribution (95 %). Two numbers of batches are tested,
-because the length of a batch may coincide with a period."""
-_WITHIN, _BYTES_WITHIN = 0.01, 0.03  # largest half widths for durations and bytes
+"""Quantile of Student's distribution (95 %), by number of batches. Two numbers of batches are
+tested, because the length of a batch may coincide with a period."""
+_WITHIN, _BYTES_WITHIN = 0.01, 0.03  # largest relative half widths for durations and bytes
 _LEAST_BATCHED = 100  # steps before batches are tested
 _BACKLOG = 0.05  # relative increase of the mean backlog, from one half of the steps to the other
 _START = Step(0.0, 0.0, 0, 0.0, 0.0, 0)
@@ -106,7 +107,7 @@ class SteadyStateDetector:
     # -- exact repetition ------------------------------------------------------------------------
 
     def _repeated(self, record: Record) -> Window | None:
-        """Return the last steps that repeat exactly; None if they do not repeat long enough."""
+        """Return the last steps that repeat; None if they do not repeat long enough."""
         self._extend(record)
         steps, matches = len(record), _self_matches(self._sequence)
         if self._candidate is not None:
@@ -142,7 +143,8 @@ class SteadyStateDetector:
     def _period(self, record: Record, matches: Sequence[int]) -> int | None:
         """Return the shortest period that has occurred three times and contains a mean.
 
-        After 4096 steps a period without a mean counts, too: there may never be a mean.
+        With a single worker, a period without a mean counts, too. After 4096 steps it counts if it
+        contains messages: there may never be a mean.
         """
         steps = record.steps
         last = steps[-1]
@@ -158,7 +160,7 @@ class SteadyStateDetector:
     # -- batch means -----------------------------------------------------------------------------
 
     def _batched(self, record: Record, *, late: bool) -> Window | None:
-        """Return the steps after the first fifth if their means are certain, or if time is up."""
+        """Return the steps after the first fifth if their means are certain, or if ``late``."""
         steps = len(record)
         sent = [step.payload - before.payload for before, step in pairwise(record.steps)]
         period = _payload_period(sent)
@@ -175,7 +177,7 @@ class SteadyStateDetector:
     def _certain(self, record: Record, batches: int, length: int) -> bool:
         """Return True if the last ``batches`` batches of ``length`` steps have similar means.
 
-        Only the waiting times are tested, because the mean of the compute times is known.
+        Waiting times, bytes and backlog are tested. The mean of the compute times is known.
         """
         first = len(record) - batches * length
         ends = [record.steps[first - 1 + i * length] for i in range(batches + 1)]

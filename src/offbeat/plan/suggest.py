@@ -1,4 +1,4 @@
-"""The default strategies of a plan. A few simulated runs determine their settings.
+"""The default strategies of a plan. A few simulated runs determine the settings of some of them.
 
 The *idle share* of a run is the share of the time that a worker waits for others. The *staleness*
 of a strategy is the largest age of the newest mean in a worker's model, in steps.
@@ -23,7 +23,7 @@ from offbeat.strategies import (
 from offbeat.training.compatibility import chooses_precision
 
 IDLE_LIMIT = 0.05
-"""Largest idle share of a suggested setting."""
+"""Largest idle share that the search for a setting accepts."""
 SHORT_PERIOD = 8
 """Period of LocalSGD with which to start, according to docs/choosing.md."""
 
@@ -40,11 +40,11 @@ _FAST = 1e18  # bits per second of a link that takes no time
 def evaluate(
     strategy: Strategy, wire: Precision | None, setting: Setting, text: str | None = None
 ) -> Measured:
-    """Return the forecast of ``strategy``.
+    """Simulate ``strategy`` and return its forecast.
 
     If ``wire`` is "auto" and the strategy does not choose a precision itself, the forecast uses the
     most exact of float32, bfloat16 and int8 at which workers wait for the link for at most a tenth
-    of the time, or int8. Training aims at the same limit.
+    of the time; if there is none, int8. Training aims at the same limit.
 
     Args:
         strategy: The strategy.
@@ -84,7 +84,8 @@ def suggestions(wire: Precision | None, setting: Setting) -> Iterator[Measured]:
 def _suggest_local(wire: Precision | None, setting: Setting) -> Iterator[Measured]:
     """Yield LocalSGD with ``SHORT_PERIOD`` and with the smallest sufficient period, ascending.
 
-    A period H is sufficient if the idle share is at most ``IDLE_LIMIT``. The search assumes that
+    A period H is sufficient if the idle share is at most ``IDLE_LIMIT``. If no tried period is
+    sufficient, the longest one takes the place of the smallest. The search assumes that
     workers wait c + d·√H for each mean: c for the transfer, and d·√H for other workers because of
     jitter. Without jitter d is 0, and one run gives c. With jitter the last two runs give c and d.
     From c and d follows the next H to try.
@@ -127,9 +128,9 @@ def _sufficient(measured: Measured, setting: Setting) -> bool:
 
 
 def suggest_streaming(wire: Precision | None, setting: Setting) -> Measured:
-    """Return StreamingAveraging with the default staleness, or a larger one if workers wait.
+    """Return StreamingAveraging with the default staleness, or a larger one if workers wait much.
 
-    A larger staleness bound shortens the waits.
+    A larger staleness bound shortens the waits. At most five values are tried.
     """
     strategy = StreamingAveraging()
     for _ in range(_RUNS):
@@ -143,12 +144,12 @@ def suggest_streaming(wire: Precision | None, setting: Setting) -> Measured:
 
 
 def _suggest_cyclic(wire: Precision | None, setting: Setting) -> Measured:
-    """Return AsyncAveraging with the shortest cycle in which workers do not wait.
+    """Return AsyncAveraging with the shortest cycle found in which workers do not wait.
 
     A cycle is half the staleness: the steps from one mean to the next. If a mean takes longer than
     the steps of a cycle, workers wait, and the cycle takes as long as the mean. This time gives the
-    next cycle to try. With jitter the cycle is then extended until the idle share is at most
-    ``IDLE_LIMIT``.
+    next cycle to try. With jitter the cycle is then extended, at most four times, until the idle
+    share is at most ``IDLE_LIMIT``.
     """
     steady = replace(setting, jitter=0.0)
     cycle = 1
@@ -169,7 +170,7 @@ def _suggest_cyclic(wire: Precision | None, setting: Setting) -> Measured:
 
 
 def _suggest_eager(wire: Precision | None, setting: Setting) -> Measured:
-    """Return eager AsyncAveraging, with a staleness bound that it does not reach."""
+    """Return eager AsyncAveraging, with a staleness bound that it does not reach in the run."""
     unbounded = AsyncAveraging(schedule="eager", staleness=_UNBOUNDED)
     measured = evaluate(unbounded, wire, setting)
     reached = measured.details.get("staleness_max", 0) * (_MARGIN if setting.jitter else 1.0)
