@@ -50,15 +50,16 @@ def _root(
 def main() -> None:
     """Run the ``offbeat`` command.
 
-    Exit code: 1 for a failed run, 2 for wrong arguments, 130 for Ctrl-C, 143 for SIGTERM.
+    Exit code: 0 for success, 1 for a failed run, 2 for wrong arguments, 130 for Ctrl-C, 143 for
+    SIGTERM.
 
     The first Ctrl-C or SIGTERM ends the run in an orderly way. A run with ``--checkpoints`` saves a
-    checkpoint, all workers end, and the network namespaces of ``--bandwidth`` are removed. A second
-    signal ends this process at once. The kernel then ends the workers, and the next run removes the
-    namespaces.
+    checkpoint if possible, all workers end, and the network namespaces of ``--bandwidth`` are
+    removed. A second signal ends this process at once. Then, on Linux, the kernel ends the workers,
+    and the next run with ``--bandwidth`` removes the namespaces.
     """
     handled = [signal.SIGTERM]
-    # In a background job of a shell script SIGINT is ignored, and must stay so.
+    # A background job of a shell script ignores SIGINT, and must continue to ignore it.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         handled.append(signal.SIGINT)
     before = {number: signal.getsignal(number) for number in handled}
@@ -97,7 +98,7 @@ def _run() -> NoReturn:
         if format_message is None:
             raise
         _fail(f"error: {format_message()}", 2)
-    if status == 130:  # typer has caught Ctrl-C
+    if status == 130:  # typer has caught Ctrl-C and returned this status
         _fail(INTERRUPTED, 130)
     raise SystemExit(status)
 

@@ -1,4 +1,4 @@
-"""``python -m offbeat.cli``: the command line, for example under torchrun."""
+"""``python -m offbeat.cli`` runs the command line, for example under torchrun."""
 
 from offbeat.cli import main
 

@@ -1,7 +1,7 @@
 """Checks of command-line arguments before a run, so that mistakes are found at once.
 
-A *job* is the settings of one run. A *method* is what it trains with: a strategy of this package,
-or a baseline to compare strategies with.
+A *job* is the settings of one run. A *method* is what a run trains with: a strategy of this package
+or a baseline to compare strategies with. A *task* is what a worker trains: model, data, loss, ….
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ _PICTURES = (".png", ".pdf", ".svg")
 
 
 def require_file(option: str, path: Path | None) -> None:
-    """Raise ValueError unless a file can be written at ``path``. Its directory need not exist."""
+    """Raise ValueError if no file can be written at ``path``. Its directory need not exist yet."""
     if path is None:
         return
     if path.is_dir():
@@ -28,14 +28,14 @@ def require_file(option: str, path: Path | None) -> None:
 
 
 def require_folder(option: str, path: Path) -> None:
-    """Raise ValueError unless files can be written in the directory ``path``. It need not exist."""
+    """Raise ValueError if no files can be written in ``path``, a directory or a new one."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"{option} {path}: it is a file; name a directory")
     _require_writable(option, path)
 
 
 def require_picture(option: str, path: Path | None) -> None:
-    """Raise unless a plot can be written at ``path``.
+    """Raise unless a plot can be written at ``path``. Do nothing if ``path`` is None.
 
     Raises:
         ValueError: the file cannot be written, or its name does not end in .png, .pdf or .svg.
@@ -62,18 +62,20 @@ def _require_writable(option: str, path: Path) -> None:
 
 
 def check_method(job: Job, text: str, task: Task | None) -> Task:
-    """Raise unless one method of a comparison can be run with the settings of ``job``.
+    """Build the task of a comparison, and raise unless a method can train it as ``job`` says.
 
     Args:
         job: Settings that all methods share.
         text: The method with its own options, such as ``local:period=8 --wire int8``.
-        task: Result of an earlier call for the same comparison. None: build the task.
+        task: Result of an earlier call for another method of the comparison, to save time. None:
+            build the task now.
 
     Returns:
-        The task of the recipe.
+        The task that the recipe of ``job`` builds.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError: as for ``Job.check``.
+        ValueError, TypeError: the method or a setting is invalid.
+        FileNotFoundError: the data do not exist.
         ImportError: the package of the method is not installed.
     """
     run = job.under(text)
@@ -91,7 +93,7 @@ def check_method(job: Job, text: str, task: Task | None) -> Task:
 
 
 def require_distinct(job: Job, strategies: list[str]) -> None:
-    """Raise ValueError if two strategies have the same settings, even if written differently."""
+    """Raise ValueError if two methods have the same settings, even if written differently."""
     seen: dict[object, str] = {}
     for text in strategies:
         run = job.under(text)
@@ -109,7 +111,10 @@ def require_distinct(job: Job, strategies: list[str]) -> None:
 
 
 def require_no_simulator_options(options: VirtualClusterOptions) -> None:
-    """Raise ValueError if an option has been given that only simulated workers support."""
+    """Raise ValueError if an option for simulated workers is set. ``jitter`` is for all workers.
+
+    An option that was given with its default value cannot be detected.
+    """
     for field in fields(options):
         if field.name != "jitter" and getattr(options, field.name) != field.default:
             option = f"--{field.name.replace('_', '-')}"

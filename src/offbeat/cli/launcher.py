@@ -1,6 +1,7 @@
 """Chooses the worker processes of a run: new ones, or those of a launcher such as torchrun.
 
-A *job* is the settings of one run. A *runner* runs jobs on worker processes.
+A *job* is the settings of one run. A *runner* runs jobs on worker processes. *Under a launcher*
+means that a launcher has started this process as one of the workers.
 """
 
 import contextlib
@@ -27,13 +28,13 @@ def is_launched() -> bool:
 
 
 def require_single_process(what: str) -> None:
-    """Raise ValueError if a launcher has started this process."""
+    """Raise ValueError under a launcher. ``what`` names the command or option in the message."""
     if is_launched():
         raise ValueError(f"{what} simulates all workers in one process: start it once, by itself")
 
 
 def with_launched_workers(job: Job) -> Job:
-    """Return ``job`` with the launcher's number of workers.
+    """Return ``job``, under a launcher with the launcher's number of workers.
 
     Raises:
         ValueError: ``--workers`` gives another number.
@@ -63,16 +64,17 @@ def real_workers(
 ) -> Iterator[Runner | None]:
     """Provide a runner of jobs on real processes, as a context manager.
 
-    Under a launcher, rank 0 decides which jobs are run. On the other ranks this function takes part
-    in all of them before it yields.
+    Under a launcher, rank 0 decides which jobs are run. On the other ranks, entering the context
+    runs all these jobs: it blocks until rank 0 has left its context.
 
     Args:
-        job: Job with the number of workers and the time-out.
+        job: Job that has the number of workers and the time-out.
         bandwidth: Bandwidth to which the link of each worker is limited. None: no limit.
-        check: Function that raises for mistakes. It is called before a process starts or connects.
+        check: Function that raises for mistakes. It is called before a process starts or connects,
+            under a launcher on rank 0 only.
 
     Yields:
-        The runner; None on ranks of a launcher other than 0.
+        The runner, or None under a launcher on ranks other than 0.
     """
     if is_launched():
         if bandwidth is not None:

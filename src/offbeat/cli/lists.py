@@ -45,7 +45,7 @@ def strategies() -> None:
 
 
 def _print_kinds(heading: str, kinds: Mapping[str, type]) -> None:
-    """Print a table of dataclasses, given by name: their settings, with defaults and ranges."""
+    """Print a table of the dataclasses ``kinds``: summary, settings, defaults and ranges."""
     rows = []
     for name, kind in kinds.items():
         settings = [_describe(kind, field) for field in dataclasses.fields(kind)]
@@ -58,7 +58,7 @@ def _print_kinds(heading: str, kinds: Mapping[str, type]) -> None:
 def _describe(kind: type, field: "dataclasses.Field[Any]") -> tuple[str, str]:
     """Return the setting with its default, and its range, such as ``period=8`` and ``≥ 1``."""
     default = field.default
-    with contextlib.suppress(TypeError, ValueError):  # raised if another setting is required
+    with contextlib.suppress(TypeError, ValueError):  # raised by kind() if a setting is required
         default = getattr(kind(), field.name)  # the constructor may replace a default
     required = default is dataclasses.MISSING
     shown = f"{field.name} (required)" if required else f"{field.name}={default}"
@@ -76,7 +76,7 @@ def _choices(kind: Any) -> list[str]:
 
 
 def report(results: Path, output: Path | None) -> None:
-    """Write the page of a comparison."""
+    """Write the HTML page of a comparison."""
     if results.is_dir():
         raise ValueError(f"{results} is a directory; name its results.jsonl")
     if not results.exists():

@@ -1,7 +1,7 @@
 """Implementations of the commands ``plan`` and ``probe``.
 
-``plan`` predicts step times from the network and the model. ``probe`` measures the network, for
-``plan --probe`` too.
+``plan`` predicts the time of a training step from the network and the model. ``probe`` measures the
+network between the workers of a launcher such as torchrun. ``plan --probe`` does both.
 """
 
 import inspect
@@ -36,7 +36,7 @@ def plan(options: PlanOptions) -> None:
     names = inspect.signature(check_arguments).parameters
     question: dict[str, Any] = {name: getattr(options, name) for name in names}
     defaults: dict[str, object] = {"workers": USUAL_WORKERS, "latency": USUAL_LATENCY}
-    # Placeholders of values that are measured later.
+    # Placeholders for values that are measured later.
     defaults |= dict.fromkeys(("parameters", "step_time", "bandwidth"), 1.0)
     question |= {name: value for name, value in defaults.items() if question[name] is None}
     question["strategies"] = options.strategies or None
@@ -63,7 +63,7 @@ def plan(options: PlanOptions) -> None:
 
 
 def _check(options: PlanOptions) -> None:
-    """Raise ValueError if options are missing or contradict each other."""
+    """Raise ValueError if options are missing, invalid or contradict each other."""
     strategies = options.strategies or []
     for text in filter(is_baseline, strategies):
         raise ValueError(f"plan forecasts strategies; {text} is a baseline, to be run by compare")
@@ -96,8 +96,8 @@ def _launched_workers(workers_per_node: int) -> int | None:
     """Return the launcher's number of workers; None without a launcher.
 
     Raises:
-        ValueError: ``workers_per_node`` > 1, and the workers do not form at least two nodes, or the
-            nodes would span machines.
+        ValueError: ``workers_per_node`` > 1, and the workers do not form at least two nodes, or a
+            node would span machines.
     """
     size = int(os.environ.get("WORLD_SIZE", 0)) or None
     local = int(os.environ.get("LOCAL_WORLD_SIZE", workers_per_node))
@@ -117,9 +117,10 @@ def _launched_workers(workers_per_node: int) -> int | None:
 def links(pairs: Sequence[probing.Pair], workers_per_node: int = 1) -> dict[str, float]:
     """Return the arguments of ``offbeat.plan.plan`` that describe the measured links.
 
-    The bandwidth is that of the slowest pair of workers, in bits per second. The latency is the
-    median over the pairs. With several workers per node, consecutive ranks form a node, and pairs
-    inside a node give ``inside`` and ``inside_latency``.
+    ``bandwidth`` is that of the slowest pair of workers, in bits per second. ``latency`` is the
+    median over the pairs, in seconds. With several workers per node, consecutive ranks form a node.
+    Then both values are for pairs in different nodes, and ``inside`` and ``inside_latency`` are the
+    same for pairs inside a node.
     """
     within = [p for p in pairs if p.source // workers_per_node == p.destination // workers_per_node]
     between = [p for p in pairs if p not in within]
@@ -148,7 +149,7 @@ def _print_plan(answer: Plan) -> None:
 
 
 def probe(seconds: float, pairs: bool, as_json: bool) -> None:
-    """Measure the network between the launcher's workers, and warn of anomalies."""
+    """Measure the network between the launcher's workers. Print it, with warnings, on rank 0."""
     require_number("seconds", seconds, POSITIVE)
     result = _measure_network(seconds)
     if int(os.environ["RANK"]) != 0:

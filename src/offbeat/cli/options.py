@@ -1,7 +1,7 @@
 """Options of the commands, declared as dataclasses.
 
-A command is declared as ``f(job: Job, options: CompareOptions)``. ``with_options`` turns the fields
-of the two dataclasses into options of the command line.
+A command is declared as a function such as ``f(job: Job, options: CompareOptions)``. The decorator
+``with_options`` turns the fields of the two dataclasses into options of the command line.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _LATENCY = "Latency of one message, as in 50us."
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """Options of ``simulate``, ``compare`` and ``plan``: variation of steps, and nodes.
+    """Options of ``simulate``, ``compare`` and ``plan``: varying step times, and nodes.
 
     A *node* is a group of workers that average their gradients in every step over a fast network.
     """
@@ -47,7 +47,7 @@ class NodeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualClusterOptions(NodeOptions):
-    """Options of the network and the step time of simulated workers."""
+    """Options of ``simulate`` and ``compare``: network and step time of simulated workers."""
 
     latency: str = option(USUAL_LATENCY, help=_LATENCY)
     step_time: str | None = option(
@@ -136,9 +136,9 @@ class PlanOptions(NodeOptions):
 def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that replaces dataclass parameters of a command by one option per field.
 
-    The command is called with dataclass objects made from the values of the options. If a later
-    parameter or field has the name of an earlier field, it replaces the option of the earlier
-    field, which keeps its default value.
+    Only fields declared with ``option`` are replaced. The command is called with dataclass objects
+    made from the values of the options. If a later parameter or field has the name of an earlier
+    field, there is only one option. It sets the later one, and the earlier field keeps its default.
 
     Args:
         without: Names of fields that this command does not offer. They keep their default values.

@@ -1,6 +1,6 @@
 """Implementations of the commands ``train``, ``simulate`` and ``compare``.
 
-A *job* is the settings of one run. A *method* is what it trains with: a strategy of this package,
+A *job* is the settings of one run. A *method* is what a run trains with: a strategy of this package
 or a baseline to compare strategies with. A *runner* runs jobs on real or simulated workers.
 """
 
@@ -166,7 +166,7 @@ def _virtual_cluster(job: Job, bandwidth: str, options: VirtualClusterOptions) -
     )
     slowdown = parse_slow(job.slow, job.workers)
     step_time: str | float = "1s" if options.step_time is None else options.step_time
-    # Created before the step time is measured, because it raises for mistakes.
+    # Created before the step time is measured, because the constructor finds mistakes.
     compute = Compute(step_time, jitter=options.jitter, slowdown=slowdown)
     if options.step_time is None:
         _, seconds = measure_recipe(job.recipe, data=job.setup().data)

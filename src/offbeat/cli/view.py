@@ -31,12 +31,12 @@ _WIDE = 100  # columns
 
 
 class Bar:
-    """A progress bar for each of several runs, one after the other.
+    """A context manager that shows a progress bar for each of several runs, one after the other.
 
-    If the output is not a terminal, a line is printed for each evaluation.
+    If the output is not a terminal, a line is printed for each evaluation, too.
 
     Args:
-        runs: Number of runs. If there are several, their bars are numbered.
+        runs: Number of runs. If there are several, their bars are numbered on a terminal.
     """
 
     def __init__(self, runs: int = 1) -> None:
@@ -83,7 +83,7 @@ class Bar:
         return f"{number}{name}"
 
     def event(self, event: Event) -> None:
-        """Show an event of the run."""
+        """Show an event, the report of a run's progress."""
         match event:
             case Start():
                 self._progress.update(self._task, total=event.steps, metric="")
@@ -136,7 +136,7 @@ def print_table(table: Table, *, texts: int = 1) -> None:
     gap = 2 if console.width >= _WIDE else 1
     grid = rich.table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for number, (heading, *cells) in enumerate(zip(table.headings, *table.rows, strict=True)):
-        # The lines of cells in a row belong together. Wrapping would separate them.
+        # Line i of a cell belongs to line i of the next cell. Wrapping would separate these lines.
         unwrapped = number == 0 or any("\n" in cell for cell in cells)
         grid.add_column(
             heading,

@@ -158,7 +158,7 @@ class SelDPSampler(Sampler[int]):
         return (indices * repeats)[:total]
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the indices of the epoch, after ``load_state_dict`` over the rest of them."""
+        """Iterate over the epoch's indices, or over the rest of them after ``load_state_dict``."""
         own = self._own()
         first, self._resume = self._resume, 0
         for offset, index in enumerate(own[first:], start=first + 1):

@@ -32,7 +32,7 @@ def find_recipe(name: str) -> Recipe:
             ``path/to/file.py:NAME`` for a custom recipe.
 
     Raises:
-        ValueError: no recipe has the name. The message lists all names.
+        ValueError: no recipe has the name (the message lists all names), or the file is invalid.
         FileNotFoundError: the file does not exist.
     """
     if is_file_recipe(name):

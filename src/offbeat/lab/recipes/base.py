@@ -1,4 +1,4 @@
-"""Data classes of a recipe: the recipe, the properties of a run, and the task of a worker."""
+"""Data classes: a ``Recipe`` builds a ``Task`` to train from a ``Setup``, the properties of a run."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ class Setup:
         workers: Number of workers.
         epochs: Number of passes over the training set, by all workers together.
         seed: Seed of all random choices. It is equal on all workers, which build the same model.
-        data: Path given by ``--data``, where the files of the data set are. None: not given.
+        data: Path of the files of the data set, given by ``--data``. None: not given.
     """
 
     workers: int
@@ -44,13 +44,14 @@ class Setup:
 class Task:
     """Everything that one worker needs to train. Every worker builds the same task.
 
-    ``complete`` computes ``steps`` if it is 0, and creates the scheduler if it is a function.
+    If ``steps`` is 0 or ``scheduler`` is a function, ``complete`` must be called before training.
+    The decorator ``recipe`` does that.
 
     Attributes:
         model: The model.
         optimizer: The optimizer of the model's parameters.
-        dataset: Training set. Except for random augmentation, an index must give the same sample on
-            every worker.
+        dataset: Map-style training set. Except for random augmentation, an index must give the same
+            sample on every worker.
         batch_size: Number of samples per worker and step.
         loss: Function (model, batch on the model's device) → scalar loss with a gradient.
         evaluate: Held-out data and metrics. One metric must be ``Recipe.metric``.
@@ -91,23 +92,23 @@ class Task:
         return as_samples(self.dataset)
 
     def complete(self, setup: Setup) -> None:
-        """Replace ``steps`` 0 and a scheduler function by their values in this run."""
+        """Compute ``steps`` if it is 0, and replace a scheduler function by the scheduler."""
         self.steps = self.steps or steps_for(setup, len(self.samples), self.batch_size)
         if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
             self.scheduler = self.scheduler(self.optimizer, self.steps)
 
     def advance(self) -> None:
-        """Clear the gradients and advance the scheduler. Called after each optimizer step."""
+        """Clear the gradients and advance the scheduler by one step."""
         self.optimizer.zero_grad()
         if isinstance(self.scheduler, LRScheduler):
             self.scheduler.step()
 
     @contextmanager
     def scaled_lr(self, factor: float) -> Iterator[None]:
-        """Multiply every learning rate by ``factor`` inside the context: one optimizer step.
+        """Multiply every learning rate by ``factor`` inside the context, for one optimizer step.
 
-        Some schedulers compute a rate from the previous one, others from the initial one. The rates
-        are therefore restored before the scheduler sees them.
+        The rates are restored before the scheduler advances, because some schedulers compute a rate
+        from the previous one.
         """
         groups = self.optimizer.param_groups
         before = [group["lr"] for group in groups]
@@ -132,7 +133,8 @@ class Recipe:
         target: Value of the metric. Runs are compared by the time in which they reach it.
         epochs: Default number of passes over the training set, by all workers together.
         build: Function that builds the task of a worker.
-        needs_data: Description of the files that ``--data`` must contain. None: no files needed.
+        needs_data: Description of the files that ``--data`` must contain. None: none are needed, or
+            the recipe is a custom one.
         file: Python file of a custom recipe. None: a recipe of this package.
     """
 
@@ -148,9 +150,9 @@ class Recipe:
 
 
 def steps_for(setup: Setup, samples: int, batch_size: int) -> int:
-    """Return the steps of each worker in which all workers together read the epochs.
+    """Return the number of steps of each worker: ⌈epochs · samples / (batch_size · workers)⌉.
 
-    The result is ⌈epochs · samples / (batch_size · workers)⌉.
+    In these steps, all workers together read the samples ``epochs`` times.
 
     Raises:
         ValueError: ``epochs`` × ``samples`` is less than 1, or there are more than 10⁹ steps.

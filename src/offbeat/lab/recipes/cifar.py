@@ -68,7 +68,7 @@ def cifar_recipe(
     """Return a recipe with SGD, momentum 0.9 and 32 samples per worker and step.
 
     ``model`` is a function from the number of classes to the model. ``milestones`` are the epochs
-    after which the learning rate is divided by ten. None: it has a warm-up and a cosine decay.
+    after which the learning rate is divided by ten. None: a warm-up and a cosine decay.
     """
     batch_size = 32
 
@@ -110,8 +110,8 @@ RESNET101 = cifar_recipe(
     milestones=(110, 150),
 )
 
-# "Asynchronous SGD without gradient delay" (ICLR 2019 submission) trains this model for its figure
-# of the discrepancy between workers, but gives no settings. The settings are those of ResNet-18.
+# "Asynchronous SGD without gradient delay" (ICLR 2019 submission) trains this model for a figure of
+# the discrepancy between workers, but gives no settings. The settings here are those of ResNet-18.
 RESNET50 = cifar_recipe(
     "cifar10:resnet50",
     "ResNet-50 on CIFAR-10, as for async SGD without delay",

@@ -26,7 +26,7 @@ class Layout:
 
     Attributes:
         folder: Name of the directory of the official files.
-        archive: Name of a file in NumPy's ``.npz`` format, which can replace the directory.
+        archive: Name of a file in NumPy's ``.npz`` format that can replace the directory.
         train: Names of the files of the training split.
         test: Name of the file of the test split.
         labels: Key of the labels in the dictionary of each official file.

@@ -35,7 +35,7 @@ def classification_task(
             seeded.
         optimize: Function that builds the optimizer and the scheduler.
         train: Training set. A sample is a pair of an image and its label.
-        test: Test set of such pairs.
+        test: Test set. A sample is such a pair, too.
         batch_size: Number of samples per worker and step.
         metrics: Metric name → k of the top-k accuracy.
         test_batch_size: Largest number of images per batch in an evaluation.

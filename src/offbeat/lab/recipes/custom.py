@@ -1,7 +1,7 @@
-"""Custom recipes: functions in a Python file of the user.
+"""Custom recipes: functions in a Python file of the user, marked with the decorator ``recipe``.
 
-Commands load such a recipe by ``path/to/file.py``, or by ``path/to/file.py:NAME`` if the file has
-several.
+On the command line such a recipe is named ``path/to/file.py``, or ``path/to/file.py:NAME`` if the
+file has several.
 """
 
 import importlib.util
@@ -80,10 +80,10 @@ def recipe(
 
 @contextmanager
 def explain_errors(file: Path, what: str) -> Iterator[None]:
-    """Convert any error inside the context to one line with the last line of ``file`` involved.
+    """Convert any error inside the context to a ``ValueError`` with the line of ``file``.
 
     Raises:
-        ValueError: for any exception.
+        ValueError: any exception, or ``SystemExit``, was raised inside the context.
     """
     try:
         yield
@@ -110,7 +110,7 @@ def load_file_recipe(text: str) -> Recipe:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file raises an error, or does not determine the recipe.
+        ValueError: the file raises an error, has no such recipe, or has several and NAME is missing.
     """
     head, _, name = text.removesuffix(SUFFIX).partition(f"{SUFFIX}:")
     path = Path(f"{head}{SUFFIX}")
@@ -153,7 +153,7 @@ def first_samples(dataset: Dataset[Any], count: int) -> Samples:
 
 
 def try_out(recipe: Recipe, task: Task) -> None:
-    """Compute the loss and the metrics of two samples, to find errors before a run starts.
+    """Compute the loss, gradient and metrics of two samples, to find errors before a run starts.
 
     Raises:
         ValueError: the computation fails, the loss is not a scalar with a gradient, or

@@ -12,11 +12,11 @@ Batch = tuple[Tensor, ...]
 
 
 class Samples(Dataset[Batch], ABC):
-    """Map-style data set of tuples of tensors. Indexing it with a list reads a whole batch.
+    """Map-style data set of tuples of tensors. Indexing with a list reads a whole batch.
 
     Attributes:
-        labels: Labels of all samples (n integers), available without reading the samples. None:
-            the samples have no labels.
+        labels: Labels of all samples, available without reading the samples. None: there are no
+            labels, or they are not known.
     """
 
     labels: Tensor | None = None
@@ -58,7 +58,10 @@ class TensorData(Samples):
 
 
 class Collated(Samples):
-    """Wraps any map-style data set. torch's ``default_collate`` stacks its samples."""
+    """Wraps any map-style data set. torch's ``default_collate`` makes a batch of its samples.
+
+    A batch is therefore not a tuple of tensors if the samples are, for example, dictionaries.
+    """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self._dataset: Any = dataset
@@ -76,10 +79,11 @@ class Collated(Samples):
 
 
 def labels_of(dataset: Any) -> Tensor | None:
-    """Return the labels of a data set without reading its samples, or None if it has no labels.
+    """Return the labels of a data set without reading its samples, or None if they are not found.
 
-    Supports torch's ``TensorDataset`` and ``Subset``, and any data set with an attribute ``labels``
-    or ``targets``. The data sets of torchvision have such an attribute.
+    Labels are found in the attribute ``labels`` or ``targets``, which many data sets of torchvision
+    have, and in the last of several tensors of a ``TensorDataset`` if it is one-dimensional. For a
+    ``Subset``, they are the labels of its samples.
     """
     if isinstance(dataset, Subset):
         labels = labels_of(dataset.dataset)
@@ -98,7 +102,11 @@ def as_samples(dataset: Dataset[Any]) -> Samples:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy the tensors in nested tuples, lists and mappings to ``device``. Lists become tuples."""
+    """Return a batch with its tensors moved to ``device``. A tensor that is there is not copied.
+
+    Tensors in nested tuples, lists and mappings are moved. The result has plain tuples instead of
+    lists and named tuples, and dictionaries instead of other mappings.
+    """
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
@@ -109,12 +117,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def load_batches(dataset: Samples, batches: list[list[int]], readers: int = 0) -> DataLoader[Batch]:
-    """Return a loader of the given batches in order. Does not change the global random state.
+    """Return a loader of the given batches in order. It does not use torch's global generator.
 
     Args:
         dataset: Data set to read.
         batches: Sample indices of each batch.
-        readers: Number of processes that read ahead. 0: the calling thread reads.
+        readers: Number of processes that read batches ahead. 0: the calling thread reads.
     """
     return DataLoader(
         dataset,

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def require_directory(data: Path | None, recipe: str, needs: str) -> Path:
-    """Return ``data``, after checking that it was given.
+    """Return ``data``, and raise if ``data`` is None. Does not check that the directory exists.
 
     Args:
         data: Path given by ``--data``, or None.
@@ -54,9 +54,9 @@ def not_found(wanted: str, folder: Path, *, several: bool) -> FileNotFoundError:
 
 
 def share_tensors(load: Callable[P, T]) -> Callable[P, T]:
-    """Cache the tensors that ``load`` returns, so that all workers of a process share them.
+    """Decorate ``load`` with a cache, so that all workers in one process share the loaded tensors.
 
-    Simulated workers are threads of one process, and would otherwise hold one copy each. The cache
+    Simulated workers are threads of one process, and would hold one copy each without the cache. It
     stores weak references. When the last task that uses the tensors is deleted, they are freed. A
     later call loads them again.
 

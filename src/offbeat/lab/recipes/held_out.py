@@ -1,4 +1,4 @@
-"""Evaluation of a model on held-out data. Workers can divide the data among themselves."""
+"""Evaluation of a model on held-out data, by one worker or divided among all workers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ from torch.utils.data import Dataset
 from offbeat.lab.recipes.datasets import Samples, as_samples, load_batches, to_device
 
 Share = dict[str, list[float]]
-"""Score name → sums of the score over the samples of a batch, one per batch of one worker."""
+"""One worker's results: score name → list of the sums of the score over each of its batches."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
     """Held-out samples, and scores whose means over the samples are the metrics.
 
-    The N workers divide the evaluation: each evaluates every N-th batch with ``share``, and
-    ``combine`` adds the sums. Calling the object with a model evaluates all batches on one worker.
+    N workers can divide the evaluation. Each evaluates every N-th batch with ``share``, and
+    ``combine`` adds the sums of all workers. A call of the object evaluates all batches itself.
 
     Attributes:
         dataset: The samples.
         scores: Function (model in evaluation mode, batch on the model's device) → dictionary from
             score name to a tensor with one value per sample.
-        batch_size: Largest number of samples per batch. Batches are smaller if there would
-            otherwise be fewer batches than workers.
-        readers: Number of processes that read ahead, if the model is on a GPU. On a CPU, none do.
+        batch_size: Largest number of samples per batch. Batches are smaller if batches of this size
+            would be fewer than the workers.
+        readers: Number of processes that read batches ahead. Used only if the model is on a GPU.
         metrics: Function from the mean of each score to the metrics, both as dictionaries by name.
             None: the means are the metrics.
     """
@@ -56,7 +56,10 @@ class HeldOut:
     ) -> Share:
         """Evaluate the batches of worker ``rank`` of ``size``, or only the first ``most`` of them.
 
-        The model is in training mode afterwards. Torch's random state does not change.
+        The model is in training mode afterwards. Torch's random state on the CPU does not change.
+
+        Returns:
+            Score name → sums of the score, one per batch.
 
         Raises:
             ValueError: ``scores`` did not return one value per sample.
@@ -82,8 +85,8 @@ class HeldOut:
     def combine(self, shares: Sequence[Share]) -> dict[str, float]:
         """Return the metrics over all samples, from the shares of all workers in rank order.
 
-        The sums are added in the order of the batches. The result therefore has the same bits
-        however the same batches are divided among workers.
+        The sums are added in the order of the batches. The same batches therefore give the same
+        bits with any number of workers.
         """
         count = len(self.samples)
         means = {}
@@ -100,13 +103,13 @@ class HeldOut:
 def accuracy(
     dataset: Dataset[Any], names: dict[str, int], *, batch_size: int = 1000, readers: int = 0
 ) -> HeldOut:
-    """Return top-k accuracies on a classification data set, for ``Task.evaluate``.
+    """Return a ``HeldOut`` whose metrics are top-k accuracies, for ``Task.evaluate``.
 
     Args:
         dataset: Pairs of an input and its label.
-        names: Metric name → k. If k exceeds the number of classes, the metric is 1.
+        names: Metric name → k. If k is at least the number of classes, the metric is 1.
         batch_size: Largest number of inputs per batch.
-        readers: Number of processes that read ahead, if the model is on a GPU.
+        readers: Number of processes that read batches ahead. Used only if the model is on a GPU.
     """
 
     def hits(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:

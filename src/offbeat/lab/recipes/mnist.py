@@ -1,7 +1,7 @@
 """Recipe ``mnist:cnn``: a small CNN on MNIST.
 
-It also trains on data sets with the same file names and shapes, such as Fashion-MNIST. The files
-are in the IDX format: a header with the shape, then the bytes.
+The recipe accepts other data sets with the same file names and shapes, such as Fashion-MNIST. The
+files are in the IDX format: a header with the shape, then the bytes.
 """
 
 import gzip

@@ -9,12 +9,12 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 
 def warmup_cosine(optimizer: Optimizer, steps: int, warmup: float = 0.1) -> LRScheduler:
-    """Return a linear warm-up to the learning rate, then half a cosine down to 1 % of it.
+    """Return a scheduler: linear warm-up to the learning rate, then half a cosine down to 1 %.
 
     Args:
         optimizer: The optimizer.
         steps: Number of steps of the run.
-        warmup: Share of the steps in the warm-up, in [0, 1].
+        warmup: Share of the steps in the warm-up, in [0, 1]. The warm-up has at least one step.
     """
     rising = max(1, round(warmup * steps))
 
@@ -30,7 +30,7 @@ def warmup_cosine(optimizer: Optimizer, steps: int, warmup: float = 0.1) -> LRSc
 def decay_at(
     optimizer: Optimizer, milestones: Sequence[float], factor: float, *, samples_per_step: int
 ) -> LRScheduler:
-    """Return a schedule that multiplies the learning rate by ``factor`` at each milestone.
+    """Return a scheduler that multiplies the learning rate by ``factor`` at each milestone.
 
     Milestones are numbers of samples that all workers together have read. For N workers the rate
     therefore decays after the same number of samples as for one worker, in N times fewer steps.
@@ -47,8 +47,8 @@ def decay_at(
 def decay_every(
     optimizer: Optimizer, samples: int, factor: float, *, samples_per_step: int
 ) -> LRScheduler:
-    """Return a schedule that multiplies the learning rate by ``factor`` every ``samples`` samples.
+    """Return a scheduler that multiplies the learning rate by ``factor`` every ``samples`` samples.
 
-    Samples of all workers together are counted, as in ``decay_at``.
+    The samples of all workers are counted together, as in ``decay_at``.
     """
     return LambdaLR(optimizer, lambda t: factor ** (t * samples_per_step // samples))

@@ -24,8 +24,8 @@ TEST_WINDOWS = 256  # number of test samples, evenly spaced in the test text
 def load() -> tuple[Tensor, Tensor]:
     """Return the training and the test samples: windows of CONTEXT + 1 bytes, uint8.
 
-    Every tenth file belongs to the test text. Files are sorted by path, and tests and site packages
-    are skipped, so that the same version of Python gives the same data.
+    Every tenth file belongs to the test text. The files are sorted by path, and tests, installed
+    packages and small files are skipped. The same version of Python thus gives the same data.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}

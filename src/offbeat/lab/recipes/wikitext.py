@@ -57,8 +57,8 @@ def read_words(path: Path, vocabulary: dict[str, int], *, grow: bool) -> Tensor:
 def windows(words: Tensor) -> Tensor:
     """Cut a text into samples of CONTEXT + 1 words that overlap by one word.
 
-    Every word except the first is thus predicted once. The last words are dropped if they do not
-    fill a sample.
+    The last words are dropped if they do not fill a sample. Every other word except the first is
+    predicted once.
 
     Raises:
         ValueError: the text has fewer words than a sample.
@@ -87,7 +87,7 @@ def load(data: Path | None) -> tuple[Tensor, Tensor, int]:
 def nats_per_word(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """Return the mean cross-entropy over the words of each sample, in nats.
 
-    The score is named ``METRIC``, because ``perplexity`` computes the metric of that name from it.
+    The score has the name ``METRIC``, because ``perplexity`` computes the metric of the same name.
     """
     return {METRIC: token_losses(model, batch).mean(1)}
 

@@ -65,7 +65,7 @@ class ResNet(nn.Module):
         depths: Number of blocks in each of the four stages.
         classes: Number of outputs.
 
-    Source: He et al., arXiv 1512.03385, with the first layer of its §4.2 (CIFAR-10).
+    Source: He et al., arXiv 1512.03385, with the first layer of §4.2 (CIFAR-10).
     """
 
     def __init__(

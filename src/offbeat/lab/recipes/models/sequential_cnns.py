@@ -38,8 +38,8 @@ def vgg11(classes: int) -> nn.Sequential:
     """Return VGG11 without BatchNorm; 129,176,036 parameters with 100 classes.
 
     The classifier has two hidden layers of 4096, as in the original network for ImageNet. Adaptive
-    pooling resizes the feature maps to its 7×7 inputs, as in torchvision. Images can therefore have
-    any size from 32×32.
+    pooling resizes the feature maps to the 7×7 inputs of the classifier, as in torchvision. Images
+    can therefore have any size from 32×32.
 
     Returns:
         Network from images (n×3×H×W) to logits (n×classes).

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class CausalTransformer(nn.Module):
-    """Base class: encoder layers with a causal mask.
+    """Base class: encoder layers with a causal mask, so that no token attends to later ones.
 
-    Subclasses create ``blocks``, embed the tokens and compute the logits.
+    Subclasses create the layers ``blocks``, embed the tokens and compute the logits.
 
     Args:
         context: Largest number of tokens in a text.
@@ -79,8 +79,8 @@ class WordTransformer(CausalTransformer):
         heads: Number of attention heads per layer.
         dropout: Dropout probability of embeddings, attention and blocks.
 
-    It has 107,845,735 parameters with 267,735 words (WikiText-103) and 13,828,478 with 33,278
-    (WikiText-2).
+    The model has 107,845,735 parameters with 267,735 words (WikiText-103) and 13,828,478 with
+    33,278 words (WikiText-2).
     """
 
     positions: Tensor
