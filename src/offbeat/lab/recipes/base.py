@@ -1,4 +1,4 @@
-"""Data classes: a ``Recipe`` builds a ``Task`` to train from a ``Setup``, the properties of a run."""
+"""A ``Recipe`` builds a ``Task``, everything to train, from a ``Setup``, properties of a run."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -110,7 +110,7 @@ def load_file_recipe(text: str) -> Recipe:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file raises an error, has no such recipe, or has several and NAME is missing.
+        ValueError: the file raises an error, has no such recipe, or has several without NAME.
     """
     head, _, name = text.removesuffix(SUFFIX).partition(f"{SUFFIX}:")
     path = Path(f"{head}{SUFFIX}")
