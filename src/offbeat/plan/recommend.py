@@ -20,7 +20,8 @@ LOST_STEPS = 0.1
 """Share of additional steps that averaging models may need to reach the same metric as BSP. BSP is
 therefore recommended, if it is a candidate, up to this idle share. In one measurement
 (``benchmarks/results/streaming-links.jsonl``: one model, one seed, three links), streaming
-averaging needed 0.8 to 1.2 times the steps of BSP, with a mean of 1.0, to reach an accuracy."""
+averaging needed 0.8 to 1.1 times the steps of BSP, with a mean of 1.0, to reach accuracies of 35 to
+50 %, and more steps for higher ones."""
 
 _WATCH = "watch the final metric, or make a step longer with a larger batch"
 
