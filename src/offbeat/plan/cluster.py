@@ -12,7 +12,7 @@ All times are *virtual time*, the time of the simulator's clock.
   decision depends on the time if a worker polls an operation (``Handle.done``). If the operation
   has then ended according to some clocks but not to others, ``DivergedError`` is raised, and the
   caller must run all workers.
-* **One representative per node, or every worker.** All wait for each other as in a real cluster.
+* **One representative per node, or every worker.** The simulator's clock holds for all of them.
 """
 
 from collections.abc import Callable, Sequence

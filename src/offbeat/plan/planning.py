@@ -96,7 +96,7 @@ def plan(
         wire: Precision of models and gradients, as in ``attach``; None means the default of each
             strategy.
         lssr: Share of the steps of SelSync without a mean, in (0, 1). Used for the default SelSync
-            and for one with ``delta`` > 0; one with ``target_lssr`` uses that share.
+            and for one with a finite ``delta`` > 0; one with ``target_lssr`` uses that share.
         strategies: Strategies to forecast in place of the default ones: text, or ``Strategy``
             objects. Custom strategies are possible, baselines are not.
         workers_per_node: Number of workers per node, L (≥ 1), a divisor of ``workers``. With L > 1,
