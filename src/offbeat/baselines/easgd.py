@@ -151,11 +151,12 @@ class EASGD(ServerStrategy):
         d = α(x − z);  x ← T(x, g) − d;  z ← z + d
         synchronous:  d_n = α(x_n − z);  z ← z + Σ d_n            all workers use the same z
 
-    An exchange subtracts from x what it adds to z. With ``synchronous=True``, plain SGD and period 1
-    these are Equations 3 and 4 of the paper. By default d is computed at the x before the step,
-    with ``difference="after_step"`` at the x after the step. "after_step" has the same fixed point
-    and is stable for larger α. Example: one worker, a quadratic loss of curvature 1, learning rate
-    η < 2. "before_step" is stable if α < (4 − 2η)/(4 − η), "after_step" for any α < 1.
+    An exchange subtracts from x what it adds to z. With ``synchronous=True``, plain SGD and
+    ``period=1`` these are Equations 3 and 4 of the paper. By default d is computed at the x before
+    the step, with ``difference="after_step"`` at the x after the step. "after_step" has the same
+    fixed point and is stable for larger α. Example: one worker, a
+    quadratic loss of curvature 1, learning rate η < 2. "before_step" is stable if
+    α < (4 − 2η)/(4 − η), "after_step" for any α < 1.
 
     ``consensus`` replaces the local models by z temporarily, ``finish`` finally. EAMSGD is EASGD
     with Nesterov momentum on the worker, ``torch.optim.SGD(..., momentum=δ, nesterov=True)``. An

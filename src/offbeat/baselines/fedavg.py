@@ -133,8 +133,8 @@ class FedAvg(Strategy):
     send zeros, so a round costs the same for any ``fraction``. *Memory*: one flat copy of the
     model. *State*: the number of rounds, and the steps since the last round.
 
-    ``consensus`` and ``finish`` take the weighted mean of all models. If each round makes all models
-    equal (m = N or "restart"), workers without steps since the last round have the weight 0.
+    ``consensus`` and ``finish`` take the weighted mean of all models. If each round makes all
+    models equal (m = N or "restart"), workers without steps since the last round have weight 0.
 
     *Differs from the papers*: workers that are not drawn also take steps. A worker need not see all
     of its data in a round. Floating-point buffers are averaged. In a consensus an integer buffer

@@ -1,7 +1,7 @@
 """A wire that chooses its own precision during training: float32, bfloat16 or int8.
 
-A *wire* sums tensors over the workers at some precision. This one is for strategies whose workers
-block until a mean has arrived (BSP, LocalSGD). It measures how long they block.
+A *wire* sums tensors over the workers at some precision. ``AdaptiveWire`` is for strategies whose
+workers block until a mean has arrived (BSP, LocalSGD). It measures how long they block.
 
 In a *round* all workers decide together what to average next. Each worker sends a *vote*, a list of
 numbers, and all receive the *tally*, the sum of the votes. The measurements are a part of the vote.
@@ -41,17 +41,18 @@ class AdaptiveWire(Wire):
 
     **Choice.** ``PrecisionControl`` chooses the precision from a *load*: the time for which workers
     wait for the network, divided by the time that ``MOST_WAITING`` allows. In each round the
-    shortest wait of all workers counts. That worker was the last to arrive, so it waited only for
-    the network. The waits of the other workers also contain the time until it arrived.
+    shortest wait of all workers is taken for every worker. The worker with the shortest wait
+    arrived last, so it waited only for the network. Longer waits also contain the time until the
+    last worker arrived.
 
     **Agreement.** When a round is decided, each worker evaluates the tally of the previous round
-    (``apply_measurements``). All workers read the same numbers and make the same choice. It applies
-    to all sums that are started afterwards. Therefore all workers must start a given sum before, or
-    all after, they decide a given round.
+    (``apply_measurements``). All workers read the same numbers and make the same choice, which
+    applies to all sums that are started afterwards. Therefore all workers must start their sums and
+    decide their rounds in the same order.
 
-    **Errors.** If a sum is exact and the previous sum of the same stream was quantized, the worker
-    adds the stored quantization errors to its contribution. A change of the precision therefore
-    loses no errors.
+    **Errors.** A *stream* is a sequence of sums of the same tensor. A quantized sum stores its
+    quantization errors for the next sum of the stream. If that sum is exact, the worker adds the
+    errors to its contribution. A change of the precision therefore loses no errors.
 
     Args:
         team: The workers.
@@ -66,13 +67,13 @@ class AdaptiveWire(Wire):
         self.control = PrecisionControl()
         self.reason = "initial precision"
         self._previous_tally: Handle[tuple[float, ...]] | None = None
-        # Number of coming tallies to ignore. They contain measurements at the previous precision.
+        # Number of coming tallies to ignore, because they were measured at the previous precision.
         self._outdated_tallies = 0
         # Totals over all workers since the last choice.
         self._steps = self._seconds = self._waited_seconds = 0.0
         self._sums_by_stream: dict[str, int] = {}  # number of sums since the last choice
-        # Local steps, clock and seconds waited at the last vote. The next vote reports the
-        # differences to them. None if it has nothing to report.
+        # Local steps, clock and seconds waited at the last vote with a step. The next vote reports
+        # the differences to them. None if the next vote has nothing to report.
         self._last_vote: tuple[int, float, float] | None = None
         self._exact_streams: set[str] = set()  # streams whose last sum was exact
         self._sent_errors: dict[str, ErrorFeedback] = {}  # errors to restore if a sum is undone
@@ -91,15 +92,15 @@ class AdaptiveWire(Wire):
 
     @override
     def measurements(self, step: int, *, stepping: bool) -> tuple[float, ...]:
-        """Return the local steps and seconds since the last vote, then one number per worker.
+        """Return the local steps and seconds of an interval, then one number per worker.
 
-        The number of this worker is the seconds that it waited, or infinity if it has measured
-        nothing. The numbers of the other workers are 0. The tally thus lists the waits of all
-        workers.
+        The interval is the time since the last call with ``stepping``. This worker's number is the
+        seconds that it waited in the interval. If nothing was measured, it is infinity, and steps
+        and seconds are 0. The numbers of the other workers are 0, so the tally lists all waits.
 
         Args:
             step: Number of local steps so far.
-            stepping: False if this worker takes no step. It then measures nothing.
+            stepping: False if this worker takes no step. It then reports no measurement.
         """
         waits = [0.0] * self._team.size
         waits[self._team.rank] = math.inf
@@ -114,7 +115,9 @@ class AdaptiveWire(Wire):
 
     @override
     def apply_measurements(self, sums: Handle[tuple[float, ...]]) -> None:
-        """Evaluate the tally of the previous round. Store the tally of this round for the next one.
+        """Evaluate the previous round's tally, which may change the precision. Store this tally.
+
+        Blocks until the previous round's tally has arrived.
 
         Args:
             sums: Sum of ``measurements`` over the workers in the round that is being decided.
@@ -134,7 +137,7 @@ class AdaptiveWire(Wire):
             self._choose()
 
     def _choose(self) -> None:
-        """Choose a precision by the measurements since the last choice."""
+        """Choose a precision from the measurements since the last choice."""
         step, waited = self._seconds / self._steps, self._waited_seconds / self._steps  # per step
         # With this wait, waiting is the share MOST_WAITING of the step.
         allowed = (step - waited) * MOST_WAITING / (1 - MOST_WAITING)
@@ -150,6 +153,7 @@ class AdaptiveWire(Wire):
 
     @override
     def discard_interval(self) -> None:
+        """Report nothing with the next vote, because the time until then is not training."""
         self._last_vote = None
 
     @override
@@ -180,7 +184,7 @@ class AdaptiveWire(Wire):
         )
 
     def _add_errors(self, tensor: Tensor, stream: str, *, tentative: bool) -> None:
-        """Add the stored errors to an exact contribution, and delete them."""
+        """Add the stored errors to an exact contribution, and remove them from the stream."""
         errors = self._streams.pop(stream)
         tensor.add_(errors.sent.reshape(-1)[: tensor.numel()])
         size = errors.summed.numel()
@@ -207,9 +211,10 @@ class AdaptiveWire(Wire):
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return the errors of all streams, and the state of the choice as one more stream.
 
-        That stream has two vectors. "sent" lists the fields of ``control``, the number of outdated
-        tallies, the totals since the last choice, and the interval since the last vote. Times are
-        relative to now, because clocks differ between runs. "summed" is the previous tally.
+        The additional stream has two vectors. "sent" lists the fields of ``control``, the number of
+        tallies to ignore, the totals since the last choice, and the interval since the last vote.
+        Times are relative to now, because clocks differ between runs. "summed" is the previous
+        tally, or empty. May block until that tally has arrived.
         """
         control = [
             float(PRECISIONS.index(value)) if isinstance(value, str) else float(value)

@@ -1,7 +1,7 @@
 """Base class of the codecs, which quantize float32 numbers into bytes and back.
 
 A codec quantizes blocks of ``BLOCK`` (512) numbers. It computes in float32, on the device of its
-tensors. A long tensor is processed in *pieces* of whole blocks that fit into the processor's cache.
+tensors. On a CPU, a long tensor is processed in *pieces* of 256 blocks, which fit into the cache.
 """
 
 from abc import ABC, abstractmethod
@@ -19,9 +19,9 @@ PIECE_BLOCKS = 256  # blocks in a piece: 512 KiB of float32, and as much scratch
 class Codec(ABC):
     """Quantizes float32 numbers into bytes and back.
 
-    The encoded bytes are called the *payload*. A method may process only a part of it. Its argument
-    ``start`` is then the index, among all numbers of the payload, of the first number of the part.
-    It is a multiple of ``BLOCK``.
+    The encoded bytes are called the *payload*. A method may process only a part of the payload. The
+    argument ``start`` is then the index, among all numbers of the payload, of the first number of
+    the part. It is a multiple of ``BLOCK``.
     """
 
     block_bytes: ClassVar[int]
@@ -39,7 +39,7 @@ class Codec(ABC):
     ) -> None:
         """payload ← Q(s) with s = values + plus;  values ← s − Q(s), the quantization error.
 
-        The error of a number that is not finite is 0.
+        Errors that would not be finite are 0, such as that of a number that is NaN.
 
         Args:
             values: float32, 1-D, a whole number of blocks. Overwritten.
@@ -62,7 +62,7 @@ class Codec(ABC):
 def piece_elements(elements: int, device: torch.device) -> int:
     """Return the number of elements in a piece, a multiple of ``BLOCK``.
 
-    On a CPU it is ``PIECE_BLOCKS`` blocks. On a GPU one piece holds the whole tensor.
+    On a CPU a piece has ``PIECE_BLOCKS`` blocks. On a GPU one piece holds the whole tensor.
 
     Args:
         elements: Number of elements of the tensor.

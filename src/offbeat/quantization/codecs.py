@@ -39,8 +39,8 @@ class BFloat16(Codec):
             rounded.copy_(part)
             if keep_error:
                 part.sub_(rounded)
-                # An error is NaN or infinite if its number is, or overflows. The sum is a cheap
-                # test: if it is finite, all errors are. On a GPU, reading it would block.
+                # An error is NaN or infinite if its number is, or becomes so when it is rounded. If
+                # the sum is finite, all errors are. On a GPU, reading the sum would block.
                 if part.device.type != "cpu" or not isfinite(part.sum().item()):
                     part.nan_to_num_(0.0, 0.0, 0.0)
 

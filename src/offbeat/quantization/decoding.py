@@ -1,7 +1,8 @@
 """Vectors that are decoded piece by piece when they are read.
 
-A quantized sum arrives as *payloads*, the bytes that a codec has encoded. If its reader processes
-one piece after another, the sum never exists in memory as a whole tensor.
+A quantized sum arrives as *payloads*, the bytes that a codec has encoded. If the reader of the sum
+processes one piece after another, the sum never exists in memory as a whole tensor. A sum may be
+divided into *chunks*, each with its own payloads.
 """
 
 from abc import ABC, abstractmethod
@@ -22,13 +23,13 @@ from offbeat.transport.handle import Handle
 
 @dataclass(frozen=True)
 class PackedPayloads:
-    """Encoded elements of a vector, as arguments of ``kernels.land``.
+    """Encoded elements of one chunk of a vector, as arguments of ``kernels.land``.
 
     Attributes:
-        rows: Whole integer payloads, one per row. An element is the sum of the decoded rows, added
-            in the order of the rows.
+        rows: The whole integer payloads of the chunk, one per row. An element is the sum of the
+            decoded rows, added in the order of the rows.
         bits: Bits of an integer: 8, 4 or 2.
-        first: Index of the block, within each payload, with which the elements begin.
+        first: Index, within each payload, of the block that contains the first elements.
         count: Number of elements.
     """
 
@@ -43,7 +44,8 @@ class LazyVector(ABC):
 
     Attributes:
         elements: Number of elements.
-        dtype: Floating-point type of the elements. Of a quantized vector: before quantization.
+        dtype: Floating-point type of the elements. For a quantized vector, the type before
+            quantization.
         device: Device of the elements.
     """
 
@@ -57,18 +59,19 @@ class LazyVector(ABC):
 
     @abstractmethod
     def read(self, values: Tensor, start: int = 0) -> None:
-        """Fill ``values`` with the elements from ``start`` on, a multiple of ``BLOCK``."""
+        """Fill ``values`` with elements. The first one has the index ``start``, n·``BLOCK``."""
 
     def packed(self, start: int, limit: int) -> PackedPayloads | None:
-        """Return the encoded elements from ``start`` on, at most ``limit`` and only of one chunk.
+        """Return the encoded elements from index ``start``, a multiple of ``BLOCK``, on.
 
         Returns:
-            None if the elements are not stored as integer payloads on the CPU.
+            At most ``limit`` elements, and no more than one chunk contains. None if the elements
+            are not stored as integer payloads on the CPU.
         """
         return None
 
     def to_tensor(self) -> Tensor:
-        """Return all elements in a new tensor."""
+        """Return all elements in a new tensor, decoded if necessary."""
         self.read(values := self.empty_tensor())
         return values
 
@@ -95,8 +98,8 @@ class PayloadVector(LazyVector):
     Args:
         codec: Codec of the payloads.
         chunks: Payloads of each chunk. They are decoded and added in this order.
-        chunk_elements: Elements in a chunk, a multiple of ``BLOCK``. The last chunks may have less.
-        like: Vector with the same number of elements, dtype and device.
+        chunk_elements: Elements in a chunk, a multiple of ``BLOCK``. Fewer in the last chunks.
+        like: A vector that has the number of elements, dtype and device of this vector.
     """
 
     def __init__(
@@ -149,11 +152,13 @@ class PayloadVector(LazyVector):
 
 
 class UpdateSum(Handle[LazyVector]):
-    """A sum over the workers in flight, and the contribution of this worker. See ``sum_updates``.
+    """Handle of a sum in flight over the workers, with this worker's contribution.
+
+    ``Wire.sum_updates`` returns it.
 
     Args:
-        total: The sum.
-        sent: This worker's update after quantization, as all workers decode it. The update minus
+        total: Handle of the sum.
+        sent: This worker's contribution as all workers decode it. This worker's update minus
             ``sent`` is the quantization error.
     """
 

@@ -31,11 +31,11 @@ class IntegerCodec(Codec):
     decodes to zeros, and the errors are the numbers themselves.
 
     A payload contains the scales of all blocks, then the integers of all blocks, packed in two's
-    complement. If B bytes hold the integers of a block, byte j of them holds the numbers j, j + B,
-    j + 2·B, …, from the lowest bits up. So packing works on contiguous memory.
+    complement. If the integers of a block take B bytes, byte j holds the numbers j, j + B, j + 2·B,
+    …, from the lowest bits up. So packing works on contiguous memory.
 
-    The compiled loops of ``kernels.py`` do the work where they apply, and torch operations
-    elsewhere. A payload decodes to the same bits with both.
+    The compiled loops of ``kernels.py`` do the work on contiguous float32 tensors on the CPU, and
+    torch operations in all other cases. A payload decodes to the same bits with both.
 
     Attributes:
         bits: Bits of an integer: 8, 4 or 2.

@@ -18,7 +18,7 @@ from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.decoding import LazyVector
 from offbeat.quantization.kernels import BLOCK
 
-# Precision of the second stage, if it is not that of the first: a sum of 2-bit numbers needs more.
+# Precision of the second stage, where it differs: a sum of 2-bit numbers needs more bits.
 _SECOND_PRECISION = {"int2": "int4"}
 _SINGLE_STAGE_LIMIT = 1.1
 """A single stage is used if it sends at most 1.1 times the bits of two stages.
@@ -44,10 +44,10 @@ def sum_bits(precision: str) -> float:
 
 
 def uses_single_stage(precision: str, workers: int) -> bool:
-    """Return True if ``Wire.sum_updates`` takes a single stage.
+    """Return True if a quantized ``Wire.sum_updates`` over so many workers takes a single stage.
 
     In the single stage each worker receives the updates of all workers and adds them up. The bits
-    grow with the number of workers, so it is used for few workers only.
+    grow with the number of workers, so only two workers (three at int2) use a single stage.
     """
     if precision == "float32":
         return False
@@ -111,7 +111,8 @@ class StageCodecs:
         Args:
             update: The vector to encode.
             chunks: Number of chunks.
-            chunk: Numbers in a chunk, a multiple of ``BLOCK``.
+            chunk: Count of numbers in each chunk, a multiple of ``BLOCK``. Zeros fill the chunks
+                after the end of ``update``.
         """
         payload = self.first_payload(chunks * chunk, update.device)
         step = min(chunk, piece_elements(chunk, update.device))
@@ -170,5 +171,5 @@ class StageCodecs:
         return torch.zeros(*shape, device=device)
 
     def copy_errors(self, errors: Tensor, into: Tensor | None) -> Tensor:
-        """Return a copy of ``errors``. It is written to ``into`` unless that is None."""
+        """Return a copy of ``errors``, written to the tensor ``into`` if one is given."""
         return errors.clone() if into is None else into.copy_(errors)

@@ -1,7 +1,8 @@
-"""Codecs for simulations of models that do not fit into memory. They compute nothing.
+"""Codecs for simulations of models that do not fit into memory. They quantize nothing.
 
-The payloads are *blank tensors*, which report the size of a real payload and occupy eight bytes
-(see ``offbeat.transport.placeholder_tensors``). So the simulator counts the right number of bytes.
+A *payload* is the bytes of encoded numbers. Here payloads are *blank tensors*, which have the shape
+of a real payload but occupy only eight bytes (``offbeat.transport.placeholder_tensors``). So the
+simulator counts the right number of bytes.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,11 @@ from offbeat.transport.placeholder_tensors import blank
 
 
 class _BlankCodec(Codec):
-    """Encodes nothing, and decodes zeros."""
+    """Writes nothing when it encodes. Decodes zeros from every payload.
+
+    Args:
+        block_bytes: Bytes of one block in a payload of the codec that this one stands for.
+    """
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes  # type: ignore[misc]
@@ -44,7 +49,11 @@ class _BlankCodec(Codec):
 
 
 class BlankStageCodecs(StageCodecs):
-    """The ``StageCodecs`` of a simulation: all payloads and quantization errors are blank."""
+    """Replaces ``StageCodecs`` in such a simulation. Quantization errors are blank tensors as well.
+
+    A quantized sum has two stages, each with its own codec (see ``StageCodecs``). The methods
+    return blank tensors of the right size and neither read nor change the values.
+    """
 
     def __init__(self, precision: str) -> None:
         super().__init__(precision)
@@ -57,6 +66,7 @@ class BlankStageCodecs(StageCodecs):
 
     @override
     def encode_update(self, update: LazyVector, chunks: int, chunk: int) -> Tensor:
+        """Return a blank payload of ``chunks`` chunks with ``chunk`` numbers each."""
         return self.first_payload(chunks * chunk, update.device)
 
     @override
@@ -77,6 +87,7 @@ class BlankStageCodecs(StageCodecs):
 
     @override
     def zero_payload(self, payload: Tensor) -> Tensor:
+        """Return ``payload`` unchanged, because each blank payload decodes to zeros."""
         return payload
 
     @override

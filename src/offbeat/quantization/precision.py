@@ -1,9 +1,9 @@
-"""Automatic choice of the precision of messages, by a control loop that all workers share.
+"""Automatic choice of the precision of messages from measurements during training.
 
 The input is a *load*: how much of a limited resource the messages use, divided by the allowed use.
 A load above 1 is too high. An example is the time that workers wait for the network, divided by a
-tenth of the training time. The load is assumed to be proportional to the bits per number. There is
-no other model of the network: the next load shows whether a choice was right.
+tenth of the training time. The load is assumed to be proportional to the bits per number. Nothing
+else is assumed about the network. The next load shows whether a choice was right.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,15 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "int4", "int
 """All precisions, from most to fewest bits."""
 
 _PATIENCE_FACTOR = 4  # a change of direction multiplies the patience by this
-_QUIET_PERIODS = 8  # after 8·patience measurements without a change the patience is divided again
+_QUIET_PERIODS = 8  # 8·patience measurements without a change divide the patience by the factor
 _MAX_PATIENCE = 4**6
 
 
 @dataclass
 class PrecisionControl:
-    """Chooses a precision from a sequence of loads. All workers call it with the same arguments.
+    """Chooses a precision from a sequence of loads.
+
+    All workers must call ``update`` with the same arguments. Then all choose the same precision.
 
     The expected load at b' bits is (load at b bits) · b'/b. Each call of ``update`` applies these
     rules:
@@ -29,24 +31,25 @@ class PrecisionControl:
     - *Fewer bits*: If the load is above 1, choose the precision with the most bits whose expected
       load is at most 1. If there is none, choose the precision with the fewest bits.
     - *More bits*: If the next precision with more bits has an expected load of at most ``margin``,
-      choose it. This requires ``patience`` measurements since the last change.
+      and there were ``patience`` measurements since the last change, choose that precision.
     - *Trial*: If the caller gives the duration of a step, fewer bits are on trial until the next
-      measurement. If steps did not become shorter, return to the previous precision: quantization
-      takes longer than it saves.
-    - *Patience*: It is multiplied by 4 if two successive changes have opposite directions, so that
-      noise does not make the precision oscillate. It is divided by 4 after a long time without a
-      change.
+      measurement. If that measurement shows no shorter steps, return to the previous precision,
+      because quantization takes longer than it saves.
+    - *Patience*: ``patience`` is multiplied by 4 (up to 4⁶) if two successive changes have opposite
+      directions, so that noise does not make the precision oscillate. It is divided by 4 (down to
+      1) after 8·``patience`` measurements without a change.
 
     Attributes:
         precision: Precision in use.
         counts: Number of measurements since the last change.
-        patience: Number of measurements since the last change that more bits require.
-        heading: Direction of the last change: 1 to fewer bits, −1 to more bits, 0 before the
-            first.
+        patience: Smallest ``counts`` at which a change to more bits is allowed.
+        heading: Direction of the last change: 1 to fewer bits, −1 to more bits, 0 before the first
+            change.
         on_trial: True if the last change is on trial.
         before: Precision before the last change.
-        before_seconds: Duration of a step before the last trial, in seconds.
-        refused: True if the last trial failed. The next one must also wait for ``patience``.
+        before_seconds: Duration of a step before the last change to fewer bits. 0 if unknown.
+        refused: True if the last trial failed. A change to fewer bits then also requires that
+            ``counts`` is at least ``patience``.
     """
 
     # The names of the fields are keys of checkpoints.
@@ -75,8 +78,8 @@ class PrecisionControl:
             load: Load measured at the current precision (≥ 0).
             bits: Bits per number at each precision.
             choices: Precisions to choose from, from most to fewest bits.
-            margin: Largest expected load with which more bits are chosen, at most 1.
-            seconds: Measured duration of a step. None: there are no trials.
+            margin: Largest expected load, at most 1, at which more bits are chosen.
+            seconds: Measured duration of a step, in seconds. None: there is no trial.
 
         Returns:
             True if the precision has changed.

@@ -9,10 +9,12 @@ So each number is quantized only twice, and all workers decode the same bytes. A
 sequence of sums of the same tensor. The quantization errors of both stages are added to the next
 sum of the stream (error feedback).
 
-**When the second stage starts.** The worker's own thread starts it, not a background thread. It
-does so if the first stage has ended when it calls ``done`` or ``wait`` of a sum or starts another
-sum. Before it blocks in any collective, it completes all first stages and starts all second stages,
-because other workers may need these before they start that collective.
+**When the second stage starts.** The training thread starts it, not a background thread:
+
+- ``start_second_stages``, ``done`` and each new sum start it if the first stage has ended.
+- ``wait`` waits for the first stages of this and of all earlier sums, and starts the second ones.
+- Before the training thread blocks in another collective, it waits for all first stages and starts
+  all second stages, because other workers may need these before they start that collective.
 
 **Order.** Workers start second stages at different times, but all must start these collectives in
 the same order. Therefore second stages are queued in the order in which the sums were started. They
@@ -52,7 +54,7 @@ class ErrorFeedback:
         self._saved: dict[str, Tensor] = {}
 
     def save(self, stage: Literal["sent", "summed"], codecs: StageCodecs) -> None:
-        """Copy the errors of one stage, so that ``restore`` can undo their next change."""
+        """Keep a copy of the errors of one stage in memory, to which ``restore`` can return."""
         errors: Tensor = getattr(self, stage)
         self._saved[stage] = codecs.copy_errors(errors, self._saved.get(stage))
 
@@ -72,7 +74,7 @@ class TwoStageSum(Handle[LazyVector]):
 
     Attributes:
         team: The workers.
-        twin: Duplicate of the communicator, for the second stages.
+        twin: Second communicator between the same workers, for the second stages.
         queue: Queue of the sums whose second stage has not started.
         codecs: Codecs of both stages.
         errors: Quantization errors of the stream.
@@ -147,7 +149,7 @@ class TwoStageSum(Handle[LazyVector]):
 class SecondStageQueue:
     """Queue of the sums whose second stage has not started, in the order of their start.
 
-    The queue is registered in ``Account.before_waiting``. It is therefore called before the worker
+    The queue is a callback in ``Account.before_waiting``. It is therefore called before the worker
     waits for any collective.
     """
 

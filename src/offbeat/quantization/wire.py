@@ -6,8 +6,8 @@ tensor. There are two kinds of sums, which differ in the place where the errors 
 - ``sum``: the wire stores all errors. A quantized sum takes two stages (``two_stage_sum.py``): each
   worker adds up one chunk of the tensor, then sends the sum of its chunk to all workers.
 - ``sum_updates``: the caller keeps the error of its contribution in its model, and the wire stores
-  only the errors of the second stage. Few workers with few bits need only one stage, in which each
-  worker receives all updates and adds them up.
+  only the errors of the second stage. Two workers (three at int2) use a single stage instead, in
+  which each worker receives all updates and adds them up.
 """
 
 import math
@@ -35,7 +35,7 @@ def require_precision(precision: object) -> None:
 class Wire:
     """Sums tensors over the workers at one precision.
 
-    The constructor is a collective, unless ``precision`` is "float32".
+    The constructor is a collective, unless ``precision`` is "float32" or there is one worker.
 
     Args:
         team: The workers.
@@ -69,11 +69,11 @@ class Wire:
 
     @property
     def measurement_count(self) -> int:
-        """Number of values in ``measurements``."""
+        """Number of values that ``measurements`` returns."""
         return 0
 
     def measurements(self, step: int, *, stepping: bool) -> tuple[float, ...]:
-        """Return the measurements since the last call, which the worker sends with its next vote.
+        """Return measurements, which the worker sends with its vote. Here: none.
 
         In a *round* all workers decide together what to sum next. Each worker sends a *vote*, a
         list of numbers, and all receive the sum of the votes.
@@ -85,17 +85,17 @@ class Wire:
         return ()
 
     def apply_measurements(self, sums: Handle[tuple[float, ...]]) -> None:
-        """Choose the precision when a round is decided.
+        """Choose the precision when a round is decided. Here: do nothing.
 
         Args:
             sums: Sum of ``measurements`` over the workers.
         """
 
     def discard_interval(self) -> None:
-        """Exclude the time from the last vote to the next one, because it is not training."""
+        """Do not measure the time from the last vote to the next: it is not training time."""
 
     def details(self) -> dict[str, str]:
-        """Return the chosen precision and the reason, for ``Stats.details``."""
+        """Return the chosen precision and the reason, for ``Stats.details``. Here: nothing."""
         return {}
 
     # -- sums ------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class Wire:
         contribute: bool = True,
         tentative: bool = False,
     ) -> Handle[Tensor]:
-        """Start to replace ``tensor`` by its sum over the workers.
+        """Start to replace ``tensor`` by its sum over the workers. ``wait`` of the result ends it.
 
         A small tensor is sent exactly if quantization would not save bytes, because blocks of 512
         numbers are sent.
@@ -121,8 +121,8 @@ class Wire:
             stream: Name under which the same tensor is summed repeatedly, equal on all workers. The
                 quantization errors are stored under this name.
             what: Name of the operation in errors.
-            contribute: False sends zeros instead of ``tensor``. The errors of earlier contributions
-                are then kept for a later sum.
+            contribute: False sends zeros and sets ``tensor`` to zeros first. The errors of earlier
+                contributions are then kept for a later sum.
             tentative: True if ``undo`` may be called for this sum. Equal on all workers. It costs a
                 copy of the errors.
         """
@@ -169,8 +169,8 @@ class Wire:
                 workers.
             what: Name of the operation in errors.
             contribute: False sends zeros and does not read ``update``.
-            precision: Precision of this sum, equal on all workers. None: that of the wire. Sums of
-                one stream may have different precisions.
+            precision: Precision of this sum, equal on all workers. None: the wire's precision. Sums
+                of one stream may have different precisions.
 
         Raises:
             ValueError: ``precision`` is not float32, but the wire of several workers was made for
@@ -193,7 +193,7 @@ class Wire:
         return UpdateSum(total, PayloadVector(codecs.first, chunks, chunk, update))
 
     def undo(self, stream: str) -> None:
-        """Set the errors of ``stream`` to those before its last sum.
+        """Set the errors of ``stream`` to their values before its last sum.
 
         The sum must have been tentative and have ended. All workers must call this and discard the
         sum.
