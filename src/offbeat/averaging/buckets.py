@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-BUCKET_BYTES = 8 * 2**20  # default size of a bucket
-_PIECE = 2**16  # elements that ``swap`` exchanges at a time; they fit into the processor's cache
+BUCKET_BYTES = 8 * 2**20  # default limit for the size of a bucket
+_PIECE = 2**16  # elements of a contiguous tensor that ``swap`` exchanges at a time, for the cache
 
 
 # -- tensors and their flat copy -------------------------------------------------------------------
@@ -68,7 +68,7 @@ def pack_mixed(tensors: Sequence[Tensor], flat: Tensor) -> None:
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
-    """tensors ← flat / divisor, in place, each cast to its own dtype."""
+    """tensors ← flat / divisor, in place, each cast to its own dtype. Integers need divisor 1."""
     with torch.no_grad():
         for tensor, part in _with_parts(tensors, flat):
             if divisor == 1:
@@ -113,9 +113,9 @@ def swap(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
 
 
 def add_clamped(tensors: Sequence[Tensor], mean: Tensor, sent: Tensor) -> None:
-    """tensors ← tensors + (mean − sent); each element stays between its value and the mean.
+    """tensors ← tensors + (mean − sent), but no element moves beyond its mean or away from it.
 
-    The limit keeps variances positive, such as the running variance of BatchNorm: the shift alone
+    The limit keeps variances positive, such as the running variance of BatchNorm. The shift alone
     could make a variance negative, but a value between two variances is positive.
 
     Args:
@@ -130,8 +130,8 @@ def add_clamped(tensors: Sequence[Tensor], mean: Tensor, sent: Tensor) -> None:
         lower, upper = torch.minimum(current, mean), torch.maximum(current, mean)
         clamped = torch.minimum(torch.maximum(shifted, lower), upper)
         # A value that has not changed since it was sent becomes exactly the mean. The formula would
-        # turn an infinite value, as in an attention mask, into ∞ − ∞ = NaN. The mean also replaces
-        # a NaN.
+        # turn an infinite value, as in an attention mask, into ∞ − ∞ = NaN. A NaN becomes the mean,
+        # too.
         replaced = (current == sent) | current.isnan() | sent.isnan()
         unpack(torch.where(replaced, mean, clamped), tensors)
 
@@ -146,7 +146,7 @@ def _with_parts(tensors: Sequence[Tensor], flat: Tensor) -> Iterator[tuple[Tenso
 
 
 def _pieces(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pieces of the tensors and the corresponding pieces of ``flat``."""
+    """Yield pieces of the tensors and of ``flat``. A non-contiguous tensor is a single piece."""
     for target, part in _with_parts(tensors, flat):
         if target.is_contiguous():
             yield from zip(target.view(-1).split(_PIECE), part.view(-1).split(_PIECE), strict=True)
@@ -229,9 +229,9 @@ def group_tensors(
     Args:
         tensors: The tensors.
         bucket_bytes: Largest size of a list in bytes, counted in the dtype of the staging tensor.
-        first_bucket_bytes: Size in bytes from which the first list accepts no further tensor. The
-            last tensor that it accepts may make the list larger than this, and larger than
-            ``bucket_bytes``. 0: the first list follows the same rule as the others.
+        first_bucket_bytes: The first list is full once it holds at least this number of bytes. Its
+            last tensor may make it larger than ``bucket_bytes``. 0: the first list follows the same
+            rule as the other lists.
     """
     groups: list[list[Tensor]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}

@@ -15,9 +15,10 @@ from offbeat.transport.team import Team
 class ExactMean:
     """x ← Σ w·x / Σ w over the workers, where x is a worker's model and w its weight.
 
-    Parameters, floating-point and complex buffers are averaged (half types in float32). Signed
-    integer buffers become their maximum. Afterwards all these tensors have the same bits on all
-    workers. If a worker is lost during an operation, the model does not change, except in ``show``.
+    Trainable parameters, floating-point and complex buffers are averaged (half types in float32).
+    Signed integer buffers become their maximum. Afterwards the replaced tensors have the same bits
+    on all workers. If an operation fails because a worker is lost, the model does not change,
+    except in ``show``.
 
     Args:
         team: The workers.
@@ -43,7 +44,7 @@ class ExactMean:
         land([*landings, *self._launch_integers(what)], self._team.host)
 
     def average_buffers(self, weight: float, total: float, *, what: str) -> None:
-        """Average the buffers as ``average`` does, but leave the parameters unchanged. Blocks."""
+        """Replace the buffers as ``average`` does, but leave the parameters unchanged. Blocks."""
         buckets = self._replica.buckets("buffers")
         landings = [self._launch(bucket, weight, total, what) for bucket in buckets]
         land([*landings, *self._launch_integers(what)], self._team.host)

@@ -22,13 +22,12 @@ class NonFiniteCheck:
         can_exclude: True if the strategy supports the policy "exclude". Errors then mention it.
 
     Attributes:
-        excluded: Number of excluded contributions. All workers count the contributions that a vote
-            has reported. If a contribution becomes non-finite after the vote, only the worker that
-            made it counts it.
+        excluded: Number of excluded contributions. All workers count a contribution that a vote has
+            reported. Only its own worker counts a contribution that is found non-finite later.
     """
 
-    # The flow's state may hold a round, and a round in progress holds this object. If this object
-    # held the flow or the worker, there would be a reference cycle.
+    # Holds neither the flow nor the worker, to avoid a reference cycle: a flow may hold a round in
+    # progress, which holds this object.
 
     def __init__(self, rank: int, policy: NonFinite, *, can_exclude: bool = True) -> None:
         self._rank, self._policy, self._logged = rank, policy, False
@@ -36,7 +35,9 @@ class NonFiniteCheck:
         self.excluded = 0
 
     def __call__(self, sums: Sums, step: int) -> Sums:
-        """Return the tally unchanged, or raise if the policy forbids training to continue.
+        """Raise, count or log if a worker reports non-finite values. Returns the tally unchanged.
+
+        With "warn" and "exclude" only the first case is logged.
 
         Args:
             sums: Tally of a round.
@@ -44,7 +45,7 @@ class NonFiniteCheck:
 
         Raises:
             OffbeatError: a worker would contribute non-finite values, and the policy is "raise".
-                Or the policy is "exclude", and no worker is left that contributes.
+                Or the policy is "exclude", and no worker with finite values contributes.
         """
         if not sums.non_finite:
             return sums
@@ -68,7 +69,7 @@ class NonFiniteCheck:
         return sums
 
     def exclude_late(self, step: int) -> None:
-        """Count a contribution of this worker that became non-finite after its vote."""
+        """Count and log a non-finite contribution that this worker's vote had not reported."""
         self.excluded += 1
         self._warn_once(_message("this worker", step))
 

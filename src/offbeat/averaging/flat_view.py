@@ -1,4 +1,4 @@
-"""A view of tensors as one flat vector, which is read and changed in pieces without a copy."""
+"""A view of tensors as one flat vector, which is read and changed in pieces."""
 
 import itertools
 from bisect import bisect_right
@@ -16,8 +16,8 @@ class FlatView:
     """The elements of several tensors as one vector, one tensor after the other.
 
     Args:
-        tensors: At least one tensor; all have the same dtype and device. A tensor that is not
-            contiguous is copied, and ``write_back`` copies it back.
+        tensors: At least one tensor; all have the same dtype and device. Only a tensor that is not
+            contiguous is copied. ``write_back`` writes the changes of the copy to the tensor.
 
     Attributes:
         elements: Number of elements of all tensors. A complex element counts as two.

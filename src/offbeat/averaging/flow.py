@@ -1,18 +1,18 @@
 """The flow: the code that drives one strategy through the training steps of one worker.
 
 The training loop reports events: gradients are ready, or a step has ended. The flow then calls the
-strategy and communicates with the other workers. There are three kinds. ``ModelFlow`` averages
-models, ``GradientFlow`` averages gradients, and a strategy with a ``CustomFlow`` supplies another
-subclass of ``Flow``.
+strategy and communicates with the other workers. There are three kinds of flows. ``ModelFlow``
+averages models, ``GradientFlow`` averages gradients, and a strategy with a ``CustomFlow`` supplies
+another subclass of ``Flow``.
 
-In a *round* all workers decide together whether to average. Each worker sends a *vote*, and all
-workers receive the sum of the votes, the *tally*. Every worker must start the same operations in
-the same order. Therefore a worker that takes no more steps still votes in the rounds of the other
-workers (``wait_for_all``).
+In a *round* all workers decide together what to average, if anything. Each worker sends a *vote*,
+and all workers receive the sum of the votes, the *tally*. Every worker must start the same
+collectives in the same order. Therefore a worker that waits at a barrier still votes in the rounds
+of the workers that take steps (``wait_for_all``).
 
-A *consensus* replaces the local model by the mean over all workers, temporarily or at the end of
-training. A *view* is one composition of the group of workers. A new view begins when a worker joins
-or is lost.
+A *consensus* replaces the local model by one that is equal on all workers, temporarily or at the
+end of training. This is usually the mean of their models. A *view* is one composition of the group
+of workers. A new view begins when a worker joins or is lost.
 """
 
 from abc import ABC, abstractmethod
@@ -36,17 +36,18 @@ class Flow(ABC):
     Attributes:
         state: State of the flow that a checkpoint contains: a dataclass.
         decided: Number of rounds decided in this view.
-        excluded: True if the coming round leaves this worker out of the mean, because its values
-            are not finite.
+        excluded: True if this worker's newest vote left the worker out of the mean, because its
+            values are not finite. Requires the policy "exclude".
         check: Policy for non-finite contributions.
-        rounds: Sends this worker's votes.
+        rounds: Makes, sends and numbers this worker's votes.
         wants_buckets: True if ``bucket_ready`` should be called during backward.
         uses_gradients: True if the flow reads or changes gradients.
         needs_unscaled: True if a GradScaler must unscale the gradients before the flow reads them.
         can_exclude: True if the flow supports ``non_finite="exclude"``.
-        waits: True if all workers wait for each mean, and their models then equal that mean.
+        waits: True if all workers wait for each mean, and a model that takes a mean becomes equal
+            to it.
         replicates: True if all workers that step have the same parameters between two steps.
-        votes_between_steps: True if workers vote after the optimizers' steps, not before.
+        votes_between_steps: True if workers vote after the optimizers have stepped, not before.
     """
 
     state: Any
@@ -72,12 +73,12 @@ class Flow(ABC):
     def start(self, common: dict[str, Any] | None = None) -> None:
         """Initialize the state from a model that is equal on all workers.
 
-        Called by ``attach``, when the checkpoint of a consensus is loaded, and on the new flow of
-        each view.
+        Called by ``attach``, when a checkpoint that holds only a consensus is loaded, and on the
+        new flow of each view.
 
         Args:
             common: Result of ``common_values`` of the most advanced worker in the previous view.
-                None: there is no previous view.
+                None: no value of a previous view is used.
         """
 
     def keep_local(self, before: "Flow") -> None:  # noqa: B027
@@ -92,45 +93,46 @@ class Flow(ABC):
     @property
     @abstractmethod
     def unsynced(self) -> bool:
-        """True if this worker's model contains changes that no other worker has received."""
+        """True if a mean of models must include this model, because others may lack its changes."""
 
     def bucket_ready(self, bucket: int) -> bool:
         """Handle a bucket of gradients that is complete while backward still runs.
 
-        Called for all buckets but the last, in order. With several optimizers it is not called.
+        Called only if ``wants_buckets`` is set and there is a single optimizer. The buckets come in
+        order, without the last one.
 
         Args:
             bucket: Index of the bucket in ``AttachedOptimizer.buckets``.
 
         Returns:
-            True if further buckets should be reported.
+            False to receive no further call in this view.
         """
         return False
 
     @abstractmethod
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        """Handle the gradients of one optimizer, just before it steps.
+        """Handle the gradients of one optimizer. Called once a step, before the optimizer steps.
 
         Args:
             optimizer: The optimizer.
-            last: True if it is the last optimizer of this step.
+            last: True in the call for the last optimizer of this step.
 
         Returns:
-            True if the workers were synchronized, that is, if a mean was applied.
+            True if this call synchronized the workers, for example averaged their gradients.
         """
 
     def optimizer_stepped(self, optimizer: AttachedOptimizer) -> None:  # noqa: B027
-        """Handle the step of one optimizer. Its gradients still exist."""
+        """Handle a step of one optimizer that was not skipped. The gradients still exist."""
 
     def step_skipped(self) -> None:  # noqa: B027
-        """Handle a step that a GradScaler has skipped. Called before ``step_ended``."""
+        """Handle a step that all optimizers skipped. Called before ``step_ended``."""
 
     @abstractmethod
     def step_ended(self) -> bool:
-        """Handle the end of a step, in which all optimizers have stepped.
+        """Handle the end of a step. All optimizers have stepped, or skipped their step.
 
         Returns:
-            True if the workers were synchronized.
+            True if this call synchronized the workers.
         """
 
     # -- barrier, consensus, checkpoints ---------------------------------------------------------
@@ -160,14 +162,14 @@ class Flow(ABC):
                 self.act(round)
 
     def pause(self, *, finishing: bool) -> None:  # noqa: B027
-        """Prepare for a barrier. This worker takes no step until all workers have reached it."""
+        """Prepare for a barrier, until whose end this worker takes no step. May block."""
 
     def all_paused(self, last: Round) -> None:  # noqa: B027
-        """Handle the end of the barrier: all workers have reached it."""
+        """Handle the end of the barrier. No worker steps in ``last``, the round that ended it."""
 
     @abstractmethod
     def consensus(self, last: Round, *, final: bool) -> None:
-        """Replace the model by the mean over all workers. Called after ``wait_for_all``.
+        """Make the model equal on all workers, usually the mean. Called after ``wait_for_all``.
 
         Args:
             last: The round that ``wait_for_all`` returned.
@@ -200,7 +202,7 @@ class Flow(ABC):
 
     @abstractmethod
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
-        """Send this worker's vote and return the round in progress.
+        """Send this worker's vote, and return the round. Its tally may arrive later.
 
         Args:
             optimizer: Index of the optimizer that the round belongs to.
@@ -209,7 +211,7 @@ class Flow(ABC):
         """
 
     def act(self, round: Round) -> bool | None:
-        """Decide a round and carry out the decision.
+        """Decide a round and carry out the decision, if the round can be decided now.
 
         Returns:
             True if the workers were synchronized. None if the round cannot be decided yet.
@@ -217,8 +219,8 @@ class Flow(ABC):
         if not self.can_decide(round):
             return None
         wire, details = self.worker.wire, self.worker.details
-        # The wire may choose another precision here. This comes before the sums of the round
-        # start, because all of them must have the same precision on all workers.
+        # An automatic wire may choose another precision here. ``decide`` may start sums, and a sum
+        # must have the same precision on all workers.
         wire.apply_measurements(round.then(lambda sums: sums.measured))
         details.update(wire.details())
         synced = self.decide(round)
@@ -235,7 +237,7 @@ class Flow(ABC):
 
     @abstractmethod
     def decide(self, round: Round) -> bool:
-        """Call the strategy's ``decide`` and carry out the decision.
+        """Decide the round, usually by the strategy's ``decide``, and carry out the decision.
 
         Returns:
             True if the workers were synchronized.
@@ -244,10 +246,10 @@ class Flow(ABC):
     # -- non-finite values -----------------------------------------------------------------------
 
     def check_finite(self, *, stepping: bool, optimizer: int = 0) -> bool:
-        """Return False if this worker would contribute non-finite values to the coming round.
+        """Check this worker's contribution to the coming round. False if it is known non-finite.
 
-        Sets ``excluded``, and counts the case in ``Stats.details``. An excluded worker returns to
-        the shared model, if the flow keeps one, unless it is about to step.
+        Sets ``excluded``, and counts the case in ``Stats.details``. Calls ``restore`` if the worker
+        is excluded, unless its optimizers are about to step.
         """
         worker = self.worker
         self.excluded = False
@@ -271,4 +273,4 @@ class Flow(ABC):
         return True
 
     def restore(self) -> None:  # noqa: B027
-        """Replace this worker's model by the shared model, if the flow keeps one."""
+        """Replace this model by the one that all workers share, if the flow stores that one."""

@@ -2,8 +2,8 @@
 
 A *flow* drives one strategy through the events of a training step. In a *round* all workers decide
 together: each sends a *vote*, and all receive the sum of the votes, the *tally*. If gradients are
-averaged in every step, there is nothing to decide. The votes then only report whether a worker
-takes a step and whether its gradients are finite.
+averaged in every step, there is nothing to decide. The votes then report, for example, whether a
+worker takes a step and whether its gradients are finite.
 """
 
 import math
@@ -34,7 +34,7 @@ class GradientFlowState:
             decides a round with the tally of the previous one (``tally_delay``).
         saved_tallies: ``delayed`` as plain numbers, for a checkpoint.
         newest: True if no other worker has a newer model, because this worker took a step in the
-            last round or has received the newest model since.
+            last round or has received the newest model since. Only set if every step averages.
         start_step: Number of local steps when the present group of workers began to train.
     """
 
@@ -49,9 +49,9 @@ class GradientFlowState:
 class GradientFlow(Flow):
     """g ← mean(g), in every step or when the strategy decides so.
 
-    Each optimizer has separate rounds. A round takes place when the gradients are complete and the
-    optimizer is about to step. If gradients are averaged in every step, the votes are sent together
-    with the last bucket of gradients. Otherwise the workers exchange votes first.
+    Each optimizer has separate rounds. A worker votes when the gradients of the optimizer are
+    complete and ``Strategy.due`` requests a round, or at a barrier. If gradients are averaged in
+    every step, the vote is sent with the gradients. Otherwise the workers exchange votes first.
 
     Args:
         strategy: The strategy.
@@ -123,12 +123,14 @@ class GradientFlow(Flow):
 
     @override
     def bucket_ready(self, bucket: int) -> bool:
+        """Send the bucket. Returns False after the overlap with backward was switched off."""
         mean = self.state.means[0]
         mean.start(bucket)
         return mean.overlap
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        """Vote, decide and average the gradients, if a round is due. Blocks."""
         view = self._view(optimizer.index, stepping=True)
         if self.strategy.gradient_norm:
             view.gradient_norm_squared = self.worker.squared_norm(optimizer.gradients())
@@ -151,6 +153,7 @@ class GradientFlow(Flow):
 
     @override
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
+        """Send the vote. If every step averages, also average the gradients, which blocks."""
         worker = self.worker
         view = self._view(optimizer, stepping=stepping)
         finite = self.check_finite(stepping=stepping, optimizer=optimizer)
@@ -177,6 +180,7 @@ class GradientFlow(Flow):
 
     @override
     def decide(self, round: Round) -> bool:
+        """Average the gradients if the strategy decides so, unless ``vote`` has done that."""
         state, index = self.state, round.optimizer
         if self.every_step:
             round.wait()
@@ -234,7 +238,8 @@ class GradientFlow(Flow):
         """Return the weight of this worker's buffers, and the sum of the weights of all workers.
 
         Buffers are not averaged during training, so a worker that was excluded may still have NaN
-        in its buffers. Then their weight is 0. If all workers have NaN, all weights are 1.
+        in its buffers. The weight of such buffers is 0, or 1 if all workers have NaN. A collective
+        with the policy "exclude".
         """
         worker = self.worker
         if not worker.excludes:

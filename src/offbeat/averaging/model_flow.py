@@ -2,32 +2,34 @@
 
 A *flow* drives one strategy through the events of a training step. P is the shared model, with the
 same bits on all workers. Each worker trains a local model x. To *launch* a part of the model, every
-worker sends its update x − P of that part, and the workers start to average the updates. The part
-is *in flight* until it *lands*: then the mean update is added to P, and replaces the worker's own
-update in x. In a *round* all workers decide together what to launch: each worker sends a *vote* and
-receives the sum of all votes, the *tally*.
+worker sends its update u = x − P of that part, and the workers start to average the updates. The
+part is *in flight* until it *lands*: until P moves by a step Δ, and x by Δ − u. Δ is the mean
+update or an outer step along it. In a *round* all workers decide together what to launch: each
+worker sends a *vote* and receives the sum of all votes, the *tally*.
 
 A *node* is a group of workers on one machine that average their gradients in every step and act as
-one worker towards other nodes. A *consensus* replaces the local model by the mean over all workers.
+one worker towards other nodes. A *consensus* replaces the local model by the mean over all workers,
+temporarily or at the end of training.
 
-A strategy sets ``SharedModel.lands``. It determines the order of the calls in one local step:
+The setting ``SharedModel.lands`` of a strategy determines the order of the calls in a local step:
 
     blocking (lands=0)              after k steps (lands=k)         on arrival (lands="arrived")
     gradients are ready             gradients are ready             gradients are ready
-      due                             due
-      check for non-finite values     check for non-finite values
-      vote, sent                      vote, sent
+      due, vote                       due, vote
     optimizers step                 optimizers step                 optimizers step
-                                      land parts of age k             agree inside the node
-                                                                      land arrived parts
+                                      land parts of age k             land arrived parts
       after_step                      after_step                      after_step
                                                                       launch queued parts
-                                                                      if no round is pending:
-                                                                        due, vote
-      decide                          decide                          if the tally has arrived:
-      launch and land                 launch                            decide, launch, due, vote
+                                                                      due, vote
+      decide                          decide                          decide
+      launch and land                 launch                          launch
+                                                                      due, vote
 
-A worker without data takes part in the same rounds: it votes with ``stepping=False``, and launches
+A worker votes only if ``due`` requests a round, and decides only a round with a vote. On arrival,
+``due`` is not called while an earlier round is undecided or its parts are not launched, and a round
+is decided when its tally has arrived. At the staleness bound the worker waits for tally and parts.
+
+A worker at a barrier takes part in the same rounds: it votes with ``stepping=False``, and launches
 and lands the same parts in the same order. So all workers start the same collectives in the same
 order.
 """
@@ -57,13 +59,13 @@ class ModelFlowState:
         pipeline: The parts of the model, those in flight, and the launches that have been decided
             and have not started.
         view: The data about this worker that the strategy may read.
-        checked_step: Local step of the last check for non-finite values.
-        staleness: Histogram that maps a staleness to the number of local steps that ended with it.
-            The staleness is the age, in local steps, of the newest launch that has landed.
+        checked_step: Local step of the last call of ``is_finite``.
+        staleness: Histogram: number of local steps by the staleness at their end. The staleness is
+            the age, in local steps, of the newest launch that has landed. Empty with ``lands=0``.
         saved_tally: ``delayed`` as a list of numbers, for a checkpoint. Empty if ``delayed`` is
             None.
-        delayed: Previous round, whose tally the next ``decide`` receives. None before the first
-            round has ended, and if the strategy decides each round with its own tally.
+        delayed: Last round. The next call of ``decide`` receives the tally of this round. None if
+            no round was decided, or if the strategy decides each round with its own tally.
     """
 
     pipeline: PipelineState
@@ -76,6 +78,8 @@ class ModelFlowState:
 
 class ModelFlow(Flow):
     """Drives a strategy that averages models, in the way that a ``SharedModel`` describes.
+
+    The module's docstring shows when the events of ``Flow`` vote, decide, launch and land.
 
     Args:
         strategy: The strategy.
@@ -96,15 +100,16 @@ class ModelFlow(Flow):
         self.votes_between_steps = shared.eager
         self.uses_gradients = strategy.gradient_norm
         self.waits = shared.blocking and shared.outer.plain
-        # A quantized sum takes two messages. ``bucket_ready`` sends the second one in backward.
+        # A quantized sum may take two messages. ``bucket_ready`` may send the second in backward.
         self.wants_buckets = not worker.wire.exact and not shared.blocking
         self._calls_after_step = type(strategy).after_step is not Strategy.after_step
         self._wanted = 0.0  # last return value of ``Strategy.due``
-        self._squared = 0.0  # ‖g‖² of the optimizers whose gradients are ready
+        self._squared = 0.0  # ‖g‖² of this step's gradients so far
         self._pausing = False  # True from the start of a barrier to the end of the next step
-        # Number of parts that have arrived on all workers of this node; None without a node.
+        # Set by ``_agree_inside_node``: the number of parts that had arrived on all workers of this
+        # node and have not landed since (None without a node), and whether the tally had arrived.
         self._node_arrived: int | None = None
-        self._node_tally = False  # True if the tally has arrived on all workers of this node
+        self._node_tally = False
 
     @override
     def start(self, common: dict[str, Any] | None = None) -> None:
@@ -143,11 +148,13 @@ class ModelFlow(Flow):
 
     @override
     def bucket_ready(self, bucket: int) -> bool:
+        """Let the sums in flight progress. The gradients are not sent."""
         self.worker.wire.start_second_stages()
         return True
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        """Measure ‖g‖² if the strategy reads it. Vote if due, unless ``lands="arrived"``."""
         if self.strategy.gradient_norm:
             self._squared += self.worker.squared_norm(optimizer.gradients())
             if last:
@@ -167,9 +174,10 @@ class ModelFlow(Flow):
 
     @override
     def step_ended(self) -> bool:
+        """Land, decide and launch; see the module's docstring. Returns True if a part landed."""
         view, landings = self.state.view, self.state.view.landings
         self._pausing = False
-        if not self.shared.blocking:  # otherwise every launch has landed in ``decide``
+        if not self.shared.blocking:  # with ``lands=0`` every launch has landed in ``decide``
             self._record_staleness()
             if self.shared.eager:
                 self._agree_inside_node()
@@ -199,18 +207,18 @@ class ModelFlow(Flow):
         """Start a round if the strategy requests one. Called only with ``lands="arrived"``.
 
         No round starts while another one is in progress or while a decided launch waits in the
-        queue. Deciding a round may change the precision of an automatic wire, and all launches of
-        the previous round must have the previous precision on all workers.
+        queue. Deciding a round may change an automatically chosen precision, but all launches of
+        the previous round must have the same precision on all workers.
         """
         if self._pending is None and not self.pipeline.state.queue and self._due():
             self._pending = self.vote(0, stepping=True)
 
     def _agree_inside_node(self) -> None:
-        """Agree with the other workers of the node on arrived parts, the time and durations.
+        """Tell the strategy the time and durations. Agree on them and on arrivals inside a node.
 
         All workers of a node must land the same parts and decide in the same step, but messages
         arrive at different times. They use the smallest number of arrived parts, the latest time,
-        and the longest duration of each launch and landing.
+        the longest duration of each launch and landing, and a tally that has arrived everywhere.
         """
         view, team, pipeline = self.state.view, self.worker.team, self.pipeline
         spent, pipeline.state.spent = pipeline.state.spent, []
@@ -235,14 +243,15 @@ class ModelFlow(Flow):
         return part.arrived() if self._node_arrived is None else self._node_arrived > 0
 
     def _at_bound(self) -> bool:
-        """Return True if the newest landed launch is as old as the staleness bound."""
+        """Return True if the age of the newest landed launch has reached the staleness bound."""
         return self.worker.step - self.pipeline.state.fresh_step >= self.shared.bound
 
     def land(self, *, take: bool = True) -> None:
         """Wait for the oldest part in flight and land it.
 
         Args:
-            take: True to apply the mean to the local model. False to leave the model unchanged.
+            take: True to apply the mean to the local model. False to discard the mean, which is
+                allowed only if P is not stored.
         """
         self.pipeline.land(take=take)
         if self._node_arrived:
@@ -268,24 +277,25 @@ class ModelFlow(Flow):
         return self.rounds.send(vote)
 
     def weight(self, *, stepping: bool) -> float:
-        """Return the weight of this worker in the mean of the coming round."""
+        """Return this worker's weight in the mean of the coming round, if it is not excluded."""
         return float(stepping or self.unsynced)
 
     @override
     def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
         """Return False if this worker's contribution is known to be non-finite.
 
-        A worker that takes no step checks its model. With ``lands="arrived"`` a worker checks the
-        part that is launched next. In all other cases it checks its gradients, unless a GradScaler
-        is in use, and also its model if earlier steps were not checked.
+        A worker that takes no step checks its model. With ``lands="arrived"`` a stepping worker
+        checks the part that is launched next, except with the policy "raise". With other ``lands``
+        it checks its gradients, unless a GradScaler is in use. It also checks its model if the
+        previous step was not checked.
         """
         state, worker = self.state, self.worker
         unchecked, state.checked_step = worker.step - state.checked_step > 1, worker.step
         if not stepping:
             return worker.finite_model()
         if self.shared.eager:
-            # With the policy "raise" this check is omitted, because the pipeline checks the part at
-            # its launch. It sends zeros instead of a non-finite part, and the next vote reports it.
+            # With the policy "raise" the pipeline checks the part at its launch. It sends zeros
+            # instead of a non-finite part, and the next vote reports the part.
             checked_later = worker.non_finite == "raise"
             return checked_later or self.pipeline.finite(self.pipeline.next_part)
         if self.strategy.gradient_norm:
@@ -300,6 +310,7 @@ class ModelFlow(Flow):
 
     @override
     def can_decide(self, round: Round) -> bool:
+        """Return True if the round can be decided now. Blocks for its tally only at the bound."""
         if not self.shared.eager:
             return True
         if not self._has_arrived(round) and not self._at_bound():
@@ -308,11 +319,11 @@ class ModelFlow(Flow):
         return True
 
     def _has_arrived(self, round: Round) -> bool:
-        """Return True if the tally has arrived.
+        """Return True if the tally has arrived, in a node on all workers of the node.
 
-        The workers of a node must decide in the same step. There the result is True if the tally
-        had arrived on all workers of the node when they last called ``_agree_inside_node``. At a
-        barrier no agreement is needed, because every worker has waited for the tally.
+        The workers of a node must decide in the same step. They use the arrival that the last call
+        of ``_agree_inside_node`` found. At a barrier no agreement is needed, because every worker
+        has waited for the tally.
         """
         if self._node_arrived is None or self._pausing or self.worker.size == 1:
             return round.done()
@@ -320,6 +331,7 @@ class ModelFlow(Flow):
 
     @override
     def decide(self, round: Round) -> bool:
+        """Launch the parts that the strategy chooses. May land parts, and block for them."""
         state, shared, view = self.state, self.shared, self.state.view
         chosen: Round | None = round
         if self.strategy.tally_delay:
@@ -351,6 +363,7 @@ class ModelFlow(Flow):
 
     @override
     def pause(self, *, finishing: bool) -> None:
+        """Launch all queued parts. A queued part that is still in flight lands first; blocks."""
         self._pausing = True
         self.pipeline.launch_queued(wait=True)
 
@@ -379,13 +392,13 @@ class ModelFlow(Flow):
             worker.exact_mean.show(own, total, what=what)
 
     def consensus_weights(self, last: Round) -> tuple[float, float]:
-        """Return the weight of this worker in a consensus, and the sum over the workers.
+        """Return this worker's weight in a consensus, and the sum of all workers' weights.
 
         Args:
             last: The round that ``wait_for_all`` returned.
         """
         if self.shared.error_feedback:
-            # All workers count, even without new steps, because x − P contains quantization errors.
+            # All workers count, even without new steps: x − P may contain quantization errors.
             return 1.0, float(self.worker.size)
         return last.own.weight, last.wait().weight
 

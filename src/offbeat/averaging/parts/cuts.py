@@ -14,8 +14,8 @@ def cut_by_tensors(
 ) -> list[list[Tensor]]:
     """Cut a list of tensors into non-empty parts of about equal bytes. No tensor is divided.
 
-    With n parts the cut after part i is the boundary between tensors that is nearest to i/n of all
-    bytes, provided that every part gets a tensor.
+    With n parts, the cut after part i is the boundary between tensors that is nearest to i/n of all
+    bytes, among those that leave a tensor for every part.
 
     Args:
         tensors: The tensors, in order.
@@ -34,10 +34,10 @@ def cut_by_tensors(
 
 
 def cut_by_bytes(tensors: Sequence[Tensor], parts: int) -> list[Callable[[], list[Tensor]]]:
-    """Cut a list of tensors into parts of equal bytes, which may begin and end inside a tensor.
+    """Cut a list of tensors into parts of about equal bytes, which may begin inside a tensor.
 
-    A tensor that is not contiguous in memory is not divided. Parts may then differ by its size, and
-    there may be fewer parts.
+    A tensor that is not contiguous in memory is not divided. Parts may then differ by the size of
+    this tensor. There may be fewer parts than ``parts``.
 
     Args:
         tensors: The tensors, in order. Empty tensors are left out.

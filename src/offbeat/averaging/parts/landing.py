@@ -9,7 +9,7 @@ from offbeat.averaging.buckets import Bucket
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import Host
 
-# A link is slow if sums arrive at a lower rate. A link of about 5 Gbit/s reaches this rate.
+# A link counts as slow if sums arrive at a lower rate. A link of about 5 Gbit/s reaches this rate.
 _SLOW_BYTES_PER_SECOND = 400e6
 
 
@@ -20,8 +20,8 @@ class Landing:
     Attributes:
         handle: The sum.
         write: Function that writes the result after it has arrived.
-        swap: Function that writes the result and stores the previous values. None: the result
-            cannot be written in a way that can be undone.
+        swap: Function that writes the result and stores the previous values. None: a written
+            result cannot be undone.
         undo: Function that restores the values from before ``swap``.
     """
 
@@ -34,7 +34,7 @@ class Landing:
 def bucket_landing(handle: Handle[Tensor], bucket: Bucket, total: float) -> Landing:
     """Return a landing that replaces the tensors of ``bucket`` by their sum divided by ``total``.
 
-    The sum arrives in the staging tensor of the bucket.
+    The sum must arrive in the staging tensor of ``bucket``, the flat copy of its tensors.
     """
     return Landing(
         handle,
@@ -54,7 +54,7 @@ def land(landings: Sequence[Landing], host: Host) -> None:
 
     Args:
         landings: The landings, in the order in which their sums were started.
-        host: Clock of this worker, which shows whether the link is slow.
+        host: Clock of this worker, which measures how fast the sums arrive.
 
     Raises:
         CommunicationError: a sum failed.
@@ -71,7 +71,7 @@ def land(landings: Sequence[Landing], host: Host) -> None:
                 written.append(early)
             sums = landing.handle.wait()
             now = host.now()
-            # With another scale a simulation exchanges a small placeholder, which is written fast.
+            # Another scale than 1 means a simulation, whose small placeholders are written fast.
             slow = host.scale == 1 and sums.nbytes < (now - before) * _SLOW_BYTES_PER_SECOND
             before = now
             if landing.swap is not None:

@@ -16,23 +16,22 @@ from offbeat.strategies.base import Outer, SharedModel
 def make_parts(worker: Worker, shared: SharedModel) -> list[Part]:
     """Make the parts of a model that is equal on all workers.
 
-    Two kinds of parts exist. With error feedback the quantization error stays in the local model.
-    These parts have equal bytes and may begin inside a tensor. Otherwise a part consists of whole
-    tensors.
+    There are two kinds of parts. With ``shared.error_feedback`` the quantization error stays in the
+    local model. These parts have about equal bytes and may begin inside a tensor. Without it, a
+    part consists of whole tensors.
 
     A node is a group of workers on one machine that act as one towards other nodes. If each worker
-    of a node holds shards of the model, it cuts these, and averages them with the worker of every
-    other node that holds the same shards. All workers of the node then have the same number of
-    parts, some of which may be empty. Parts of whole tensors contain the same parameters as without
-    shards. Parts of equal bytes are cut from each worker's shards, so that all workers of the node
-    send equally many bytes.
+    of a node holds shards of the model, it cuts these shards, and averages them with the worker of
+    every other node that holds the same shards. All workers of the node then have the same number
+    of parts, some of which may be empty. Parts of whole tensors contain the same parameters as
+    without shards. Parts of equal bytes are cut from each worker's own shards.
 
     Args:
         worker: This worker.
         shared: The number and kind of the parts.
 
     Raises:
-        ValueError: there are more parts than parameter tensors, and tensors are not divided.
+        ValueError: there are more parts than parameter tensors, without ``error_feedback``.
     """
     tensors, team = [p for _, p in worker.replica.parameters], worker.team
     size = round(team.host.scale * sum(t.nbytes for t in tensors))

@@ -2,14 +2,14 @@
 
 All workers hold the same shared model P, and each trains a local model x. A *part* is a group of
 parameters that is averaged separately. To *launch* it, each worker sends its update u = x − P, and
-the sum over the workers starts. The part is *in flight* until it *lands*: then P moves by the
-weighted mean update D = Σ w·u / Σ w, or by an outer step along D. In x the movement of P replaces
-u. A worker without new steps has the weight w = 0. Floating-point buffers may be averaged together
-with a part.
+the sum over the workers starts. The part is *in flight* until it *lands*: until P moves by a step
+Δ, and x by Δ − u. Δ is the weighted mean update D = Σ w·u / Σ w, or an outer step along D. A worker
+that contributes nothing, for example because it has taken no step, has the weight w = 0.
+Floating-point buffers may be averaged together with a part.
 
-The *wire* sums over the workers, and may quantize what it sends. There are two kinds of parts. In a
-``SnapshotPart`` the wire stores the quantization errors. A worker that does not store P sends x
-instead of u. In an ``UpdatePart`` the quantization error stays in x.
+The *wire* sums tensors over the workers, and may quantize them. Two subclasses differ in the place
+of the quantization errors. In a ``SnapshotPart`` the wire stores them, and a worker that does not
+store P sends x instead of u. In an ``UpdatePart`` they stay in x.
 """
 
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ from offbeat.transport.team import Team
 _SHARED_BYTES = 2**20  # buffers of at most this total size share a message with parameters
 
 Tensors = Callable[[], Sequence[Tensor]]
-"""Function that returns tensors. A part calls it at each launch, because a module may replace its
+"""Function that returns tensors. A part calls it repeatedly, because a module may replace its
 buffers or be moved to another device."""
 
 
@@ -50,22 +50,22 @@ class Part(ABC):
             never quantized.
         outer: The outer step of P along D, which may have a momentum v. None: P ← P + D.
         step: Number of local steps so far.
-        share_bucket: True if small buffers share a bucket, and so a message, with parameters.
+        share_bucket: True if small buffers may share a bucket, and so a message, with parameters.
 
     Attributes:
         base: P, one flat tensor for each bucket of parameters. Empty if P is not stored.
         velocity: v, one flat tensor for each bucket of parameters. Empty without outer momentum.
-        buffer_base: Buffers at the last landing, one flat tensor for each bucket. Empty if P is not
-            stored.
-        sums: Sums in flight, one flat tensor for each bucket. Complete after ``before_save``.
-        own: Values that this worker has sent, one flat tensor for each bucket. Complete after
-            ``before_save``.
+        buffer_base: Mean of the buffers at the last landing, at first the initial buffers, one flat
+            tensor for each bucket. Empty if P is not stored.
+        sums: Sums in flight, one flat tensor for each bucket. Valid after ``before_save``.
+        own: This worker's values at the launch, one flat tensor for each bucket: a snapshot of x,
+            or in an ``UpdatePart`` the sent u. Valid after ``before_save``.
         in_flight: True from the launch to the landing.
         weight: Σ w over the workers in the last launch, valid after ``wait``.
         launched_step: Local step of the last launch.
-        synced_step: Last local step of this worker that other workers have received.
+        synced_step: Local step up to which all changes of x were sent, or undone by ``restore``.
         launched_seconds: Time of the last launch on this worker's clock.
-        arrived_seconds: Time at which this worker found that the sums had arrived. None before.
+        arrived_seconds: Time at which this worker found that the sums had arrived. None: not yet.
         buckets: Buckets that contain parameters, followed by buckets that contain only buffers.
         parameter_buckets: Number of buckets that contain parameters.
         keeps_base: True if this worker stores P, so that ``restore`` is possible.
@@ -181,21 +181,20 @@ class Part(ABC):
         precision: Precision | None = None,
         outer_step: Handle[tuple[float, float]] | None = None,
     ) -> None:
-        """Start the sums. Never waits for ``total`` or ``outer_step``.
+        """Start the sums over the workers. Never waits for ``total`` or ``outer_step``.
 
         Args:
             total: Σ w over the workers.
-            weight: w of this worker. 0 sends an update of 0.
+            weight: w of this worker. With 0 the worker sends an update of 0.
             step: Number of local steps so far.
             what: Name of the operations in error messages.
-            buffer_weight: Weight of this worker's buffers. None: ``weight``. If this worker counts
-                in ``total``, it must send its buffers even when its update is 0, because the sum of
-                the buffers is divided by ``total``.
-            precision: Precision of the parameters in this launch. None: that of the wire. Only an
-                ``UpdatePart`` accepts it.
+            buffer_weight: Weight of this worker's buffers. None: ``weight``. The sum of the buffers
+                is divided by ``total``. So a worker that counts in ``total``, but sends an update
+                of 0, should still send its buffers.
+            precision: Precision of the parameters in this launch, only for an ``UpdatePart``. None:
+                the precision of the wire.
             outer_step: Factors μ and a of the outer step P ← P + η·(D + a·v), where v ← μ·v + D and
-                η is ``outer.lr``. None: both are ``outer.momentum``. Only an ``UpdatePart`` accepts
-                it.
+                η is ``outer.lr``; only for an ``UpdatePart``. None: both are ``outer.momentum``.
         """
 
     def _begin(self, total: Handle[float], weight: float, step: int) -> None:
@@ -207,7 +206,7 @@ class Part(ABC):
         self.launched_seconds, self.arrived_seconds = self._team.host.now(), None
 
     def arrived(self) -> bool:
-        """Return True if the part is in flight and ``land`` would not wait. Never blocks."""
+        """Return True if the part is in flight and its sums have arrived. Never blocks."""
         if self.in_flight and self.arrived_seconds is None:
             self._wire.start_second_stages()
             # Operations usually finish in order, so the last one is the most likely to be missing.
@@ -227,16 +226,16 @@ class Part(ABC):
 
     @abstractmethod
     def _receive(self) -> None:
-        """Wait for the handles, and copy sums that arrive elsewhere to the staging tensors."""
+        """Wait for the operations in flight, and store the results for ``_write``."""
 
     def land(self, step: int, *, extra: Sequence[Landing] = ()) -> None:
-        """Wait for the sums, then move P and the model.
+        """Wait for the sums, then move P and the model, unless Σ w is 0.
 
         If a sum fails, P and the model do not change.
 
         Args:
             step: Number of local steps so far.
-            extra: Further sums whose results are written together with this part.
+            extra: Further sums, which land together with this part.
         """
         assert self.in_flight, "a part that was not launched cannot land"
         self.wait()
@@ -246,15 +245,16 @@ class Part(ABC):
             self._write(moved=step > self.launched_step, show=False)
 
     def discard(self) -> None:
-        """Wait for the sums in flight, and discard them. Allowed only if P is not stored."""
+        """Wait for the sums in flight, and ignore them. Allowed only if P is not stored."""
         assert not self.keeps_base, "P must move in the same way on all workers"
         self.wait()
         self.in_flight = False
 
     def show(self, step: int) -> None:
-        """Change the model as if the part had landed. P and the sums in flight do not change.
+        """Change the model as if the part had landed. Waits. P and the sums do not change.
 
-        Used for a consensus, the mean of all models, after which the caller restores the model.
+        Used when the mean of all models replaces the model temporarily. The caller then restores
+        the local model.
 
         Args:
             step: Number of local steps so far.
@@ -269,15 +269,15 @@ class Part(ABC):
         """Move P and the model, after all sums have arrived.
 
         Args:
-            moved: True if the worker has taken steps since the launch. The model keeps them.
+            moved: True if the model has changed since the launch. The model keeps this change.
             show: True to change only the model, and not P, v and the sums.
         """
 
     def restore(self, step: int) -> None:
-        """x ← P. This discards the local steps that were not sent.
+        """x ← P, or x ← P + u while an ``UpdatePart`` is in flight. Buffers ← ``buffer_base``.
 
-        If the part is in flight, its landing is corrected, so that x = P holds after the landing,
-        too. Buffers get their values of the last landing.
+        Local steps that were not sent are lost. If the part is in flight, its landing then gives
+        x = P, provided that no further step is taken before the landing.
 
         Args:
             step: Number of local steps so far.
@@ -293,10 +293,10 @@ class Part(ABC):
         self.synced_step = step
 
     def _restored(self, index: int) -> None:  # noqa: B027
-        """If the part is in flight, correct its landing after x ← P in bucket ``index``."""
+        """Prepare a part in flight for its landing, after x ← P in bucket ``index``."""
 
     def _restored_buffers(self, index: int) -> None:  # noqa: B027
-        """If the part is in flight, correct its landing after buffers of a bucket were restored."""
+        """Prepare a part in flight for its landing, after buffers of a bucket were restored."""
 
     def _write_buffers(self, index: int, sent: Tensor | None, *, show: bool) -> None:
         """Write the mean of the buffers; see ``PartBucket.write_buffers``.
@@ -312,14 +312,14 @@ class Part(ABC):
             torch.div(bucket.buffer_values, self.weight, out=self.buffer_base[index])
 
     def before_save(self) -> None:
-        """Wait for the sums in flight, and complete ``sums`` and ``own`` for a checkpoint."""
+        """Wait for the sums in flight. Then ``sums`` and ``own`` are valid for a checkpoint."""
         self.wait()
 
     def after_load(self) -> None:  # noqa: B027
         """Continue from the fields that were loaded from a checkpoint."""
 
     def release(self) -> None:
-        """Free the staging tensors, unless the part is in flight or ``sums`` are stored in them."""
+        """Free the staging tensors, unless the part is in flight or ``sums`` is not empty."""
         if not self.in_flight and not self.sums:
             for bucket in self.buckets:
                 bucket.release()

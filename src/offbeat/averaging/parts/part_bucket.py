@@ -42,24 +42,24 @@ class PartBucket(Bucket):
         return self.flat[self._split :]
 
     def parameters_of(self, flat: Tensor) -> Tensor:
-        """Return the elements for the parameters, of a tensor with the layout of ``flat``."""
+        """Return the parameters' section of ``flat``, which has the staging tensor's layout."""
         return flat[: self._split]
 
     def buffers_of(self, flat: Tensor) -> Tensor:
-        """Return the elements for the buffers, of a tensor with the layout of ``flat``."""
+        """Return the buffers' section of ``flat``, which has the staging tensor's layout."""
         return flat[self._split :]
 
     def copy_parameters(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Copy the parameters to a new flat tensor.
+        """Copy the parameters to a new flat tensor. Overwrites the staging tensor.
 
         Args:
-            dtype: Dtype of the new tensor. None: that of the staging tensor.
+            dtype: Dtype of the new tensor. None: the dtype of the staging tensor.
         """
         self.pack()
         return self.parameter_values.to(dtype or self.flat.dtype, copy=True)
 
     def copy_buffers(self) -> Tensor:
-        """Copy the buffers to a new flat tensor, which may be empty."""
+        """Copy the buffers to a new flat tensor, maybe empty. Overwrites the staging tensor."""
         self.pack()
         return self.buffer_values.clone()
 
@@ -67,11 +67,12 @@ class PartBucket(Bucket):
         """Write the mean of the buffers over the workers.
 
         The staging tensor holds the sum Σ w·b over the workers. The mean is this sum divided by
-        ``weight``. If ``sent`` is given, each buffer changes by mean − sent (see ``add_clamped``).
-        This keeps the changes since ``sent`` was sent. Otherwise the buffers become the mean.
+        ``weight``. If ``sent`` is None, the buffers become the mean. Otherwise each buffer changes
+        by mean − sent, but at most to the mean (see ``add_clamped``). So changes since the launch
+        are kept.
 
         Args:
-            sent: Values that this worker has sent, 1-D. None if it has taken no step since then.
+            sent: Values of this worker at the launch, 1-D. None if it has taken no step since then.
             weight: Σ w, the sum of the workers' weights.
         """
         if not self.buffers:

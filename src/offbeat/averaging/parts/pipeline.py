@@ -2,9 +2,10 @@
 
 All workers hold the same P, and each trains a local model x. A *part* is a group of parameters that
 is averaged separately. In a *round* all workers decide by votes which parts to launch next. These
-launches are *queued*. To *launch* a part, the worker sends its update x − P of the part, so that
-the workers start to average the updates. The part is then *in flight*. When the mean has *arrived*,
-the part can *land*: the mean update is added to P, and replaces this worker's update in x.
+launches are *queued*. To *launch* a part, the worker sends its update u = x − P of the part, so
+that the workers start to average the updates. The part is then *in flight*. When the sum of the
+updates has *arrived*, the part can *land*: P moves by Δ, the mean update or an outer step along it,
+and x moves by Δ − u.
 """
 
 import math
@@ -20,8 +21,8 @@ from offbeat.checkpoint.state import transient
 from offbeat.strategies.base import Launch, Precision, SharedModel, Strategy, WorkerView
 from offbeat.transport.handle import Completed
 
-# The pipeline adds up ‖u‖² and ‖D‖² over the landings, where u is this worker's update and D the
-# mean update. A summand decays to 1/e while each part of the model lands this many times.
+# With error feedback the pipeline adds up ‖u‖² and ‖D‖² over the landings, where D is the mean
+# update. A summand decays to 1/e while each part of the model lands this many times.
 _SMOOTHED_PASSES = 5
 
 
@@ -31,7 +32,8 @@ class QueuedLaunch:
 
     Attributes:
         part: Index of the part.
-        round: The round. Its tally, the sum of the votes, contains the sum of the workers' weights.
+        round: The round that decided the launch. The sum of its votes contains Σ w, the sum of the
+            workers' weights.
         precision: Precision of this launch. None: the precision given to ``attach``.
     """
 
@@ -48,11 +50,12 @@ class PipelineState:
         parts: The parts of the shared model.
         next_part: Index of the part that is launched next.
         in_flight: Indices of the parts in flight, the oldest first.
-        fresh_step: Local step of the newest launch that has landed.
+        fresh_step: Local step of the newest launch that has landed; at first, of the view's start.
         flight_seconds: Seconds from launch to arrival, summed over all landings.
-        queue: Launches that were decided and have not started, because the first of them concerns a
-            part that is still in flight.
+        queue: Launches that were decided and have not started, for example because the first of
+            them concerns a part that is still in flight.
         spent: Seconds spent on each launch and landing since the last step boundary, without waits.
+            Empty unless ``lands="arrived"``.
     """
 
     parts: list[Part]
@@ -71,15 +74,15 @@ class Pipeline:
         worker: This worker.
         strategy: The strategy, whose ``outer_step`` is called for each launch.
         shared: Return value of ``strategy.averages()``.
-        view: The ``WorkerView`` that the strategy reads. The pipeline updates its counters and
-            what it says about the parts.
+        view: The ``WorkerView`` that the strategy reads. The pipeline updates the fields about
+            parts, launches and landings.
         check: Policy for non-finite contributions.
 
     Attributes:
         state: State for checkpoints.
-        changed: True if a part was launched or landed. The flow resets it.
-        report_non_finite: True if the next vote must report non-finite values, because a part
-            became non-finite after the vote for its launch.
+        changed: True if a part was queued, launched or landed since the flow reset this flag.
+        report_non_finite: True if the next vote must report non-finite values, because a part was
+            non-finite at its launch and this worker's vote had not reported that.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class Pipeline:
 
     @property
     def unsynced(self) -> bool:
-        """True if this worker's model contains changes that no other worker has received."""
+        """True if the model contains local changes not sent, or with ``lands=0`` not landed."""
         step = self._worker.step
         return self._worker.touched or any(step > part.synced_step for part in self.parts)
 
@@ -125,7 +128,7 @@ class Pipeline:
                 part.synced_step = step
 
     def arrived(self) -> int:
-        """Return the number of parts that can land now, the oldest first. Never blocks.
+        """Return the number of parts that can land now. Never blocks.
 
         Parts land in the order of their launches. So a part does not count if an older one has not
         arrived.
@@ -174,7 +177,7 @@ class Pipeline:
             self._update_view()
 
     def _update_view(self) -> None:
-        """Tell the strategy which parts are in flight."""
+        """Tell the strategy which parts are in flight, and set ``changed``."""
         state, view, self.changed = self.state, self._view, True
         view.in_flight_steps = [self.parts[i].launched_step for i in state.in_flight]
         view.ready = not self.next_part.in_flight
@@ -186,9 +189,8 @@ class Pipeline:
         began = worker.team.host.now()
         weight = buffer_weight = round.own.weight
         if shared.eager and worker.guarded and worker.size > 1 and not self.finite(part):
-            # The part became non-finite after the vote, which has already announced this worker's
-            # weight. It sends an update of 0. With the policy "exclude" its buffers are restored
-            # before they are sent.
+            # The vote has announced this worker's weight and not reported the part. The worker
+            # sends an update of 0. With the policy "exclude" it also sends restored buffers.
             weight = 0.0
             buffer_weight = buffer_weight if worker.excludes else 0.0
             self._apply_non_finite_policy()
@@ -206,13 +208,13 @@ class Pipeline:
             outer_step=outer_step,
         )
         if not shared.blocking:
-            # Otherwise ``land`` sets it: if a worker is lost before, the local model still contains
-            # the steps and no other worker has received them.
+            # A blocking part is synced when it lands: if a worker is lost before, the local model
+            # still contains the steps, and no other model contains them.
             part.synced_step = worker.step
         self._spend(began)
 
     def _apply_non_finite_policy(self) -> None:
-        """Handle a part that became non-finite after the vote for its launch."""
+        """Handle a part that is non-finite at its launch, which the vote has not reported."""
         if self._worker.excludes:
             self._check.exclude_late(self._worker.step)
             self.restore()
@@ -227,10 +229,11 @@ class Pipeline:
     # -- landing ---------------------------------------------------------------------------------
 
     def land(self, *, take: bool = True) -> None:
-        """Land the oldest part in flight. Waits for it.
+        """Wait for the oldest part in flight, and land it.
 
         Args:
-            take: True to move the local model by the mean. False to leave it unchanged.
+            take: True to apply the mean to the local model. False to discard the mean, which is
+                allowed only if P is not stored.
         """
         state, view, worker = self.state, self._view, self._worker
         view.step = worker.step  # ``outer_step`` may be called now
@@ -262,8 +265,8 @@ class Pipeline:
         """Start the mean of the optimizers' state, which lands together with the last part.
 
         Returns:
-            The sums in flight. Empty if ``part`` is not the last part, or if the strategy does not
-            average the state.
+            The sums in flight. Empty if ``part`` is not the last part, if no worker contributes, or
+            if the strategy does not average the state.
         """
         if not self._shared.optimizer_state or part is not self.parts[-1]:
             return []
@@ -281,16 +284,18 @@ class Pipeline:
     def show(self) -> None:
         """Change the model as if all parts in flight had landed. Waits for them.
 
-        Used for a consensus, the mean of all models, after which the caller restores the model.
+        Used when the mean of all models replaces the model temporarily. The caller then restores
+        the local model.
         """
         self._view.step = self._worker.step
         for index in self.state.in_flight:
             self.parts[index].show(self._worker.model_version)
 
     def restore(self) -> None:
-        """x ← P in all parts, if P is stored. Then reset optimizer state that is not finite.
+        """``Part.restore`` for all parts, and reset optimizer state that is not finite.
 
-        More than one part may be non-finite, so all parts are restored.
+        Does nothing if a part does not store P. More than one part may be non-finite, so all parts
+        are restored.
         """
         if all(part.keeps_base for part in self.parts):
             for part in self.parts:
@@ -300,8 +305,9 @@ class Pipeline:
     def average_residuals(self) -> None:
         """x ← P + mean(x − P), where the residuals x − P are sent in int8.
 
-        No part may be in flight. Residuals are quantized in blocks of 512 elements, with an error
-        of at most 1/254 of the largest residual in the block. Their sum may be quantized once more.
+        Requires error feedback and that no part is in flight. Residuals are quantized in blocks of
+        512 elements, with an error of at most 1/254 of the largest residual in the block. The sum
+        of the residuals may be quantized once more.
         Both errors are small compared to the model, because residuals are small compared to P.
         """
         worker = self._worker
@@ -323,7 +329,7 @@ class Pipeline:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def before_save(self) -> None:
-        """Launch the queued parts, and wait for everything in flight."""
+        """Launch the queued parts, and wait for all sums in flight."""
         self.launch_queued(wait=True)
         for part in self.parts:
             part.before_save()

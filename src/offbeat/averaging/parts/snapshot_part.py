@@ -22,7 +22,7 @@ from offbeat.transport.team import Team
 
 
 class SnapshotPart(Part):
-    """A part whose workers send snapshots of the model, or if P is stored, their difference to P.
+    """A part whose workers send snapshots of the model, minus P if P is stored.
 
     s is the snapshot of a worker at the launch, and w the weight of the worker. The outer step of P
     has the learning rate η and the Nesterov momentum μ:
@@ -36,8 +36,8 @@ class SnapshotPart(Part):
     minus the sent value, but each element stays between its value and the mean. So a variance stays
     positive.
 
-    P is stored if there is an outer step, or if the wire is lossy. Differences to P are small, and
-    so are their quantization errors.
+    P is stored if there is an outer step, if the wire is lossy, or with ``anchored``. Differences
+    to P are small, and so are their quantization errors.
 
     Args:
         anchored: True to store P in any case.
@@ -45,7 +45,8 @@ class SnapshotPart(Part):
 
     The other arguments are those of ``Part``.
 
-    *Memory*, in copies of the part: the sums; s with ``keeps_steps``; P and v, if stored.
+    *Memory*, in copies of the part: one for the sums, one for s with ``keeps_steps``, one for P
+    if stored, and one for v with an outer momentum.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class SnapshotPart(Part):
         self.arrived_seconds = self._team.host.now()
 
     def _plain_landings(self) -> Iterator[Landing]:
-        """Yield the landings x ← Σ w·s / Σ w of all buckets."""
+        """Yield the landings x ← Σ w·s / Σ w of all buckets. If Σ w = 0, they write nothing."""
         for handle, bucket in zip(self._handles, self.buckets, strict=True):
             if self.weight:
                 yield bucket_landing(handle, bucket, self.weight)
@@ -176,7 +177,7 @@ class SnapshotPart(Part):
             add_to(bucket.parameters, (base - own).to(values.dtype), 1.0)
 
     def _moved_base(self, i: int, show: bool) -> Tensor:
-        """Return P of bucket i after the outer step. With ``show`` the stored P does not move."""
+        """Move P and v of bucket i, and return P. With ``show`` the stored values do not change."""
         old, flat = self.base[i], self.buckets[i].parameter_values
         dtype = torch.promote_types(old.dtype, flat.dtype)
         mean = flat.to(dtype, copy=True).div_(self.weight)  # D

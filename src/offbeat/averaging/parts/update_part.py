@@ -1,10 +1,10 @@
-"""A part whose quantization error stays in the local model: error feedback without extra memory.
+"""A part whose quantization error stays in the local model, and is sent with the next update.
 
 All workers hold the same shared model P, and each trains a local model x. A *part* is a group of
 parameters that is averaged separately. At its *launch* a worker sends the update u = C(x − P),
-where C is the quantization. At the *landing* P moves by the mean of all updates, and x by the mean
-minus this worker's u. So the quantization error of x − P remains in x − P, and the next launch
-sends it.
+where C is the quantization. At the *landing* P moves by Δ, the mean of the updates or an outer step
+along it, and x moves by Δ − u. So the quantization error of x − P remains in x − P, and the next
+launch sends it.
 """
 
 from dataclasses import dataclass
@@ -26,32 +26,32 @@ from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.team import Team
 
 Squares = NDArray[np.float64]
-"""The two numbers ‖D‖² and ‖u‖², summed over the pieces of a part."""
+"""The two numbers ‖D‖² and ‖u‖² of the pieces of one bucket that have landed so far."""
 
 
 @dataclass(init=False, eq=False)
 class UpdatePart(Part):
-    """A part with error feedback.
+    """A part with error feedback: its quantization error stays in x until the next launch.
 
         launch:   u = C(x − P)
-        landing:  D = Σ w·u / Σ w            w: 1, or 0 for a worker that sends no update
+        landing:  D = Σ w·u / Σ w            w: 1, or 0 for a worker without an update
                   v ← μ·v + D                μ: momentum
                   Δ = η·(D + a·v)            η: outer learning rate, a: factor of the momentum
                   P ← P + Δ
                   x ← x + Δ − u
 
-    μ and a may differ between launches. D, u and Δ are never stored as whole tensors. Instead a
-    landing decodes the received payloads piece by piece, and moves P, v and x while a piece is in
-    the processor's cache.
+    μ and a may differ between launches. If the wire quantizes, u and the sum are stored encoded,
+    except for a checkpoint. On a CPU, a landing decodes them piece by piece, and moves P, v and x
+    while a piece is in the processor's cache. On a GPU, a piece is a whole bucket.
 
     The arguments are those of ``Part``.
 
     Attributes:
-        fade: μ of the launch in flight.
-        ahead: a of the launch in flight.
+        fade: μ of the last launch whose sums were received.
+        ahead: a of the last launch whose sums were received.
 
-    *Memory*, in copies of the part: P, and v if there is an outer momentum. While the part is in
-    flight also the payloads of u and of the sum.
+    *Memory*, in copies of the part: P, and v if there is an outer momentum. In flight, u and the
+    sum are stored, too, encoded at the precision of the launch.
     """
 
     fade: float = 0.0
@@ -139,10 +139,11 @@ class UpdatePart(Part):
             self._updates, self._own_buffers = [], []
 
     def _write_bucket(self, i: int, show: bool) -> None:
-        """P ← P + Δ; x ← x + Δ − u, in pieces. With ``show`` only x changes.
+        """v ← μ·v + D; P ← P + Δ; x ← x + Δ − u, in pieces. With ``show`` only x changes.
 
-        A piece is decoded and applied in one pass if the payloads are packed integers and compiled
-        kernels exist for the tensors.
+        Compiled kernels need contiguous float32 tensors on the CPU, and neither ``show`` nor a
+        simulated model. They decode and apply a piece in one pass if its u and its sum are encoded
+        as integers.
         """
         update, base = self._updates[i], self.base[i]
         view = FlatView(self.buckets[i].parameters)
@@ -178,7 +179,7 @@ class UpdatePart(Part):
         i: int,
         start: int,
     ) -> None:
-        """shift ← Δ − u for one piece, decoded from packed payloads in one pass. Moves P and v."""
+        """shift ← Δ − u for one piece, in one pass. Moves P and v, and adds to ``squares``."""
         piece = slice(start, start + shift.numel())
         base = self.base[i]
         velocity = self.velocity[i][piece] if self.velocity else base[:0]
@@ -199,7 +200,10 @@ class UpdatePart(Part):
         start: int,
         show: bool,
     ) -> None:
-        """scratch[0] ← Δ − u for one piece, decoded first. Moves P and v, unless ``show``."""
+        """Decode one piece of the sum and of u, then scratch[0] ← Δ − u.
+
+        Unless ``show`` is set, this moves P and v, and adds to ``squares``.
+        """
         shift, sent = scratch
         base = self.base[i][start : start + shift.numel()]
         velocity = self.velocity[i][start : start + shift.numel()] if self.velocity else base[:0]
