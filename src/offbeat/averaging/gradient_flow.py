@@ -172,7 +172,7 @@ class GradientFlow(Flow):
             contribute = stepping and vote.weight != 0
             mean = self.state.means[optimizer]
             sums = mean.reduce(sums, contribute=contribute, take=stepping)
-        return self.rounds.arrived(vote, sums, optimizer)
+        return self.rounds.from_sums(vote, sums, optimizer)
 
     @override
     def is_finite(self, optimizer: int, *, stepping: bool) -> bool:

@@ -7,18 +7,19 @@ is sent when the optimizer is about to step.
 Together with the last bucket the workers sum some numbers, the *agreement*:
 
 - the caller's numbers, such as votes;
-- the number of workers on which a gradient changed after its bucket was sent, by a further backward
-  pass, clipping or unscaling;
+- the number of workers that must send buckets again, because a gradient changed after its bucket
+  was sent, for example by a further backward pass, clipping or unscaling;
 - the number of workers that contribute gradients;
-- for each parameter, the number of workers that have a gradient, and how many of these are sparse.
+- for each parameter, the number of workers that contribute a gradient, and how many of these
+  gradients are sparse.
 
-If any gradient changed, all workers send all buckets but the last again. The *wire* sums the
-gradients, and may quantize them. The agreement is never quantized. It is part of the bucket's
-message if there is only one bucket and the wire does not quantize. Otherwise it is a separate
-message.
+If a worker must send buckets again, all workers send all buckets but the last again. The *wire*
+sums the gradients, and may quantize them. The agreement is never quantized. If there is only one
+bucket and the wire does not quantize, the agreement is part of the bucket's message. In all other
+cases it is a separate message.
 
-Sparse gradients are sent as dense ones. Their mean is made sparse again, because some optimizers
-accept only sparse gradients.
+Sparse gradients are sent as dense ones. The mean is made sparse again if all gradients of the
+parameter are sparse, because some optimizers accept only sparse gradients.
 """
 
 from collections.abc import Sequence
@@ -46,9 +47,10 @@ def gradient_buckets(
 
     Args:
         parameters: Parameters of one optimizer in the model's order, the same on all workers.
-        bucket_bytes: Largest size of a bucket in bytes. The first bucket is closed after 1 MiB.
-        scale: Number of elements of the full model for which one element stands (``Host.scale``).
-            Not 1 only in a simulation.
+        bucket_bytes: Largest size of a bucket in bytes, unless a single parameter is larger. The
+            first bucket is full once it holds 1 MiB.
+        scale: Number of parameters of the full model that one element represents. It is 1, except
+            in a simulation with placeholder tensors.
     """
     order = [p for p in reversed(parameters) if p.numel()]
     first = min(bucket_bytes, FIRST_BUCKET_BYTES)
@@ -68,7 +70,7 @@ class _GradientBucket(Bucket):
         stream: Name under which the wire keeps the quantization errors of this bucket.
 
     Attributes:
-        handle: The sum in flight.
+        handle: The newest sum, in flight or complete.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], tail: int, stream: str) -> None:
@@ -112,8 +114,8 @@ class _GradientBucket(Bucket):
 
         Args:
             divisor: Number of contributing workers.
-            layouts: Layout of the mean for each parameter. With "none" no worker has a gradient,
-                and ``grad`` stays None.
+            layouts: Layout of the mean for each parameter. With "none" no worker contributes a
+                gradient, and a ``grad`` of None does not change.
         """
         targets: list[Tensor] = []
         # Gradients that cannot be written in place, because they are missing or sparse.
@@ -223,9 +225,10 @@ class GradientMean:
         self.overlap = overlap and len(self._buckets) > 1
 
     def start(self, index: int) -> None:
-        """Send bucket ``index``, whose gradients are complete. Does nothing without ``overlap``.
+        """Send bucket ``index``, whose gradients are complete.
 
-        The caller starts the buckets in order, and leaves the last one to ``reduce``.
+        Call this in order, for all buckets but the last, which ``reduce`` sends. Does nothing
+        without ``overlap`` or for a bucket out of order.
         """
         if self.overlap and index == self._next:
             self._launch(self._buckets[index], contribute=True)
@@ -253,7 +256,7 @@ class GradientMean:
     ) -> list[float]:
         """Replace the gradients by their mean over the contributing workers. Blocks.
 
-        If a sum fails, no gradient changes.
+        If a sum fails, or if no worker contributes, no gradient changes.
 
         Args:
             slots: The caller's numbers, as many as the constructor's argument ``slots``.
@@ -284,7 +287,7 @@ class GradientMean:
         layouts = [_layout(count) for count in sums[self._slots + 2 :]]
         if changed:
             # On some worker a bucket was sent too early. All workers send all buckets but the last
-            # again. Nobody uses the first sums, so the wire restores its quantization errors from
+            # again. The first sums are ignored, so the wire restores its quantization errors from
             # before these sums.
             for bucket in others:
                 bucket.handle.wait()
@@ -309,8 +312,8 @@ class GradientMean:
     def _agree(self, numbers: list[float], contribute: bool) -> Handle[Tensor]:
         """Sum ``numbers`` over the workers, and send the last bucket.
 
-        The numbers are in the tail of the bucket. If it has no tail, they are sent in a separate
-        message before it.
+        The numbers are in the tail of the bucket. If the bucket has no tail, the numbers are sent
+        in a separate message before the bucket.
         """
         last = self._buckets[-1]
         if last.tail.numel():

@@ -43,14 +43,14 @@ def _local_values(state: dict[str, Any]) -> list[Tensor]:
 
 
 def _is_quantized(value: Tensor) -> bool:
-    """Return True for a quantized tensor, such as those of bitsandbytes and torchao."""
+    """Return True if a tensor may be quantized, such as those of bitsandbytes and torchao."""
     if type(value) not in (Tensor, nn.Parameter):
         return True
     return value.dtype in (torch.uint8, torch.int8) and value.numel() > 1
 
 
 class OptimizerState:
-    """Averages the optimizers' state of the averaged parameters, such as momentum.
+    """Averages the floating-point state of the averaged parameters, such as momentum.
 
     Counters named ``step`` are not averaged. Only tensors that exist on all workers are averaged,
     because a worker has no state for a layer that it has not used yet.
@@ -73,8 +73,8 @@ class OptimizerState:
     def launch(self, weight: float, total: float) -> list[Landing]:
         """Start state ← Σ w·state / Σ w. Blocks while the workers compare lists of their tensors.
 
-        *Communication*: one sum of the state, never quantized, and 16 bytes for the comparison. If
-        the lists differ, the workers also exchange the lists.
+        *Communication*: sums of the state, never quantized, and 16 bytes for the comparison. If the
+        lists differ, the workers also exchange the lists.
 
         Args:
             weight: Weight w of this worker (≥ 0).
@@ -94,7 +94,7 @@ class OptimizerState:
         return [start(bucket) for bucket in make_buckets(tensors[line] for line in common)]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return this worker's tensors by a line of text that describes the tensor.
+        """Return this worker's tensors. The key is a line of text that describes the tensor.
 
         Raises:
             AttachError: a tensor is quantized.

@@ -7,7 +7,7 @@ A *consensus* replaces the local model by the mean over all workers, as follows:
 - All other buffers, such as masks, become those of rank 0.
 - Frozen parameters do not change.
 
-Between two consensuses, strategies that average models apply the first rule only.
+Strategies that average models apply only the first rule during training.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,8 +29,8 @@ class Replica:
     Args:
         model: The model.
         trainable: The parameters to average, even if they have no gradient.
-        scale: Number of elements of the full model for which one element stands (``Host.scale``).
-            Not 1 only in a simulation. The size of a bucket is divided by it.
+        scale: Number of parameters of the full model that one element represents. It is 1, except
+            in a simulation with placeholder tensors. The size of a bucket is divided by ``scale``.
 
     Attributes:
         parameters: Name and tensor of each averaged parameter, sorted by name. Tied parameters
@@ -68,7 +68,7 @@ class Replica:
         return [name for name, p in self.parameters if id(p) not in current]
 
     def versions(self) -> list[int]:
-        """Return the version counter of each averaged parameter, which grows with each write."""
+        """Return torch's version counter of each averaged parameter. It grows with each write."""
         return [p._version for _, p in self.parameters]
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Replica:
         return buckets
 
     def forget_buckets(self) -> None:
-        """Discard all buckets, so that the next call of ``buckets`` makes new ones.
+        """Discard all buckets, so that the next call of ``buckets`` makes new buckets.
 
         Required after an operation was abandoned, because the communication backend may still write
         into the staging tensors of the old buckets.

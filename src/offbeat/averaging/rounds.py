@@ -1,9 +1,9 @@
-"""Rounds: all workers decide together whether to average.
+"""Rounds, in which all workers decide together what to average, if anything.
 
 Each worker sends a *vote*, a list of numbers. All workers receive the same *tally*, the sum of the
 votes. Every worker takes part in every round, so all workers make the same decisions and start the
 same operations in the same order. A worker without further data votes with ``stepping=False`` until
-no worker has data. The workers may therefore take different numbers of steps.
+no worker takes a step. The workers may therefore take different numbers of steps.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from offbeat.transport.handle import Completed, Handle
 
 
 class Rounds:
-    """Sends the votes of one worker, and numbers the rounds.
+    """Makes and sends the votes of one worker, and numbers the rounds.
 
     The numbers start at 0 in each view. A view is one composition of the group of workers.
 
@@ -39,7 +39,10 @@ class Rounds:
         finite: bool,
         numbers: tuple[float, ...],
     ) -> Vote:
-        """Make this worker's vote for the next round. The arguments are those of ``Vote``."""
+        """Begin the next round: return this worker's vote, which is not sent yet.
+
+        The arguments are those of ``Vote``.
+        """
         worker = self._worker
         vote = Vote(
             weight=weight,
@@ -65,15 +68,15 @@ class Rounds:
         """
         worker, values, size = self._worker, vote.encode(), self._worker.size
         if size == 1:
-            return self.arrived(vote, values, optimizer)
+            return self.from_sums(vote, values, optimizer)
         communicator = worker.team.communicator
         tensor = torch.tensor(values, dtype=torch.float64, device=communicator.control_device)
         handle = communicator.sum(tensor, what=f"votes at step {worker.step}")
         sums = handle.then(lambda total: vote.tally(total.tolist(), size))
         return Round(optimizer, vote, self._checked(sums))
 
-    def arrived(self, vote: Vote, sums: Sequence[float], optimizer: int) -> Round:
-        """Return a round whose sums have already arrived with another message, such as gradients.
+    def from_sums(self, vote: Vote, sums: Sequence[float], optimizer: int) -> Round:
+        """Return a round whose sums have already arrived, for example together with gradients.
 
         Args:
             vote: The vote of this worker.
@@ -84,7 +87,7 @@ class Rounds:
         return Round(optimizer, vote, self._checked(tally))
 
     def _checked(self, sums: Handle[Sums]) -> Handle[Sums]:
-        # The flow's state may hold the returned handle. If the handle held the worker, there would
-        # be a reference cycle.
+        # The function holds the check and the step, but not ``self``: a flow may hold the returned
+        # handle, and a handle that held the worker would make a reference cycle.
         check, step = self._check, self._worker.step
         return sums.then(lambda tally: check(tally, step))

@@ -1,6 +1,6 @@
 """Votes and tallies.
 
-In a *round* all workers decide together whether and what to average. Each worker sends a *vote*,
+In a *round* all workers decide together what to average, if anything. Each worker sends a *vote*,
 which is a list of numbers. All workers receive the *tally*, the elementwise sum of the votes.
 """
 
@@ -26,22 +26,22 @@ class Vote:
         weight: Weight of this worker in the mean (≥ 0).
         stepping: True if this worker takes a step in this round.
         finishing: True if this worker ends training, that is, inside ``Synchronizer.finish``.
-        wanted: Number of parts of the model that this worker would launch now, the return value of
-            ``Strategy.due``. 0 if this worker takes no step.
+        wanted: Return value of ``Strategy.due``, the number of parts of the model that this worker
+            wants to start to average. 0 if this worker takes no step.
         view: Number of the view, the present composition of the group of workers.
         round: Number of the round in this view.
-        finite: True if everything this worker is about to contribute is finite.
+        finite: False if this worker's contribution is known to contain NaN or infinity.
         rank: Rank of this worker.
         numbers: Return value of ``Strategy.vote``.
         measured: Measurements from which the wire chooses its precision, with ``wire="auto"``.
             Empty if the wire does not choose.
 
     ``encode`` returns the numbers that are summed over the workers, and ``tally`` decodes the sums.
-    A single number reports non-finite values: 0 if the worker's values are finite, otherwise
-    1 + 4096·(rank + 1). ``tally`` splits its sum with ``divmod`` into the number n of workers with
-    non-finite values, and the sum of their ranks plus n. If n = 1, this gives the rank. The sum is
-    exact in float64. A vote that is sent together with gradients may be summed in float32. Then the
-    sum is exact for one worker with non-finite values and a rank below 4095.
+    A single number reports non-finite values: 0 if ``finite``, else 1 + 4096·(rank + 1). ``tally``
+    splits the sum of these numbers with ``divmod`` into the number n of workers with non-finite
+    values, and the sum of their ranks plus n. If n = 1, this gives the rank. The sum is exact in
+    float64. A vote that is sent together with gradients may be summed in float32. Then the sum is
+    exact for one worker with non-finite values and a rank below 4095.
     """
 
     weight: float
@@ -105,7 +105,7 @@ class Sums:
 
     Attributes:
         weight: Sum of the weights.
-        stepping: Number of workers that take a step in this round. 0: all wait at a barrier.
+        stepping: Number of workers that take a step in this round. 0: all have reached a barrier.
         finishing: Number of workers that end training.
         wanted: Sum of ``Vote.wanted``.
         non_finite: Number of workers with non-finite values.
@@ -126,12 +126,12 @@ class Sums:
 
 @dataclass(frozen=True)
 class Round(Handle[Sums]):
-    """A round in progress. ``wait`` returns the sums of the votes.
+    """A round, whose sums may be in flight. ``wait`` returns the sums of the votes.
 
     Attributes:
         optimizer: Index of the optimizer whose gradients are averaged. 0 if models are averaged.
         own: Vote of this worker.
-        handle: Sums in flight.
+        handle: The sums, in flight or complete.
     """
 
     optimizer: int
@@ -163,7 +163,7 @@ class Round(Handle[Sums]):
 
     @classmethod
     def saved(cls, values: Sequence[float]) -> "Round":
-        """Restore a round from the numbers that ``flat`` returned."""
+        """Restore a complete round from the numbers that ``flat`` returned."""
         stepping, own_weight, weight, count, wanted, *numbers = values
         vote = Vote(own_weight, bool(stepping), False, 0.0, 0, 0, True, 0)
         sums = Sums(weight, round(count), 0, wanted, numbers=tuple(numbers))

@@ -36,8 +36,8 @@ class AttachedOptimizer:
         index: Position in the list of optimizers passed to ``attach``.
         optimizer: The torch optimizer.
         parameters: The parameters that it updates, in the model's order.
-        scale: Number of elements of the full model for which one element stands (``Host.scale``).
-            Not 1 only in a simulation.
+        scale: Number of parameters of the full model that one element represents. It is 1, except
+            in a simulation with placeholder tensors.
     """
 
     index: int
@@ -71,8 +71,8 @@ class Worker:
         overlaps_backward: True if gradients may be averaged while backward still runs.
         step: Number of local steps. The current step counts as soon as the gradients of its last
             optimizer are ready.
-        touched: True if the model was changed outside ``optimizer.step`` since the last step.
-            Schedule-free optimizers do this.
+        touched: True if a consensus (which replaces the model by the mean over the workers) found
+            changes since the last step. Schedule-free optimizers make such changes.
         scaled: True if a GradScaler is in use. Non-finite gradients are then normal.
         norm_squared: ‖g‖² of the current step over all optimizers. None if it was not measured.
         record: Values for the telemetry record of this step.
@@ -98,10 +98,10 @@ class Worker:
         self.open_view(wire)
 
     def open_view(self, wire: Wire) -> None:
-        """Replace the means of communication when the group of workers has changed.
+        """Set the means of communication, at first and when the group of workers has changed.
 
         Args:
-            wire: Sums over the workers of the new group.
+            wire: Sums over the workers of the present group.
         """
         self.wire = wire
         self.exact_mean = ExactMean(self.team, self.replica)
@@ -109,9 +109,9 @@ class Worker:
         self.optimizer_state = OptimizerState(self.team, self.replica.parameters, torch_optimizers)
 
     def strategy_view(self) -> WorkerView:
-        """Return the data that the strategy may read, for a group of workers that begins to train.
+        """Return new data for the strategy to read, at the time at which a group begins to train.
 
-        The flow updates the data in each step.
+        The flow updates the data later.
         """
         wire, size = self.wire, self.size
         lossy = [] if wire.exact else _LOSSY
@@ -140,7 +140,7 @@ class Worker:
 
     @property
     def model_version(self) -> int:
-        """Number that grows with each change of the model: the steps, plus 1 if ``touched``."""
+        """``step``, plus 1 if ``touched``. It shows whether the model changed since a step."""
         return self.step + self.touched
 
     @property
@@ -154,7 +154,7 @@ class Worker:
         return self.non_finite == "exclude"
 
     def squared_norm(self, tensors: Iterable[Tensor]) -> float:
-        """Return ‖·‖² over ``tensors``, including the shards on other workers of this node."""
+        """Return ‖·‖² over ``tensors`` and, if the model is sharded, over all of their shards."""
         (squared,) = self.team.over_shards(squared_norm(tensors))
         return squared
 
@@ -182,6 +182,6 @@ class Worker:
             forget_non_finite(attached.optimizer, self.team.over_shards)
 
     def barrier(self, what: str) -> None:
-        """Wait until all workers have reached this point."""
+        """Wait until all workers have called this. ``what`` names the operation in errors."""
         communicator = self.team.communicator
         communicator.sum(torch.zeros(1, device=communicator.control_device), what=what).wait()
