@@ -67,8 +67,7 @@ def check_method(job: Job, text: str, task: Task | None) -> Task:
     Args:
         job: Settings that all methods share.
         text: The method with its own options, such as ``local:period=8 --wire int8``.
-        task: Result of an earlier call for another method of the comparison, to save time. None:
-            build the task now.
+        task: Result of an earlier call for the same comparison. None: build the task now.
 
     Returns:
         The task that the recipe of ``job`` builds.
@@ -111,10 +110,7 @@ def require_distinct(job: Job, strategies: list[str]) -> None:
 
 
 def require_no_simulator_options(options: VirtualClusterOptions) -> None:
-    """Raise ValueError if an option for simulated workers is set. ``jitter`` is for all workers.
-
-    An option that was given with its default value cannot be detected.
-    """
+    """Raise ValueError if an option other than ``jitter`` has another value than its default."""
     for field in fields(options):
         if field.name != "jitter" and getattr(options, field.name) != field.default:
             option = f"--{field.name.replace('_', '-')}"

@@ -196,11 +196,7 @@ class DataInjection:
     # -- batches ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the loader's batches, extended by samples of other workers.
-
-        Raises:
-            OffbeatError: Data injection has ended.
-        """
+        """Iterate over the loader's batches, extended by samples of other workers."""
         if self._closed:
             raise OffbeatError("this DataInjection is closed: create a new one")
         if self._exchange is None:

@@ -180,8 +180,8 @@ class Job:
         """Build the task, and raise for mistakes that can be found before a worker starts.
 
         Args:
-            task: Task that another job with the same recipe, data and number of workers has built,
-                to save time. None: build it now.
+            task: Task that another job with the same recipe, data and workers has built. None:
+                build it now.
 
         Returns:
             The task.

@@ -1,7 +1,6 @@
 """Measurement of the *local step time*: the time of a training step without communication.
 
-The baseline ``ideal`` computes its training time from it. Calibrations use it to correct times for
-changes of the machine's speed.
+The baseline ``ideal``, BSP timed without communication, takes this time for each step.
 """
 
 import copy

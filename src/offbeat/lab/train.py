@@ -198,10 +198,7 @@ class _Worker:
         return replace(job, alone_seconds=loss.step_seconds)
 
     def _make_calibration(self, job: Job) -> Callable[[int], None]:
-        """Return a function that measures the step time without communication after a step.
-
-        It does nothing if the job does not request calibration, and in the simulator.
-        """
+        """Return a function that calibrates after a step, or does nothing unless the job asks."""
         if not job.measure_alone or dist.get_backend() == "simulated":
             return lambda step: None
         task = self._recipe.build(job.setup())

@@ -1,9 +1,8 @@
 """Interface between the training loop of a run and the method that trains the model.
 
-A ``Method`` trains on one worker. There are two kinds: ``Attached`` trains with a strategy of this
-package. A ``Baseline`` has the settings of something that strategies are compared with, and its
-``start`` creates the ``Method``. A *task* is everything that one worker needs to train: model,
-optimizer, loss, data and schedule.
+A ``Method`` trains on one worker. ``Attached`` is the method of all strategies of this package. A
+``Baseline`` has the settings of something that strategies are compared with, and its ``start``
+creates the ``Method``. A *task* is what one worker trains: model, optimizer, loss, data, schedule.
 """
 
 from abc import ABC, abstractmethod

@@ -130,10 +130,7 @@ class TrainingLoop(Method):
             self._task.advance()
 
     def _learn(self, batch: Any) -> int:
-        """Train on a batch. Return by how many batches the learning-rate schedule advances.
-
-        This is the number of batches whose gradients the optimizer has applied, possibly 0.
-        """
+        """Train on a batch. Return how many batches' gradients the optimizer has applied now."""
         self._task.loss(self._module, batch).backward()
         self._take_step()
         return 1

@@ -58,10 +58,7 @@ class TensorData(Samples):
 
 
 class Collated(Samples):
-    """Wraps any map-style data set. torch's ``default_collate`` makes a batch of its samples.
-
-    A batch is therefore not a tuple of tensors if the samples are, for example, dictionaries.
-    """
+    """Wraps any map-style data set. torch's ``default_collate`` makes a batch from samples."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self._dataset: Any = dataset
@@ -102,11 +99,7 @@ def as_samples(dataset: Dataset[Any]) -> Samples:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors moved to ``device``. A tensor that is there is not copied.
-
-    Tensors in nested tuples, lists and mappings are moved. The result has plain tuples instead of
-    lists and named tuples, and dictionaries instead of other mappings.
-    """
+    """Return a nested batch with its tensors on ``device``. Lists become tuples."""
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):

@@ -58,9 +58,6 @@ class HeldOut:
 
         The model is in training mode afterwards. Torch's random state on the CPU does not change.
 
-        Returns:
-            Score name → sums of the score, one per batch.
-
         Raises:
             ValueError: ``scores`` did not return one value per sample.
         """

@@ -52,8 +52,6 @@ CLOCK_MEANS = (
 def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
     """Return the main table: one row per method, medians over seeds, "-" for unknown values.
 
-    Instead of a time to target, a cell says how many runs reached the target if not all did.
-
     Speed-up is relative to the first row that is not the ideal. If the ideal was run, there is a
     column ``SHARE``. If several learning rates were tried, there are the columns ``TUNED``.
 
