@@ -220,7 +220,7 @@ class ServerFlow(Flow):
 
     @override
     def decide(self, round: Round) -> bool:
-        """Always raises: rounds with a worker that steps, the only ones to decide, do not occur."""
+        """Always raises. Workers vote only at a barrier, where no round is decided."""
         raise AssertionError("no worker of a parameter server votes in a step")
 
     # -- pushes ----------------------------------------------------------------------------------

@@ -59,14 +59,14 @@ class LazyVector(ABC):
 
     @abstractmethod
     def read(self, values: Tensor, start: int = 0) -> None:
-        """Fill ``values`` with elements. The first one has the index ``start``, n·``BLOCK``."""
+        """Fill ``values`` with the elements from ``start``, a multiple of ``BLOCK``, on."""
 
     def packed(self, start: int, limit: int) -> PackedPayloads | None:
         """Return the encoded elements from index ``start``, a multiple of ``BLOCK``, on.
 
         Returns:
-            At most ``limit`` elements, and no more than one chunk contains. None if the elements
-            are not stored as integer payloads on the CPU.
+            At most ``limit`` elements, up to the end of a chunk. None if the elements are not
+            stored as integer payloads on the CPU.
         """
         return None
 
