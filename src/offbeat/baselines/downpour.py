@@ -62,7 +62,7 @@ class DownpourState(ServerState):
         steps: Number of local steps.
         push_due: True if the next request must push G.
         fetch_due: True if the next request must pull z.
-        fetching: True if the last request in a step pulls z.
+        fetching: True if the last request pulls z.
         warmed_up: True after the first call of ``gradients_ready``, in which ranks above 0 wait for
             the end of the warm-up.
     """
@@ -224,6 +224,7 @@ class DownpourFlow(ServerFlow):
             self._take()
             self.stage_push(self.state.gradients)
             self.server.start("push")
+            self.state.fetching = False
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -28,8 +28,7 @@ class SSPState(ServerState):
         updates: S as one vector.
         clock: c, the number of local steps. Stays 0 with a single worker.
         fresh_clock: f, the clock up to which the cache is fresh.
-        pulling: True if the last request in a step pulls z. The last push of ``finish`` does not
-            change it.
+        pulling: True if the last request pulls z.
     """
 
     cache: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -124,6 +123,7 @@ class SSPFlow(ServerFlow):
         self._take()
         self.stage_push(self.state.updates)
         self.server.start("push", clock=self.state.clock)
+        self.state.pulling = False
 
     @override
     def barrier_reached(self, clock: int) -> None:
