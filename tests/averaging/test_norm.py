@@ -115,7 +115,7 @@ def test_half_norms_do_not_overflow(count: int, dtype: torch.dtype, value: float
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 10, 2**15, 2**18])
 def test_an_overflow_is_seen(count: int, dtype: torch.dtype, bad: float) -> None:
     """One NaN or ∞ anywhere makes the squared norm not finite."""

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 import offbeat
 import offbeat.nodes.detection
 from loops import Faulty, attach, bits, close, error_of, everything, sgd, trained
+from offbeat.baselines import EASGD, SSP, Downpour, FedAvg
 from offbeat.nodes.communicator import NodeCommunicator
 from offbeat.nodes.detection import layout
+from offbeat.registry import STRATEGIES
 from offbeat.transport.single_process import SingleCommunicator
 from problems import bsp_reference, flat, loss_of, make_batch, make_model, make_wide, train_step
 from recording import Recording
@@ -29,8 +31,9 @@ TEXTS = [
     "selsync:delta=0.05",
     "diloco:period=4,fragments=2,overlap=1",
     "streaming:schedule=cyclic,staleness=4,parts=2",
+    "async:staleness=4",
 ]
-"""One strategy of each kind; eager schedules are in test_eager_nodes."""
+"""At least one row for each strategy. Eager schedules are in test_eager_nodes."""
 
 
 def in_environment(rank: int) -> None:
@@ -93,6 +96,13 @@ def of_one_worker(rank: int, size: int, text: str) -> Any:
     sent = sync.stats.payload_bytes
     sync.finish()
     return trace, flat(model), sent, sync.stats.payload_bytes, sync.stats.syncs
+
+
+def test_every_strategy_that_trains_in_nodes_has_a_row() -> None:
+    """Baselines, which have a flow of their own, cannot train in nodes."""
+    baselines = (FedAvg, SSP, Downpour, EASGD)
+    names = {name for name, kind in STRATEGIES.items() if not issubclass(kind, baselines)}
+    assert {text.partition(":")[0] for text in TEXTS} == names
 
 
 def test_a_node_trains_as_one_worker_with_all_of_its_data() -> None:

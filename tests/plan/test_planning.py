@@ -1,5 +1,6 @@
 """The function ``offbeat.plan``: arguments, suggestions, recommendation and what is shown."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -257,6 +258,23 @@ def test_the_recommendation_is_one_of_the_given_strategies() -> None:
     assert "a mean is in flight for 12.1 steps, and async waits 34 %" in waits.reason
 
 
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        # Both average every 40 steps, and the mean takes 12.1 steps: the idle shares are equal.
+        (["diloco:period=40", "local:period=40"], "local:period=40"),
+        # Both are at most 26 steps apart, and the eager schedule waits for less than 1 %.
+        (["async:schedule=eager,staleness=26", "async:staleness=26"], "async:staleness=26"),
+    ],
+)
+def test_equal_strategies_are_recommended_in_the_documented_order(
+    given: list[str], advice: str
+) -> None:
+    """The order is that of the list of strategies, with eager ``async`` after cyclic."""
+    first, second = (plan(**CASE, strategies=texts) for texts in (given, given[::-1]))
+    assert first.recommendation.strategy == second.recommendation.strategy == advice
+
+
 def test_reasons_contain_the_figures() -> None:
     fast = plan(**{**SMALL, "bandwidth": "10Gbit/s"}, strategies=["bsp"])
     assert fast.reason == (
@@ -295,6 +313,28 @@ def test_a_single_worker_never_waits() -> None:
         assert row.note == "nothing to wait for"
     node = plan(**{**CASE, "workers": 2}, workers_per_node=2, strategies=["bsp"])
     assert node.reason == "a single node waits for no other"
+
+
+SYNCHRONOUS = ["bsp", "local:period=8", "selsync:target_lssr=0.9", "async:staleness=8"]
+
+
+def test_more_bandwidth_is_never_slower() -> None:
+    plans = [
+        plan(**{**CASE, "bandwidth": bandwidth}, strategies=SYNCHRONOUS)
+        for bandwidth in ("30Mbit/s", "300Mbit/s", "3Gbit/s", "300Gbit/s")
+    ]
+    for rows in zip(*(one.rows for one in plans), strict=True):
+        seconds = [row.step_seconds for row in rows]
+        assert seconds[0] > seconds[-1]
+        assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(seconds)), rows[0].strategy
+
+
+def test_more_jitter_is_never_faster() -> None:
+    """The draws are seeded, so a larger jitter spreads the same draws further."""
+    plans = [plan(**SMALL, strategies=SYNCHRONOUS[:2], jitter=jitter) for jitter in (0, 0.05, 0.1)]
+    for rows in zip(*(one.rows for one in plans), strict=True):
+        seconds = [row.step_seconds for row in rows]
+        assert seconds == sorted(seconds), rows[0].strategy
 
 
 # -- nodes -----------------------------------------------------------------------------------------
@@ -394,6 +434,42 @@ def test_table_and_dictionary() -> None:
     assert told["rows"][2]["apart_steps"] == "inf"
     assert told["recommendation"] in told["rows"]
     assert (told["model_bytes"], told["workers"], told["bandwidth"]) == (100e6, 4, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "note"),
+    [
+        ("local:period=8", "a mean every 8 steps; "),
+        # votes 0.01 and the mean 12.08 steps
+        ("async:staleness=26", "a mean every 13 steps, in flight for 13; "),
+        ("diloco:period=40,fragments=4", "a part of the model every 10 steps, the whole of it "),
+        ("selsync:delta=inf", "no mean; "),
+    ],
+)
+def test_a_note_says_how_often_means_are_taken(strategy: str, note: str) -> None:
+    (row,) = plan(**CASE, strategies=[strategy]).rows
+    assert row.note.startswith(note)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        # A scale below 1: the placeholder has more elements than the model.
+        pytest.param(1000, marks=pytest.mark.xfail(raises=IndexError, strict=True)),
+        20_000,
+    ],
+)
+def test_a_small_model_is_one_part_and_sent_in_each_step(parameters: int) -> None:
+    case: dict[str, Any] = dict(step_time=1, workers=2, bandwidth="1Gbit/s")
+    (row,) = plan(parameters=parameters, **case, strategies=["streaming"]).rows
+    assert row.note.startswith("1 part in int2, the whole model in each step; ")
+
+
+def test_the_caption_and_the_dictionary_name_the_wire() -> None:
+    exact, lossy = (plan(**SMALL, strategies=["bsp"], wire=wire) for wire in (None, "int8"))
+    assert "sent as" not in exact.caption()
+    assert "200,000 parameters (800.0 kB) sent as int8, 100 ms a step" in lossy.caption()
+    assert (exact.to_dict()["wire"], lossy.to_dict()["wire"]) == ("float32", "int8")
 
 
 def test_numbers_in_words() -> None:

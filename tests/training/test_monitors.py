@@ -340,6 +340,23 @@ def test_wrong_monitors_are_refused() -> None:
             assert words in text
 
 
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="monitor() does not compare them")
+def test_workers_that_measure_at_different_steps_are_refused() -> None:
+    """The models of different steps have no distance that says something about the training."""
+
+    def worker(rank: int, size: int) -> Any:
+        model = make_model(seed=rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = attach(model, optimizer, "bsp")
+        found = error_of(lambda: sync.monitor(distance_every=[3, 5][rank]))
+        sync.detach()
+        return found
+
+    for kinds, text in simulated(worker, workers=2):
+        assert kinds[:1] == ["MismatchError"]
+        assert "distance_every" in text
+
+
 def test_records_are_json(tmp_path: Path) -> None:
     """The measured values are plain numbers."""
 
