@@ -32,14 +32,14 @@ ROWS = [
     ),
     Row(
         "an exception leaves `with attach(...)` on one worker, or it calls `detach()`",
-        "at once, and within about 2 s by who waits for a busy worker",
+        "at once, and within about 2 s by workers that wait for a busy one",
         "`CommunicationError: … rank 1, which gave up`",
         LIVES,
         "elastic/test_leaving.py::test_all_workers_notice_that_one_gives_up",
     ),
     Row(
         "Ctrl-C on one worker",
-        "there in about 0.1 s, wherever it waits",
+        "on that worker within about 0.1 s, in every wait",
         "`CommunicationError: … rank 0, which gave up`, as its process ends or detaches",
         LIVES,
         "elastic/test_leaving.py::test_ctrl_c_interrupts_every_wait",
@@ -59,7 +59,7 @@ ROWS = [
         "elastic/test_leaving.py::test_the_death_of_a_client_of_a_busy_server_is_noticed",
     ),
     Row(
-        "a worker is stopped (SIGSTOP), stuck, or cut off without a word",
+        "a worker is stopped (SIGSTOP), stuck, or cut off silently",
         "after `timeout_seconds`, and up to 3 s more; 4 s if it keeps the store",
         "`CommunicationTimeout: … no answer from rank 1`",
         LIVES,
@@ -68,26 +68,26 @@ ROWS = [
     Row(
         "a worker is slow, by less than `timeout_seconds`",
         "not",
-        "they wait, as far as the strategy does",
-        "training goes on",
+        "they wait if the strategy requires it",
+        "training continues",
         "transport/test_faults.py::test_real_workers_wait_for_a_delayed_one",
     ),
     Row(
-        "a worker does not come to `attach`",
+        "a worker does not call `attach`",
         "after `timeout_seconds`; at once if another one gives up before",
         "`CommunicationTimeout: … rank 1 did not come`",
-        "nothing has begun",
+        "training has not started",
         "transport/test_failures.py::test_a_worker_that_does_not_open_its_connections_is_named",
     ),
     Row(
         "a worker is killed, with `min_workers=1`",
         "at once",
-        "they continue from what they have in common, with means over the workers that are left",
+        "they continue from the common state, with means over the remaining workers",
         "all but the steps that the lost worker had not contributed",
         "elastic/test_elastic_processes.py::test_training_survives_a_death_and_a_join",
     ),
     Row(
-        "a worker is stopped or cut off for too long, with the same",
+        "a worker is stopped or cut off for too long, with the same setting",
         "after `timeout_seconds`",
         "they continue; it raises `CommunicationError: … left behind` when it comes back",
         "the same",
@@ -117,7 +117,7 @@ ROWS = [
     Row(
         'the same with `non_finite="exclude"`',
         "at the next mean; a warning names the rank",
-        "the mean of the others; that worker, too",
+        "the mean of the others, which that worker receives, too",
         "training continues",
         "training/test_non_finite.py::test_an_excluded_worker_changes_no_mean",
     ),
@@ -131,22 +131,22 @@ ROWS = [
     Row(
         "a worker dies under `torchrun --max-restarts`, as below",
         "at once",
-        "all are started again, and resume",
-        "training goes on",
+        "torchrun restarts all workers, and they resume",
+        "training continues",
         "elastic/test_restart.py::test_torchrun_restarts_what_resumes",
     ),
     Row(
         "a disk is full: `offbeat.save`",
         "at once",
         "`CheckpointError: rank 0 cannot save, so no worker does: … No space left on device`",
-        "the checkpoint before; training goes on",
+        "the previous checkpoint; training continues",
         "test_full_disk.py::test_a_checkpoint_that_does_not_fit_is_refused_by_all",
     ),
     Row(
         "the same: the `log` of `attach`",
         "at once; a warning names the file",
         "nothing",
-        "training goes on",
+        "training continues",
         "test_full_disk.py::test_a_log_that_does_not_fit_ends_and_training_continues",
     ),
     Row(
@@ -210,7 +210,7 @@ ROWS = [
 
 def table() -> str:
     """Return the rows as they appear on the page."""
-    lines = ["| what happens | noticed | what the others see | what is left |", "|---|---|---|---|"]
+    lines = ["| fault | noticed | the other workers see | what remains |", "|---|---|---|---|"]
     lines += [f"| {r.what} | {r.noticed} | {r.others} | {r.left} |" for r in ROWS]
     return "\n".join(lines) + "\n"
 
@@ -219,7 +219,7 @@ def test_the_page_has_the_table_of_this_list() -> None:
     """It has these rows and no others."""
     page = (DOCS / "survival.md").read_text(encoding="utf-8")
     assert table() in page
-    first = re.search(r"\n\n\| what happens.*?\n\n", page, re.DOTALL)
+    first = re.search(r"\n\n\| fault \| noticed.*?\n\n", page, re.DOTALL)
     assert first is not None
     assert first[0].strip() == table().strip()
 
