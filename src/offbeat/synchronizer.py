@@ -236,7 +236,8 @@ class Synchronizer:
 
         Args:
             distance_every: Number of steps (≥ 1) between two measurements of the distance between
-                the workers' models. None: no measurement. Measurements run in the background. Their
+                the workers' models, equal on all workers: a call with it is a collective. None: no
+                measurement. Measurements run in the background. Their
                 results are ``distance``, ``distance_largest`` and ``distance_step`` in the records
                 and in ``Stats.details``. Each measurement sends the model once, which ``stats``
                 does not count, and needs memory for two copies of the parameters. See
@@ -248,6 +249,7 @@ class Synchronizer:
         Raises:
             AttachError: after ``finish`` or ``detach``. Or ``distance_every`` was given after the
                 first step, a second time, or together with ``node_group`` or ``min_workers``.
+            MismatchError: another worker gave another ``distance_every``.
         """
         self._require_active("monitor()")
         if gradient_change:
@@ -263,6 +265,8 @@ class Synchronizer:
                 "monitor(distance_every=…) with node_group or min_workers: its messages follow the "
                 "timing of each worker; leave one of them out"
             )
+        with self._iteration.guard, self._team.account.paused():
+            require_consistency(self._team.everyone, [f"monitor(distance_every={distance_every})"])
         in_step = repeatable(self._strategy)
         distance = Distance(
             self._worker, distance_every, in_step=in_step, communicator=self._connect()

@@ -103,7 +103,8 @@ def _shapes_of_count(count: float) -> Shapes:
     while count / elements < _FEWEST_TENSORS and elements > 1:
         elements /= 2
     tensors = math.ceil(count / elements)
-    placeholder_elements = 2 ** max(7, 15 - tensors.bit_length())
+    # Not more than the model has: a payload must cover at least one number of the placeholder.
+    placeholder_elements = min(2 ** max(7, 15 - tensors.bit_length()), int(elements))
     scale = elements / placeholder_elements
     last = math.ceil((count - (tensors - 1) * elements) / scale)
     sizes: list[int] = []
