@@ -16,7 +16,7 @@ from offbeat import FedAvg, LocalSGD
 from offbeat.strategies.base import Strategy
 from problems import OPTIMIZERS, PARAMETERS, Simulated, assign, flat, make_batch, make_model
 from problems import train_step as take_step
-from worlds import run
+from worlds import run, simulated
 
 VOTE_BYTES = 8 * 8
 
@@ -345,7 +345,7 @@ def test_only_drawn_workers_are_checked_for_non_finite_values() -> None:
 
 
 def test_with_warn_the_mean_is_not_finite(caplog: pytest.LogCaptureFixture) -> None:
-    results = run(one_is_nan, FedAvg(period=4), 1, "warn", workers=3)
+    results = simulated(one_is_nan, FedAvg(period=4), 1, "warn", workers=3)
     assert [(text, finite) for text, _, finite, _ in results] == [("", False)] * 3
     logged = [r.getMessage() for r in caplog.records if "would contribute" in r.getMessage()]
     assert sorted(one[:7] for one in logged) == ["rank 0:", "rank 1:", "rank 2:"]

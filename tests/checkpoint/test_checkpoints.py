@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import offbeat
 import workers
+import worlds
 from loops import attach, error_of, everything, sgd
 from offbeat.checkpoint import files
 from problems import loss_of, make_batch, make_model, make_wide
@@ -224,12 +225,13 @@ def test_all_continue_from_the_checkpoint_before_if_one_file_is_damaged(
     for (step, course), want in zip(results, courses, strict=True):
         assert step == 3
         assert torch.equal(course, want[:1])
-    said = caplog.text
-    assert "training continues from step 3" in said
-    if name == "gone" and not shared:
-        assert "is skipped" not in said  # rank 1 never had it
-    else:
-        assert "the checkpoint of step 5 is skipped: rank 1: " in said
+    if worlds.world == "simulated":  # processes write to their own logs
+        said = caplog.text
+        assert "training continues from step 3" in said
+        if name == "gone" and not shared:
+            assert "is skipped" not in said  # rank 1 never had it
+        else:
+            assert "the checkpoint of step 5 is skipped: rank 1: " in said
     for rank, folder in enumerate(folders):
         own = {path.name for path in folder.iterdir() if f"rank{rank}" in path.name}
         aside = {f"step-5.rank{rank}.pt.damaged"} if (rank == 0 or name != "gone") else set()

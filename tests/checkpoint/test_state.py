@@ -14,7 +14,7 @@ import offbeat
 from loops import attach, error_of, everything
 from offbeat.checkpoint import state as checkpoint
 from problems import OPTIMIZERS, loss_of, make_batch, make_wide
-from worlds import run
+from worlds import run, simulated
 
 State = dict[str, Any]
 STEPS, SAVE_AT = 8, 4
@@ -60,6 +60,15 @@ def tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, dict | list):
         for one in values.values() if isinstance(values, dict) else values:
             yield from tensors(one)
+
+
+def run_row(function: Any, text: str, *args: Any, workers: int) -> list[Any]:
+    """Run a function with the strategy ``text``, so that two runs give the same bits.
+
+    The server of SSP adds pushes in the order of their arrival, so SSP runs on simulated workers.
+    """
+    chosen = simulated if text.startswith("ssp") else run
+    return chosen(function, text, *args, workers=workers)
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -136,8 +145,8 @@ def load_spoiled(rank: int, size: int, text: str, wire: str, spoil: bool) -> Any
 @every_row
 def test_a_damaged_state_is_refused_by_all_and_changes_nothing(text: str, wire: str) -> None:
     """Rank 1 names the damage, rank 0 names rank 1, and both continue training as before."""
-    plain = run(load_spoiled, text, wire, False, workers=2)
-    for rank, (seen, trace) in enumerate(run(load_spoiled, text, wire, True, workers=2)):
+    plain = run_row(load_spoiled, text, wire, False, workers=2)
+    for rank, (seen, trace) in enumerate(run_row(load_spoiled, text, wire, True, workers=2)):
         assert torch.equal(trace, plain[rank][1])
         expected = {name: pattern for name, (_, pattern) in SPOILED.items()}
         expected["another step"] = "rank 1 was given the state of a worker at step 3, rank 0 that "
@@ -176,8 +185,8 @@ def load_of(rank: int, size: int, text: str, wire: str, given: list[State]) -> A
 @every_row
 def test_states_of_other_ranks_and_worlds_are_refused(text: str, wire: str) -> None:
     """Rank 0's file on both ranks, swapped files, and files of three workers on two."""
-    two, three = (run(states, text, wire, workers=size) for size in (2, 3))
-    fresh = run(load_of, text, wire, [None, None], workers=2)
+    two, three = (run_row(states, text, wire, workers=size) for size in (2, 3))
+    fresh = run_row(load_of, text, wire, [None, None], workers=2)
     cannot = "rank {} cannot load, so no worker does: "
     rank = "the state was saved by rank {}, this is rank {}: each worker loads what it has saved "
     world = "the state was saved by one of 3 workers, here are 2: start as many, or load a chec"
@@ -188,14 +197,14 @@ def test_states_of_other_ranks_and_worlds_are_refused(text: str, wire: str) -> N
         ([two[0], three[1]], [cannot.format(1) + world, world]),
     ]
     for given, expected in cases:
-        results = run(load_of, text, wire, given, workers=2)
+        results = run_row(load_of, text, wire, given, workers=2)
         for ((kinds, message), trace), start, (_, undisturbed) in zip(
             results, expected, fresh, strict=True
         ):
             assert kinds[0] == "CheckpointError"
             assert message.startswith(start), message
             assert torch.equal(trace, undisturbed)
-    for (kinds, message), _ in run(load_of, text, wire, two, workers=2):
+    for (kinds, message), _ in run_row(load_of, text, wire, two, workers=2):
         assert not kinds, message
 
 
@@ -318,8 +327,8 @@ def test_training_starts_from_a_consensus_with_any_number_of_workers(text: str, 
     assert all(torch.equal(found[2][1][0][name], value) for name, value in last[0].items())
     for size, at in ((2, 0), (3, 1), (1, 1)):
         saved = found[0][at]
-        want = run(start_from, text, wire, saved, True, workers=size)
-        got = run(start_from, text, wire, saved, False, workers=size)
+        want = run_row(start_from, text, wire, saved, True, workers=size)
+        got = run_row(start_from, text, wire, saved, False, workers=size)
         for (fresh, taken, expected), (steps, same, trace) in zip(want, got, strict=True):
             assert (fresh, steps) == (0, SAVE_AT + at)
             assert taken == same == STEPS

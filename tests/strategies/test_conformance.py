@@ -19,7 +19,7 @@ from offbeat.strategies.base import SharedModel
 from problems import OPTIMIZERS, flat, make_batch, make_model, train_step
 from strategies.references import Reference, SelSync
 from strategies.rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each
-from worlds import run
+from worlds import run, simulated
 
 with_reference = each(row for row in TO_TRAIN_WITH if row.reference is not None)
 
@@ -378,7 +378,7 @@ def test_a_resumed_training_continues_bit_for_bit(row: Row, resumed: tuple[str, 
         return  # tests/baselines
     if wire == "auto" and not row.takes_auto:
         with pytest.raises(ValueError, match=r'wire="auto" with .* Name a precision'):
-            run(resume, row.text, wire, 0, 1, workers=1)
+            simulated(resume, row.text, wire, 0, 1, workers=1)
         return
     size = row.repeatable
     whole = run(resume, row.text, wire, 0, 11, workers=size)
@@ -429,7 +429,8 @@ def test_a_wire_is_honoured(row: Row, wire: str, share: float) -> None:
             assert after < share * before
         assert not torch.equal(a, b)
         assert torch.equal(b, lossy[0][1])
-        assert (a - b).norm() < 0.2 * (a - start).norm()
+        # Runs of an eager schedule differ, too, in the steps at which parts land.
+        assert (a - b).norm() < (0.5 if row.timed else 0.2) * (a - start).norm()
 
 
 def normed_start() -> nn.Module:

@@ -133,7 +133,10 @@ def test_the_distance_is_that_of_the_models_before_the_mean(text: str, reference
             mean, largest = want[one["distance_step"]]
             assert one["distance"] == pytest.approx(mean, rel=1e-9)
             assert one["distance_largest"] == pytest.approx(largest, rel=1e-9)
-        assert result["found"] == results[0]["found"]
+        if (
+            worlds.world == "simulated"
+        ):  # on processes the last measurement may end too late for one
+            assert result["found"] == results[0]["found"]
         if none_skipped:
             assert steps == [*range(5, 40, 5)]
             assert result["own"]["distance_step"] == 40, "finish waits for a running measurement"
