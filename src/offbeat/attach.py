@@ -54,10 +54,11 @@ def attach(
     The training loop stays as it is: each worker trains on its own batches and calls
     ``optimizer.step()``. ``attach`` is a collective, which every worker calls. It
 
-    1. requires that all workers have the same model, optimizers and strategy, and warns if settings
-       of the optimizers, ``train()`` or ``eval()`` of a module, or installed versions differ;
-    2. copies rank 0's parameters and buffers to all workers, or if this worker joins a running
-       training, copies the model of another worker to this one;
+    1. requires that all workers have the same model, optimizers and strategy. It warns if the
+       workers differ in optimizer settings, in the mode of a module (``train()`` or ``eval()``), or
+       in the version of offbeat or torch;
+    2. copies rank 0's parameters and buffers to all workers. A worker that joins a running training
+       instead receives the model of another worker;
     3. hooks ``optimizer.step``, so that the strategy runs in every step.
 
     A strategy counts iterations. One iteration is one step of every optimizer, regardless of the
@@ -73,8 +74,9 @@ def attach(
         group: Process group of the workers, or a custom transport
             (``offbeat.transport.communicator.Transport``). None: the default group.
         node_group: Process group of this worker's node: workers that are connected by a fast
-            network, for example in one machine. "auto": the nodes that torchrun started. None:
-            every worker is a node of its own. ``group`` contains the workers of all nodes.
+            network, for example in one machine. "auto": the workers that one torchrun command
+            started on this machine. None: every worker is a node of its own. ``group`` contains the
+            workers of all nodes.
 
             - The workers of a node average their gradients and buffers in every step. The strategy
               averages between the nodes, and counts each node as one worker.
@@ -88,15 +90,17 @@ def attach(
             "int4", "int2", or "auto" to choose it during training. None: the strategy's
             ``default_wire``, which is "int2" for ``StreamingAveraging`` with its default schedule,
             and "float32" for the other strategies of Offbeat. The quantization error of a message
-            is added to the next message (error feedback). Storing the errors needs memory for one
-            or two copies of the model, except with ``StreamingAveraging``. Buffers are always sent
-            exactly.
+            is added to the next message (error feedback). The stored errors take the memory of one
+            or two copies of the model. ``StreamingAveraging`` keeps the errors in the local model
+            and needs no memory for them. Buffers are always sent exactly.
         non_finite: Handling of a worker that is about to contribute NaN or infinity to a mean.
 
-            - "raise": all workers raise ``OffbeatError``. No other model receives the value.
+            - "raise": all workers raise ``OffbeatError``. The value that the check found does not
+              enter the mean.
             - "warn": the workers log one warning, and the value enters the mean.
-            - "exclude": the worker does not enter the mean. It continues from the mean of the other
-              workers or from the model that all workers share.
+            - "exclude": the worker does not enter the mean. With ``DiLoCo``, ``StreamingAveraging``
+              and ``AsyncAveraging``, it replaces its model by the model that all workers share.
+              With other strategies, it receives the mean of the other workers.
               ``Stats.details["non_finite_excluded"]`` counts the exclusions.
 
             The check costs one pass over the contribution. Some strategies check before the
@@ -121,11 +125,15 @@ def attach(
         calls ``detach``.
 
     Raises:
-        AttachError: there is no process group. Or the model or an optimizer is attached already, or
-            cannot be synchronized. Or the model is inside a DeepSpeed engine, or inside a
-            DistributedDataParallel whose communication cannot be disabled. Or two options exclude
-            each other, or the strategy does not support an option. Or there are fewer than
-            ``min_workers`` workers.
+        AttachError: one of these conditions holds:
+
+            - There is no process group.
+            - The model or an optimizer is attached already, or cannot be synchronized.
+            - The model is inside a DeepSpeed engine, or inside a DistributedDataParallel whose
+              communication cannot be disabled.
+            - Two options exclude each other, or the strategy does not support an option.
+            - There are fewer than ``min_workers`` workers.
+            - This worker joins a running training without ``min_workers``.
         MismatchError: the workers differ in the model, the optimizers, the strategy, ``wire``,
             ``non_finite`` or ``min_workers``.
         CommunicationError: another worker failed, or did not call ``attach`` in time.
@@ -170,7 +178,7 @@ def attach(
             for each in attached_optimizers
         ]
     if wire != "float32":
-        kernels()  # compile now, while no other worker waits for this one
+        kernels()  # compile before the first collective, not between two of them
     # -- from here on every worker must take part --
     ddp = DDPSuppressor(model, group, strategy, wire)
     with ExitStack() as on_failure:
@@ -225,11 +233,13 @@ def _optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def _attached(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[AttachedOptimizer]:
-    """Return each optimizer with its trainable parameters, in the order of ``model.parameters()``.
+    """Return each optimizer with its trainable parameters.
+
+    The parameters of an optimizer are in the order of ``model.parameters()``.
 
     Raises:
-        AttachError: an optimizer cannot be synchronized, or the model or an optimizer is attached
-            already.
+        AttachError: there is no optimizer, an optimizer cannot be synchronized, two optimizers hold
+            the same parameter, or the model or an optimizer is attached already.
     """
     if not optimizers:
         raise AttachError("attach() needs at least one optimizer")

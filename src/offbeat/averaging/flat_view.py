@@ -47,7 +47,7 @@ class FlatView:
             done, index = done + part.numel(), index + 1
 
     def add(self, values: Tensor, start: int) -> None:
-        """Add ``values`` to the elements from ``start`` on. Half types are computed in float32."""
+        """Add ``values`` to the elements from ``start`` on. Adds in the dtype of ``values``."""
         for part, position in self.pieces(start, values.numel()):
             if part.dtype == values.dtype:
                 part.add_(values[position])
@@ -55,7 +55,7 @@ class FlatView:
                 part.copy_(part.to(values.dtype).add_(values[position]))
 
     def write_back(self) -> None:
-        """Copy the changed elements back to the tensors that are not contiguous."""
+        """Copy all elements back to the tensors that are not contiguous."""
         for tensor, flat in zip(self._tensors, self._flat, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(flat.view(tensor.shape))

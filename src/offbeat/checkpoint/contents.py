@@ -33,7 +33,7 @@ def states_of(objects: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def require_same_kinds(name: str, saved: Sequence[tuple[str, Any]], objects: Sequence[Any]) -> None:
-    """Raise unless ``objects`` have the types of the saved objects, in the same order.
+    """Raise unless ``objects`` have the class names of the saved objects, in the same order.
 
     Optimizers must also have parameter groups of the same sizes.
 
@@ -43,7 +43,7 @@ def require_same_kinds(name: str, saved: Sequence[tuple[str, Any]], objects: Seq
         objects: The objects that will load the states.
 
     Raises:
-        CheckpointError: the objects differ in number, type or sizes of the parameter groups.
+        CheckpointError: the objects differ in number, class name or sizes of the parameter groups.
     """
     saved_kinds, kinds = [kind for kind, _ in saved], [type(each).__name__ for each in objects]
     if saved_kinds != kinds:
@@ -103,7 +103,10 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Restore the random states that ``random_states`` returned, as far as ``device`` has them."""
+    """Restore the random states that ``random_states`` returned.
+
+    Restores the CUDA state only if it was saved and ``device`` is a CUDA device.
+    """
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)

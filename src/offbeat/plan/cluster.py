@@ -1,18 +1,19 @@
 """A simulated cluster in which some workers run and represent all others.
 
 Workers that start the same operations in the same order need not all run. Those that run are the
-*representatives*. A collective starts once the representatives among its workers have joined it,
-and it takes as long as with all of its workers. *Jitter* is the random variation of compute times.
-All times are *virtual time*, the time of the simulator's clock.
+*representatives*. A collective starts when all representatives among its workers have joined it and
+their links are free. It takes as long as with all of its workers. *Jitter* is the random variation
+of compute times. All times are *virtual time*, the time of the simulator's clock.
 
 * **One representative.** Without jitter, all workers do the same at the same time. With jitter,
   every worker has a clock, but only one worker runs. A clock advances by the compute time of its
-  worker. When the workers wait for a collective, all earlier clocks advance to its end. The
-  durations are those of a run of all workers if no decision of a worker depends on the time. A
-  decision depends on the time if a worker polls an operation (``Handle.done``). If the operation
-  has then ended according to some clocks but not to others, ``DivergedError`` is raised, and the
-  caller must run all workers.
-* **One representative per node, or every worker.** The simulator's clock holds for all of them.
+  worker. A collective that the training thread starts is joined at the time of the latest clock.
+  When the workers wait for a collective, each clock that is before its end is set to this end. The
+  durations are the same as if all workers ran, provided that no decision of a worker depends on the
+  time. A decision depends on the time if a worker polls an operation (``Handle.done``). If the
+  operation has ended on some clocks but not on others, ``DivergedError`` is raised. The caller must
+  then run all workers.
+* **One representative per node, or every worker.** All workers use the simulator's clock.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,13 +102,15 @@ class RepresentativeCluster(SimulatedCluster):
         size: Number of all workers, running or represented.
         network: The links.
         step_time: Duration of a step.
-        scale: Elements of the full model per element of a float32 tensor (``Host.scale``).
+        scale: Number of elements of the full model that one element of a float32 tensor of the
+            simulated model stands for (``Host.scale``).
         seed: Seed of the jitter.
 
     Attributes:
         clocks: Virtual time of every worker or node, in seconds. None unless there is jitter and
             one representative stands for several workers or nodes.
-        computed: Compute seconds so far, mean over the workers or nodes; 0 without ``clocks``.
+        computed: Seconds of all steps so far, including the tail of ``StepTime``, as the mean over
+            the workers or nodes. 0 if ``clocks`` is None.
     """
 
     def __init__(
@@ -132,7 +135,8 @@ class RepresentativeCluster(SimulatedCluster):
             self.clocks = np.zeros(self._units)
         self._costs: dict[tuple[CollectiveKind, Group], _Cost] = {}
         self._representatives: dict[Group, list[int]] = {}
-        # Time at which a link becomes free. Key: inside the node or to the switch, rank.
+        # Time at which a link of a rank becomes free. Key: (True for the link inside the node or
+        # False for the link to the switch, rank).
         self._free: dict[tuple[bool, int], float] = {}
 
     # -- computing and waiting -------------------------------------------------------------------
@@ -181,7 +185,7 @@ class RepresentativeCluster(SimulatedCluster):
             self.clocks += seconds
 
     def require_agreement(self, end: EndSignal) -> None:
-        """Raise DivergedError if a collective has ended on some clocks but not on all."""
+        """Raise DivergedError if a collective has ended on some clocks but not on others."""
         if self.clocks is not None and end.seconds != np.inf:
             passed = int(np.count_nonzero(self.clocks >= end.seconds))
             if 0 < passed < len(self.clocks):

@@ -24,7 +24,7 @@ from offbeat.transport.operation import Sum
 
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], object]] = {
     dist.ReduceOp.SUM: Tensor.add_,
-    dist.ReduceOp.AVG: Tensor.add_,  # ``allreduce`` divides the sum
+    dist.ReduceOp.AVG: Tensor.add_,  # ``wait`` divides the sum, see ``allreduce``
     dist.ReduceOp.MAX: lambda total, other: torch.maximum(total, other, out=total),
     dist.ReduceOp.MIN: lambda total, other: torch.minimum(total, other, out=total),
     dist.ReduceOp.PRODUCT: Tensor.mul_,
@@ -62,15 +62,17 @@ class SimulatedGroup(dist.ProcessGroup):
     def __init__(
         self, communicator: SimulatedCommunicator, make: Callable[[float], SimulatedCommunicator]
     ) -> None:
-        # A worker that joined later is alone in its communicator. torch requires rank < size.
+        # A worker that joins a running training is alone in its communicator, although its rank is
+        # not 0. torch requires rank < size.
         size = max(communicator.size, communicator.member + 1)
         super().__init__(communicator.member, size)  # type: ignore[call-arg]
         self._communicator, self.make_communicator = communicator, make
 
     def make_nodes(self, timeout_seconds: float) -> WorkerCommunicators:
-        """Open communicators of all workers, inside the nodes of the ``Network``, and across them.
+        """Open three communicators of this worker. The ``Network`` defines the nodes.
 
-        ``offbeat.attach(..., node_group="auto")`` calls this method.
+        They connect all workers, the workers of this worker's node, and the workers that have the
+        same local rank in all nodes. ``offbeat.attach(..., node_group="auto")`` calls this method.
         """
         everyone = self.make_communicator(timeout_seconds)
         workers = everyone.cluster.network.workers_per_node
@@ -87,7 +89,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return "simulated"
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Start ``dist.all_reduce``."""
+        """Start ``dist.all_reduce``. For AVG, ``wait`` of the returned work divides the sum."""
         operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         combine = next((c for op, c in _REDUCTIONS.items() if operation == op), None)
         if combine is None:
@@ -107,7 +109,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def allgather(  # type: ignore[override]
         self, output_tensors: list[list[Tensor]], input_tensor: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """Start ``dist.all_gather``. ``wait`` stores its result."""
+        """Start ``dist.all_gather``. ``wait`` of the returned work fills ``output_tensors``."""
         handle = self._communicator.gather(input_tensor[0], what="dist.all_gather")
 
         def copy() -> None:
@@ -141,8 +143,9 @@ class _World(c10d._World):
 def installed() -> Iterator[Callable[[SimulatedGroup], None]]:
     """Give every thread its own default process group inside the ``with`` block.
 
-    ``dist.init_process_group`` and ``dist.destroy_process_group`` do nothing inside the block. A
-    training function that calls them therefore runs unchanged.
+    Inside the block, ``dist.init_process_group`` and ``dist.destroy_process_group`` do nothing, so
+    that a training function may call them. The block replaces these attributes of
+    ``torch.distributed``. It does not replace a function that a module has imported by name before.
 
     Yields:
         A function that sets the default group of the calling thread.

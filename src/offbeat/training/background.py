@@ -1,9 +1,9 @@
 """Background tasks: components that exchange messages between workers outside of the strategy.
 
 ``DataInjection`` is an example: its workers send each other training samples. The synchronizer
-tells a task when the strategy may block this worker. A blocked worker takes no steps. If the task
-let another worker wait for this worker's next step, both could wait for each other forever
-(``data/exchange.py`` explains this deadlock).
+tells a task when the strategy may block this worker. A blocked worker takes no steps. Meanwhile the
+task must not make another worker wait for this worker's next step. Otherwise both workers could
+wait for each other forever (``data/exchange.py`` explains this deadlock).
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class BackgroundTask(Protocol):
         """End the task at the end of training, after the last barrier. A collective."""
 
     def close(self) -> None:
-        """Release resources. Called once training has ended, even by a failure. Never raises."""
+        """Release resources. Called after training has ended or failed. Never raises."""
 
 
 class BackgroundTasks:
@@ -42,7 +42,8 @@ class BackgroundTasks:
         step: Function that returns the number of training steps so far.
 
     Attributes:
-        add_error: Message of the AttachError that ``add`` raises. Empty: tasks can be added.
+        add_error: Reason why no task can be added to this synchronizer. If it is not empty, ``add``
+            raises an AttachError with this message.
         any: True if there is at least one task.
     """
 

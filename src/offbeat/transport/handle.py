@@ -29,7 +29,8 @@ class Handle(ABC, Generic[T]):
     def wait(self) -> T:
         """Block until the operation has ended, and return its result.
 
-        With NCCL the current CUDA stream waits for a collective, and this method may return before.
+        Exception: for a collective with NCCL, only the current CUDA stream waits. This method may
+        return before the collective has ended.
 
         Raises:
             CommunicationError: The operation failed, or the communicator was closed. The text

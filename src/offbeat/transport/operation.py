@@ -80,7 +80,7 @@ class Exchange(_OnTensor[Tensor]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Broadcast(_OnTensor[Tensor]):
-    """Overwrite ``tensor`` on all other workers with the tensor of worker ``source``."""
+    """Copy the ``tensor`` of worker ``source`` to ``tensor`` on all other workers."""
 
     source: int = 0
 

@@ -1,4 +1,4 @@
-"""Data files: find them with a helpful error, and load them once per process."""
+"""Find data files, and share the loaded tensors between the workers of one process."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def require_directory(data: Path | None, recipe: str, needs: str) -> Path:
-    """Return ``data``, and raise if ``data`` is None. Does not check that the directory exists.
+    """Return ``data``, or raise if it is None. Does not check that the directory exists.
 
     Args:
         data: Path given by ``--data``, or None.
@@ -56,13 +56,14 @@ def not_found(wanted: str, folder: Path, *, several: bool) -> FileNotFoundError:
 def share_tensors(load: Callable[P, T]) -> Callable[P, T]:
     """Decorate ``load`` with a cache, so that all workers in one process share the loaded tensors.
 
-    Simulated workers are threads of one process, and would hold one copy each without the cache. It
-    stores weak references. When the last task that uses the tensors is deleted, they are freed. A
-    later call loads them again.
+    Simulated workers are threads of one process, and would hold one copy each without the cache.
+    They run one at a time, so the cache needs no lock. The cache stores weak references. When the
+    last task that uses the tensors is deleted, they are freed. A later call loads them again.
 
     Args:
         load: Function that returns tensors and plain values, in nested tuples. Its result must
-            depend only on its arguments. Callers must not write to the tensors.
+            depend only on its arguments, which must be hashable. Callers must not write to the
+            tensors.
     """
     loaded: dict[Any, Any] = {}
 

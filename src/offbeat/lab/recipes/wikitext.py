@@ -1,4 +1,4 @@
-"""Recipe ``wikitext:transformer``: the word-level language model of the SelSync paper on WikiText.
+"""Recipe ``wikitext:transformer``: the SelSync paper's word-level language model of WikiText.
 
 "The paper" is Tyagi & Swany, arXiv 2307.07950.
 """
@@ -57,8 +57,8 @@ def read_words(path: Path, vocabulary: dict[str, int], *, grow: bool) -> Tensor:
 def windows(words: Tensor) -> Tensor:
     """Cut a text into samples of CONTEXT + 1 words that overlap by one word.
 
-    The last words are dropped if they do not fill a sample. Every other word except the first is
-    predicted once.
+    The last words are dropped if they do not fill a sample. Each remaining word except the first is
+    predicted exactly once.
 
     Raises:
         ValueError: the text has fewer words than a sample.
@@ -87,13 +87,13 @@ def load(data: Path | None) -> tuple[Tensor, Tensor, int]:
 def nats_per_word(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """Return the mean cross-entropy over the words of each sample, in nats.
 
-    The score has the name ``METRIC``, because ``perplexity`` computes the metric of the same name.
+    The key of the result is ``METRIC``, under which ``perplexity`` reads the mean over all samples.
     """
     return {METRIC: token_losses(model, batch).mean(1)}
 
 
 def perplexity(means: dict[str, float]) -> dict[str, float]:
-    """Return exp(mean cross-entropy), with the mean limited to 100 so that the result is finite."""
+    """Return exp(mean cross-entropy), with the mean limited to 100 to prevent an overflow."""
     return {METRIC: math.exp(min(means[METRIC], 100.0))}
 
 
