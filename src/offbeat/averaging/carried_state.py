@@ -1,9 +1,9 @@
 """Carried state: fields of a strategy's state that survive a change of membership.
 
 Each composition of the group of workers is a *view*. A new view begins when a worker joins or is
-lost. All workers then copy the fields marked ``common()`` from the most advanced worker, and each
-worker keeps its own values of the fields marked ``local()``. Other fields are initialized again.
-Both marks also work inside nested dataclasses.
+lost. All workers then copy the fields marked ``common()`` from the worker that has made the most
+progress. Each worker keeps its own values of the fields marked ``local()``. Other fields are
+initialized again. Both marks also work inside nested dataclasses.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """Downpour SGD: workers push gradients to a parameter server and fetch its model.
 
-Symbols: x is a worker's local model, z the server's model. G is the sum of a worker's gradients, by
-default times η/N, that it has not pushed yet. η and λ are the worker's learning rate and weight
-decay. N is the number of workers. The vector z is stored in *shards* on one or more ranks, and a
-``Rule`` applies pushes to a shard.
+Symbols: x is a worker's local model, z the server's model. η and λ are the worker's learning rate
+and weight decay. N is the number of workers. G is the sum of the gradients that a worker has not
+pushed yet. By default each gradient is multiplied by η/N. The vector z is stored in *shards* on one
+or more ranks, and a ``Rule`` applies pushes to a shard.
 """
 
 from collections.abc import Iterator, Sequence
@@ -96,13 +96,13 @@ class DownpourFlow(ServerFlow):
 
     @override
     def clocks(self) -> list[int]:
-        # The clock of rank 0 is the step of its last push. During the warm-up the other workers
-        # wait for this clock. No worker waits for the clocks of ranks above 0.
+        # The clock of rank 0 is the step of its last push in ``step_ended``. During the warm-up the
+        # other workers wait for this clock. No worker waits for the clocks of ranks above 0.
         return [0] + [NO_CLOCK] * (self.worker.size - 1)
 
     @override
     def initial_state(self, model: Tensor) -> DownpourState:
-        self._decayed: set[int] = set()  # indices of optimizers whose λx of this step is in G
+        self._decayed: set[int] = set()  # optimizers (index) whose λx was added in this step
         self._offsets: dict[int, int] = {}  # offset in G of each parameter, by its id()
         offset = 0
         for tensor in self.tensors:
@@ -114,13 +114,14 @@ class DownpourFlow(ServerFlow):
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        """G ← G + η·λx/N, before the optimizer changes x. Returns False.
+        """Add λx, times the factor of ``_with_gradient``, to G before the optimizer changes x.
 
-        The first call blocks ranks above 0 until the warm-up has ended.
+        Returns False. The first call blocks ranks above 0 until the warm-up has ended, or until
+        rank 0 waits at a barrier.
         """
         if not self.state.warmed_up:
             self._wait_for_warmup()
-        # If a GradScaler has skipped the previous step, λx is still in G and is not added again.
+        # If a GradScaler skipped the previous step, λx was added then, and is not added again.
         if optimizer.index not in self._decayed:
             self._decayed.add(optimizer.index)
             for group, parameter, scale in self._with_gradient(optimizer):
@@ -142,7 +143,11 @@ class DownpourFlow(ServerFlow):
 
     @override
     def optimizer_stepped(self, optimizer: AttachedOptimizer) -> None:
-        """G ← G + η·g/N, with the gradients g that the optimizer has just used."""
+        """Add the gradients that the optimizer has just used to G.
+
+        They are multiplied by the factor of ``_with_gradient``. With ``maximize`` they are
+        subtracted.
+        """
         self._decayed.discard(optimizer.index)
         for group, parameter, scale in self._with_gradient(optimizer):
             gradient = parameter.grad
@@ -180,7 +185,8 @@ class DownpourFlow(ServerFlow):
         state, strategy = self.state, self.strategy
         state.steps += 1
         state.unpushed += 1
-        warmed_up = state.steps == strategy.warmup_steps  # the other workers wait for this push
+        # On rank 0 this push ends the warm-up, for which the other workers wait.
+        warmed_up = state.steps == strategy.warmup_steps
         state.push_due = state.push_due or warmed_up or state.steps % strategy.push_every == 0
         state.fetch_due = state.fetch_due or state.steps % strategy.fetch_every == 0
         fetched = self._take()
@@ -191,7 +197,7 @@ class DownpourFlow(ServerFlow):
         return fetched
 
     def _take(self) -> bool:
-        """If z has arrived, x ← z + the local steps since z was requested, and return True."""
+        """If z has arrived, x ← z + (x − x at the request), and return True."""
         state, server = self.state, self.server
         if server.take() is None or not state.fetching:
             return False
@@ -218,7 +224,10 @@ class DownpourFlow(ServerFlow):
 
     @override
     def flush(self) -> None:
-        """Push the rest of G. Blocks until the request in flight has been answered."""
+        """Wait for the answer to the request in flight, then start a push of the rest of G.
+
+        Does nothing if all gradients were pushed.
+        """
         if self.state.unpushed:
             self.server.await_answer()
             self._take()
@@ -236,43 +245,45 @@ class Downpour(ServerStrategy):
     workers. G is the sum of the scaled gradients since the last push:
 
         x ← T(x, g);  G ← G + η·(g + λx)/N        with server_lr: G ← G + (g + λx)
-        if z has arrived:     x ← z + the local steps since z was requested
+        if z has arrived:     x ← z + (x − x at the request for z)
         every n_push steps:   send G;  G ← 0;  the server: z ← z − G
                                                with server_lr: one step of its optimizer on G
         every n_fetch steps:  request z
 
-    A request is in flight while the worker computes. After the warm-up, workers wait only in a
-    consensus and at the end. Only one request is in flight at a time. Pushes and fetches that
-    become due meanwhile are part of the next request, and G continues to grow.
+    The worker continues to compute while a request is in flight. After the warm-up, workers wait
+    only in a consensus and at the end. Only one request is in flight at a time. Pushes and fetches
+    that become due meanwhile are part of the next request, and G continues to grow.
 
-    By default the gradients in G are multiplied by the worker's learning rate η, so that schedules
-    and parameter groups apply, and divided by N, so that η has the same meaning as under BSP. With
-    ``server_lr`` only the server applies a learning rate to G.
+    By default a gradient is multiplied by η before it is added to G, so that schedules and the
+    learning rates of parameter groups take effect. It is also divided by N, so that η has the same
+    meaning as under BSP. With ``server_lr`` only the server applies a learning rate to G.
 
     Args:
         push_every: Steps between two pushes, n_push ≥ 1.
         fetch_every: Steps between two fetches, n_fetch ≥ 1.
         server_optimizer: "sgd", or "adagrad", which requires ``server_lr``.
-        server_lr: Learning rate of the server's optimizer, > 0. It is not divided by N, although N
-            workers push N times as often as one. None: the worker applies its learning rate.
-        warmup_steps: Number of steps that rank 0 takes alone at the beginning (≥ 0), with the
-            factor η instead of η/N unless ``server_lr`` is given. The other workers wait in their
-            first step, then fetch z and discard their first gradient, which was computed at the
-            initial model. They also stop to wait when rank 0 begins a consensus.
+        server_lr: Learning rate of the server's optimizer, > 0. N workers push N times as often as
+            one worker, but ``server_lr`` is not divided by N. None: the worker applies its learning
+            rate.
+        warmup_steps: Number of steps that rank 0 takes alone at the beginning (≥ 0). Without
+            ``server_lr``, the gradients of these steps are multiplied by η, not η/N. The other
+            workers wait in their first step. Then they fetch z and discard their first gradient,
+            which was computed at the initial model. They also stop waiting when rank 0 begins a
+            consensus.
         servers: See ``ServerStrategy``.
 
     *Communication*: G every n_push steps and the model every n_fetch steps, or less often if the
-    network is too slow. *Memory*: three flat copies of the model (G, the request, x at the
-    request), one for serving if all ranks serve, and the state of the server's optimizer. *State*:
-    G, x at the request, a z that has arrived and was not applied, the counters, this rank's shard
-    of z and its optimizer.
+    network is too slow. *Memory*: three flat copies of the model: G, the buffer of the request,
+    and x at the last request. If all ranks are servers, a rank's shard and its buffers add up to
+    one more copy. A server also stores the state of its optimizer. *State*: G, x at the request, a
+    z that has arrived and was not applied, the counters, this rank's shard of z and its optimizer.
 
     On ranks with a shard, ``Stats.details`` contains the staleness of the pushes to it: the number
     of pushes by other workers since the pushing worker's last fetch.
 
     *Differs from the paper*: a worker adds to z the steps that it has taken while z was in flight.
-    In the paper z replaces these steps. ``finish`` pushes the rest of G. ``warmup_steps`` is the
-    paper's "warmstarting model training with only a single model replica".
+    In the paper z replaces x, and these steps are lost in x. ``finish`` pushes the rest of G.
+    ``warmup_steps`` is the paper's "warmstarting model training with only a single model replica".
 
     Source: Dean et al., "Large scale distributed deep networks", NeurIPS 2012, §4.1 and
     Algorithm 7.1.

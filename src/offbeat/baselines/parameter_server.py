@@ -4,16 +4,17 @@ The vector is divided into *shards*, which are held by all ranks or by some (the
 worker has a *clock*, for example its number of local steps. An answer can be made to wait until the
 minimum clock of the workers has reached some value. This limits how far a worker may be ahead.
 
-**Protocol.** A worker sends a request to all servers (``wait`` to one server only), as a header of
-three int64 numbers. If the request pushes, the values follow. A server answers with a header of two
-int64 numbers, except to ``push``, ``release`` and ``leave``. If the request pulls, the values
-follow. Both sides know the sizes. A worker calls the shard of its own rank directly.
+**Protocol.** A request is a header of three int64 numbers. If the request pushes, the values
+follow. A worker sends ``wait`` to a single server, and each other request to all servers. A server
+answers with a header of two int64 numbers, except to ``push``, ``release`` and ``leave``. If the
+request pulls, the values follow. Both sides know the sizes. A worker calls the shard of its own
+rank directly.
 
 **Threads.** A server runs one background thread for each other rank, so a slow link delays only the
 worker at its other end. Each shard handles requests in the order of their arrival. A worker has at
 most one request with values in flight, and a background thread receives its answer while the worker
-computes. The worker may make requests for clocks and barriers meanwhile. The answers to the latter
-have another message tag, so that they cannot be confused with the answer in flight.
+computes. The worker may make requests for clocks and barriers meanwhile. The answers to these
+requests have another message tag, so that they cannot be confused with the answer in flight.
 """
 
 import itertools
@@ -77,11 +78,11 @@ class ParameterServer:
         self._team, self.vector, self.pulled_bytes = team, initial, 0
         ranks = list(team.ranks if servers is None else servers)
         slices = zip(ranks, shard_slices(initial.numel(), len(ranks)), strict=True)
-        # Each worker starts with a different server, so that the traffic is spread over the links.
+        # Each worker starts with the next server after its own rank, to spread the traffic.
         self._slices = dict(sorted(slices, key=lambda item: (item[0] - team.rank - 1) % team.size))
         self._sent: list[Handle[Tensor]] = []  # gloo may lose a message whose handle is deleted
         self._in_flight: Promise[int | Exception] | None = None
-        self._what = ""  # name, in errors, of the request in flight
+        self._what = ""  # name of the request in flight, for error messages
         self._answer: int | None = None  # minimum clock in an answer that was not taken yet
         self._left = False  # True after ``leave``
         self.shard: Shard | None = None
@@ -102,13 +103,13 @@ class ParameterServer:
         """Start a request that pushes or pulls ``vector``. Requires ``idle``.
 
         Does not wait for the answer. The request fails if the answer takes longer than the time-out
-        of an operation. With ``min_clock`` this time is counted only while ``take`` waits.
+        of an operation. With ``min_clock`` the time counts only while the training thread waits.
 
         Args:
             kind: "push", "pull" or "push_pull".
             clock: New clock of this worker. −1 leaves it unchanged.
-            min_clock: The servers answer a pull when the minimum clock of the workers that are not
-                at a barrier is at least this.
+            min_clock: The servers delay the answer to a pull until the minimum clock has reached
+                this value. Workers at a barrier do not count.
         """
         assert self.idle, "the answer of the last request was not taken"
         request = Request(kind, self._team.rank, clock, min_clock)
@@ -241,9 +242,9 @@ class ParameterServer:
             self.shard.reset(vector[self._slices[self._team.rank]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the shard, of an answer that ``take`` has not returned, and a counter.
+        """Return the shard, the answer that ``take`` has not returned yet, and ``pulled_bytes``.
 
-        No request may be in flight.
+        The values are copies. No request may be in flight.
         """
         return {
             "shard": None if self.shard is None else save(self.shard),

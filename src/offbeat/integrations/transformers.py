@@ -22,12 +22,13 @@ class OffbeatCallback(TrainerCallback):
 
         trainer = Trainer(model, args, callbacks=[OffbeatCallback(offbeat.SelSync())], ...)
 
-    During training each worker has a local model. Evaluation and the model that the Trainer saves
-    use the *consensus*, the mean of the local models over all workers. The hooks enter the
-    consensus before an evaluation or a save, and leave it before the next step. Each worker also
-    saves its local model and optimizer state in ``FOLDER``, from which
+    During training each worker has a local model. The Trainer evaluates and saves the *consensus*,
+    the mean of the local models over all workers. Before an evaluation or a save, the callback
+    replaces the local model by the consensus. It restores the local model before the next step.
+    Each worker also saves its local model and optimizer state in ``FOLDER``, from which
     ``Trainer.train(resume_from_checkpoint=...)`` continues exactly as the uninterrupted run would.
-    The DistributedDataParallel that the Trainer puts around the model is switched off.
+    ``offbeat.attach`` switches off the DistributedDataParallel that the Trainer puts around the
+    model.
 
     Args:
         strategy: Strategy, as in ``offbeat.attach``.

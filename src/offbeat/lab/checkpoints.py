@@ -51,7 +51,7 @@ class EventLog:
         self.lines: list[str] = []
 
     def __call__(self, event: Event) -> None:
-        """Pass on an event, and store it if necessary."""
+        """Pass on an event. Store it if a resumed run must emit it again."""
         if isinstance(event, EvaluationCount | Evaluation | Calibration):
             self.lines.append(to_json(event))
         self._emit(event)
@@ -78,7 +78,8 @@ class RunCheckpoints:
         """Load the newest checkpoint and emit its events again, if ``job.resume``. A collective.
 
         Args:
-            schedule: Schedule of evaluations. If the saved run chose their number, it is set here.
+            schedule: Schedule of evaluations. If the saved run chose a number of evaluations, the
+                schedule is set to this number.
 
         Raises:
             CheckpointError: there is no checkpoint, or it belongs to a run with other options.

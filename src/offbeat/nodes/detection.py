@@ -32,8 +32,8 @@ class WorkerCommunicators:
     Attributes:
         everyone: Communicator of all workers of all nodes.
         inside: Communicator of the workers of this worker's node.
-        across: Communicator of this worker and its counterparts: if it is worker k of its node,
-            they are worker k of each other node. It has the same ``host`` object as ``inside``.
+        across: Communicator of the workers that have the same position in their nodes as this
+            worker, one of each node. It has the same ``host`` object as ``inside``.
     """
 
     everyone: Communicator
@@ -56,15 +56,17 @@ def open_nodes(
         node_group: Process group of this worker's node. "auto": the environment variables of
             torchrun, or the custom transport, determine the nodes.
         timeout_seconds: Time limit of one operation.
-        sharded: True if each worker of a node holds one shard of the model.
+        sharded: True if each worker of a node holds one shard of the model. Ignored with a custom
+            transport.
 
     Returns:
-        The communicator between nodes (with ``sharded``, between the workers with the same shard),
-        and this worker's node. If each node has one worker: the communicator of all workers, and
-        None.
+        A communicator between nodes, and this worker's node. With ``sharded``, the communicator
+        connects the workers that hold the same shard. If each node has one worker: the
+        communicator of all workers, and None.
 
     Raises:
-        AttachError: the nodes are invalid (raised on all workers), or ``group`` has no nodes.
+        AttachError: the nodes are invalid (raised on all workers). Or a custom transport has no
+            ``make_nodes``, or ``node_group`` is not "auto" with a custom transport.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     transport = world if group is None else group

@@ -30,10 +30,12 @@ MOST_WAITING = 0.1
 CHOICES: tuple[Precision, ...] = ("float32", "bfloat16", "int8")
 """Precisions to choose from. With int4 and int2 the quantization errors would grow too large."""
 _BITS: dict[str, float] = {precision: sum_bits(precision) for precision in CHOICES}
-_MARGIN = 0.5  # more bits are chosen if the expected load is at most this; 1 would oscillate
-_MIN_STEPS = 16  # fewest local steps per worker between two choices
-_MIN_SUMS = 4  # fewest sums of one tensor between two choices
-_CONTROL_STREAM = "the choice of a precision"  # key in ``state_dict`` of everything but the errors
+# More bits are chosen only if the load expected with them (see AdaptiveWire) is at most _MARGIN.
+# With 1 the precision would oscillate.
+_MARGIN = 0.5
+_MIN_STEPS = 16  # least average number of local steps per worker between two choices
+_MIN_SUMS = 4  # one tensor must have been summed at least this often between two choices
+_CONTROL_STREAM = "the choice of a precision"  # key of the state of the choice in ``state_dict``
 
 
 class AdaptiveWire(Wire):
@@ -41,9 +43,9 @@ class AdaptiveWire(Wire):
 
     **Choice.** ``PrecisionControl`` chooses the precision from a *load*: the time for which workers
     wait for the network, divided by the time that ``MOST_WAITING`` allows. In each round the
-    shortest wait of all workers is taken for every worker. The worker with the shortest wait
-    arrived last, so it waited only for the network. Longer waits also contain the time until the
-    last worker arrived.
+    shortest wait among the workers counts as the network wait of every worker. The worker with the
+    shortest wait arrived last, so it waited only for the network. Longer waits also contain the
+    time until the last worker arrived.
 
     **Agreement.** When a round is decided, each worker evaluates the tally of the previous round
     (``apply_measurements``). All workers read the same numbers and make the same choice, which
@@ -59,7 +61,7 @@ class AdaptiveWire(Wire):
 
     Attributes:
         control: Chooses the precision. It has the same state on all workers.
-        reason: Reason for the last choice, for ``Stats.details``.
+        reason: Reason for the current precision, for ``Stats.details``.
     """
 
     def __init__(self, team: Team) -> None:
@@ -139,7 +141,7 @@ class AdaptiveWire(Wire):
     def _choose(self) -> None:
         """Choose a precision from the measurements since the last choice."""
         step, waited = self._seconds / self._steps, self._waited_seconds / self._steps  # per step
-        # With this wait, waiting is the share MOST_WAITING of the step.
+        # If a worker waited this long per step, waiting would be MOST_WAITING of the step.
         allowed = (step - waited) * MOST_WAITING / (1 - MOST_WAITING)
         load = waited / allowed if allowed > 0 else math.inf if waited > 0 else 0.0
         previous = self.control.precision
@@ -209,12 +211,12 @@ class AdaptiveWire(Wire):
 
     @override
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return the errors of all streams, and the state of the choice as one more stream.
+        """Return the errors of all streams. One more entry holds the state of the choice.
 
-        The additional stream has two vectors. "sent" lists the fields of ``control``, the number of
-        tallies to ignore, the totals since the last choice, and the interval since the last vote.
-        Times are relative to now, because clocks differ between runs. "summed" is the previous
-        tally, or empty. May block until that tally has arrived.
+        The additional entry has the format of a stream, two vectors. "sent" lists the fields of
+        ``control``, the number of tallies to ignore, the totals since the last choice, and the
+        interval since the last vote. Times are relative to now, because clocks differ between runs.
+        "summed" is the previous tally, or empty. May block until that tally has arrived.
         """
         control = [
             float(PRECISIONS.index(value)) if isinstance(value, str) else float(value)

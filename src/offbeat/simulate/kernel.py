@@ -56,8 +56,8 @@ class Signal:
 
     Attributes:
         happened: True once the signal has fired.
-        failure: Reason for which the awaited result will never arrive, except on ``spared``. None
-            if the result has arrived or may still arrive.
+        failure: Error because of which the awaited result will not arrive on the workers outside
+            ``spared``. None if the result has arrived or may still arrive.
         spared: Ranks of the workers on which the result has arrived despite ``failure``.
     """
 

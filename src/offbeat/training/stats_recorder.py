@@ -11,7 +11,9 @@ class StatsRecorder:
     """Adds each step of a worker to its ``Stats`` and writes the step's record.
 
     The time from the end of one step (or ``restart``) to the end of the next step counts as
-    computing time, except for the time blocked in communication and the time inside ``paused``.
+    computing time, except for the time blocked in communication and the time inside ``paused``. The
+    account must not count a wait inside ``paused`` (see ``Account.paused``), because it would be
+    subtracted twice.
 
     Args:
         worker: The worker.

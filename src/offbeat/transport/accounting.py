@@ -21,7 +21,8 @@ class Account:
             (≥ 1). Each of them counts 1/``senders`` of the bytes.
 
     Attributes:
-        wait_seconds: Time for which this worker was blocked, mostly in ``Handle.wait``.
+        wait_seconds: Sum of the seconds that ``waited`` has counted. ``Accounting`` calls it with
+            the time for which this worker was blocked in ``Handle.wait``.
         before_waiting: Functions that ``Accounting`` calls before this worker waits for a
             collective. They receive the handle of the collective.
     """
@@ -36,8 +37,9 @@ class Account:
     def payload_bytes(self) -> int:
         """Bytes of the tensors that were passed to operations, divided by ``senders``.
 
-        A tensor counts once, however many workers receive it. A broadcast counts on its source
-        only. Received tensors do not count.
+        The quotient is rounded down. In a simulation, the bytes of a placeholder tensor are those
+        of the tensor that it represents. A tensor counts once, however many workers receive it. A
+        broadcast counts on its source only. Received tensors do not count.
         """
         return self._bytes // self._senders
 
@@ -64,8 +66,8 @@ class Account:
 class Accounting(Wrapper):
     """A communicator that counts the bytes and the waiting time of its operations.
 
-    Background tasks use ``inner`` directly, so that their traffic is not counted. A twin (second
-    communicator) adds to the same account.
+    Background tasks use ``inner`` directly, which counts nothing. They call ``Account.sent`` for
+    bytes that must be counted. A twin (second communicator) adds to the same account.
 
     Args:
         inner: Communicator that carries out the operations.

@@ -18,7 +18,7 @@ Share = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out samples, and scores whose means over the samples are the metrics.
+    """Held-out samples and scores. The metrics are computed from the mean of each score.
 
     N workers can divide the evaluation. Each evaluates every N-th batch with ``share``, and
     ``combine`` adds the sums of all workers. A call of the object evaluates all batches itself.
@@ -27,8 +27,8 @@ class HeldOut:
         dataset: The samples.
         scores: Function (model in evaluation mode, batch on the model's device) → dictionary from
             score name to a tensor with one value per sample.
-        batch_size: Largest number of samples per batch. Batches are smaller if batches of this size
-            would be fewer than the workers.
+        batch_size: Largest number of samples per batch. With N workers, a batch also has at most
+            ⌈samples/N⌉ samples.
         readers: Number of processes that read batches ahead. Used only if the model is on a GPU.
         metrics: Function from the mean of each score to the metrics, both as dictionaries by name.
             None: the means are the metrics.
@@ -42,11 +42,14 @@ class HeldOut:
 
     @cached_property
     def samples(self) -> Samples:
-        """The data set, readable by batches."""
+        """The data set as an object from which batches can be read."""
         return as_samples(self.dataset)
 
     def batches(self, rank: int = 0, size: int = 1) -> list[list[int]]:
-        """Return the sample indices of each batch of worker ``rank`` of ``size``."""
+        """Return a list of sample indices for each batch of worker ``rank``.
+
+        ``size`` is the number of workers.
+        """
         every = [*range(len(self.samples))]
         at_once = min(self.batch_size, -(-len(every) // size))
         return [every[i : i + at_once] for i in range(0, len(every), at_once)][rank::size]
@@ -54,9 +57,10 @@ class HeldOut:
     def share(
         self, model: nn.Module, rank: int = 0, size: int = 1, *, most: int | None = None
     ) -> Share:
-        """Evaluate the batches of worker ``rank`` of ``size``, or only the first ``most`` of them.
+        """Evaluate the batches of worker ``rank``. With ``most``, evaluate only the first ``most``.
 
-        The model is in training mode afterwards. Torch's random state on the CPU does not change.
+        ``size`` is the number of workers. If no error is raised, the model is in training mode
+        afterwards. Torch's random state on the CPU does not change.
 
         Raises:
             ValueError: ``scores`` did not return one value per sample.

@@ -12,7 +12,7 @@ class CausalTransformer(nn.Module):
     Subclasses create the layers ``blocks``, embed the tokens and compute the logits.
 
     Args:
-        context: Largest number of tokens in a text.
+        context: Largest number of tokens in an input of the model.
     """
 
     blocks: nn.ModuleList
@@ -35,7 +35,7 @@ class ByteTransformer(CausalTransformer):
     """Transformer over bytes with learned positions and pre-layer normalization.
 
     Args:
-        context: Largest number of bytes in a text.
+        context: Largest number of bytes in an input of the model.
         width: Size of the embedding. Feed-forward blocks are four times as wide.
         layers: Number of layers.
         heads: Number of attention heads per layer.
@@ -72,7 +72,7 @@ class WordTransformer(CausalTransformer):
 
     Args:
         words: Size of the vocabulary.
-        context: Largest number of words in a text.
+        context: Largest number of words in an input of the model.
         width: Size of the embedding (even).
         hidden: Width of the feed-forward blocks.
         layers: Number of layers.
