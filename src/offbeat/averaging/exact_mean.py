@@ -1,7 +1,7 @@
 """The mean of whole models over the workers, never quantized.
 
-It is used for a *consensus*, which replaces the local model by the mean temporarily or at the end
-of training, at a change of membership, and between the workers of one node.
+It is used for a *consensus*, when workers join or are lost, and between the workers of one node. A
+consensus replaces each local model by the mean, temporarily or at the end of training.
 """
 
 import torch

@@ -38,7 +38,8 @@ class ServerStrategy(Strategy):
     Workers make no common decisions during training. The server's model is the result of training:
     ``consensus`` gives it to all workers temporarily, ``finish`` permanently. ``consensus`` leaves
     out the steps that a worker has not pushed; ``finish`` pushes them first. Buffers are not on the
-    server. ``consensus`` and ``finish`` average the floating-point buffers over the workers.
+    server. ``consensus`` and ``finish`` average the floating-point and complex buffers over the
+    workers, and set signed integer buffers to their maximum.
 
     Args:
         servers: Ranks among which the server's model is divided, for example ``(0, 1)``, or ``0/1``
@@ -85,8 +86,8 @@ class ServerFlow(Flow):
     """Drives a strategy with a parameter server on one worker.
 
     A subclass defines ``rule``, ``initial_state``, ``flush`` and ``step_ended``. It may override
-    the other methods. ``gradients_ready`` (before an optimizer steps) and ``step_ended`` return
-    True if this worker's model has received values of the server.
+    the other methods. ``gradients_ready`` runs before an optimizer steps. It and ``step_ended``
+    return True if this worker's model has received values from the server.
 
     Attributes:
         server: The parameter server.
@@ -115,14 +116,15 @@ class ServerFlow(Flow):
         """Return the initial state, given the initial model of all workers as a vector."""
 
     def clocks(self) -> list[int]:
-        """Return the initial clock of each worker. Zeros by default."""
+        """Return the initial clock of each worker (see ``ParameterServer``). Zeros by default."""
         return [0] * self.worker.size
 
     @abstractmethod
     def flush(self) -> None:
         """Start the last push, with all local steps that this worker has not pushed yet.
 
-        Called at most once, by ``finish``. May block until an earlier request has been answered.
+        Called at most once, by ``pause`` when training ends. May block until an earlier request has
+        been answered.
         """
 
     def barrier_reached(self, clock: int) -> None:
@@ -134,8 +136,8 @@ class ServerFlow(Flow):
     def start(self, common: dict[str, Any] | None = None) -> None:
         """Create the parameter server with this worker's model, which is equal on all workers.
 
-        A second call, after a checkpoint of a consensus was loaded, gives this model to the
-        existing server and waits for all workers.
+        A second call follows if a checkpoint that was saved inside a consensus is loaded. It sets
+        the existing server's values to this model and waits for all workers.
 
         Raises:
             ValueError: A rank in ``servers`` does not exist.
@@ -180,7 +182,10 @@ class ServerFlow(Flow):
 
     @override
     def consensus(self, last: Round, *, final: bool) -> None:
-        """Replace the parameters by the server's and average the buffers. A collective."""
+        """Replace the parameters by the server's and average the buffers. A collective.
+
+        With ``final``, also write the server's statistics and leave the server.
+        """
         worker = self.worker
         unpack(self.server.read(), self.tensors)
         if worker.size > 1:
@@ -220,7 +225,7 @@ class ServerFlow(Flow):
 
     @override
     def decide(self, round: Round) -> bool:
-        """Always raises. Workers vote only at a barrier, where no round is decided."""
+        """Always raises. Workers vote only at a barrier, and there this method is not called."""
         raise AssertionError("no worker of a parameter server votes in a step")
 
     # -- pushes ----------------------------------------------------------------------------------

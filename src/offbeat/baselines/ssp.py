@@ -1,9 +1,9 @@
 """SSP, stale synchronous parallel: a parameter server that limits how far a worker may be ahead.
 
 A worker's *clock* c is its number of local steps. z is the server's model. A worker's model x is
-called its *cache*: a copy of z, to which the worker adds its own updates u at once. S is the sum of
-the updates that the worker has not sent to the server yet. The cache is *fresh* up to clock f if it
-contains the first f updates of every worker.
+called its *cache*. It is a copy of z, to which the worker adds its own update u after each step. S
+is the sum of the updates that the worker has not sent to the server yet. The cache is *fresh* up to
+clock f if it contains the first f updates of every worker.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,8 @@ class SSPState(ServerState):
     """State of an ``SSPFlow``.
 
     Attributes:
-        cache: x as one vector. After each step it is copied to the worker's parameters.
+        cache: x as one vector. After each step it is copied to the worker's parameters. Not used
+            with a single worker.
         updates: S as one vector.
         clock: c, the number of local steps. Stays 0 with a single worker.
         fresh_clock: f, the clock up to which the cache is fresh.
@@ -54,9 +55,13 @@ class SSPFlow(ServerFlow):
 
     @override
     def step_ended(self) -> bool:
-        """Push and pull as needed. Block at the bound. Return True if x was refreshed from z."""
+        """Push and pull as needed. Block while f < c − ``staleness``.
+
+        Returns True if x was refreshed from z, and always with a single worker.
+        """
         state, worker = self.state, self.worker
-        if worker.size == 1:  # copy the new x̂ to z, because x + (x̂ − x) would round
+        # A single worker copies its parameters to z. Adding their change to z would round.
+        if worker.size == 1:
             pack_mixed(self.tensors, self.server.vector)
             self.server.reset(self.server.vector)
             return True
@@ -99,9 +104,9 @@ class SSPFlow(ServerFlow):
         return True
 
     def _send(self) -> None:
-        """Push S, and pull z if ``refresh`` requires it, unless a request is in flight.
+        """Push S. Also pull z if ``refresh`` is "ahead" or x is not fresh enough.
 
-        Does nothing if there is no new update and x is fresh enough.
+        Does nothing if a request is in flight, or if there is no new update and x is fresh enough.
         """
         state, ahead = self.state, self.strategy.refresh == "ahead"
         needed = state.clock - self.strategy.staleness  # a step ends when f ≥ needed
@@ -127,7 +132,10 @@ class SSPFlow(ServerFlow):
 
     @override
     def barrier_reached(self, clock: int) -> None:
-        """Lower f to ``clock``, because answers ignored the clocks of workers at the barrier."""
+        """Lower f to ``clock``, the minimum clock of all workers, if f is larger.
+
+        Earlier answers did not count workers at the barrier, so f may be too large.
+        """
         self.state.fresh_clock = min(self.state.fresh_clock, clock)
 
 
@@ -153,9 +161,9 @@ class SSP(ServerStrategy):
     ``staleness=0`` and plain SGD this is BSP up to rounding. Updates are divided by N, so a
     learning rate has the same meaning as under BSP. Any optimizer may produce the updates.
 
-    The server delays the answer until every worker's clock is at least min(c, c − s + 1). With an
-    answer at c − s the worker would have to wait again at the end of its next step. Workers without
-    further data do not count.
+    The server delays the answer until every worker's clock is at least min(c, c − s + 1). If it
+    answered as soon as all clocks are at least c − s, the worker might have to wait again at the
+    end of its next step. Workers without further data do not count.
 
     Args:
         staleness: s ≥ 0, the number of steps that a worker may be ahead of the slowest one.
@@ -165,8 +173,9 @@ class SSP(ServerStrategy):
             divided by N. For large s, training may then diverge although "ahead" converges.
         servers: See ``ServerStrategy``.
 
-    *Communication*: as many bytes as the model to the server and back, one exchange at a time, in
-    each step if the network is fast enough. With "lazy", z comes back only at a refresh.
+    *Communication*: a request sends as many bytes as the model has, and its answer returns as
+    many. Only one request is in flight at a time. If the network is fast enough, a worker makes
+    one request in each step. With "lazy", z comes back only at a refresh.
     *Memory*: three flat copies of the model (cache, S, the request), and one for serving if all
     ranks serve. *State*: cache, S, an answer that has arrived and was not applied, the clocks, and
     this rank's part of z.

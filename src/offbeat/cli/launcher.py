@@ -34,10 +34,10 @@ def require_single_process(what: str) -> None:
 
 
 def with_launched_workers(job: Job) -> Job:
-    """Return ``job``, under a launcher with the launcher's number of workers.
+    """Return ``job``. Under a launcher, replace its number of workers by the launcher's.
 
     Raises:
-        ValueError: ``--workers`` gives another number.
+        ValueError: ``job.workers`` is neither the launcher's number nor the default.
     """
     if not is_launched():
         return job
@@ -50,7 +50,10 @@ def with_launched_workers(job: Job) -> Job:
 
 
 def command_line() -> str:
-    """Return a command line that repeats this run."""
+    """Return a command line that repeats this run.
+
+    Under a launcher it is a ``torchrun`` command for one machine.
+    """
     program = ["offbeat"]
     if is_launched():
         local = os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -70,11 +73,14 @@ def real_workers(
     Args:
         job: Job that has the number of workers and the time-out.
         bandwidth: Bandwidth to which the link of each worker is limited. None: no limit.
-        check: Function that raises for mistakes. It is called before a process starts or connects,
-            under a launcher on rank 0 only.
+        check: Function that raises for mistakes. It is called before any process starts or
+            connects. Under a launcher, only rank 0 calls it.
 
     Yields:
         The runner, or None under a launcher on ranks other than 0.
+
+    Raises:
+        ValueError: ``bandwidth`` is given under a launcher.
     """
     if is_launched():
         if bandwidth is not None:

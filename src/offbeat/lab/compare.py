@@ -58,8 +58,9 @@ def run_and_record(
         job: Configuration of the run.
         on_event: Function that receives each event of rank 0.
         runner: Runner that starts the workers.
-        lr_scales: Factors on the learning rate that the comparison tries, for the result.
-        command: Command line of the comparison, for the result.
+        lr_scales: Factors on the learning rate that the comparison tries. Only stored in the
+            result.
+        command: Command line of the comparison. Only stored in the result.
     """
     recipe = find_recipe(job.recipe)
     points: list[Evaluation] = []
@@ -197,7 +198,8 @@ def _runs(
                 replace(replace(job, lr_scale=scale).under(strategy), seed=seed)
                 for scale in lr_scales or (job.lr_scale,)
             ]
-            if all(other == jobs[0] for other in jobs):  # the method sets its own factor
+            # All jobs are equal if the method sets its own factor, or if there is only one factor.
+            if all(other == jobs[0] for other in jobs):
                 yield jobs[0], ()
             else:
                 yield from ((scaled, lr_scales) for scaled in jobs)

@@ -36,7 +36,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All workers evaluated the consensus, the mean of their models.
+    """All workers evaluated the consensus: the mean of their models, or a parameter server's model.
 
     Attributes:
         step: Number of steps.
@@ -83,7 +83,10 @@ class LocalStepTime:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Local step time, mean over workers, measured after ``step`` steps outside training time."""
+    """Local step time, averaged over the workers, measured after ``step`` training steps.
+
+    The measurement does not count as training time.
+    """
 
     step: int
     step_seconds: float
@@ -91,7 +94,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The run continues from the checkpoint of ``step``. The events stored in it follow."""
+    """The run continues from the checkpoint of ``step``. The events in the checkpoint follow."""
 
     step: int
 
@@ -106,7 +109,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class NotSaved:
-    """The run was asked to stop early, but saved no checkpoint then, for the reason ``why``."""
+    """The run was asked to stop early and did not save a checkpoint. ``why`` is the reason."""
 
     why: str
 
@@ -117,9 +120,9 @@ class End:
 
     Attributes:
         stats: Totals of every worker, in rank order.
-        step_seconds: Duration of a step that only the end of the run determines (the baseline
-            ``ideal``). The seconds of earlier events are then replaced by step · step_seconds.
-            None: the seconds of earlier events are valid.
+        step_seconds: Duration of a step, if it is known only at the end of the run, as with the
+            baseline ``ideal``. The seconds of earlier events are then replaced by
+            step · step_seconds. None: the seconds of earlier events are valid.
     """
 
     stats: tuple[Stats, ...]

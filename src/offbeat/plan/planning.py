@@ -50,8 +50,8 @@ def plan(
     rate. Jitter is log-normal and independent between steps and workers.
 
     The *idle share* is the share of the time that a worker waits for others. *Throughput* counts
-    samples per second. The *staleness* of a strategy is the largest age of the newest mean in a
-    worker's model, in steps.
+    samples per second. The *age* of a mean is the number of steps since its computation started.
+    The *staleness* of a strategy is the largest age of the newest mean in a worker's model.
 
     **Default strategies**:
 
@@ -59,30 +59,29 @@ def plan(
     * ``local`` with period 8, and with the smallest period found with an idle share of at most 5 %
     * ``selsync:target_lssr=…`` with the given ``lssr``
     * ``streaming``, with a larger staleness than its default if its idle share would exceed 5 %
-    * ``async`` with the smallest even staleness found at which workers do not wait (with jitter: at
-      which the idle share is at most 5 %)
+    * ``async`` with the smallest even staleness found at which workers do not wait. With jitter,
+      larger values are tried until the idle share is at most 5 %
     * ``async:schedule=eager`` with a staleness bound that it does not reach
 
-    **Recommendation**: the first of these that is among the strategies.
+    **Recommendation**: the first rule that some strategy satisfies decides.
 
-    1. BSP, if its idle share is at most 10 %. Averaging models instead of gradients may need 10 %
-       more steps (``LOST_STEPS``).
+    1. BSP, if its idle share is at most 10 %. The reason is that averaging models instead of
+       gradients may need 10 % more steps.
     2. StreamingAveraging, if it reaches 95 % of the best throughput.
-    3. Of the LocalSGD with a period of at most 8 and an idle share of at most 5 %, the one with the
-       shortest period.
-    4. Of all strategies that reach 95 % of the best throughput, the one with the least
-       ``Forecast.apart_steps``, the steps between means. If several are equal, the first in the
-       list that ``offbeat strategies`` prints. Custom strategies come last, and eager ``async``
-       after cyclic.
+    3. The LocalSGD with the shortest period, among those with a period of at most 8 and an idle
+       share of at most 5 %.
+    4. The strategy with the fewest steps between means (``Forecast.apart_steps``), among those that
+       reach 95 % of the best throughput. If several are equal: the first in the list that
+       ``offbeat strategies`` prints. Custom strategies come last, and eager ``async`` after cyclic.
 
     **Nodes** of several workers train as with ``attach(..., node_group=…)``. A single node is
     simulated first. Its step ends when its slowest worker has computed its gradients and their mean
     over the node has arrived. The idle share then counts only the waiting for other nodes, as in
     ``Stats``. The throughput accounts for all waiting.
 
-    **SelSync** synchronizes in the steps whose gradient changes significantly. The plan assumes one
-    such step in 1/(1 − ``lssr``). It shows the cost of these synchronizations but not their
-    benefit, which lies in the final metric.
+    **SelSync** synchronizes in the steps whose gradient changes significantly. The plan assumes
+    that these are a share 1 − ``lssr`` of the steps. It shows the cost of these synchronizations
+    but not their benefit, which lies in the final metric.
 
     Args:
         parameters: The model; or the number of its averaged parameters, like 25e6 or "25M", which
@@ -95,10 +94,11 @@ def plan(
         jitter: Standard deviation of the compute time relative to t, in [0, 1].
         wire: Precision of models and gradients, as in ``attach``; None means the default of each
             strategy.
-        lssr: Share of the steps of SelSync without a mean, in (0, 1). Used for the default SelSync
-            and for one with a finite ``delta`` > 0; one with ``target_lssr`` uses that share.
+        lssr: Share of the steps of SelSync without a mean, in (0, 1). Used for the default SelSync,
+            and for a given one with a finite ``delta`` > 0. A given SelSync with ``target_lssr``
+            uses its own value.
         strategies: Strategies to forecast in place of the default ones: text, or ``Strategy``
-            objects. Custom strategies are possible, baselines are not.
+            objects. Baselines, and custom strategies with a flow of their own, are rejected.
         workers_per_node: Number of workers per node, L (≥ 1), a divisor of ``workers``. With L > 1,
             ``bandwidth`` and ``latency`` describe the link of a node, which its workers share.
         inside: Bandwidth of each worker's link inside its node, in each direction; None means
@@ -108,8 +108,9 @@ def plan(
     Raises:
         AttachError: A strategy cannot train in nodes.
         TypeError: An argument has the wrong type.
-        ValueError: A value is out of its range, a strategy is a baseline, or a strategy cannot use
-            ``wire``. The message shows the right form.
+        ValueError: A value is out of its range, or ``workers_per_node`` does not divide
+            ``workers``. Or ``strategies`` is a single text or empty. Or a strategy is a baseline,
+            has a flow of its own, or cannot use ``wire``.
     """
     setting, given = check_arguments(
         parameters=parameters,
@@ -184,8 +185,9 @@ def check_arguments(
     """Check the arguments of ``plan``, which documents them. Simulates nothing.
 
     Returns:
-        Model and cluster, in which means inside a node cost nothing yet; and the given strategies,
-        each with its text form, or None if ``strategies`` is None.
+        A pair. First the setting (model and cluster), in which averaging inside a node takes no
+        time yet. Second the given strategies, each with its text form, or None if ``strategies`` is
+        None.
     """
     require_integer("workers", workers, least=1)
     if wire is not None:

@@ -14,8 +14,8 @@ def cut_by_tensors(
 ) -> list[list[Tensor]]:
     """Cut a list of tensors into non-empty parts of about equal bytes. No tensor is divided.
 
-    With n parts, the cut after part i is the boundary between tensors that is nearest to i/n of all
-    bytes, among those that leave a tensor for every part.
+    Part i of n ends at the tensor boundary that is nearest to i/n of all bytes. Boundaries that
+    would leave a part empty are not considered.
 
     Args:
         tensors: The tensors, in order.
@@ -70,7 +70,7 @@ def cut_by_bytes(tensors: Sequence[Tensor], parts: int) -> list[Callable[[], lis
 
 @dataclass(frozen=True)
 class _Slice:
-    """The elements of a tensor from ``start`` up to ``stop``, in memory order."""
+    """The numbers [start, stop) of a tensor, in memory order. A complex element is two numbers."""
 
     tensor: Tensor
     start: int

@@ -218,7 +218,8 @@ class _Managed(TrainingLoop):
         try:
             super()._optimize()
         except RuntimeError:
-            self._group.require_all_workers()  # a better message: torchft's only counts failures
+            # If an all-reduce failed, raise an error with the cause. torchft only counts failures.
+            self._group.require_all_workers()
             raise
         self._group.require_all_workers()
 

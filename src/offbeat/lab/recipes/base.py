@@ -1,4 +1,7 @@
-"""A ``Recipe`` builds a ``Task``, everything to train, from a ``Setup``, properties of a run."""
+"""A ``Recipe`` builds a ``Task`` from a ``Setup``.
+
+A ``Setup`` holds the properties of a run. A ``Task`` is everything that one worker needs to train.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -63,8 +66,8 @@ class Task:
             such processes are started, because they would take cores from the training.
 
     Raises:
-        TypeError: ``evaluate`` is not a ``HeldOut``, or a number has another type.
-        ValueError: a number is out of its range.
+        TypeError: ``evaluate`` is not a ``HeldOut``, or ``batch_size`` or ``steps`` is no integer.
+        ValueError: ``batch_size`` or ``steps`` is out of its range.
     """
 
     model: nn.Module
@@ -88,7 +91,7 @@ class Task:
 
     @cached_property
     def samples(self) -> Samples:
-        """The training set, readable by batches."""
+        """The training set as an object from which batches can be read."""
         return as_samples(self.dataset)
 
     def complete(self, setup: Setup) -> None:
@@ -152,7 +155,8 @@ class Recipe:
 def steps_for(setup: Setup, samples: int, batch_size: int) -> int:
     """Return the number of steps of each worker: ⌈epochs · samples / (batch_size · workers)⌉.
 
-    In these steps, all workers together read the samples ``epochs`` times.
+    If all batches are full, all workers together read at least epochs · samples samples in these
+    steps.
 
     Raises:
         ValueError: ``epochs`` × ``samples`` is less than 1, or there are more than 10⁹ steps.

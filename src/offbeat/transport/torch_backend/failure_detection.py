@@ -5,7 +5,8 @@ the check. Each of them sends a message to every other worker, which is in one o
 
 * *alive*: The worker runs the check, too, so its message arrives at once.
 * *lost*: The worker's process has ended or closed the group, so the connection breaks.
-* *silent*: The worker computes, is stuck or cannot be reached, so no message arrives in time.
+* *silent*: The worker computes, is stuck or cannot be reached, so no message arrives in time. If
+  the connection breaks only near the time limit, the worker also counts as silent.
 """
 
 import queue
@@ -41,7 +42,7 @@ class LivenessCheck:
         """Close the group. Workers that check this one from now on find it lost."""
         group, self._group = self._group, None
         if group is not None and any(thread.is_alive() for thread in self._threads):
-            close_connections(group)  # Python would abort with a thread inside gloo
+            close_connections(group)  # at exit, Python would abort if a thread were inside gloo
         for thread in self._threads:
             thread.join(self._seconds)
         self._sends.clear()

@@ -52,7 +52,7 @@ class TorchCommunicator(Communicator):
     Args:
         group: Process group whose members take part; None is the default group. A ``GroupFactory``
             may be passed instead, which opens groups of the members.
-        timeout_seconds: Time limit of an operation that is not ``patient``.
+        timeout_seconds: Time limit of an operation. A ``patient`` operation has none.
         liveness_seconds: After a failure the workers check which of them still answer. A worker
             that does not answer in this time is reported as missing.
         closing_seconds: Longest time for which ``close`` waits for threads.
@@ -183,7 +183,7 @@ class _Work(Handle[Any]):
         return self._work is None or self._work.is_completed()
 
     def running(self) -> bool:
-        """Return True while the backend executes this collective in a thread."""
+        """Return True if this is a collective that has not completed."""
         return self._collective and not self.done()
 
     def failed(self) -> bool:
