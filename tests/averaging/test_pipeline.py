@@ -362,3 +362,26 @@ def test_p_is_kept_where_something_needs_it(
     assert simulated(kept, "int8", workers=2) == [True] * 2, "only updates are quantized"
     always = shared.error_feedback or not shared.outer.plain
     assert simulated(kept, "float32", workers=1) == [always], "there is no one to be excluded from"
+
+
+def test_the_view_says_which_parts_are_in_flight() -> None:
+    """``ready`` is about the next part; ``in_flight_steps`` has the launch of the oldest first."""
+
+    def check(line: Line) -> None:
+        pipeline, view = line.pipeline, line.view
+
+        def seen() -> tuple[list[int], bool]:
+            return view.in_flight_steps, view.ready
+
+        line.worker.step = 4
+        line.decide(2)
+        pipeline.launch_queued(wait=False)
+        assert seen() == ([4, 4], True)
+        line.worker.step = 7
+        line.decide(1)
+        pipeline.launch_queued(wait=False)
+        assert seen() == ([4, 4, 7], False)
+        pipeline.land()
+        assert seen() == ([4, 7], True)
+
+    alone(check, THREE)
