@@ -97,10 +97,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """The package ``offbeat``, in which ``attach``, ``plan`` and ``simulate`` stay functions.
+    """Keeps ``offbeat.attach``, ``offbeat.plan`` and ``offbeat.simulate`` functions.
 
-    There are also modules of these names. When Python imports a module, it sets the attribute of
-    the package to the module. This class ignores that assignment.
+    Modules of the same names exist. Importing ``offbeat.attach`` makes Python set the attribute
+    ``attach`` of the package to the module. This class ignores that assignment.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -108,7 +108,7 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
-        """Pickle the package by its name. Functions sent to other processes may refer to it."""
+        """Pickle the package by its name, because pickled functions may refer to it."""
         return import_module, (self.__name__,)
 
 

@@ -1,8 +1,7 @@
 """Checks of arguments, with uniform error messages.
 
 Functions check their arguments with ``require_…``. A dataclass of settings, such as a strategy,
-declares the range of each field with ``setting``, and checks all fields with ``check_settings``.
-The command line prints these ranges.
+declares the range of each number with ``setting`` and checks all fields with ``check_settings``.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ from functools import cache
 from typing import Any, Literal
 
 Precision = Literal["float32", "bfloat16", "int8", "int4", "int2", "auto"]
-"""Precision of the numbers that workers send; see ``offbeat.quantization.wire``."""
+"""Precision of the numbers that workers send. "auto" chooses it during training."""
 
 _LARGEST = 3.4e38  # largest float32
 _LARGEST_INTEGER = 2**63 - 1
@@ -26,11 +25,11 @@ class Range:
     """An interval of numbers. NaN is never inside.
 
     Attributes:
-        least: Lower bound, included. None: no such bound.
-        above: Lower bound, excluded. None: no such bound.
-        most: Upper bound, included. None: no such bound.
-        below: Upper bound, excluded. None: no such bound.
-        finite: True if the interval excludes infinity and numbers that are infinite in float32.
+        least: Lower bound, included.
+        above: Lower bound, excluded.
+        most: Upper bound, included.
+        below: Upper bound, excluded.
+        finite: False if ±∞ may be inside.
         hint: Explanation that error messages add in parentheses.
     """
 
@@ -51,7 +50,7 @@ class Range:
         )
 
     def __str__(self) -> str:
-        """Return the interval as text, for example ``≥ 1``, ``> 0`` or ``(0, 1]``."""
+        """Return text such as ``≥ 1``, ``> 0`` or ``(0, 1]``."""
         low = self.above if self.least is None else self.least
         high = self.below if self.most is None else self.most
         if low is None or high is None:
@@ -60,7 +59,7 @@ class Range:
         return f"{opening}{low:g}, {high:g}{')' if self.most is None else ']'}"
 
     def requirement(self) -> str:
-        """Return text for an error message after "must be", for example "at least 1"."""
+        """Return the text that follows "must be" in errors, for example "at least 1"."""
         hint = f" ({self.hint})" if self.hint else ""
         if (self.above, self.below) == (0, 1):
             return f"between 0 and 1{hint}"
@@ -78,11 +77,9 @@ def _is_finite(value: float) -> bool:
 
 
 def require_integer(name: str, value: object, *, least: int | None) -> None:
-    """Raise unless ``value`` is an int ≥ ``least``, or any int if ``least`` is None.
+    """Raise TypeError unless ``value`` is an int, ValueError unless it is ≥ ``least``.
 
-    Raises:
-        TypeError: ``value`` is not an int.
-        ValueError: ``value`` is smaller than ``least``, or does not fit in 64 bits.
+    The value must also fit in 64 bits.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         at_least = "" if least is None else f" of at least {least}"
@@ -94,12 +91,7 @@ def require_integer(name: str, value: object, *, least: int | None) -> None:
 
 
 def require_number(name: str, value: object, within: Range | None = None) -> None:
-    """Raise unless ``value`` is a real number in the range ``within`` (None: any real number).
-
-    Raises:
-        TypeError: ``value`` is not a number.
-        ValueError: ``value`` is out of the range.
-    """
+    """Raise TypeError unless ``value`` is a real number, ValueError unless it is in ``within``."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if within is not None and value not in within:
@@ -110,7 +102,7 @@ POSITIVE = Range(above=0)
 
 
 def require_mapping(name: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is a mapping. The error asks for a dictionary by rank."""
+    """Raise TypeError unless ``value`` is a mapping, from ranks to values."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a dictionary by rank, got {value!r}")
 
@@ -134,18 +126,17 @@ def setting(
     hint: str = "",
     metadata: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return a dataclass field for a number in a range. ``check_settings`` checks it.
+    """Return a dataclass field for a number in a range, which ``check_settings`` checks.
 
-    A field without ``default`` is required. The arguments from ``least`` to ``hint`` are those of
-    ``Range``. ``metadata`` is added to the metadata of the field. Its entry ``"label"`` replaces
-    the field's name in errors.
+    The arguments from ``least`` to ``hint`` are those of ``Range``. The entry ``"label"`` of
+    ``metadata`` replaces the field's name in errors.
     """
     within = Range(least, above, most, below, finite, hint)
     return field(default=default, metadata={**(metadata or {}), "range": within})
 
 
 def range_of(setting: "dataclasses.Field[Any]") -> Range:
-    """Return the range that ``setting`` declared for a field, or a range without bounds."""
+    """Return the range that a field was declared with, or a range without bounds."""
     declared: Range = setting.metadata.get("range", Range(finite=False))
     return declared
 
@@ -159,8 +150,9 @@ def types_of(kind: type) -> dict[str, Any]:
 def check_settings(settings: Any) -> None:
     """Raise unless every field of a dataclass has its annotated type and is in its range.
 
-    The types ``int``, ``float``, ``bool`` and ``Literal[…]`` are checked, each optionally with
-    ``| None``. Fields of other types are not checked. An ``int`` is compared with ``least`` only.
+    Checks fields of type ``int``, ``float``, ``bool`` and ``Literal[…]``, also together with
+    ``| None``, and fields such as ``int | Literal["auto"]``. Other types are not checked. An
+    ``int`` is compared with ``least`` only.
 
     Raises:
         TypeError: a value has another type.

@@ -51,89 +51,71 @@ def attach(
 ) -> Synchronizer:
     """Synchronize the training of ``model`` between the workers, as ``strategy`` decides.
 
-    The training loop stays as it is: each worker trains on its own batches and calls
-    ``optimizer.step()``. ``attach`` is a collective, which every worker calls. It
+    The training loop does not change: each worker trains on its own batches and calls
+    ``optimizer.step()``. ``attach`` is a collective. It
 
-    1. requires that all workers have the same model, optimizers and strategy. It warns if the
-       workers differ in optimizer settings, in the mode of a module (``train()`` or ``eval()``), or
-       in the version of offbeat or torch;
-    2. copies rank 0's parameters and buffers to all workers. A worker that joins a running training
-       instead receives the model of another worker;
+    1. checks that all workers have the same model, optimizers and strategy,
+    2. copies rank 0's parameters and buffers to all workers,
     3. hooks ``optimizer.step``, so that the strategy runs in every step.
 
-    A strategy counts iterations. One iteration is one step of every optimizer, regardless of the
+    The strategy counts iterations. One iteration is one step of every optimizer, regardless of the
     number of backward passes before it (gradient accumulation).
 
     Args:
         model: The model. The strategy averages the parameters that have ``requires_grad`` now, or
             their gradients. To unfreeze further parameters later, call ``detach`` and attach again.
-        optimizer: The optimizer of the model, or a list of optimizers. Wrappers of Accelerate,
-            Lightning, Fabric and Opacus are unwrapped.
+        optimizer: The optimizer of the model, or a list of optimizers.
         strategy: The algorithm that decides what the workers average and when, for example
             ``offbeat.SelSync()``. None: ``offbeat.StreamingAveraging()``.
         group: Process group of the workers, or a custom transport
             (``offbeat.transport.communicator.Transport``). None: the default group.
         node_group: Process group of this worker's node: workers that are connected by a fast
-            network, for example in one machine. "auto": the workers that one torchrun command
-            started on this machine. None: every worker is a node of its own. ``group`` contains the
-            workers of all nodes.
+            network, for example the GPUs of one machine. "auto": the workers that one torchrun
+            command started on this machine. None: every worker is a node by itself.
 
             - The workers of a node average their gradients and buffers in every step. The strategy
               averages between the nodes, and counts each node as one worker.
             - All nodes must have equally many workers. The workers of one node must take equally
-              many steps. Different nodes may take different numbers of steps.
-            - The model may be sharded by ``fully_shard`` over a device mesh of the node's workers.
-              Each worker then averages its shards with the workers that hold the same shards in the
-              other nodes.
-        scaler: The GradScaler in use, if any. A step that it skips counts as an iteration.
+              many steps.
+            - ``fully_shard`` may divide the model over a device mesh of the node's workers.
+        scaler: The GradScaler in use. None: no scaler. A step that it skips counts as an iteration.
         wire: Precision at which parameters and gradients are sent: "float32", "bfloat16", "int8",
             "int4", "int2", or "auto" to choose it during training. None: the strategy's
             ``default_wire``, which is "int2" for ``StreamingAveraging`` with its default schedule,
             and "float32" for the other strategies of Offbeat. The quantization error of a message
-            is added to the next message (error feedback). The stored errors take the memory of one
-            or two copies of the model. ``StreamingAveraging`` keeps the errors in the local model
-            and needs no memory for them. Buffers are always sent exactly.
+            is added to the next message (error feedback). Storing the errors takes one or two
+            copies of the model, and none with ``StreamingAveraging``. Buffers are not quantized.
         non_finite: Handling of a worker that is about to contribute NaN or infinity to a mean.
 
-            - "raise": all workers raise ``OffbeatError``. The value that the check found does not
-              enter the mean.
+            - "raise": all workers raise ``OffbeatError``.
             - "warn": the workers log one warning, and the value enters the mean.
             - "exclude": the worker does not enter the mean. With ``DiLoCo``, ``StreamingAveraging``
               and ``AsyncAveraging``, it replaces its model by the model that all workers share.
               With other strategies, it receives the mean of the other workers.
               ``Stats.details["non_finite_excluded"]`` counts the exclusions.
 
-            The check costs one pass over the contribution. Some strategies check before the
-            optimizer's step. A value that becomes non-finite in this step then enters the mean, and
-            the next check finds it. With a ``scaler`` the gradients are not checked, because the
-            scaler skips steps with non-finite gradients.
+            The check costs one pass over the contribution. With a ``scaler`` the gradients are not
+            checked, because the scaler skips steps with non-finite gradients.
         min_workers: Smallest number of workers (≥ 1) with which training continues. With this
             option training is elastic: it continues after the loss of workers, and workers can
-            join; see docs/elastic.md. None: if a worker is lost, all others raise a
-            ``CommunicationError``.
-        log: Destination of the telemetry records, one for each step: a path, a sink (an object with
-            ``write(record)`` and ``close()``), or a list of these. Each worker writes JSON lines to
-            a path of its own: ``{rank}`` in the path is replaced by the rank. If the path has no
-            ``{rank}``, ``.rankN`` is inserted before its suffix. None: no records.
+            join and receive the model of another worker; see docs/elastic.md. None: if a worker is
+            lost, all others raise a ``CommunicationError``.
+        log: Destination of the telemetry records, one for each step: the path of a file of JSON
+            lines, a sink (an object with ``write(record)`` and ``close()``), or a list of these.
+            Each worker writes a separate file: the rank replaces ``{rank}`` in the path, or
+            ``.rankN`` is inserted before its suffix. None: no records.
         timeout_seconds: Time limit of each operation between workers, from a millisecond to a year.
-            An operation that takes longer raises ``CommunicationTimeout`` on every worker. Fast
-            workers wait for the slowest one inside operations, so the limit must be longer than the
-            time by which a worker may lag behind.
+            An operation that takes longer raises ``CommunicationTimeout``. Fast workers wait for
+            the slowest one inside operations, so the limit must be longer than the time by which a
+            worker may lag behind.
 
     Returns:
         The synchronizer. It is also a context manager: a clean exit calls ``finish``, an exception
         calls ``detach``.
 
     Raises:
-        AttachError: one of these conditions holds:
-
-            - There is no process group.
-            - The model or an optimizer is attached already, or cannot be synchronized.
-            - The model is inside a DeepSpeed engine, or inside a DistributedDataParallel whose
-              communication cannot be disabled.
-            - Two options exclude each other, or the strategy does not support an option.
-            - There are fewer than ``min_workers`` workers.
-            - This worker joins a running training without ``min_workers``.
+        AttachError: for example, there is no process group, the model is attached already, two
+            options exclude each other, or the strategy does not support an option.
         MismatchError: the workers differ in the model, the optimizers, the strategy, ``wire``,
             ``non_finite`` or ``min_workers``.
         CommunicationError: another worker failed, or did not call ``attach`` in time.
@@ -233,13 +215,9 @@ def _optimizers(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def _attached(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[AttachedOptimizer]:
-    """Return each optimizer with its trainable parameters.
+    """Return each optimizer with its trainable parameters, in the order of ``model.parameters()``.
 
-    The parameters of an optimizer are in the order of ``model.parameters()``.
-
-    Raises:
-        AttachError: there is no optimizer, an optimizer cannot be synchronized, two optimizers hold
-            the same parameter, or the model or an optimizer is attached already.
+    Raises AttachError unless the optimizers can be synchronized.
     """
     if not optimizers:
         raise AttachError("attach() needs at least one optimizer")

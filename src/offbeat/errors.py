@@ -3,7 +3,7 @@
 Wrong arguments raise ``ValueError`` or ``TypeError``. Failures at run time raise one of these:
 
     OffbeatError
-    ├── AttachError              attach() cannot be used so, or a call is not allowed now
+    ├── AttachError              attach() cannot be used this way, or a call is not allowed now
     │   └── MismatchError        workers have different models, optimizers or settings
     ├── CheckpointError          a saved state cannot be loaded or written
     └── CommunicationError       an operation between workers failed
@@ -27,10 +27,7 @@ class MismatchError(AttachError):
 
 
 class CheckpointError(OffbeatError, ValueError):
-    """A saved state is damaged, belongs to another training, or cannot be written.
-
-    The failed call to save or load has changed nothing.
-    """
+    """A saved state is damaged, belongs to another training, or cannot be written."""
 
 
 class CommunicationError(OffbeatError):

@@ -12,12 +12,11 @@ from typing import Any
 def import_lazily(
     package: str, names: Sequence[str], modules: Sequence[str]
 ) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for ``package``; see PEP 562.
+    """Return a module-level ``__getattr__`` for ``package`` (PEP 562).
 
     Args:
         package: Full name of the package.
-        names: Public names of the package. Each is defined in one of the ``modules``, or is the
-            name of one of them.
+        names: Public names of the package: names that ``modules`` define, or names of modules.
         modules: Modules of the package. The first use of any public name imports all of them.
     """
 

@@ -32,7 +32,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
         EASGD,
     )
 }
-"""Strategy classes by name. From FedAvg on they are other published methods, for comparisons."""
+"""Strategy classes by name. The last four are baselines: methods to compare with."""
 
 _CONSTANTS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
 
@@ -41,16 +41,15 @@ def parse_strategy(text: str) -> Strategy:
     """Return the strategy that a text names: ``name`` or ``name:setting=value,setting=value``.
 
     The settings are the arguments of the class: ``parse_strategy("local:period=8")`` returns
-    ``LocalSGD(period=8)``. Numbers separated by slashes are a tuple:
+    ``LocalSGD(period=8)``. Numbers separated by slashes form a tuple:
     ``fedavg:period=8,weights=600/300`` is ``FedAvg(period=8, weights=(600, 300))``, and ``600/`` is
     a tuple of one number.
 
-    The name of a custom strategy consists of its module and class:
+    A custom strategy is named by its module and class, for example
     ``parse_strategy("growing_period:GrowingPeriod:most=8")``.
 
     Raises:
-        ValueError: the name or a setting is unknown, or a value is missing or out of its range. The
-            message lists what is allowed.
+        ValueError: the name or a setting is unknown, or a value is missing or out of its range.
         TypeError: a value has the wrong type.
     """
     name, _, settings = text.strip().partition(":")
@@ -77,10 +76,10 @@ def read_settings(
         name: Name of the dataclass in errors.
         settings: The text of the settings.
         text: The complete text that contains ``settings``, for errors.
-        separator: Separator between the name and the settings, for errors.
+        separator: Character between name and settings in an example that an error shows.
 
     Raises:
-        ValueError: a setting is unknown, missing, given twice, or not written as above.
+        ValueError: a setting is unknown, missing, given twice, or has no value.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     values: dict[str, object] = {}
@@ -101,7 +100,6 @@ def read_settings(
 
 
 def _find(module: str, name: str) -> type[Strategy]:
-    """Return the strategy class ``name`` of an importable module."""
     shown = " ".join(f"{module}:{name}".split())
     try:
         strategy = getattr(importlib.import_module(module), name, None)

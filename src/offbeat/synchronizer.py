@@ -3,8 +3,7 @@
 It has the public methods, and connects the components that do the work:
 
 - ``training.hooks`` calls ``training.iteration`` before and after every optimizer step.
-- ``training.iteration`` passes the step to the *flow*, the code that runs the strategy
-  (``averaging``).
+- ``training.iteration`` passes the step to the *flow*, the code that runs the strategy.
 - ``training.consensus`` replaces the local model by the mean over all workers.
 - ``training.stats_recorder`` updates the totals and writes the telemetry records.
 - ``checkpoint.synchronizer_state`` saves and loads the state.
@@ -55,7 +54,7 @@ attached: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class Synchronizer:
-    """Synchronizes the training of this worker with the other workers. ``attach`` returns it.
+    """Synchronizes the training of this worker with the other workers.
 
     A context manager: a clean exit calls ``finish``, an exception calls ``detach``.
     """
@@ -85,7 +84,7 @@ class Synchronizer:
             replica = Replica(shards, [p for p in shards.parameters() if p.requires_grad])
         lines = [f"wire {wire!r}", f"non_finite {non_finite!r}", f"min_workers {min_workers}"]
         lines += describe(strategy, full, optimizers)
-        joining = team.view > 0  # this worker joins a running training, see _make_elastic
+        joining = team.view > 0  # this worker joins a running training
         opened = Wire(team)
         with team.account.paused():
             if not joining:
@@ -125,13 +124,9 @@ class Synchronizer:
     def _make_elastic(
         self, wire: Precision, lines: Sequence[str], min_workers: int, *, joining: bool
     ) -> None:
-        """Let training continue when workers join or are lost (``min_workers`` of ``attach``).
+        """Let training continue when workers join or are lost. Receive the model if ``joining``.
 
-        Args:
-            wire: Precision at which sums over the workers are sent.
-            lines: Descriptions of model and settings, which must be equal on all workers.
-            min_workers: Smallest number of workers with which training continues.
-            joining: True if this worker joins a running training. It then receives the model.
+        ``lines`` describe model and settings, and must be equal on all workers.
         """
         strategy, worker = self._strategy, self._worker
         views = Views(strategy, worker, wire, lambda: self.stats, lines, min_workers=min_workers)
@@ -160,7 +155,7 @@ class Synchronizer:
 
     @property
     def rank(self) -> int:
-        """Rank of this worker, from 0."""
+        """Rank of this worker."""
         return self._team.everyone.rank
 
     @property
@@ -176,18 +171,16 @@ class Synchronizer:
     def record(self, **values: object) -> None:
         """Add ``values``, for example ``loss=loss``, to the telemetry record of the next step.
 
-        Tensors are read only when the record is written. Nothing is read or written if ``attach``
-        has no ``log``.
+        Does not wait for a GPU: tensors are read when the record is written.
 
         Raises:
-            TypeError: a value is not a number, a text, None, or a list or dictionary of these. No
-                value is added.
+            TypeError: a value is not a number, a text, None, or a list or dictionary of these.
             ValueError: a name is reserved for a field of every record, such as ``step``.
         """
         self._recorder.record(values)
 
     def _completed(self, synced: bool) -> None:
-        """Update the totals after an iteration. ``synced`` is True if the iteration used a mean."""
+        """Update the totals after an iteration. ``synced``: a mean took effect in it."""
         self._recorder.count_step(synced=synced)
         self._consensus.step_ended()
 
@@ -197,9 +190,9 @@ class Synchronizer:
         """Scale the gradients so that their total L2 norm is at most ``max_norm``.
 
         The strategy receives the gradients before they are clipped: BSP averages them first, and
-        SelSync measures their norm. ``torch.nn.utils.clip_grad_norm_`` on the parameters of one
-        optimizer gives the same result. This method saves one pass over the gradients if the
-        strategy has measured their norm. With a GradScaler, call ``scaler.unscale_`` first.
+        SelSync measures their norm. This method is faster than ``torch.nn.utils.clip_grad_norm_``
+        if the strategy has measured the norm already. With a GradScaler, call ``scaler.unscale_``
+        first.
 
         Args:
             max_norm: Largest norm that is left unchanged.
@@ -232,19 +225,18 @@ class Synchronizer:
     def monitor(self, *, distance_every: int | None = None, gradient_change: bool = False) -> None:
         """Add measurements to the telemetry records.
 
-        With ``distance_every`` this is a collective, to be called before the first step.
+        A collective with ``distance_every``, to be called before the first step.
 
         Args:
             distance_every: Number of steps (≥ 1) between two measurements of the distance between
-                the workers' models, equal on all workers: a call with it is a collective. None: no
-                measurement. Measurements run in the background. Their
-                results are ``distance``, ``distance_largest`` and ``distance_step`` in the records
-                and in ``Stats.details``. Each measurement sends the model once, which ``stats``
-                does not count, and needs memory for two copies of the parameters. See
+                the workers' models, equal on all workers. None: no measurement. The results are
+                ``distance``, ``distance_largest`` and ``distance_step`` in the records and in
+                ``Stats.details``. Each measurement sends the model once in the background, and
+                needs memory for two copies of the parameters. See
                 ``offbeat.training.monitors.Distance``.
             gradient_change: True to add ``relative_change`` to each record: SelSync's Δ, the
                 relative change of the squared norm of this worker's gradient from step to step.
-                The measurement reads the gradients once and sends nothing.
+                Costs one pass over the gradients.
 
         Raises:
             AttachError: after ``finish`` or ``detach``. Or ``distance_every`` was given after the
@@ -280,12 +272,11 @@ class Synchronizer:
         self._iteration.model_monitors.append(measure)
 
     def follow(self, *modules: nn.Module) -> None:
-        """Add follower modules: modules that are averaged only in a consensus, such as an EMA.
+        """Add follower modules, such as an EMA. Only ``consensus`` and ``finish`` average them.
 
-        A consensus replaces each worker's values by their mean over all workers, see ``consensus``
-        and ``finish``. This method copies rank 0's values of the modules to all workers.
-        Afterwards each worker updates its modules itself. ``offbeat.save`` does not save them: pass
-        their ``state_dict()`` as ``extra``. A collective.
+        A collective. It copies rank 0's values of the modules to all workers. Afterwards each
+        worker updates its modules itself. ``offbeat.save`` does not save them: pass their
+        ``state_dict()`` as ``extra``.
 
         Raises:
             AttachError: after ``finish`` or ``detach``. Or ``attach`` was given ``min_workers``,
@@ -310,15 +301,15 @@ class Synchronizer:
         """Replace the model by the mean over all workers inside the context, for evaluation.
 
         The local model is restored when the context ends. A collective: every worker enters the
-        context, each after any number of steps. ``stats`` counts neither its time nor its bytes. It
-        needs memory for one copy of the model.
+        context, each after any number of steps. Needs memory for one copy of the model. ``stats``
+        counts neither time nor bytes of the context.
 
         Parameters, floating-point buffers and complex buffers become the mean. Signed integer
         buffers become their maximum. All other buffers (masks, bytes) become those of rank 0.
 
         Call other collectives, such as ``dist.barrier()``, inside this context only. Elsewhere they
-        may deadlock: one worker waits in the collective, while another worker waits for a message
-        from it and never reaches the collective.
+        may deadlock: one worker waits in ``dist.barrier()``, while another worker waits for its
+        message in a step and never reaches the barrier.
 
         Raises:
             AttachError: after ``finish`` or ``detach``, or inside another ``consensus``. Or a
@@ -341,8 +332,7 @@ class Synchronizer:
 
         Parameters and buffers are combined as in ``consensus``. A collective: every worker calls
         it, each after any number of steps. The call returns when all workers have called it. Until
-        then this worker takes no steps, but takes part in the communication of the workers that
-        still train. A second call does nothing.
+        then this worker takes part in the communication of the workers that still train.
         """
         if not self._active:
             return
@@ -357,8 +347,8 @@ class Synchronizer:
     def detach(self) -> None:
         """Leave training with the local model as it is: remove all hooks and close connections.
 
-        Not a collective. Another worker that waits for this one raises a ``CommunicationError`` at
-        once. With ``min_workers`` (see ``attach``) it continues without this one.
+        Not a collective. A worker that waits for this one raises a ``CommunicationError`` at once.
+        With ``min_workers`` (see ``attach``) the other workers continue without this one.
         """
         if self._active:
             self._end(together=False)
@@ -399,7 +389,7 @@ class Synchronizer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Only this worker may have failed. ``finish`` would then wait for workers that still train.
+        # After a failure of this worker alone, ``finish`` would wait for workers that still train.
         if kind is None:
             self.finish()
         else:
@@ -411,13 +401,11 @@ class Synchronizer:
         """Return counters, totals and the strategy's state as plain values for ``torch.save``.
 
         Every worker calls this method at the same step, between two steps, and saves its result.
-        The result contains neither the model nor the optimizer; ``offbeat.save`` saves everything.
-        The state belongs to this worker and contains a checksum, which takes about half a
-        millisecond per megabyte to compute.
+        Only a worker of the same rank can load it. The result contains neither the model nor the
+        optimizer; ``offbeat.save`` saves everything.
 
-        Inside ``consensus`` and after ``finish`` this method returns the state of the consensus.
-        That state belongs to the mean model. It can be loaded with any strategy, ``wire`` and
-        number of workers.
+        Inside ``consensus`` and after ``finish`` the result is instead the state of the consensus.
+        It can be loaded with any strategy, ``wire`` and number of workers.
 
         Raises:
             AttachError: after ``detach``, or in the middle of an iteration.
@@ -434,9 +422,9 @@ class Synchronizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a result of ``state_dict``. Load model and optimizer first.
 
-        A collective. Either all workers load their states, or none does and training continues
-        unchanged. The state of a consensus must be loaded before the first step. All workers then
-        start from rank 0's model, and only the totals of ``stats`` continue.
+        A collective. Either all workers load their states, or none does. The state of a consensus
+        must be loaded before the first step. All workers then start from rank 0's model, and only
+        the totals of ``stats`` continue.
 
         Raises:
             CheckpointError: the state of a worker is damaged, or belongs to another strategy,
@@ -470,13 +458,10 @@ class Synchronizer:
 
 
 def background_tasks_of(sync: Synchronizer) -> BackgroundTasks:
-    """Return the background tasks of ``sync``, to which a component can add its own task.
+    """Return the background tasks of ``sync``, to which a component can add a task.
 
     A background task exchanges messages with other workers outside of the strategy, such as
     samples.
-
-    Raises:
-        TypeError: ``sync`` is not a synchronizer.
     """
     require_synchronizer(sync)
     return sync._tasks

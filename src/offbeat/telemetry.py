@@ -33,14 +33,13 @@ class Stats:
         steps: Number of iterations. One iteration is one step of every optimizer.
         syncs: Number of iterations in which a mean of models or gradients took effect.
         payload_bytes: Bytes of the tensors that this worker passed to collectives or sent to a
-            parameter server, after quantization. If several workers act as one (``node_group`` of
-            ``attach``), each of them counts an equal share of the bytes that they send to others.
-            The bytes of ``attach`` and ``consensus`` are not counted.
+            parameter server, after quantization. The bytes of ``attach`` and ``consensus`` are not
+            counted.
         wait_seconds: Seconds for which this worker was blocked in communication, without
             ``consensus`` and checkpoints.
         compute_seconds: All other seconds up to the last step, without ``consensus`` and
             checkpoints.
-        details: Further totals by name. The documentation of the strategy explains most of them.
+        details: Further totals by name, which depend on the strategy.
     """
 
     steps: int = 0
@@ -72,12 +71,12 @@ class Stats:
         return self.wait_seconds / total if total else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all totals by name, including those that are properties."""
+        """Return all totals by name, including the properties."""
         names = ("flags", "local_steps", "lssr", "idle")
         return {**asdict(self), **{name: getattr(self, name) for name in names}}
 
     def table(self, caption: str = "") -> Table:
-        """Return the totals, including ``details``, as a table to print or show."""
+        """Return the totals as a table to print or show."""
         rows = {
             "steps": str(self.steps),
             "syncs": str(self.syncs),
@@ -95,7 +94,6 @@ class Stats:
 
 
 def _brief(value: object) -> str:
-    """Return a total as text of at most 80 characters."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
 
@@ -104,30 +102,23 @@ class Sink(Protocol):
     """A destination of records, such as a file."""
 
     def write(self, record: Record) -> None:
-        """Write the record of one step. Called after each step."""
+        """Write the record of one step."""
 
     def close(self) -> None:
-        """Flush and release all resources. Called once, at the end."""
+        """Flush and release all resources."""
 
 
 def _number(value: Any) -> Any:
-    """Return tensors and numpy scalars as Python numbers, and any other value unchanged."""
+    """Return a tensor or a numpy scalar as a Python number, and any other value unchanged."""
     return value.item() if hasattr(value, "item") else value
 
 
 def require_recordable(name: str, value: object) -> None:
-    """Raise unless a record can contain ``value``.
+    """Raise TypeError unless a record can contain ``value``.
 
-    A record can contain real numbers, text, None, and lists, tuples and dictionaries of these. Keys
-    of dictionaries must be text. Tensors and numpy arrays of one element count as numbers. Their
-    values are not read here, because reading would wait for a GPU.
-
-    Args:
-        name: Name of the value in errors.
-        value: The value.
-
-    Raises:
-        TypeError: the value is something else.
+    A record can contain real numbers, text, None, and lists, tuples and dictionaries of these, with
+    text as keys. Tensors and numpy arrays of one element count as numbers. Their values are not
+    read here, because reading would wait for a GPU.
     """
     if isinstance(value, list | tuple):
         for each in value:
@@ -151,8 +142,7 @@ def require_recordable(name: str, value: object) -> None:
 class JsonLines:
     """Sink that writes one line for each step to a file: the record as a JSON object.
 
-    Infinite numbers are written as the strings "inf" and "-inf", and NaN as null, so that every
-    line is valid JSON.
+    Infinite numbers are written as the strings "inf" and "-inf", and NaN as null.
 
     Args:
         path: Path of the file, which is overwritten. ``{rank}`` is replaced by the rank.
@@ -188,7 +178,6 @@ class JsonLines:
 
 
 def _json(value: Any) -> Any:
-    """Return ``value`` converted to types that JSON has."""
     value = _number(value)
     if isinstance(value, dict):
         return {key: _json(each) for key, each in value.items()}
@@ -236,12 +225,10 @@ class TensorBoard:
 class WandB:
     """Sink that logs a Weights & Biases curve for each number in the records.
 
-    Needs ``offbeat[wandb]``. The x-axis of the curves is ``offbeat/step``. Other values that are
-    logged to the same run do not change it.
+    Needs ``offbeat[wandb]``. The x-axis of the curves is ``offbeat/step``.
 
     Args:
-        run: Run that ``wandb.init()`` returned. ``close`` does not finish it. None: a new run,
-            which ``close`` finishes.
+        run: Run that ``wandb.init()`` returned. None: a new run, which ``close`` finishes.
     """
 
     def __init__(self, run: Any = None) -> None:
@@ -274,7 +261,7 @@ class WandB:
 
 
 def _numbers(record: Record) -> dict[str, float]:
-    """Return the numbers of a record. The decision "sync" becomes 1, "local" becomes 0."""
+    """Return the numbers of a record. Encodes the decision "sync" as 1, and "local" as 0."""
     values = {name: _number(value) for name, value in record.items()}
     if "decision" in values:
         values["decision"] = values["decision"] == "sync"
@@ -284,11 +271,8 @@ def _numbers(record: Record) -> dict[str, float]:
 def open_sinks(log: object, *, rank: int) -> list[Sink]:
     """Return the sinks for the ``log`` argument of ``attach``.
 
-    A path becomes a ``JsonLines`` sink. If the path does not contain ``{rank}``, ``.rankN`` is
-    inserted before its suffix, where N is the rank. So two workers never write to the same file.
-
-    Raises:
-        TypeError: ``log`` contains something that is neither a path nor a sink.
+    A path becomes a ``JsonLines`` sink. Each rank writes a separate file: without ``{rank}`` in the
+    path, ``log.jsonl`` becomes ``log.rank0.jsonl`` on rank 0.
     """
     if log is None:
         return []
@@ -309,12 +293,8 @@ def open_sinks(log: object, *, rank: int) -> list[Sink]:
 class Records:
     """Builds the record of each step and writes it to the sinks.
 
-    If a sink raises ``OSError``, for example because the disk is full, a warning is logged, the
-    sink is removed, and training continues. Any other exception of a sink ends training.
-
-    Args:
-        sinks: The sinks.
-        rank: Rank of this worker.
+    A sink that raises ``OSError``, for example because the disk is full, is removed with a warning,
+    and training continues. Other exceptions of a sink propagate.
     """
 
     KEYS = (
@@ -328,11 +308,9 @@ class Records:
         self._extra: Record = {}
 
     def add(self, values: Record) -> None:
-        """Add ``values`` to the next record. After an error none of them is added.
+        """Add ``values`` to the next record, or raise and add none of them.
 
-        Raises:
-            TypeError: a record cannot contain one of the values; see ``require_recordable``.
-            ValueError: a name is one of ``KEYS``.
+        Raises ValueError if a name is one of ``KEYS``.
         """
         for name, value in values.items():
             if name in self.KEYS:
@@ -344,12 +322,7 @@ class Records:
         self._extra.update(values)
 
     def write(self, *values: Any, more: Record) -> None:
-        """Write the record of a step, with the values that ``add`` has collected.
-
-        Args:
-            values: Values of ``KEYS``, in their order.
-            more: Further values, from the strategy.
-        """
+        """Write the record of a step: ``values`` of ``KEYS``, values of ``add``, and ``more``."""
         extra, self._extra = self._extra, {}
         if not self._sinks:
             return

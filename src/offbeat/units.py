@@ -3,15 +3,10 @@
 The functions ``parse_*`` read text. The functions ``to_*`` read text, or accept a number in base
 units (seconds, bits per second, bytes). The functions ``show_*`` return text.
 
-``parse_*`` and ``to_*`` return positive finite numbers, or 0 if ``allow_zero`` is set. They raise a
-ValueError that shows the correct form if
-
-- the text has another form or another unit,
-- the value is negative, infinite or NaN, or it is 0 and ``allow_zero`` is not set,
-- the value of a text is outside [1e-18, 1e18] base units, or [1e-13, 1e13] for a count.
-
-``to_*`` raise a TypeError for a bool and for any other value that is neither text nor a real
-number.
+``parse_*`` and ``to_*`` return positive finite numbers, and also 0 if ``allow_zero`` is set. For
+any other value, and for text in another form, they raise a ValueError that shows the correct form.
+Text must be in the range [1e-18, 1e18] base units, or [1e-13, 1e13] for a count. ``to_*`` raise a
+TypeError for a value that is neither text nor a real number.
 """
 
 import math
@@ -53,11 +48,11 @@ class _Quantity:
     """A kind of quantity and its units.
 
     Attributes:
-        name: Name of the quantity in error messages, with its article.
-        base: Name of the base unit.
+        name: Name of the quantity in errors, for example "a duration".
+        base: Name of the base unit, for example "seconds".
         units: Size of each unit in base units, by the unit's text.
-        form: Description of the correct form of a text, for error messages.
-        most: Largest value that a text may have, in base units. The smallest, except 0, is 1/most.
+        form: Description of the correct form of a text, for errors.
+        most: Largest value of a text, in base units. The smallest positive one is 1/most.
     """
 
     name: str
@@ -67,13 +62,7 @@ class _Quantity:
     most: float = 1e18
 
     def parse(self, text: str, unit: str, *, allow_zero: bool = False) -> float:
-        """Return the value of ``text`` in base units.
-
-        Args:
-            text: A number and a unit.
-            unit: The unit in ``text``, spelled as a key of ``units``.
-            allow_zero: True to accept the value 0.
-        """
+        """Return the value of ``text`` in base units. ``unit``, a key of ``units``, is its unit."""
         match = _QUANTITY.fullmatch(text)
         value = math.nan
         if match and unit in self.units:
@@ -88,7 +77,7 @@ class _Quantity:
         return value
 
     def convert(self, value: object, *, allow_zero: bool = False) -> float:
-        """Return ``value``, a number in base units, as a float."""
+        """Check ``value``, a number in base units, and return it as a float."""
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{value!r} is not {self.name}; give {self.base}, or {self.form}")
         try:
@@ -154,7 +143,7 @@ def parse_seconds(text: str, *, allow_zero: bool = False) -> float:
 def parse_bytes(text: str) -> float:
     """Return bytes from ``"25MB"``, ``"1.5 GB"`` (decimal) or ``"64 KiB"`` (binary).
 
-    Units are case-sensitive, except that k may be written K. Mb (bits) raises an error.
+    Units are case-sensitive, except that k may be written K.
     """
     return _SIZE.parse(text, _unit(text))
 
@@ -190,11 +179,7 @@ def show_bandwidth(bits_per_second: float) -> str:
 
 
 def show_seconds(seconds: float, *, digits: int = 4) -> str:
-    """Return ``"120 ms"`` for 0.12, with ``digits`` significant digits.
-
-    ``parse_seconds`` can read the result if ``seconds`` is between 1e-17 and 1e17, or is 0 and
-    ``allow_zero`` is set.
-    """
+    """Return ``"120 ms"`` for 0.12. ``digits`` is the number of significant digits."""
     if seconds == 0 or not math.isfinite(seconds):
         return f"{seconds:g} s"
     for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

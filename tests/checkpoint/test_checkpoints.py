@@ -415,7 +415,7 @@ def test_wrong_arguments_are_refused_by_all_and_change_nothing(tmp_path: Path) -
         "scaler": r"it was saved with a scaler, and load\(\) was called the other way",
         "optimizer": "it was saved with optimizer AdamW, here is SGD: give the same as to save",
         "groups": r"the AdamW was saved with groups of \[12\] parameters, here they are \[10\]",
-        "model": "saved for another model: of '0.weight' that one has none, this one \\(5, 4\\)",
+        "model": "for another model: '0.weight' has the shape none there, and \\(5, 4\\) here",
         "consensus": r"offbeat.load\(\) inside consensus\(\)",
         "finish": r"offbeat.save\(\) after .* detach\(\): call it before, or inside consensus\(\)",
         "load after finish": r"offbeat.load\(\) after finish\(\) or detach\(\)",

@@ -94,7 +94,7 @@ SPOILED: dict[str, tuple[Callable[[State], object], str]] = {
     "missing": (lambda s: s.pop("errors"), "it was saved without errors"),
     "unknown": (lambda s: s.update(more=1), "with unknown 'more'"),
     "type": (lambda s: s.update(step=True), "step must be a whole number, got True"),
-    "bit": (flip, "its values are not those that were saved, by their digest"),
+    "bit": (flip, "its values do not match their checksum"),
     "digest": (lambda s: s.update(digest=None), "digest must be a whole number, got None"),
     "of": (lambda s: s.update(of="others"), "of must be 'worker' or 'consensus', got 'others'"),
     "format": (

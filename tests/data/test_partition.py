@@ -373,7 +373,7 @@ def test_the_heat_map_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.Monke
 def test_parts_that_do_not_fit_the_labels_are_refused() -> None:
     with pytest.raises(ValueError, match=r"part 1 must hold indices in \[0, 2\), got 2"):
         describe_partition([[0], [2]], [0, 1])
-    with pytest.raises(ValueError, match="index 1 is there 2 times"):
+    with pytest.raises(ValueError, match="index 1 occurs 2 times"):
         describe_partition([[0, 1], [1]], [0, 1])
     with pytest.raises(ValueError, match=r"one integer or string .* lists of different lengths"):
         describe_partition([0, 1, 0], [[0, 2], [1]])  # type: ignore[list-item]

@@ -202,8 +202,8 @@ def test_a_state_of_another_part_is_refused() -> None:
         ([[0], [1]], "one part for each of 3 workers, got 2"),
         ([[0], [1], [10]], r"part 2 must hold indices in \[0, 10\), got 10"),
         ([[0], [-1], [2]], r"part 1 must hold indices in \[0, 10\), got -1"),
-        ([[0], [1, 2], [3, 2]], "index 2 is there 2 times"),
-        ([[0, 0], [1], [2]], "index 0 is there 2 times"),
+        ([[0], [1, 2], [3, 2]], "index 2 occurs 2 times"),
+        ([[0, 0], [1], [2]], "index 0 occurs 2 times"),
         ([[0], [], [2]], "every worker needs samples, part 1 of the partition has none"),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_wrong_partition_is_refused_by_every_worker(parts: Any, message: str) 
 
 
 def test_options_that_exclude_a_partition_are_refused() -> None:
-    with pytest.raises(ValueError, match="drop_last cuts chunks to one length"):
+    with pytest.raises(ValueError, match="drop_last cannot be combined with a partition"):
         SelDPSampler(range(10), 1, 0, drop_last=True, partition=[range(10)])
     with pytest.raises(TypeError, match=r"part 0 must be a list of integer .* got bool"):
         SelDPSampler(range(10), 1, 0, partition=[np.ones(10, bool)])

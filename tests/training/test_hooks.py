@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -243,6 +244,7 @@ def detach_and_again(rank: int, size: int) -> Any:
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         first = attach(model, optimizer, strategy, scaler=scaler)
         train_step(model, optimizer, make_batch(rank, 0))
+        dist.barrier()  # a detached worker would end a step that still waits for its vote
         first.detach()
         first.detach()
         plain = copy.deepcopy(model)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 BUCKET_BYTES = 8 * 2**20  # default limit for the size of a bucket
-_PIECE = 2**16  # elements of a contiguous tensor that ``swap`` exchanges at a time, for the cache
+_PIECE = 2**16  # elements that ``swap`` exchanges at a time, few enough for the processor's cache
 
 
 # -- tensors and their flat copy -------------------------------------------------------------------
@@ -26,11 +26,7 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def staging_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of the staging tensor for ``tensor``.
-
-    It is float32 for half types, uint8 for bool, and the dtype of the real part for complex types.
-    All other tensors keep their dtype.
-    """
+    """Return the dtype of the staging tensor for ``tensor``."""
     if tensor.is_complex():
         return as_real(tensor).dtype
     if tensor.dtype in (torch.float16, torch.bfloat16):
@@ -39,7 +35,7 @@ def staging_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def staged_bytes(tensor: Tensor) -> int:
-    """Return the number of bytes that ``tensor`` takes in a staging tensor."""
+    """Return the size of ``tensor`` in a staging tensor, in bytes."""
     return as_real(tensor.detach()).numel() * staging_dtype(tensor).itemsize
 
 
@@ -90,9 +86,8 @@ def add_to(tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:
 def swap(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
     """tensors ← flat / divisor as in ``unpack``, and flat ← the previous values of the tensors.
 
-    ``unpack(flat, tensors)`` undoes the swap. If an exception interrupts the swap, for example a
-    KeyboardInterrupt, the tensors get their previous values back. The values of ``flat`` are then
-    undefined.
+    ``unpack(flat, tensors)`` undoes the swap. If an exception such as KeyboardInterrupt interrupts
+    the swap, the tensors get their previous values back, and ``flat`` is undefined.
     """
     previous: list[tuple[Tensor, Tensor]] = []  # (piece of a tensor, its previous values)
     with torch.no_grad():
@@ -115,8 +110,8 @@ def swap(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
 def add_clamped(tensors: Sequence[Tensor], mean: Tensor, sent: Tensor) -> None:
     """tensors ← tensors + (mean − sent), but no element moves beyond its mean or away from it.
 
-    The limit keeps variances positive, such as the running variance of BatchNorm. The shift alone
-    could make a variance negative, but a value between two variances is positive.
+    The shift alone could make a running variance of BatchNorm negative. With the limit the result
+    lies between the old variance and the mean variance.
 
     Args:
         tensors: Buffers, changed in place.
@@ -129,9 +124,8 @@ def add_clamped(tensors: Sequence[Tensor], mean: Tensor, sent: Tensor) -> None:
         shifted = current + (mean - sent)
         lower, upper = torch.minimum(current, mean), torch.maximum(current, mean)
         clamped = torch.minimum(torch.maximum(shifted, lower), upper)
-        # A value that has not changed since it was sent becomes exactly the mean. The formula would
-        # turn an infinite value, as in an attention mask, into ∞ − ∞ = NaN. A NaN becomes the mean,
-        # too.
+        # A value that has not changed since it was sent becomes exactly the mean: with an infinite
+        # value, as in an attention mask, the formula gives ∞ − ∞ = NaN. A NaN becomes the mean.
         replaced = (current == sent) | current.isnan() | sent.isnan()
         unpack(torch.where(replaced, mean, clamped), tensors)
 
@@ -162,8 +156,8 @@ class Bucket:
 
     Args:
         tensors: The tensors, read and written in place.
-        tail: Number of extra elements at the end of the staging tensor. They carry other numbers
-            that are sent in the same message.
+        tail: Number of extra elements at the end of the staging tensor, for other numbers that are
+            sent in the same message.
     """
 
     def __init__(self, tensors: Sequence[Tensor], tail: int = 0) -> None:
@@ -222,16 +216,12 @@ def group_tensors(
 ) -> list[list[Tensor]]:
     """Group tensors by dtype and device into lists, in the given order.
 
-    A tensor opens a new list if it would make the last list of its dtype and device larger than
-    ``bucket_bytes``. So only a list with a single tensor can exceed ``bucket_bytes``. The first
-    list has another rule if ``first_bucket_bytes`` is not 0.
-
     Args:
         tensors: The tensors.
-        bucket_bytes: Largest size of a list in bytes, counted in the dtype of the staging tensor.
-        first_bucket_bytes: The first list is full once it holds at least this number of bytes. Its
-            last tensor may make it larger than ``bucket_bytes``. 0: the first list follows the same
-            rule as the other lists.
+        bucket_bytes: Largest size of a list in bytes, counted in the dtype of the staging tensor. A
+            list with a single tensor may be larger.
+        first_bucket_bytes: If not 0, the first list is instead full once it holds at least this
+            number of bytes.
     """
     groups: list[list[Tensor]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def common_values(state: Any) -> dict[str, Any]:
-    """Return the common fields of a state as plain values for JSON."""
+    """Return the fields of ``state`` marked ``common()``, as plain values for JSON."""
     values: dict[str, Any] = {}
     if state is None:
         return values
@@ -25,7 +25,7 @@ def common_values(state: Any) -> dict[str, Any]:
 
 
 def load_common_values(state: Any, values: dict[str, Any]) -> None:
-    """Replace the common fields of a state by ``values``, the result of ``common_values``."""
+    """Set the common fields of ``state`` to ``values``, a result of ``common_values``."""
     for name, value in values.items():
         current = getattr(state, name)
         if _is_state(current):
@@ -35,7 +35,7 @@ def load_common_values(state: Any, values: dict[str, Any]) -> None:
 
 
 def keep_local_values(state: Any, before: Any) -> None:
-    """Copy the local fields of ``before``, the state of the previous view, into ``state``."""
+    """Copy the fields marked ``local()`` from ``before``, the state of the previous view."""
     if state is None or before is None:
         return
     for field in dataclasses.fields(state):

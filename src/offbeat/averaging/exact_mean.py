@@ -1,7 +1,7 @@
 """The mean of whole models over the workers, never quantized.
 
-It is used for a *consensus*, when workers join or are lost, and between the workers of one node. A
-consensus replaces each local model by the mean, temporarily or at the end of training.
+It is used for a *consensus*, which replaces each local model by the mean, temporarily or at the end
+of training. It is also used when workers join or are lost, and between the workers of one node.
 """
 
 import torch
@@ -16,48 +16,40 @@ class ExactMean:
     """x ← Σ w·x / Σ w over the workers, where x is a worker's model and w its weight.
 
     Trainable parameters, floating-point and complex buffers are averaged (half types in float32).
-    Signed integer buffers become their maximum. Afterwards the replaced tensors have the same bits
-    on all workers. If an operation fails because a worker is lost, the model does not change,
-    except in ``show``.
+    Signed integer buffers become their maximum. Afterwards these tensors have the same bits on all
+    workers. If an operation fails, the model does not change, except in ``show``.
 
-    Args:
-        team: The workers.
-        replica: This worker's model.
+    All methods are collectives and block. Their arguments:
+
+        weight: Weight w of this worker (≥ 0).
+        total: Sum of w over the workers, > 0.
+        what: Name of the operations in error messages.
     """
 
     def __init__(self, team: Team, replica: Replica) -> None:
         self._team, self._replica = team, replica
 
     def average(self, weight: float, total: float, *, what: str) -> None:
-        """Replace the model by the mean. Blocks.
-
-        Args:
-            weight: Weight w of this worker (≥ 0).
-            total: Sum of w over the workers, > 0.
-            what: Name of the operations in error messages.
-
-        Raises:
-            CommunicationError: another worker is lost; the model is unchanged.
-        """
+        """Replace the model by the mean."""
         buckets = self._replica.buckets("averaged")
         landings = [self._launch(bucket, weight, total, what) for bucket in buckets]
         land([*landings, *self._launch_integers(what)], self._team.host)
 
     def average_buffers(self, weight: float, total: float, *, what: str) -> None:
-        """Replace the buffers as ``average`` does, but leave the parameters unchanged. Blocks."""
+        """Replace the buffers as ``average`` does, but leave the parameters unchanged."""
         buckets = self._replica.buckets("buffers")
         landings = [self._launch(bucket, weight, total, what) for bucket in buckets]
         land([*landings, *self._launch_integers(what)], self._team.host)
 
     def average_integers(self, *, what: str) -> None:
-        """Replace the signed integer buffers by their maximum. Blocks."""
+        """Replace the signed integer buffers by their maximum."""
         land(self._launch_integers(what), self._team.host)
 
     def show(self, weight: float, total: float, *, what: str) -> None:
-        """Replace the model by the mean temporarily. The caller restores it afterwards. Blocks.
+        """Replace the model by the mean. The caller restores the model afterwards.
 
-        Stages only two buckets at a time, to save memory. A failure leaves some buckets averaged
-        and others not, so the caller must hold a snapshot of the model.
+        Stages only two buckets at a time, to save memory. A failure may leave only some tensors
+        averaged, so the caller must hold a snapshot of the model.
         """
         pending: list[tuple[Bucket, Landing]] = []
         buckets = self._replica.buckets("averaged")

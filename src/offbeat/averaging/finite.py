@@ -19,15 +19,15 @@ class NonFiniteCheck:
     Args:
         rank: Rank of this worker.
         policy: Argument ``non_finite`` of ``attach``.
-        can_exclude: True if the strategy supports the policy "exclude". Errors then mention it.
+        can_exclude: True if the strategy supports the policy "exclude". Messages then mention it.
 
     Attributes:
-        excluded: Number of excluded contributions. All workers count a contribution that a vote has
-            reported. Only its own worker counts a contribution that is found non-finite later.
+        excluded: Number of contributions that were excluded: of all workers, if a vote has reported
+            them; only of this worker, if they were found after the vote.
     """
 
-    # Holds neither the flow nor the worker, to avoid a reference cycle: a flow may hold a round in
-    # progress, which holds this object.
+    # Holds neither the flow nor the worker, because a round in progress holds this object and must
+    # not keep them alive.
 
     def __init__(self, rank: int, policy: NonFinite, *, can_exclude: bool = True) -> None:
         self._rank, self._policy, self._logged = rank, policy, False
@@ -35,17 +35,13 @@ class NonFiniteCheck:
         self.excluded = 0
 
     def __call__(self, sums: Sums, step: int) -> Sums:
-        """Raise, count or log if a worker reports non-finite values. Returns the tally unchanged.
+        """Apply the policy to ``sums``, the tally of a round, and return ``sums`` unchanged.
 
-        With "warn" and "exclude" only the first case is logged.
-
-        Args:
-            sums: Tally of a round.
-            step: Number of local steps so far, for messages.
+        With "warn" and "exclude" only the first case is logged. ``step`` is used in messages.
 
         Raises:
-            OffbeatError: a worker would contribute non-finite values, and the policy is "raise".
-                Or the policy is "exclude", and no worker with finite values contributes.
+            OffbeatError: the policy is "raise", and a worker reports non-finite values. Or the
+                policy is "exclude", and no worker with finite values contributes.
         """
         if not sums.non_finite:
             return sums
@@ -69,7 +65,7 @@ class NonFiniteCheck:
         return sums
 
     def exclude_late(self, step: int) -> None:
-        """Count and log a non-finite contribution that this worker's vote had not reported."""
+        """Count and log a non-finite contribution that this worker's vote has not reported."""
         self.excluded += 1
         self._warn_once(_message("this worker", step))
 

@@ -16,8 +16,8 @@ class FlatView:
     """The elements of several tensors as one vector, one tensor after the other.
 
     Args:
-        tensors: At least one tensor; all have the same dtype and device. Only a tensor that is not
-            contiguous is copied. ``write_back`` writes the changes of the copy to the tensor.
+        tensors: At least one tensor; all have the same dtype and device. A tensor that is not
+            contiguous is copied, and needs a call of ``write_back`` after changes.
 
     Attributes:
         elements: Number of elements of all tensors. A complex element counts as two.
@@ -33,10 +33,9 @@ class FlatView:
         self.dtype = staging_dtype(tensors[0])
 
     def pieces(self, start: int, elements: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield slices of the tensors that together cover ``elements`` elements from ``start`` on.
+        """Yield 1-D slices of the tensors that cover ``elements`` elements from ``start`` on.
 
-        Each slice is a flat tensor, and comes with its position in the range, relative to
-        ``start``.
+        Each slice comes with its position relative to ``start``.
         """
         index, done = bisect_right(self._ends, start), 0
         while done < elements:
@@ -47,7 +46,7 @@ class FlatView:
             done, index = done + part.numel(), index + 1
 
     def add(self, values: Tensor, start: int) -> None:
-        """Add ``values`` to the elements from ``start`` on. Adds in the dtype of ``values``."""
+        """Add ``values`` to the elements from ``start`` on, computed in the dtype of ``values``."""
         for part, position in self.pieces(start, values.numel()):
             if part.dtype == values.dtype:
                 part.add_(values[position])
@@ -55,7 +54,7 @@ class FlatView:
                 part.copy_(part.to(values.dtype).add_(values[position]))
 
     def write_back(self) -> None:
-        """Copy all elements back to the tensors that are not contiguous."""
+        """Write the changes to the tensors that are not contiguous."""
         for tensor, flat in zip(self._tensors, self._flat, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(flat.view(tensor.shape))
@@ -64,9 +63,7 @@ class FlatView:
 class Difference(LazyVector):
     """The elementwise difference ``view − base``, computed when it is read.
 
-    Args:
-        view: The minuend.
-        base: The subtrahend, 1-D, with as many elements as ``view``.
+    ``base`` is 1-D and has as many elements as ``view``.
     """
 
     def __init__(self, view: FlatView, base: Tensor) -> None:

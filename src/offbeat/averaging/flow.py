@@ -36,16 +36,15 @@ class Flow(ABC):
     Attributes:
         state: State of the flow that a checkpoint contains: a dataclass.
         decided: Number of rounds decided in this view.
-        excluded: True if this worker's newest vote left the worker out of the mean, because its
-            values are not finite. Requires the policy "exclude".
+        excluded: True if this worker's newest vote excluded it from the mean, because its values
+            are not finite. Only with ``non_finite="exclude"``.
         check: Policy for non-finite contributions.
         rounds: Makes, sends and numbers this worker's votes.
         wants_buckets: True if ``bucket_ready`` should be called during backward.
         uses_gradients: True if the flow reads or changes gradients.
         needs_unscaled: True if a GradScaler must unscale the gradients before the flow reads them.
         can_exclude: True if the flow supports ``non_finite="exclude"``.
-        waits: True if all workers wait for each mean, and a model that takes a mean becomes equal
-            to it.
+        waits: True if all workers wait for each mean, and their local models become equal to it.
         replicates: True if all workers that step have the same parameters between two steps.
         votes_between_steps: True if workers vote after the optimizers have stepped, not before.
     """
@@ -71,18 +70,15 @@ class Flow(ABC):
 
     @abstractmethod
     def start(self, common: dict[str, Any] | None = None) -> None:
-        """Initialize the state from a model that is equal on all workers.
-
-        Called by ``attach``, when a checkpoint that holds only a consensus is loaded, and on the
-        new flow of each view.
+        """Initialize the state, for example when a view begins. All workers have the same model.
 
         Args:
             common: Result of ``common_values`` of the most advanced worker in the previous view.
-                None: no value of a previous view is used.
+                None: start without values of a previous view.
         """
 
     def keep_local(self, before: "Flow") -> None:  # noqa: B027
-        """Copy the values that each worker keeps from ``before``, its flow of the previous view."""
+        """Copy the values that each worker keeps. ``before`` is its flow of the previous view."""
 
     def common_values(self) -> dict[str, Any]:
         """Return the values that all workers receive in the next view, as plain values for JSON."""
@@ -93,25 +89,24 @@ class Flow(ABC):
     @property
     @abstractmethod
     def unsynced(self) -> bool:
-        """True if a mean of models must include this model, because others may lack its changes."""
+        """True if this model may contain changes that the other workers lack."""
 
     def bucket_ready(self, bucket: int) -> bool:
         """Handle a bucket of gradients that is complete while backward still runs.
 
-        Called only if ``wants_buckets`` is set and there is a single optimizer. The buckets come in
-        order, without the last one.
+        The buckets are reported in order, without the last one.
 
         Args:
             bucket: Index of the bucket in ``AttachedOptimizer.buckets``.
 
         Returns:
-            False to receive no further call in this view.
+            False if this method need not be called again.
         """
         return False
 
     @abstractmethod
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        """Handle the gradients of one optimizer. Called once a step, before the optimizer steps.
+        """Handle the gradients of one optimizer, once per step, before the optimizer steps.
 
         Args:
             optimizer: The optimizer.
@@ -122,18 +117,14 @@ class Flow(ABC):
         """
 
     def optimizer_stepped(self, optimizer: AttachedOptimizer) -> None:  # noqa: B027
-        """Handle a step of one optimizer that was not skipped. The gradients still exist."""
+        """Handle a step that an optimizer has taken. Its gradients still exist."""
 
     def step_skipped(self) -> None:  # noqa: B027
         """Handle a step that all optimizers skipped. Called before ``step_ended``."""
 
     @abstractmethod
     def step_ended(self) -> bool:
-        """Handle the end of a step. All optimizers have stepped, or skipped their step.
-
-        Returns:
-            True if this call synchronized the workers.
-        """
+        """Handle the end of a step. Returns True if this call synchronized the workers."""
 
     # -- barrier, consensus, checkpoints ---------------------------------------------------------
 
@@ -162,7 +153,7 @@ class Flow(ABC):
                 self.act(round)
 
     def pause(self, *, finishing: bool) -> None:  # noqa: B027
-        """Prepare for a barrier, until whose end this worker takes no step. May block."""
+        """Prepare for a barrier. This worker takes no step until the barrier ends. May block."""
 
     def all_paused(self, last: Round) -> None:  # noqa: B027
         """Handle the end of the barrier. No worker steps in ``last``, the round that ended it."""
@@ -181,7 +172,7 @@ class Flow(ABC):
         """Wait for all operations in flight, so that ``state`` can be saved or replaced.
 
         Args:
-            barrier: Function that waits until all workers have called ``before_save``.
+            barrier: Function that waits until all workers have called it.
         """
 
     def after_load(self) -> None:  # noqa: B027
@@ -190,13 +181,10 @@ class Flow(ABC):
     # -- rounds ----------------------------------------------------------------------------------
 
     def voters(self, order: Sequence[int]) -> Sequence[int]:
-        """Return the optimizers with separate rounds, in the order of these rounds.
+        """Return the indices of the optimizers that have separate rounds, in order.
 
-        Args:
-            order: Indices of the optimizers, in the order in which they stepped last.
-
-        Returns:
-            Indices of optimizers. ``[0]`` if there is one round for all optimizers.
+        ``[0]`` means one round for all optimizers. ``order`` holds the indices of all optimizers,
+        in the order in which they stepped last.
         """
         return [0]
 
@@ -219,8 +207,8 @@ class Flow(ABC):
         if not self.can_decide(round):
             return None
         wire, details = self.worker.wire, self.worker.details
-        # An automatic wire may choose another precision here. ``decide`` may start sums, and a sum
-        # must have the same precision on all workers.
+        # With wire="auto" the precision may change here. This happens before ``decide``, which may
+        # start sums: each sum must have the same precision on all workers.
         wire.apply_measurements(round.then(lambda sums: sums.measured))
         details.update(wire.details())
         synced = self.decide(round)
@@ -237,19 +225,15 @@ class Flow(ABC):
 
     @abstractmethod
     def decide(self, round: Round) -> bool:
-        """Decide the round, usually by the strategy's ``decide``, and carry out the decision.
-
-        Returns:
-            True if the workers were synchronized.
-        """
+        """Decide the round and carry out the decision. Returns True if it synchronized workers."""
 
     # -- non-finite values -----------------------------------------------------------------------
 
     def check_finite(self, *, stepping: bool, optimizer: int = 0) -> bool:
-        """Check this worker's contribution to the coming round. False if it is known non-finite.
+        """Return False if this worker's contribution to the coming round is known non-finite.
 
-        Sets ``excluded``, and counts the case in ``Stats.details``. Calls ``restore`` if the worker
-        is excluded, unless its optimizers are about to step.
+        Sets ``excluded``. Calls ``restore`` if the worker is excluded, unless its optimizers are
+        about to step.
         """
         worker = self.worker
         self.excluded = False
@@ -264,13 +248,11 @@ class Flow(ABC):
         return finite
 
     def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
-        """Return False if this worker's contribution to the coming round is known to be non-finite.
+        """Return False if this worker's contribution is known non-finite. Arguments as in ``vote``.
 
-        Args:
-            optimizer: Index of the optimizer that the round belongs to.
-            stepping: True if this worker takes a step in the round.
+        A subclass overrides this method. ``check_finite`` applies the policy to its result.
         """
         return True
 
     def restore(self) -> None:  # noqa: B027
-        """Replace this model by the one that all workers share, if the flow stores that one."""
+        """Replace the local model by the shared model of all workers, if the flow stores it."""

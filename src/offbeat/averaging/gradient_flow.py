@@ -29,12 +29,12 @@ class GradientFlowState:
 
     Attributes:
         views: Data that the strategy may read, one ``WorkerView`` for each optimizer.
-        means: Objects that average the gradients, one for each optimizer.
-        delayed: Previous round of each optimizer, by the optimizer's index. Only if the strategy
-            decides a round with the tally of the previous one (``tally_delay``).
+        means: One ``GradientMean`` for each optimizer, which averages its gradients.
+        delayed: Previous round of each optimizer, by the optimizer's index. Empty unless the
+            strategy decides a round with the tally of the previous one (``tally_delay`` = 1).
         saved_tallies: ``delayed`` as plain numbers, for a checkpoint.
-        newest: True if no other worker has a newer model, because this worker took a step in the
-            last round or has received the newest model since. Only set if every step averages.
+        newest: True if this worker has the newest model: it took a step in the last round, or has
+            received the newest model since. Only used if every step averages.
         start_step: Number of local steps when the present group of workers began to train.
     """
 
@@ -50,13 +50,9 @@ class GradientFlow(Flow):
     """g ← mean(g), in every step or when the strategy decides so.
 
     Each optimizer has separate rounds. A worker votes when the gradients of the optimizer are
-    complete and ``Strategy.due`` requests a round, or at a barrier. If gradients are averaged in
-    every step, the vote is sent with the gradients. Otherwise the workers exchange votes first.
-
-    Args:
-        strategy: The strategy.
-        worker: This worker.
-        gradients: Return value of ``strategy.averages()``.
+    complete and ``Strategy.due`` requests a round. At a barrier it votes in every round. If
+    gradients are averaged in every step, the vote is sent with the gradients. Otherwise the workers
+    exchange votes first.
     """
 
     state: GradientFlowState
@@ -114,7 +110,7 @@ class GradientFlow(Flow):
         return self.state.newest if self.every_step else self.worker.step > self.state.start_step
 
     def _view(self, optimizer: int, *, stepping: bool) -> WorkerView:
-        """Return the data that the strategy may read, up to date."""
+        """Return the strategy's view of this worker, up to date."""
         view, worker = self.state.views[optimizer], self.worker
         view.step, view.stepping, view.record = worker.step, stepping, worker.record
         return view
@@ -123,7 +119,7 @@ class GradientFlow(Flow):
 
     @override
     def bucket_ready(self, bucket: int) -> bool:
-        """Send the bucket. Returns False after the overlap with backward was switched off."""
+        """Send the bucket. Returns False if no further bucket will be sent during backward."""
         mean = self.state.means[0]
         mean.start(bucket)
         return mean.overlap
@@ -153,7 +149,7 @@ class GradientFlow(Flow):
 
     @override
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
-        """Send the vote. If every step averages, also average the gradients, which blocks."""
+        """Send the vote. If every step averages, also average the gradients. This blocks."""
         worker = self.worker
         view = self._view(optimizer, stepping=stepping)
         finite = self.check_finite(stepping=stepping, optimizer=optimizer)
@@ -180,7 +176,7 @@ class GradientFlow(Flow):
 
     @override
     def decide(self, round: Round) -> bool:
-        """Average the gradients if the strategy decides so, unless ``vote`` has done that."""
+        """Average the gradients if the strategy decides so, unless ``vote`` has averaged them."""
         state, index = self.state, round.optimizer
         if self.every_step:
             round.wait()
@@ -237,9 +233,9 @@ class GradientFlow(Flow):
     def _buffer_weights(self) -> tuple[float, float]:
         """Return the weight of this worker's buffers, and the sum of the weights of all workers.
 
-        Buffers are not averaged during training, so a worker that was excluded may still have NaN
-        in its buffers. The weight of such buffers is 0, or 1 if all workers have NaN. A collective
-        with the policy "exclude".
+        Buffers are not averaged during training. So a worker that was excluded because of
+        non-finite values may still have NaN in its buffers, which then have the weight 0. If all
+        workers have NaN, all weights are 1. A collective with the policy "exclude".
         """
         worker = self.worker
         if not worker.excludes:

@@ -7,16 +7,16 @@ is sent when the optimizer is about to step.
 Together with the last bucket the workers sum some numbers, the *agreement*:
 
 - the caller's numbers, such as votes;
-- the number of workers that must send buckets again, because a gradient changed after its bucket
-  was sent, for example by a further backward pass, clipping or unscaling;
+- the number of workers on which a gradient changed after its bucket was sent, for example by a
+  further backward pass, clipping or unscaling;
 - the number of workers that contribute gradients;
 - for each parameter, the number of workers that contribute a gradient, and how many of these
   gradients are sparse.
 
-If a worker must send buckets again, all workers send all buckets but the last again. The *wire*
-sums the gradients, and may quantize them. The agreement is never quantized. If there is only one
-bucket and the wire does not quantize, the agreement is part of the bucket's message. In all other
-cases it is a separate message.
+If gradients have changed on any worker, all workers send all buckets but the last again. The *wire*
+sums the gradients, and may quantize them. The agreement is never quantized. It is part of the
+bucket's message if there is only one bucket and the wire does not quantize. Otherwise it is a
+separate message.
 
 Sparse gradients are sent as dense ones. The mean is made sparse again if all gradients of the
 parameter are sparse, because some optimizers accept only sparse gradients.
@@ -35,38 +35,41 @@ from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.team import Team
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the network is busy early in backward
-_MOST_REPEATS = 2  # steps in a row that may send buckets twice before the overlap is switched off
-_SPARSE = 2**12  # added to the code of a sparse gradient, see ``_presence``
+_MOST_REPEATS = 2  # steps in a row that may send buckets twice; one more switches the overlap off
+_SPARSE = 2**12  # see ``_presence``
 _Layout = Literal["none", "dense", "sparse"]
 
 
 def gradient_buckets(
     parameters: Sequence[nn.Parameter], bucket_bytes: float = BUCKET_BYTES, scale: float = 1.0
 ) -> list[list[nn.Parameter]]:
-    """Return the parameters in buckets, in the order in which backward completes their gradients.
+    """Return the parameters in buckets, in the order in which backward computes their gradients.
 
     Args:
         parameters: Parameters of one optimizer in the model's order, the same on all workers.
         bucket_bytes: Largest size of a bucket in bytes, unless a single parameter is larger. The
             first bucket is full once it holds 1 MiB.
-        scale: Number of parameters of the full model that one element represents. It is 1, except
-            in a simulation with placeholder tensors.
+        scale: 1. In a simulation with small placeholder tensors: number of real parameters that one
+            tensor element stands for.
     """
     order = [p for p in reversed(parameters) if p.numel()]
     first = min(bucket_bytes, FIRST_BUCKET_BYTES)
     groups = group_tensors(order, bucket_bytes / scale, first / scale)
-    # A bucket is complete when backward has computed the gradient of its last parameter.
+    # A bucket is complete when backward has computed the gradient of its last parameter, so the
+    # buckets are sorted by their last parameters.
     position = {id(p): i for i, p in enumerate(order)}
     groups.sort(key=lambda group: position[id(group[-1])])
     return [[p for p in group if isinstance(p, nn.Parameter)] for group in groups]
 
 
 class _GradientBucket(Bucket):
-    """A bucket that stages the gradients of its parameters. A missing gradient counts as zero.
+    """A bucket that copies the gradients of its parameters to a flat *staging tensor* for sending.
+
+    A missing gradient counts as zero.
 
     Args:
         parameters: The parameters.
-        tail: Number of extra elements at the end of the staging tensor.
+        tail: Number of extra elements at the end of the staging tensor, for the agreement.
         stream: Name under which the wire keeps the quantization errors of this bucket.
 
     Attributes:
@@ -95,10 +98,10 @@ class _GradientBucket(Bucket):
             self._sample = (smallest, smallest.grad.detach().clone())
 
     def changed(self) -> bool:
-        """Return True if a gradient has changed since ``remember`` was called.
+        """Return True if a gradient has changed since ``remember``.
 
-        A copy of the smallest gradient shows changes that bypass torch's version counter, such as
-        those of ``GradScaler.unscale_``.
+        ``GradScaler.unscale_`` changes gradients without changing torch's version counters.
+        Therefore the smallest gradient is also compared with a copy.
         """
         if self._versions != [_version(p) for p in self.parameters]:
             return True
@@ -110,15 +113,13 @@ class _GradientBucket(Bucket):
         return gradient is None or not torch.equal(gradient.detach(), value)
 
     def landing(self, divisor: float, layouts: list[_Layout]) -> Landing:
-        """Return the landing that replaces the gradients by their mean.
+        """Return the sum, with functions that replace the gradients by sum / ``divisor``.
 
-        Args:
-            divisor: Number of contributing workers.
-            layouts: Layout of the mean for each parameter. With "none" no worker contributes a
-                gradient, and a ``grad`` of None does not change.
+        ``layouts`` has the layout of the mean for each parameter. "none": no worker contributes a
+        gradient, so a ``grad`` of None stays None.
         """
         targets: list[Tensor] = []
-        # Gradients that cannot be written in place, because they are missing or sparse.
+        # New gradients for parameters whose gradient is missing or sparse.
         assigned: list[tuple[nn.Parameter, Tensor, _Layout]] = []
         for parameter, layout in zip(self.parameters, layouts, strict=True):
             gradient = parameter.grad
@@ -164,17 +165,14 @@ def _to_sparse(dense: Tensor) -> Tensor:
 def _presence(gradient: Tensor | None) -> float:
     """Return 0 if there is no gradient, 1 for a dense and 1 + 4096 for a sparse one.
 
-    The sum over at most 4095 workers is exact in float32, and tells how many of the gradients exist
-    and how many are sparse.
+    The sum over the workers is s·4096 + n, with n gradients, of which s are sparse. It is exact in
+    float32 for at most 4095 workers.
     """
     return 0.0 if gradient is None else 1.0 + _SPARSE * gradient.is_sparse
 
 
 def _layout(count: float) -> _Layout:
-    """Return the layout of a mean from the sum of ``_presence`` over the workers.
-
-    The mean is sparse if all gradients that exist are sparse.
-    """
+    """Return the layout of a mean from the sum of ``_presence`` over the workers."""
     sparse, holders = divmod(round(count), _SPARSE)
     return "none" if holders == 0 else "sparse" if sparse == holders else "dense"
 
@@ -182,10 +180,9 @@ def _layout(count: float) -> _Layout:
 class GradientMean:
     """g ← Σ g / (number of contributing workers), for the parameters of one optimizer.
 
-    *Communication*: one all-reduce of the gradients in buckets. With ``overlap`` all buckets but
-    the last are sent during backward. *Memory*: one flat copy of the gradients. A quantized sum
-    also stores its quantization errors. With ``overlap`` it stores them twice, so that a sum can be
-    repeated.
+    *Communication*: one all-reduce of the gradients in buckets, and the agreement. *Memory*: one
+    flat copy of the gradients. A quantized sum also stores its quantization errors. With
+    ``overlap`` it stores them twice, so that a sum can be repeated.
 
     Args:
         team: The workers.
@@ -197,9 +194,8 @@ class GradientMean:
         overlap: True to allow calls of ``start`` while backward runs.
 
     Attributes:
-        overlap: True while ``start`` sends buckets during backward. All workers switch this off in
-            the same step, after three steps in a row in which gradients changed after they were
-            sent.
+        overlap: True while ``start`` sends buckets during backward. All workers set it to False
+            after three steps in a row in which gradients changed after they were sent.
     """
 
     def __init__(
@@ -214,8 +210,8 @@ class GradientMean:
     ) -> None:
         self._team, self._wire, self._slots = team, wire, slots
         parameters = sum(map(len, buckets))
-        # Length of the agreement: the caller's numbers, the counts of workers with changed
-        # gradients and of contributing workers, and one number for each parameter.
+        # Length of the agreement. The 2 are the counts of workers with changed gradients and of
+        # contributing workers.
         tail = slots + 2 + parameters if len(buckets) == 1 and self._wire.exact else 0
         self._buckets = [
             _GradientBucket(group, tail, f"{name} {i}") for i, group in enumerate(buckets)
@@ -225,10 +221,9 @@ class GradientMean:
         self.overlap = overlap and len(self._buckets) > 1
 
     def start(self, index: int) -> None:
-        """Send bucket ``index``, whose gradients are complete.
+        """Send bucket ``index``, whose gradients are complete. ``reduce`` sends the last bucket.
 
-        Call this in order, for all buckets but the last, which ``reduce`` sends. Does nothing
-        without ``overlap`` or for a bucket out of order.
+        Does nothing without ``overlap`` or for a bucket out of order.
         """
         if self.overlap and index == self._next:
             self._launch(self._buckets[index], contribute=True)
@@ -272,9 +267,9 @@ class GradientMean:
             return sums
         take = contribute if take is None else take
         early = self._buckets[: self._next]  # sent during backward
-        # Each worker checks whether the gradients of these buckets have changed since. The workers
-        # sum the results, so they agree on whether to send again. A worker that turns out not to
-        # contribute has to replace what it has sent by zeros.
+        # True if these buckets must be sent again on this worker. A worker that does not contribute
+        # after all must replace what it has sent by zeros. The workers sum these flags, so all of
+        # them send again, or none.
         stale = any(b.changed() for b in early) if contribute else bool(early)
         parameters = [p for b in self._buckets for p in b.parameters]
         presence = [_presence(p.grad) if contribute else 0.0 for p in parameters]
@@ -286,9 +281,8 @@ class GradientMean:
         changed, contributing = sums[self._slots : self._slots + 2]
         layouts = [_layout(count) for count in sums[self._slots + 2 :]]
         if changed:
-            # On some worker a bucket was sent too early. All workers send all buckets but the last
-            # again. The first sums are ignored, so the wire restores its quantization errors from
-            # before these sums.
+            # All workers send all buckets but the last again. The first sums are ignored, so the
+            # wire restores its quantization errors from before these sums.
             for bucket in others:
                 bucket.handle.wait()
                 self._wire.undo(bucket.stream)
@@ -310,11 +304,7 @@ class GradientMean:
         return sums[: self._slots]
 
     def _agree(self, numbers: list[float], contribute: bool) -> Handle[Tensor]:
-        """Sum ``numbers`` over the workers, and send the last bucket.
-
-        The numbers are in the tail of the bucket. If the bucket has no tail, the numbers are sent
-        in a separate message before the bucket.
-        """
+        """Send the last bucket, and sum ``numbers`` over the workers."""
         last = self._buckets[-1]
         if last.tail.numel():
             last.tail.copy_(torch.tensor(numbers, dtype=last.flat.dtype))

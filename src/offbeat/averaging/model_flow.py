@@ -25,9 +25,11 @@ The setting ``SharedModel.lands`` of a strategy determines the order of the call
       launch and land                 launch                          launch
                                                                       due, vote
 
-A worker votes only if ``due`` requests a round, and decides only a round with a vote. On arrival,
-``due`` is not called while an earlier round is undecided or its parts are not launched, and a round
-is decided when its tally has arrived. At the staleness bound the worker waits for tally and parts.
+If ``due`` returns 0, the worker does not vote, and there is nothing to decide. With "arrived",
+``due`` is not called before the previous round is decided and its parts are launched. A round is
+decided at the first step boundary after its tally has arrived. The *staleness* of a worker is the
+number of its local steps since the launch of the newest landed part. When it reaches
+``SharedModel.bound``, the worker waits for tallies and parts.
 
 A worker at a barrier takes part in the same rounds: it votes with ``stepping=False``, and launches
 and lands the same parts in the same order. So all workers start the same collectives in the same
@@ -56,16 +58,15 @@ class ModelFlowState:
     """State of a ``ModelFlow``.
 
     Attributes:
-        pipeline: The parts of the model, those in flight, and the launches that have been decided
-            and have not started.
+        pipeline: The parts of the model and their launches.
         view: The data about this worker that the strategy may read.
         checked_step: Local step of the last call of ``is_finite``.
-        staleness: Histogram: number of local steps by the staleness at their end. The staleness is
-            the age, in local steps, of the newest launch that has landed. Empty with ``lands=0``.
+        staleness: Histogram: for each staleness, the number of local steps that ended with it.
+            Empty with ``lands=0``.
         saved_tally: ``delayed`` as a list of numbers, for a checkpoint. Empty if ``delayed`` is
             None.
-        delayed: Last round. The next call of ``decide`` receives the tally of this round. None if
-            no round was decided, or if the strategy decides each round with its own tally.
+        delayed: Previous round. Always None, unless the strategy decides a round with the tally of
+            the previous one (``tally_delay`` = 1).
     """
 
     pipeline: PipelineState
@@ -77,18 +78,10 @@ class ModelFlowState:
 
 
 class ModelFlow(Flow):
-    """Drives a strategy that averages models, in the way that a ``SharedModel`` describes.
+    """Drives a strategy that averages models; see the module's docstring.
 
-    The module's docstring shows when the events of ``Flow`` vote, decide, launch and land.
-
-    Args:
-        strategy: The strategy.
-        worker: This worker.
-        shared: Return value of ``strategy.averages()``, or the description that a custom strategy
-            supplies.
-
-    Attributes:
-        pipeline: Launches and lands the parts.
+    ``shared`` gives the number of parts, the time of their landing, and the outer step. The
+    pipeline launches and lands the parts.
     """
 
     state: ModelFlowState
@@ -100,15 +93,16 @@ class ModelFlow(Flow):
         self.votes_between_steps = shared.eager
         self.uses_gradients = strategy.gradient_norm
         self.waits = shared.blocking and shared.outer.plain
-        # A quantized sum may take two messages. ``bucket_ready`` may send the second in backward.
+        # A quantized sum may take two messages. ``bucket_ready`` sends the second during backward.
         self.wants_buckets = not worker.wire.exact and not shared.blocking
         self._calls_after_step = type(strategy).after_step is not Strategy.after_step
         self._wanted = 0.0  # last return value of ``Strategy.due``
         self._squared = 0.0  # ‖g‖² of this step's gradients so far
         self._pausing = False  # True from the start of a barrier to the end of the next step
-        # Set by ``_agree_inside_node``: the number of parts that had arrived on all workers of this
-        # node and have not landed since (None without a node), and whether the tally had arrived.
+        # Number of parts that had arrived on all workers of the node at their last agreement, minus
+        # the parts that have landed since. None without a node.
         self._node_arrived: int | None = None
+        # True if the tally had arrived on all workers of the node at their last agreement.
         self._node_tally = False
 
     @override
@@ -148,7 +142,7 @@ class ModelFlow(Flow):
 
     @override
     def bucket_ready(self, bucket: int) -> bool:
-        """Let the sums in flight progress. The gradients are not sent."""
+        """Send the second messages of quantized sums in flight. The gradients are not sent."""
         self.worker.wire.start_second_stages()
         return True
 
@@ -204,21 +198,21 @@ class ModelFlow(Flow):
         return synced
 
     def _vote_if_due(self) -> None:
-        """Start a round if the strategy requests one. Called only with ``lands="arrived"``.
+        """Start a round if the strategy requests one. Only with ``lands="arrived"``.
 
-        No round starts while another one is in progress or while a decided launch waits in the
-        queue. Deciding a round may change an automatically chosen precision, but all launches of
-        the previous round must have the same precision on all workers.
+        No round starts while another one is in progress, or while a launch is queued. Deciding a
+        round may change the precision, but all workers must start a launch at the same precision.
         """
         if self._pending is None and not self.pipeline.state.queue and self._due():
             self._pending = self.vote(0, stepping=True)
 
     def _agree_inside_node(self) -> None:
-        """Tell the strategy the time and durations. Agree on them and on arrivals inside a node.
+        """Update ``view.clock`` and ``view.spent``. In a node, agree on what has arrived.
 
-        All workers of a node must land the same parts and decide in the same step, but messages
-        arrive at different times. They use the smallest number of arrived parts, the latest time,
-        the longest duration of each launch and landing, and a tally that has arrived everywhere.
+        Messages reach the workers of a node at different times, but these workers must land the
+        same parts and decide in the same step. So a part or a tally counts as arrived when it has
+        arrived on all of them. The clock is the latest of their clocks, and each duration the
+        longest one.
         """
         view, team, pipeline = self.state.view, self.worker.team, self.pipeline
         spent, pipeline.state.spent = pipeline.state.spent, []
@@ -243,16 +237,11 @@ class ModelFlow(Flow):
         return part.arrived() if self._node_arrived is None else self._node_arrived > 0
 
     def _at_bound(self) -> bool:
-        """Return True if the age of the newest landed launch has reached the staleness bound."""
+        """Return True if the staleness has reached its bound."""
         return self.worker.step - self.pipeline.state.fresh_step >= self.shared.bound
 
     def land(self, *, take: bool = True) -> None:
-        """Wait for the oldest part in flight and land it.
-
-        Args:
-            take: True to apply the mean to the local model. False to discard the mean, which is
-                allowed only if P is not stored.
-        """
+        """Wait for the oldest part in flight and land it; see ``Pipeline.land``."""
         self.pipeline.land(take=take)
         if self._node_arrived:
             self._node_arrived -= 1
@@ -277,25 +266,25 @@ class ModelFlow(Flow):
         return self.rounds.send(vote)
 
     def weight(self, *, stepping: bool) -> float:
-        """Return this worker's weight in the mean of the coming round, if it is not excluded."""
+        """Return this worker's weight in the mean of the coming round, unless it is excluded."""
         return float(stepping or self.unsynced)
 
     @override
     def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
         """Return False if this worker's contribution is known to be non-finite.
 
-        A worker that takes no step checks its model. With ``lands="arrived"`` a stepping worker
+        If the worker takes no step, this checks the model. Otherwise, with ``lands="arrived"``, it
         checks the part that is launched next, except with the policy "raise". With other ``lands``
-        it checks its gradients, unless a GradScaler is in use. It also checks its model if the
-        previous step was not checked.
+        it checks the gradients, except with a GradScaler, and also the model if the previous step
+        was not checked.
         """
         state, worker = self.state, self.worker
         unchecked, state.checked_step = worker.step - state.checked_step > 1, worker.step
         if not stepping:
             return worker.finite_model()
         if self.shared.eager:
-            # With the policy "raise" the pipeline checks the part at its launch. It sends zeros
-            # instead of a non-finite part, and the next vote reports the part.
+            # With the policy "raise" the pipeline checks the part at its launch. For a non-finite
+            # part it sends an update of 0, and the next vote reports it.
             checked_later = worker.non_finite == "raise"
             return checked_later or self.pipeline.finite(self.pipeline.next_part)
         if self.strategy.gradient_norm:
@@ -310,7 +299,7 @@ class ModelFlow(Flow):
 
     @override
     def can_decide(self, round: Round) -> bool:
-        """Return True if the round can be decided now. Blocks for its tally only at the bound."""
+        """Return True if the round can be decided now. Waits for its tally only at the bound."""
         if not self.shared.eager:
             return True
         if not self._has_arrived(round) and not self._at_bound():
@@ -319,11 +308,9 @@ class ModelFlow(Flow):
         return True
 
     def _has_arrived(self, round: Round) -> bool:
-        """Return True if the tally has arrived, in a node on all workers of the node.
+        """Return True if the tally has arrived, and in a node on all workers of the node.
 
-        The workers of a node must decide in the same step. They use the arrival that the last call
-        of ``_agree_inside_node`` found. At a barrier no agreement is needed, because every worker
-        has waited for the tally.
+        At a barrier this needs no agreement, because every worker has waited for the tally.
         """
         if self._node_arrived is None or self._pausing or self.worker.size == 1:
             return round.done()
@@ -331,7 +318,7 @@ class ModelFlow(Flow):
 
     @override
     def decide(self, round: Round) -> bool:
-        """Launch the parts that the strategy chooses. May land parts, and block for them."""
+        """Launch the parts that the strategy chooses. May also wait for parts and land them."""
         state, shared, view = self.state, self.shared, self.state.view
         chosen: Round | None = round
         if self.strategy.tally_delay:
@@ -363,7 +350,7 @@ class ModelFlow(Flow):
 
     @override
     def pause(self, *, finishing: bool) -> None:
-        """Launch all queued parts. A queued part that is still in flight lands first; blocks."""
+        """Launch all queued parts. If one is still in flight, wait until it has landed."""
         self._pausing = True
         self.pipeline.launch_queued(wait=True)
 
@@ -392,13 +379,9 @@ class ModelFlow(Flow):
             worker.exact_mean.show(own, total, what=what)
 
     def consensus_weights(self, last: Round) -> tuple[float, float]:
-        """Return this worker's weight in a consensus, and the sum of all workers' weights.
-
-        Args:
-            last: The round that ``wait_for_all`` returned.
-        """
+        """Return this worker's weight in a consensus, and the sum of all workers' weights."""
         if self.shared.error_feedback:
-            # All workers count, even without new steps: x − P may contain quantization errors.
+            # x − P may contain quantization errors even on a worker without new steps.
             return 1.0, float(self.worker.size)
         return last.own.weight, last.wait().weight
 
@@ -419,7 +402,7 @@ class ModelFlow(Flow):
     # -- telemetry -------------------------------------------------------------------------------
 
     def _record_staleness(self) -> None:
-        """Record the age, in local steps, of the newest launch that has landed."""
+        """Record the staleness at the end of a step."""
         worker, histogram = self.worker, self.state.staleness
         staleness = worker.record["staleness"] = worker.step - self.pipeline.state.fresh_step
         histogram[staleness] = histogram.get(staleness, 0) + 1

@@ -1,15 +1,15 @@
-"""The squared L2 norm of many tensors, with one pass over their memory and few calls of torch."""
+"""The squared L2 norm of many tensors, with few calls of torch."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-# A call of torch costs as much as reading 20,000 elements, so tensors with fewer elements than this
-# are concatenated and share one call.
+# Tensors with fewer elements are concatenated and share one call of torch. A call costs about as
+# much as reading 20,000 elements.
 _SMALL = 2**15
 # On the CPU torch computes the norm of a vector in one thread, but the norms of matrix rows in
-# parallel. Vectors with at least ``_LARGE`` elements are therefore viewed as ``_ROWS`` rows.
+# parallel. So a vector with at least ``_LARGE`` elements is viewed as ``_ROWS`` rows, if possible.
 _LARGE, _ROWS = 2**18, 8
 
 
@@ -32,7 +32,8 @@ def squared_norm(tensors: Iterable[Tensor]) -> float:
         return 0.0
     devices = {part.device for part in parts}
     if len(devices) > 1 or parts[0].device.type == "cpu":
-        return sum(value * value for value in (part.item() for part in parts))  # may be ∞
+        # Unlike ``value**2``, ``value * value`` gives ∞ on overflow.
+        return sum(value * value for value in (part.item() for part in parts))
     return float(torch.stack([part.double() for part in parts]).square().sum().item())
 
 

@@ -19,12 +19,8 @@ from offbeat.transport.team import Team
 def forget_non_finite(optimizer: Optimizer, over_shards: Callable[..., list[float]]) -> None:
     """Delete the state of each parameter whose state contains NaN or infinity.
 
-    The optimizer initializes it again at the next step.
-
-    Args:
-        optimizer: The optimizer.
-        over_shards: Function that sums numbers over the workers that hold the shards of a sharded
-            model, so that all of them delete the state of the same parameters.
+    The optimizer initializes it again at the next step. ``over_shards`` sums numbers over all
+    workers that hold shards of the same parameters, so all of them delete the same state.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     squares = [squared_norm(_local_values(optimizer.state.get(p, {}))) for p in parameters]
@@ -34,16 +30,13 @@ def forget_non_finite(optimizer: Optimizer, over_shards: Callable[..., list[floa
 
 
 def _local_values(state: dict[str, Any]) -> list[Tensor]:
-    """Return the floating-point tensors of a state. A DTensor is replaced by its local shard.
-
-    Reading a whole DTensor would be a collective of the workers that hold its shards.
-    """
+    """Return the floating-point tensors of a state, and of a DTensor only the local shard."""
     tensors = [v for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
     return [v.to_local() if hasattr(v, "to_local") else v for v in tensors]
 
 
 def _is_quantized(value: Tensor) -> bool:
-    """Return True if a tensor may be quantized, such as those of bitsandbytes and torchao."""
+    """Return True if a tensor may be quantized, as those of bitsandbytes and torchao are."""
     if type(value) not in (Tensor, nn.Parameter):
         return True
     return value.dtype in (torch.uint8, torch.int8) and value.numel() > 1
@@ -52,13 +45,8 @@ def _is_quantized(value: Tensor) -> bool:
 class OptimizerState:
     """Averages the floating-point state of the averaged parameters, such as momentum.
 
-    Counters named ``step`` are not averaged. Only tensors that exist on all workers are averaged,
-    because a worker has no state for a layer that it has not used yet.
-
-    Args:
-        team: The workers.
-        parameters: Name and tensor of each averaged parameter, the same on all workers.
-        optimizers: The optimizers of this worker.
+    Counters named ``step`` are not averaged. Only tensors that exist on all workers are averaged: a
+    worker has no state for a layer that it has not used yet.
     """
 
     def __init__(
@@ -79,9 +67,6 @@ class OptimizerState:
         Args:
             weight: Weight w of this worker (≥ 0).
             total: Sum of w over the workers, > 0.
-
-        Returns:
-            The sums in flight, each with the function that writes its result.
         """
         tensors = self._tensors()
         common = self._common(sorted(tensors))
@@ -94,7 +79,7 @@ class OptimizerState:
         return [start(bucket) for bucket in make_buckets(tensors[line] for line in common)]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return this worker's tensors. The key is a line of text that describes the tensor.
+        """Return the state tensors of this worker, by a line of text that describes the tensor.
 
         Raises:
             AttachError: a tensor is quantized.
@@ -119,14 +104,12 @@ class OptimizerState:
         return tensors
 
     def _common(self, lines: list[str]) -> list[str]:
-        """Return those of ``lines`` that all workers have, in order. A collective.
-
-        The workers compare hashes first, and exchange the lines only if the hashes differ.
-        """
+        """Return those of ``lines`` that all workers have, in order. A collective."""
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
         number = int.from_bytes(digest[:7], "big")
         pair = torch.tensor([number, -number], device=self._team.communicator.control_device)
         handle = self._team.communicator.maximum(pair, what="comparison of states")
+        # The second number is −(smallest hash).
         largest, smallest = handle.wait().tolist()
         if largest == -smallest:
             return lines

@@ -29,8 +29,8 @@ class Replica:
     Args:
         model: The model.
         trainable: The parameters to average, even if they have no gradient.
-        scale: Number of parameters of the full model that one element represents. It is 1, except
-            in a simulation with placeholder tensors. The size of a bucket is divided by ``scale``.
+        scale: 1. In a simulation with small placeholder tensors: number of real parameters that one
+            tensor element stands for.
 
     Attributes:
         parameters: Name and tensor of each averaged parameter, sorted by name. Tied parameters
@@ -68,7 +68,7 @@ class Replica:
         return [name for name, p in self.parameters if id(p) not in current]
 
     def versions(self) -> list[int]:
-        """Return torch's version counter of each averaged parameter. It grows with each write."""
+        """Return torch's version counter of each averaged parameter, which counts its writes."""
         return [p._version for _, p in self.parameters]
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -78,15 +78,15 @@ class Replica:
         return [*self._model.parameters(), *self._model.buffers()]
 
     def float_buffers(self) -> list[Tensor]:
-        """Return the floating-point and complex buffers, which are averaged."""
+        """Return the floating-point and complex buffers."""
         return [b for b in self._buffers() if b.is_floating_point() or b.is_complex()]
 
     def integer_buffers(self) -> list[Tensor]:
-        """Return the signed integer buffers, which become their maximum over the workers."""
+        """Return the signed integer buffers."""
         return [b for b in self._buffers() if b.dtype in _COUNTERS]
 
     def other_buffers(self) -> list[Tensor]:
-        """Return all other buffers, which a consensus copies from rank 0."""
+        """Return all other buffers."""
         done = {id(b) for b in (*self.float_buffers(), *self.integer_buffers())}
         return [b for b in self._buffers() if id(b) not in done]
 
@@ -98,20 +98,14 @@ class Replica:
         return [*(p for _, p in self.parameters), *self.float_buffers()]
 
     def _synchronized(self) -> list[Tensor]:
-        """Return all tensors that a consensus may change."""
         return [*self.averaged(), *self.integer_buffers(), *self.other_buffers()]
 
     # -- buckets and snapshots -------------------------------------------------------------------
 
     def buckets(self, kind: Contents = "averaged") -> list[Bucket]:
-        """Return the averaged tensors in buckets.
+        """Return the averaged tensors in buckets: parameters, buffers, or both ("averaged").
 
-        Repeated calls return the same buckets. New buckets are made if a module has replaced a
-        buffer by another tensor, and after ``forget_buckets``.
-
-        Args:
-            kind: "parameters", "buffers" (the floating-point and complex ones), or "averaged" for
-                both.
+        Repeated calls return the same buckets while the tensors are the same.
         """
         tensors: list[Tensor] = [] if kind == "buffers" else [p for _, p in self.parameters]
         if kind != "parameters":
@@ -123,15 +117,15 @@ class Replica:
         return buckets
 
     def forget_buckets(self) -> None:
-        """Discard all buckets, so that the next call of ``buckets`` makes new buckets.
+        """Discard all buckets. The next call of ``buckets`` makes new ones.
 
-        Required after an operation was abandoned, because the communication backend may still write
-        into the staging tensors of the old buckets.
+        Required after an operation was abandoned: the communication backend may still write into
+        the staging tensors of the old buckets.
         """
         self._buckets.clear()
 
     def snapshot(self) -> list[Tensor]:
-        """Return copies of all tensors that a consensus changes: all but the frozen parameters."""
+        """Return copies of all tensors that a consensus may change."""
         return [t.detach().clone() for t in self._synchronized()]
 
     def restore(self, snapshot: Sequence[Tensor]) -> None:

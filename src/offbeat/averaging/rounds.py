@@ -19,11 +19,8 @@ from offbeat.transport.handle import Completed, Handle
 class Rounds:
     """Makes and sends the votes of one worker, and numbers the rounds.
 
-    The numbers start at 0 in each view. A view is one composition of the group of workers.
-
-    Args:
-        worker: This worker.
-        check: Policy for non-finite values, applied to each tally.
+    The numbers start at 0 in each view, that is, for each composition of the group of workers.
+    ``check`` applies the policy for non-finite values to each tally.
     """
 
     def __init__(self, worker: Worker, check: NonFiniteCheck) -> None:
@@ -39,10 +36,7 @@ class Rounds:
         finite: bool,
         numbers: tuple[float, ...],
     ) -> Vote:
-        """Begin the next round: return this worker's vote, which is not sent yet.
-
-        The arguments are those of ``Vote``.
-        """
+        """Return this worker's vote for the next round, without sending it; see ``Vote``."""
         worker = self._worker
         vote = Vote(
             weight=weight,
@@ -60,12 +54,7 @@ class Rounds:
         return vote
 
     def send(self, vote: Vote, optimizer: int = 0) -> Round:
-        """Send a vote in a separate message, and return the round in progress.
-
-        Args:
-            vote: The vote.
-            optimizer: Index of the optimizer that the round belongs to.
-        """
+        """Send a vote in a separate message. ``optimizer``: see ``Round``."""
         worker, values, size = self._worker, vote.encode(), self._worker.size
         if size == 1:
             return self.from_sums(vote, values, optimizer)
@@ -76,18 +65,14 @@ class Rounds:
         return Round(optimizer, vote, self._checked(sums))
 
     def from_sums(self, vote: Vote, sums: Sequence[float], optimizer: int) -> Round:
-        """Return a round whose sums have already arrived, for example together with gradients.
+        """Return a round whose votes were summed elsewhere, for example together with gradients.
 
-        Args:
-            vote: The vote of this worker.
-            sums: Element-wise sums of the encoded votes of all workers.
-            optimizer: Index of the optimizer that the round belongs to.
+        ``sums`` are the elementwise sums of the encoded votes of all workers.
         """
         tally = Completed(vote.tally(sums, self._worker.size))
         return Round(optimizer, vote, self._checked(tally))
 
     def _checked(self, sums: Handle[Sums]) -> Handle[Sums]:
-        # The function holds the check and the step, but not ``self``: a flow may hold the returned
-        # handle, and a handle that held the worker would make a reference cycle.
+        # The lambda does not capture ``self``: a pending round must not keep the worker alive.
         check, step = self._check, self._worker.step
         return sums.then(lambda tally: check(tally, step))

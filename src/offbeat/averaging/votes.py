@@ -26,22 +26,21 @@ class Vote:
         weight: Weight of this worker in the mean (≥ 0).
         stepping: True if this worker takes a step in this round.
         finishing: True if this worker ends training, that is, inside ``Synchronizer.finish``.
-        wanted: Return value of ``Strategy.due``, the number of parts of the model that this worker
-            wants to start to average. 0 if this worker takes no step.
-        view: Number of the view, the present composition of the group of workers.
+        wanted: Return value of ``Strategy.due``: the number of parts of the model that this worker
+            wants to average. 0 if this worker takes no step.
+        view: Number of the view. A new view begins when a worker joins or is lost.
         round: Number of the round in this view.
         finite: False if this worker's contribution is known to contain NaN or infinity.
         rank: Rank of this worker.
         numbers: Return value of ``Strategy.vote``.
-        measured: Measurements from which the wire chooses its precision, with ``wire="auto"``.
-            Empty if the wire does not choose.
+        measured: Measurements from which the workers choose the precision of messages, with
+            ``wire="auto"``. Empty if they are not needed.
 
-    ``encode`` returns the numbers that are summed over the workers, and ``tally`` decodes the sums.
-    A single number reports non-finite values: 0 if ``finite``, else 1 + 4096·(rank + 1). ``tally``
-    splits the sum of these numbers with ``divmod`` into the number n of workers with non-finite
-    values, and the sum of their ranks plus n. If n = 1, this gives the rank. The sum is exact in
-    float64. A vote that is sent together with gradients may be summed in float32. Then the sum is
-    exact for one worker with non-finite values and a rank below 4095.
+    One number reports non-finite values: 0 if ``finite``, else 1 + 4096·(rank + 1). For example, if
+    only rank 2 has non-finite values, the sum over the workers is 1 + 4096·3. ``tally`` splits it
+    by ``divmod`` into 3 and 1: one worker, with rank 3 − 1. If several workers have non-finite
+    values, their number is known, but not their ranks. A vote that is sent together with gradients
+    may be summed in float32, which is exact for one such worker with a rank below 4095.
     """
 
     weight: float
@@ -58,7 +57,7 @@ class Vote:
     SLOTS: ClassVar[int] = 7  # length of an encoded vote without ``numbers`` and ``measured``
 
     def encode(self) -> list[float]:
-        """Return the numbers that are summed over the workers."""
+        """Return the vote as a list of numbers, which is summed over the workers."""
         non_finite = 0 if self.finite else 1 + _NON_FINITE * (self.rank + 1)
         return [
             self.weight,
@@ -73,7 +72,7 @@ class Vote:
         ]
 
     def tally(self, sums: Sequence[float], workers: int) -> "Sums":
-        """Decode the sums of the numbers over all ``workers``.
+        """Decode the elementwise sums of the encoded votes of all ``workers``.
 
         Raises:
             OffbeatError: the workers are not in the same round.
@@ -126,12 +125,12 @@ class Sums:
 
 @dataclass(frozen=True)
 class Round(Handle[Sums]):
-    """A round, whose sums may be in flight. ``wait`` returns the sums of the votes.
+    """A round in progress or complete. ``wait`` returns the sums of the votes.
 
     Attributes:
         optimizer: Index of the optimizer whose gradients are averaged. 0 if models are averaged.
         own: Vote of this worker.
-        handle: The sums, in flight or complete.
+        handle: The sums of the votes.
     """
 
     optimizer: int
@@ -147,7 +146,7 @@ class Round(Handle[Sums]):
         return self.handle.wait()
 
     def tally(self) -> Tally:
-        """Return the sums that the strategy may read. Reading an attribute waits for the sums."""
+        """Return the sums for the strategy. Reading an attribute of ``Tally`` waits for them."""
 
         def read() -> tuple[int, float, tuple[float, ...]]:
             sums = self.wait()

@@ -35,9 +35,9 @@ class AttachedOptimizer:
     Attributes:
         index: Position in the list of optimizers passed to ``attach``.
         optimizer: The torch optimizer.
-        parameters: The parameters that it updates, in the model's order.
-        scale: Number of parameters of the full model that one element represents. It is 1, except
-            in a simulation with placeholder tensors.
+        parameters: The parameters of this optimizer, in the model's order.
+        scale: 1. In a simulation with small placeholder tensors: number of real parameters that one
+            tensor element stands for.
     """
 
     index: int
@@ -47,7 +47,7 @@ class AttachedOptimizer:
 
     @cached_property
     def buckets(self) -> list[list[nn.Parameter]]:
-        """The parameters in buckets, in the order in which backward completes their gradients."""
+        """The parameters in buckets, in the order in which backward computes their gradients."""
         return gradient_buckets(self.parameters, scale=self.scale)
 
     def gradients(self) -> list[Tensor]:
@@ -69,10 +69,10 @@ class Worker:
         exact_mean: Averages whole models or their buffers without quantization.
         optimizer_state: Averages the optimizers' state, for strategies that request it.
         overlaps_backward: True if gradients may be averaged while backward still runs.
-        step: Number of local steps. The current step counts as soon as the gradients of its last
-            optimizer are ready.
-        touched: True if a consensus (which replaces the model by the mean over the workers) found
-            changes since the last step. Schedule-free optimizers make such changes.
+        step: Number of local steps, including the current one once all of its gradients are ready.
+        touched: Set before a consensus, which replaces the model by the mean over the workers. True
+            if the parameters have changed since the last step. For example, schedule-free
+            optimizers change them in ``eval()`` and ``train()``.
         scaled: True if a GradScaler is in use. Non-finite gradients are then normal.
         norm_squared: ‖g‖² of the current step over all optimizers. None if it was not measured.
         record: Values for the telemetry record of this step.
@@ -98,21 +98,14 @@ class Worker:
         self.open_view(wire)
 
     def open_view(self, wire: Wire) -> None:
-        """Set the means of communication, at first and when the group of workers has changed.
-
-        Args:
-            wire: Sums over the workers of the present group.
-        """
+        """Use a new wire, at first and after each change of the group of workers."""
         self.wire = wire
         self.exact_mean = ExactMean(self.team, self.replica)
         torch_optimizers = [attached.optimizer for attached in self.optimizers]
         self.optimizer_state = OptimizerState(self.team, self.replica.parameters, torch_optimizers)
 
     def strategy_view(self) -> WorkerView:
-        """Return new data for the strategy to read, at the time at which a group begins to train.
-
-        The flow updates the data later.
-        """
+        """Return a new ``WorkerView``, the data that the strategy reads. The flow updates it."""
         wire, size = self.wire, self.size
         lossy = [] if wire.exact else _LOSSY
         return WorkerView(
@@ -140,12 +133,12 @@ class Worker:
 
     @property
     def model_version(self) -> int:
-        """``step``, plus 1 if ``touched``. It shows whether the model changed since a step."""
+        """Greater than n if the model has changed since step n: ``step``, plus 1 if ``touched``."""
         return self.step + self.touched
 
     @property
     def guarded(self) -> bool:
-        """True if the policy keeps non-finite values from other workers: "raise" or "exclude"."""
+        """True if non-finite values are kept from other workers (policy "raise" or "exclude")."""
         return self.non_finite != "warn"
 
     @property
@@ -154,15 +147,14 @@ class Worker:
         return self.non_finite == "exclude"
 
     def squared_norm(self, tensors: Iterable[Tensor]) -> float:
-        """Return ‖·‖² over ``tensors`` and, if the model is sharded, over all of their shards."""
+        """Return the sum of the squares of all elements, including all shards of ``tensors``."""
         (squared,) = self.team.over_shards(squared_norm(tensors))
         return squared
 
     def finite_gradients(self, optimizers: Iterable[AttachedOptimizer]) -> bool:
-        """Return True if all gradients are finite, or if a GradScaler is in use.
+        """Return True if all gradients are finite, including all their shards.
 
-        With a GradScaler gradients overflow regularly, and the scaler skips such a step. If the
-        model is sharded, the result covers all shards.
+        Always True with a GradScaler: it skips the step if a gradient has overflowed.
         """
         if self.scaled:
             return True
@@ -170,14 +162,11 @@ class Worker:
         return math.isfinite(squared)
 
     def finite_model(self) -> bool:
-        """Return True if all averaged parameters are finite, including all shards of the model."""
+        """Return True if all averaged parameters are finite, including all their shards."""
         return math.isfinite(self.squared_norm(p.detach() for _, p in self.replica.parameters))
 
     def forget_non_finite(self) -> None:
-        """Reset the optimizer state of each parameter whose state contains NaN or infinity.
-
-        If the model is sharded, all workers that hold shards of a parameter reset it together.
-        """
+        """Reset the optimizer state of each parameter whose state contains NaN or infinity."""
         for attached in self.optimizers:
             forget_non_finite(attached.optimizer, self.team.over_shards)
 

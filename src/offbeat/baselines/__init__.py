@@ -1,6 +1,6 @@
 """Baselines: published strategies to compare with.
 
-They do not quantize their messages, and need a fixed set of workers.
+They do not quantize their messages, and they need a fixed set of workers.
 """
 
 from offbeat.baselines.downpour import Downpour

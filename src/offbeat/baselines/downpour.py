@@ -1,9 +1,9 @@
 """Downpour SGD: workers push gradients to a parameter server and fetch its model.
 
 Symbols: x is a worker's local model, z the server's model. η and λ are the worker's learning rate
-and weight decay. N is the number of workers. G is the sum of the gradients that a worker has not
-pushed yet. By default each gradient is multiplied by η/N. The vector z is stored in *shards* on one
-or more ranks, and a ``Rule`` applies pushes to a shard.
+and weight decay. N is the number of workers. G is the sum of the scaled gradients that a worker has
+not pushed yet. The vector z is divided into *shards*, stored on one or more ranks. A ``Rule``
+applies pushes to a shard.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,12 +35,7 @@ class SGDRule(Rule):
 
 @dataclass(eq=False)
 class AdagradRule(Rule):
-    """q ← q + G²;  z ← z − lr·G/(√q + 1e-10), as in ``torch.optim.Adagrad``.
-
-    Attributes:
-        lr: Learning rate.
-        squares: q, the sum of the squared gradients, for each element of the shard.
-    """
+    """q ← q + G²;  z ← z − lr·G/(√q + 1e-10), as in ``torch.optim.Adagrad``. ``squares`` is q."""
 
     lr: float = transient(default=1.0)
     squares: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -58,12 +53,11 @@ class DownpourState(ServerState):
     Attributes:
         gradients: G as one vector.
         requested: x at the last request for z.
-        requested_step: Local step of the last request for z.
-        steps: Number of local steps.
+        requested_step: ``steps`` at the last request for z.
         push_due: True if the next request must push G.
         fetch_due: True if the next request must pull z.
         fetching: True if the last request pulls z.
-        warmed_up: True after the first call of ``gradients_ready``, in which ranks above 0 wait for
+        warmed_up: True after the first call of ``gradients_ready``, the only one that may wait for
             the end of the warm-up.
     """
 
@@ -78,10 +72,7 @@ class DownpourState(ServerState):
 
 
 class DownpourFlow(ServerFlow):
-    """Handles the events of a training step for ``Downpour``. See ``ServerFlow`` for the methods.
-
-    G and z are those of the module's docstring.
-    """
+    """Handles the events of a training step for ``Downpour``."""
 
     uses_gradients = True
     strategy: "Downpour"
@@ -114,14 +105,14 @@ class DownpourFlow(ServerFlow):
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        """Add λx, times the factor of ``_with_gradient``, to G before the optimizer changes x.
+        """Add the weight decay term λx to G, before the optimizer changes x.
 
-        Returns False. The first call blocks ranks above 0 until the warm-up has ended, or until
-        rank 0 waits at a barrier.
+        With a warm-up, the first call on a rank above 0 blocks until the warm-up has ended or
+        rank 0 has reached a barrier.
         """
         if not self.state.warmed_up:
             self._wait_for_warmup()
-        # If a GradScaler skipped the previous step, λx was added then, and is not added again.
+        # If a GradScaler skipped the previous step, λx was already added then.
         if optimizer.index not in self._decayed:
             self._decayed.add(optimizer.index)
             for group, parameter, scale in self._with_gradient(optimizer):
@@ -132,7 +123,7 @@ class DownpourFlow(ServerFlow):
         return False
 
     def _wait_for_warmup(self) -> None:
-        """On ranks above 0: wait for the end of the warm-up, x ← z, and discard the gradients."""
+        """On ranks above 0: wait for the end of the warm-up, set x ← z, discard the gradients."""
         self.state.warmed_up = True
         if self.strategy.warmup_steps and self.worker.rank > 0:
             self.server.wait_for_clock(self.strategy.warmup_steps)
@@ -143,11 +134,7 @@ class DownpourFlow(ServerFlow):
 
     @override
     def optimizer_stepped(self, optimizer: AttachedOptimizer) -> None:
-        """Add the gradients that the optimizer has just used to G.
-
-        They are multiplied by the factor of ``_with_gradient``. With ``maximize`` they are
-        subtracted.
-        """
+        """Add the gradients that the optimizer has just used to G."""
         self._decayed.discard(optimizer.index)
         for group, parameter, scale in self._with_gradient(optimizer):
             gradient = parameter.grad
@@ -161,8 +148,7 @@ class DownpourFlow(ServerFlow):
     ) -> Iterator[tuple[dict[str, Any], nn.Parameter, float]]:
         """Yield (parameter group, parameter, factor in G) for each parameter with a gradient.
 
-        The factor is 1 with ``server_lr``. Without it, the factor is η for rank 0 in the warm-up,
-        and η/N in all other cases.
+        The factor is 1 with ``server_lr``. Otherwise it is η/N, but η on rank 0 in the warm-up.
         """
         warming_up = self.worker.rank == 0 and self.state.steps < self.strategy.warmup_steps
         workers = 1 if warming_up else self.worker.size
@@ -181,7 +167,7 @@ class DownpourFlow(ServerFlow):
 
     @override
     def step_ended(self) -> bool:
-        """Start a request if one is due. Never wait for answers. Return True if z has arrived."""
+        """Start a request if one is due, without waiting for answers. True if z has arrived."""
         state, strategy = self.state, self.strategy
         state.steps += 1
         state.unpushed += 1
@@ -224,10 +210,7 @@ class DownpourFlow(ServerFlow):
 
     @override
     def flush(self) -> None:
-        """Wait for the answer to the request in flight, then start a push of the rest of G.
-
-        Does nothing if all gradients were pushed.
-        """
+        """Wait for the answer to the request in flight, then start a push of the rest of G."""
         if self.state.unpushed:
             self.server.await_answer()
             self._take()
@@ -241,8 +224,8 @@ class Downpour(ServerStrategy):
     """Workers train locally, push accumulated gradients to a server, and fetch its model.
 
     **Update** of a worker with the local model x. T is the step of its optimizer with the gradient
-    g, the learning rate η and the weight decay λ. z is the server's model, and N the number of
-    workers. G is the sum of the scaled gradients since the last push:
+    g, the learning rate η and the weight decay λ. z is the server's model, N the number of workers,
+    and G the sum of the scaled gradients since the last push:
 
         x ← T(x, g);  G ← G + η·(g + λx)/N        with server_lr: G ← G + (g + λx)
         if z has arrived:     x ← z + (x − x at the request for z)
@@ -250,39 +233,37 @@ class Downpour(ServerStrategy):
                                                with server_lr: one step of its optimizer on G
         every n_fetch steps:  request z
 
-    The worker continues to compute while a request is in flight. After the warm-up, workers wait
-    only in a consensus and at the end. Only one request is in flight at a time. Pushes and fetches
-    that become due meanwhile are part of the next request, and G continues to grow.
+    The worker computes while a request is in flight. At most one request is in flight. Pushes and
+    fetches that become due meanwhile are part of the next request, and G continues to grow.
 
-    By default a gradient is multiplied by η before it is added to G, so that schedules and the
-    learning rates of parameter groups take effect. It is also divided by N, so that η has the same
-    meaning as under BSP. With ``server_lr`` only the server applies a learning rate to G.
+    By default G contains the factor η, so that schedules and the learning rates of parameter groups
+    take effect. The division by N gives η the same meaning as under BSP, where the gradients of all
+    workers are averaged in every step. With ``server_lr`` only the server applies a learning rate.
 
     Args:
         push_every: Steps between two pushes, n_push ≥ 1.
         fetch_every: Steps between two fetches, n_fetch ≥ 1.
         server_optimizer: "sgd", or "adagrad", which requires ``server_lr``.
-        server_lr: Learning rate of the server's optimizer, > 0. N workers push N times as often as
-            one worker, but ``server_lr`` is not divided by N. None: the worker applies its learning
-            rate.
+        server_lr: Learning rate of the server's optimizer, > 0. It is not divided by N, although N
+            workers push N times as often as one. None: the worker applies its learning rate.
         warmup_steps: Number of steps that rank 0 takes alone at the beginning (≥ 0). Without
-            ``server_lr``, the gradients of these steps are multiplied by η, not η/N. The other
-            workers wait in their first step. Then they fetch z and discard their first gradient,
-            which was computed at the initial model. They also stop waiting when rank 0 begins a
-            consensus.
+            ``server_lr`` their factor is η, not η/N. The other workers wait in their first step.
+            Then they fetch z and discard their first gradient, which was computed at the initial
+            model.
         servers: See ``ServerStrategy``.
 
     *Communication*: G every n_push steps and the model every n_fetch steps, or less often if the
     network is too slow. *Memory*: three flat copies of the model: G, the buffer of the request,
     and x at the last request. If all ranks are servers, a rank's shard and its buffers add up to
-    one more copy. A server also stores the state of its optimizer. *State*: G, x at the request, a
-    z that has arrived and was not applied, the counters, this rank's shard of z and its optimizer.
+    one more copy. A server also stores the state of its optimizer. *State*: G, x at the request,
+    the counters, this rank's shard of z and the state of its optimizer.
 
-    On ranks with a shard, ``Stats.details`` contains the staleness of the pushes to it: the number
-    of pushes by other workers since the pushing worker's last fetch.
+    On ranks with a shard, ``Stats.details`` contains the staleness of the pushes to it. The
+    staleness of a push is the number of pushes by other workers since the last fetch of the worker
+    that pushes.
 
     *Differs from the paper*: a worker adds to z the steps that it has taken while z was in flight.
-    In the paper z replaces x, and these steps are lost in x. ``finish`` pushes the rest of G.
+    In the paper z replaces x, which loses these steps. ``finish`` pushes the rest of G.
     ``warmup_steps`` is the paper's "warmstarting model training with only a single model replica".
 
     Source: Dean et al., "Large scale distributed deep networks", NeurIPS 2012, §4.1 and
@@ -307,13 +288,7 @@ class Downpour(ServerStrategy):
 
 
 def _replace(tensors: Sequence[Tensor], requested: Tensor, new: Tensor) -> None:
-    """tensors ← new + (tensors − requested), computed in the dtype of ``new``.
-
-    Args:
-        tensors: x, tensor by tensor.
-        requested: x at the request, as one vector.
-        new: z, as one vector.
-    """
+    """tensors ← new + (tensors − requested), computed in the dtype of ``new``."""
     with torch.no_grad():
         offset = 0
         for tensor in tensors:

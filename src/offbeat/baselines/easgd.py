@@ -1,7 +1,8 @@
 """EASGD, elastic averaging SGD: workers and a centre on a server move towards each other.
 
 x is a worker's local model, and z the *centre*, a model on the parameter server. The vector z is
-stored in *shards* on one or more ranks, and a ``Rule`` applies the workers' pushes to a shard.
+divided into *shards*, stored on one or more ranks. A ``Rule`` applies the workers' pushes to a
+shard.
 """
 
 from dataclasses import dataclass
@@ -23,8 +24,7 @@ class ElasticRule(Rule):
     """On a push of x: d = α(x − z), z ← z + d. A request that also pulls is answered with d.
 
     Attributes:
-        alpha: α in (0, 1).
-        differences: d of each worker's last push, by rank. Deleted when it is sent as the answer.
+        differences: d of each worker's last push, by rank, until it is sent as the answer.
     """
 
     alpha: float = transient(default=0.0)
@@ -36,7 +36,7 @@ class ElasticRule(Rule):
         self._add_difference(shard, source)
 
     def _add_difference(self, shard: Tensor, source: int) -> None:
-        """z ← z + d for the last push of rank ``source``. A subclass may add d later."""
+        """z ← z + d, where d is the difference of rank ``source``."""
         shard.add_(self.differences[source])
 
     @override
@@ -46,9 +46,9 @@ class ElasticRule(Rule):
 
 @dataclass(eq=False)
 class SynchronousElasticRule(ElasticRule):
-    """z ← z + Σ d when all workers that are not at a barrier have pushed, and after a barrier.
+    """As ``ElasticRule``, but z changes only when all workers have pushed: z ← z + Σ d.
 
-    Each d is computed with the z before this sum.
+    So all workers compute d with the same z. A worker at a barrier is not waited for.
 
     Attributes:
         pending: (rank, d) of each push whose d was not added to z yet.
@@ -62,7 +62,7 @@ class SynchronousElasticRule(ElasticRule):
 
     @override
     def clock_advanced(self, shard: Tensor) -> None:
-        # In the order of the ranks, so that every run gives the same bits.
+        # The order of the ranks makes the rounding the same in every run.
         for _, difference in sorted(self.pending, key=lambda item: item[0]):
             shard.add_(difference)
         self.pending.clear()
@@ -70,19 +70,14 @@ class SynchronousElasticRule(ElasticRule):
 
 @dataclass
 class EASGDState(ServerState):
-    """State of an ``EASGDFlow``.
-
-    Attributes:
-        steps: Number of local steps.
-        exchanges: Number of exchanges with the centre.
-    """
+    """State of an ``EASGDFlow``: numbers of local steps and of exchanges with the centre."""
 
     steps: int = 0
     exchanges: int = 0
 
 
 class EASGDFlow(ServerFlow):
-    """Handles the events of a training step for ``EASGD``. See ``ServerFlow`` for the methods."""
+    """Handles the events of a training step for ``EASGD``."""
 
     strategy: "EASGD"
     state: EASGDState
@@ -100,7 +95,7 @@ class EASGDFlow(ServerFlow):
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        """Copy x for the exchange after this step, if it needs the x before the step. False."""
+        """Copy x, if the exchange at the end of this step needs the x before the step."""
         exchange = (self.state.steps + 1) % self.strategy.period == 0
         # With several optimizers, x is copied before the first one steps.
         if exchange and self.strategy.difference == "before_step" and not self._staged:
@@ -110,7 +105,7 @@ class EASGDFlow(ServerFlow):
 
     @override
     def step_ended(self) -> bool:
-        """At the end of a period push x, block until d has arrived, x ← x − d, and return True."""
+        """At the end of a period: push x, wait for d, set x ← x − d, and return True."""
         state, server = self.state, self.server
         state.steps += 1
         state.unpushed += 1
@@ -126,14 +121,14 @@ class EASGDFlow(ServerFlow):
             server.start("push_pull")
         server.take(wait=True)
         add_to(self.tensors, server.vector, -1.0)
-        state.unpushed = int(self._staged)  # 1 if x was copied before this step
+        state.unpushed = int(self._staged)  # 1: the pushed x lacks this step
         self._staged = False
         self.report()
         return True
 
     @override
     def flush(self) -> None:
-        """Push x once more. This moves z towards x, and x does not change."""
+        """Push x once more: z moves towards x, and x does not change."""
         pack_mixed(self.tensors, self.server.vector)
         self.check_push(self.server.vector)
         self.state.unpushed = 0
@@ -151,16 +146,11 @@ class EASGD(ServerStrategy):
         d = α(x − z);  x ← T(x, g) − d;  z ← z + d
         synchronous:  d_n = α(x_n − z);  z ← z + Σ d_n            all workers use the same z
 
-    An exchange subtracts from x what it adds to z. With ``synchronous=True``, plain SGD and
-    ``period=1`` these are Equations 3 and 4 of the paper. By default d is computed at the x before
-    the step, with ``difference="after_step"`` at the x after the step. "after_step" has the same
-    fixed point and is stable for larger α. Example: one worker, a
-    quadratic loss of curvature 1, learning rate η < 2. "before_step" is stable if
-    α < (4 − 2η)/(4 − η), "after_step" for any α < 1.
+    With ``synchronous=True``, plain SGD and ``period=1`` these are Equations 3 and 4 of the paper.
+    EAMSGD is EASGD with Nesterov momentum on the worker: ``torch.optim.SGD(..., momentum=δ,
+    nesterov=True)``. An exchange does not change the momentum buffers.
 
-    ``consensus`` replaces the local models by z temporarily, ``finish`` finally. EAMSGD is EASGD
-    with Nesterov momentum on the worker, ``torch.optim.SGD(..., momentum=δ, nesterov=True)``. An
-    exchange does not change the momentum buffers.
+    ``consensus`` replaces the local models by z temporarily, ``finish`` permanently.
 
     Args:
         period: τ ≥ 1, steps between two exchanges.
@@ -168,18 +158,19 @@ class EASGD(ServerStrategy):
             None: 0.9/N.
         synchronous: True if all workers exchange at the same time and wait for each other. Requires
             α·N ≤ 1, because z would overshoot with a larger α.
-        difference: "before_step": d is computed at the x before the step, as in the paper.
-            "after_step": d is computed at the x after the step: x ← T(x, g), then d = α(x − z),
-            x ← x − d.
+        difference: "before_step": d is computed from the x before the step, as in the paper.
+            "after_step": from the x after the step. This is stable for larger α. For example, with
+            one worker, SGD with η < 2 and a quadratic loss of curvature 1, "before_step" requires
+            α < (4 − 2η)/(4 − η), and "after_step" allows any α < 1.
         servers: See ``ServerStrategy``.
 
     *Communication*: the model to the server, and d back, every ``period`` steps; blocking.
     *Memory*: one flat copy of the model, one for serving if all ranks serve, and on a serving rank
     one copy of its shard for each exchange in flight. *State*: the counters and the centre.
 
-    *Differs from the paper*: workers exchange at the last step of a period. In the paper they
-    exchange at the first step. ``finish`` moves z once more towards each worker whose x contains
-    steps after the x of its last exchange.
+    *Differs from the paper*: workers exchange at the last step of a period, in the paper at the
+    first. ``finish`` moves z once more towards each worker that has steps since the x that it
+    pushed last.
 
     Source: Zhang, Choromanska & LeCun, "Deep learning with elastic averaging SGD", NeurIPS 2015,
     Equations 3-4 (synchronous), Algorithms 1 (EASGD) and 2 (EAMSGD).

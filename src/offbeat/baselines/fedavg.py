@@ -1,9 +1,9 @@
 """FedAvg, federated averaging: local steps, then the mean of the models of some workers.
 
 A *round* is a number of steps that ends with such a mean. A random *draw* selects the workers whose
-models are averaged. A *consensus* is not a round. It replaces all local models by their mean,
-temporarily to evaluate the mean, or finally when training ends (``finish``). At the end of a round
-and before a consensus each worker sends a *vote*, a few numbers that include its weight.
+models are averaged. A *consensus* replaces all local models by their mean, temporarily to evaluate
+the mean, or finally when training ends (``finish``). It is not a round. At the end of a round and
+before a consensus each worker sends a *vote*, a few numbers that include its weight.
 """
 
 import math
@@ -30,8 +30,7 @@ class FedAvgState:
 
     Attributes:
         drawn: Number of rounds in which this worker was drawn.
-        consensus_weight: Weight of this worker if the coming vote leads to a consensus. The vote
-            contains this weight.
+        consensus_weight: Weight of this worker if a consensus follows. Each vote contains it.
     """
 
     drawn: int = 0
@@ -39,9 +38,9 @@ class FedAvgState:
 
 
 class FedAvgFlow(ModelFlow):
-    """Averages the models of the drawn workers on behalf of ``FedAvg``.
+    """Averages the models of the drawn workers.
 
-    ``state.view.launches`` is the number of means started so far, which is the number of rounds.
+    ``state.view.launches`` is the number of rounds so far.
     """
 
     can_exclude = False
@@ -58,7 +57,7 @@ class FedAvgFlow(ModelFlow):
         super().start(common)
 
     def _draws(self, round: int) -> bool:
-        """Return True if this worker is drawn in a round. The first round has the number 1."""
+        """Return True if this worker is drawn in a round, counted from 1."""
         return self.strategy.draws(self.worker.rank, self.worker.size, round)
 
     @override
@@ -67,15 +66,15 @@ class FedAvgFlow(ModelFlow):
         weight = self.strategy.relative_weight(self.worker.rank, self.worker.size)
         sent = weight if stepping or self.unsynced else 0.0
         state: FedAvgState = self.state.view.state
-        # A consensus averages all workers. If each round makes all models equal, a worker without a
-        # step since the last round has weight 0, because it has nothing new to contribute.
+        # If each round makes all models equal, a worker without a step since the last round has
+        # nothing new to contribute, so its weight is 0. A consensus does not depend on the draw.
         all_equal = self.strategy.leaves_all_equal(self.worker.size)
         state.consensus_weight = sent if all_equal else weight
         return sent if self._draws(self.state.view.launches + 1) else 0.0
 
     @override
     def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
-        # A worker that steps but is not drawn is not checked, because it contributes nothing.
+        # A worker that is not drawn contributes nothing to the round.
         sends = not stepping or self._draws(self.state.view.launches + 1)
         return not sends or super().is_finite(optimizer, stepping=stepping)
 
@@ -100,7 +99,7 @@ class FedAvg(Strategy):
 
     **Update**. x_n is the local model of worker n, T the step of its optimizer with the gradient g.
     D is the set of the workers drawn in the round, m of the N workers. w_n is the weight of worker
-    n in the mean. It is 0 for a worker that has taken no step since it last received a mean:
+    n in the mean. It is 0 for a worker without steps since it last received a mean:
 
         x ← T(x, g)
         at the end of a round:  x̄ = Σ_{n∈D} w_n·x_n / Σ_{n∈D} w_n
@@ -108,19 +107,18 @@ class FedAvg(Strategy):
                                 x ← x̄ on all workers               unselected="restart"
 
     A round ends after every H = ``period`` steps. If E = ``rounds_per_epoch`` and S =
-    ``steps_per_epoch`` are given instead, a round ends after step t if ⌊t·E/S⌋ > ⌊(t−1)·E/S⌋,
-    computed exactly. S/E need not be an integer.
+    ``steps_per_epoch`` are given instead, round r ends after step ⌈r·S/E⌉. For example, E = 2 and
+    S = 5 give rounds that end after steps 3, 5, 8 and 10.
 
-    m is C·N with C = ``fraction``, rounded half up, and at least 1. A random generator draws D. It
-    is seeded with ``seed`` and the number of the round, so all workers know D without a message. If
-    all weights in D are 0, the round changes no model.
+    m is C·N with C = ``fraction``, rounded half up, and at least 1. D is drawn at random, seeded
+    with ``seed`` and the number of the round. So all workers know D without a message.
 
     Args:
         period: H, steps in a round (≥ 1). Give either ``period`` or ``rounds_per_epoch``.
         rounds_per_epoch: E, from 10⁻⁶ to ``steps_per_epoch``. For example, 0.25 is one round in
             four epochs. In the SelSync paper E is the inverse, the number of epochs in a round.
         steps_per_epoch: S, steps of a worker in an epoch (≥ 1), equal on all workers. Required with
-            ``rounds_per_epoch``. If workers have different numbers of samples, use a mean.
+            ``rounds_per_epoch``.
         fraction: C in (0, 1], the fraction of the workers that is averaged in a round.
         unselected: Model of the workers that were not drawn. "keep": they keep their local model,
             as in the SelSync paper. "restart": they receive the mean and lose the steps of the
@@ -137,8 +135,7 @@ class FedAvg(Strategy):
     models equal (m = N or "restart"), workers without steps since the last round have weight 0.
 
     *Differs from the papers*: workers that are not drawn also take steps. A worker need not see all
-    of its data in a round. Floating-point buffers are averaged. In a consensus an integer buffer
-    becomes its maximum over the workers.
+    of its data in a round. Floating-point buffers are averaged.
 
     Source: McMahan et al., "Communication-efficient learning of deep networks from decentralized
     data", AISTATS 2017, Algorithm 1; Tyagi & Swany, arXiv 2307.07950, §IV.
@@ -208,13 +205,7 @@ class FedAvg(Strategy):
         return max(1, math.floor(exact + Fraction(1, 2)))
 
     def draws(self, rank: int, workers: int, round: int) -> bool:
-        """Return True if a worker is drawn in a round.
-
-        Args:
-            rank: Rank of the worker.
-            workers: Number of workers.
-            round: Number of the round, from 1.
-        """
+        """Return True if the worker with this rank is drawn in a round, counted from 1."""
         count = self._count(workers)
         if count == workers:
             return True

@@ -1,20 +1,20 @@
 """A parameter server: a vector that all workers push values to and pull values from.
 
 The vector is divided into *shards*, which are held by all ranks or by some (the *servers*). Each
-worker has a *clock*, for example its number of local steps. An answer can be made to wait until the
-minimum clock of the workers has reached some value. This limits how far a worker may be ahead.
+worker has a *clock*, for example its number of local steps. A request may contain a minimum clock.
+The servers then answer when the clocks of all workers, except those at a barrier, have reached it.
+This limits how far a worker may be ahead.
 
 **Protocol.** A request is a header of three int64 numbers. If the request pushes, the values
 follow. A worker sends ``wait`` to a single server, and each other request to all servers. A server
 answers with a header of two int64 numbers, except to ``push``, ``release`` and ``leave``. If the
-request pulls, the values follow. Both sides know the sizes. A worker calls the shard of its own
-rank directly.
+request pulls, the values follow. A worker calls the shard of its own rank directly.
 
 **Threads.** A server runs one background thread for each other rank, so a slow link delays only the
-worker at its other end. Each shard handles requests in the order of their arrival. A worker has at
-most one request with values in flight, and a background thread receives its answer while the worker
-computes. The worker may make requests for clocks and barriers meanwhile. The answers to these
-requests have another message tag, so that they cannot be confused with the answer in flight.
+worker at its other end. A worker has at most one request with values in flight. A background thread
+receives its answer while the worker computes. Meanwhile the worker may make requests without
+values, for clocks and barriers. Their answers have another message tag, so that the two kinds of
+answers cannot be confused.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from offbeat.transport.team import Team
 
 
 def shard_slices(elements: int, servers: int) -> list[slice]:
-    """Return the slice of the vector for each server, in order. Their sizes differ by at most 1."""
+    """Return one slice of the vector per server. Their sizes differ by at most 1."""
     ends = [elements * i // servers for i in range(servers + 1)]
     return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
@@ -43,27 +43,21 @@ class ParameterServer:
     """One worker's access to the parameter server, and the shard of its rank if it is a server.
 
     A request for values takes three steps: the worker writes ``vector`` (if it pushes), calls
-    ``start``, and later calls ``take``. The pulled values are then in ``vector``.
-
-    All workers must construct it with the same arguments.
+    ``start``, and later calls ``take``. The pulled values are then in ``vector``. All workers must
+    construct the object with the same arguments.
 
     Args:
-        team: The workers.
         initial: Initial value of the server's vector, 1-D, on the CPU. The tensor becomes
             ``vector``.
-        servers: Ranks that hold a shard each. None: all ranks, so that the traffic is spread over
-            all links.
+        servers: Ranks that hold a shard each. None: all ranks.
         rule: Function that returns the update rule of a shard, given its initial values.
         clocks: Initial clock of each worker. None: 0.
 
     Attributes:
-        vector: Values to push, before ``start``. Pulled values, after ``take``. Must not be used
-            unless ``idle``.
+        vector: Values to push, before ``start``. Pulled values, after ``take``. May be read and
+            written only while ``idle``.
         shard: The shard of this rank. None if this rank is not a server.
         pulled_bytes: Bytes that this worker has pulled from other ranks with ``start``.
-
-    *Memory*: ``vector``; on a server also its shard and, for each other rank, a buffer of the size
-    of the shard. If all ranks are servers, shard and buffers add up to one copy of the vector.
     """
 
     def __init__(
@@ -78,13 +72,13 @@ class ParameterServer:
         self._team, self.vector, self.pulled_bytes = team, initial, 0
         ranks = list(team.ranks if servers is None else servers)
         slices = zip(ranks, shard_slices(initial.numel(), len(ranks)), strict=True)
-        # Each worker starts with the next server after its own rank, to spread the traffic.
+        # Each worker begins with the servers after its own rank, to spread the traffic.
         self._slices = dict(sorted(slices, key=lambda item: (item[0] - team.rank - 1) % team.size))
         self._sent: list[Handle[Tensor]] = []  # gloo may lose a message whose handle is deleted
         self._in_flight: Promise[int | Exception] | None = None
         self._what = ""  # name of the request in flight, for error messages
         self._answer: int | None = None  # minimum clock in an answer that was not taken yet
-        self._left = False  # True after ``leave``
+        self._left = False
         self.shard: Shard | None = None
         self._service: ShardService | None = None
         if team.rank in self._slices:
@@ -103,13 +97,14 @@ class ParameterServer:
         """Start a request that pushes or pulls ``vector``. Requires ``idle``.
 
         Does not wait for the answer. The request fails if the answer takes longer than the time-out
-        of an operation. With ``min_clock`` the time counts only while the training thread waits.
+        of an operation. With ``min_clock``, a long delay is normal, so only the time in which the
+        training thread waits for the answer counts.
 
         Args:
             kind: "push", "pull" or "push_pull".
             clock: New clock of this worker. −1 leaves it unchanged.
-            min_clock: The servers delay the answer to a pull until the minimum clock has reached
-                this value. Workers at a barrier do not count.
+            min_clock: Minimum clock of the workers at which the servers answer a pull. Workers at a
+                barrier do not count.
         """
         assert self.idle, "the answer of the last request was not taken"
         request = Request(kind, self._team.rank, clock, min_clock)
@@ -138,14 +133,11 @@ class ParameterServer:
     def take(self, *, wait: bool = False) -> int | None:
         """Take the answer of the last request, if it has arrived. Pulled values are in ``vector``.
 
-        Raises the error of the request if it has failed.
-
-        Args:
-            wait: True blocks until the request in flight, if any, has been answered.
+        Raises the error of the request if it has failed. ``wait=True`` first blocks until the
+        request in flight, if any, has been answered.
 
         Returns:
-            The minimum clock of the workers in the answer (0 for a "push"). None if the answer has
-            not arrived or was already taken, or if there was no request.
+            The minimum clock of the workers (0 for a "push"). None if there is no answer to take.
         """
         if self._in_flight is not None and (wait or self._in_flight.fulfilled):
             self.await_answer()
@@ -156,9 +148,7 @@ class ParameterServer:
         """Block until the request in flight, if any, has been answered.
 
         The next ``take`` returns the answer. Raises the error of the request if it has failed.
-
-        Args:
-            release: True asks the servers to answer at once, without waiting for a clock.
+        With ``release`` the servers answer at once, without waiting for a clock.
         """
         if self._in_flight is None:
             return
@@ -170,10 +160,7 @@ class ParameterServer:
         self._in_flight, self._answer = None, outcome
 
     def read(self) -> Tensor:
-        """Return a copy of the server's vector. No request may be in flight. Blocks.
-
-        ``vector`` and ``pulled_bytes`` do not change.
-        """
+        """Return a copy of the server's vector. No request may be in flight. Blocks."""
         assert self._in_flight is None, "a request is in flight"
         values = torch.empty_like(self.vector)
         _min_clock(self._send_to_all(Request("pull", self._team.rank), values))
@@ -195,11 +182,9 @@ class ParameterServer:
         """Block until all workers have reached the barrier.
 
         A worker at the barrier does not count in the minimum clock, so the other workers continue.
-        The servers answer this worker's request in flight without waiting for a clock. ``take``
-        returns the answer afterwards.
-
-        The time-out restarts with each request of another worker, because a worker that still
-        trains may need longer than the time-out to reach the barrier.
+        The servers answer this worker's request in flight without waiting for a clock. The next
+        ``take`` returns the answer. Each request of a worker that still trains restarts the
+        time-out, because training may take longer than that.
 
         Returns:
             The minimum clock of all workers, equal on all workers.
@@ -217,10 +202,9 @@ class ParameterServer:
         return min(clocks)
 
     def leave(self) -> None:
-        """End the use of the server: tell all servers that this worker makes no more requests.
+        """Tell all servers that this worker makes no more requests. A second call does nothing.
 
-        On a server this blocks until all other workers have called ``leave``. A second call does
-        nothing.
+        On a server this blocks until all other workers have called ``leave``.
         """
         if not self._left:
             self._left = True
@@ -242,10 +226,7 @@ class ParameterServer:
             self.shard.reset(vector[self._slices[self._team.rank]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shard, the answer that ``take`` has not returned yet, and ``pulled_bytes``.
-
-        The values are copies. No request may be in flight.
-        """
+        """Return a copy of the state. No request may be in flight."""
         return {
             "shard": None if self.shard is None else save(self.shard),
             "answer": self._answer,
@@ -254,7 +235,7 @@ class ParameterServer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that ``state_dict()`` has returned. No request may be in flight."""
+        """Restore the result of ``state_dict``. No request may be in flight."""
         load(self.shard, state["shard"])
         self._answer, self.pulled_bytes = state["answer"], state["pulled_bytes"]
         if self._answer is not None:
@@ -267,13 +248,8 @@ class ParameterServer:
     ) -> list[Handle[Answer]]:
         """Send a request to all servers and start to receive their answers.
 
-        All headers are sent before any values, so that each server learns early what will arrive.
-
-        Args:
-            request: The request.
-            values: Values to push. Pulled values replace them. Empty if the request does neither.
-            background: True if a background thread waits for the answers. Telemetry then counts the
-                bytes of the request, but not the waiting time.
+        ``values`` are pushed, and replaced by the pulled values. With ``background`` a background
+        thread waits for the answers, and telemetry does not count the waiting time.
         """
         self._wait_for_sent()
         for server in self._slices:
@@ -284,7 +260,7 @@ class ParameterServer:
         ]
 
     def _send(self, request: Request, server: int) -> Handle[Answer]:
-        """Send a request without values to one server and start to receive its answer."""
+        """Send a request without values to one server."""
         self._send_header(request, server, background=False)
         return self._exchange(request, server, self.vector[:0], background=False)
 

@@ -35,11 +35,11 @@ logger = logging.getLogger("offbeat")
 class ServerStrategy(Strategy):
     """Base class of strategies in which each worker exchanges values with a parameter server.
 
-    Workers make no common decisions during training. The server's model is the result of training:
-    ``consensus`` gives it to all workers temporarily, ``finish`` permanently. ``consensus`` leaves
-    out the steps that a worker has not pushed; ``finish`` pushes them first. Buffers are not on the
-    server. ``consensus`` and ``finish`` average the floating-point and complex buffers over the
-    workers, and set signed integer buffers to their maximum.
+    The server's model is the result of training: ``consensus`` gives it to all workers temporarily,
+    ``finish`` permanently. ``consensus`` leaves out the steps that a worker has not pushed;
+    ``finish`` pushes them first. The server holds no buffers. ``consensus`` and ``finish`` average
+    floating-point and complex buffers over the workers, and set signed integer buffers to their
+    maximum.
 
     Args:
         servers: Ranks among which the server's model is divided, for example ``(0, 1)``, or ``0/1``
@@ -85,12 +85,10 @@ class ServerState:
 class ServerFlow(Flow):
     """Drives a strategy with a parameter server on one worker.
 
-    A subclass defines ``rule``, ``initial_state``, ``flush`` and ``step_ended``. It may override
-    the other methods. ``gradients_ready`` runs before an optimizer steps. It and ``step_ended``
-    return True if this worker's model has received values from the server.
+    A subclass defines ``rule``, ``initial_state``, ``flush`` and ``step_ended``. ``step_ended``
+    returns True if this worker's model has received values from the server.
 
     Attributes:
-        server: The parameter server.
         tensors: Parameters of this worker's model, in the order of the server's vector.
         state: State for checkpoints.
     """
@@ -109,7 +107,7 @@ class ServerFlow(Flow):
 
     @abstractmethod
     def rule(self, shard: Tensor) -> Rule:
-        """Return the rule that applies pushes to a shard, given the initial values of the shard."""
+        """Return the rule that applies pushes to a shard, given the shard's initial values."""
 
     @abstractmethod
     def initial_state(self, model: Tensor) -> ServerState:
@@ -123,8 +121,7 @@ class ServerFlow(Flow):
     def flush(self) -> None:
         """Start the last push, with all local steps that this worker has not pushed yet.
 
-        Called at most once, by ``pause`` when training ends. May block until an earlier request has
-        been answered.
+        Called at most once, when training ends. May block until an earlier request is answered.
         """
 
     def barrier_reached(self, clock: int) -> None:
@@ -134,14 +131,7 @@ class ServerFlow(Flow):
 
     @override
     def start(self, common: dict[str, Any] | None = None) -> None:
-        """Create the parameter server with this worker's model, which is equal on all workers.
-
-        A second call follows if a checkpoint that was saved inside a consensus is loaded. It sets
-        the existing server's values to this model and waits for all workers.
-
-        Raises:
-            ValueError: A rank in ``servers`` does not exist.
-        """
+        """Create the parameter server with this worker's model, which is equal on all workers."""
         worker, strategy = self.worker, self.strategy
         assert isinstance(strategy, ServerStrategy)
         servers = strategy.servers
@@ -152,7 +142,7 @@ class ServerFlow(Flow):
             )
         self.tensors = [p for _, p in worker.replica.parameters]
         model = _model_vector(self.tensors)
-        if self._started:
+        if self._started:  # a checkpoint that was saved inside a consensus is loaded
             self.server.reset(model)
             worker.barrier("the start of the parameter server")
         else:
@@ -169,7 +159,6 @@ class ServerFlow(Flow):
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        """Do nothing. Return False: the model has not received values of the server."""
         return False
 
     @override
@@ -182,10 +171,7 @@ class ServerFlow(Flow):
 
     @override
     def consensus(self, last: Round, *, final: bool) -> None:
-        """Replace the parameters by the server's and average the buffers. A collective.
-
-        With ``final``, also write the server's statistics and leave the server.
-        """
+        """Replace the parameters by the server's and average the buffers. A collective."""
         worker = self.worker
         unpack(self.server.read(), self.tensors)
         if worker.size > 1:
@@ -225,7 +211,6 @@ class ServerFlow(Flow):
 
     @override
     def decide(self, round: Round) -> bool:
-        """Always raises. Workers vote only at a barrier, and there this method is not called."""
         raise AssertionError("no worker of a parameter server votes in a step")
 
     # -- pushes ----------------------------------------------------------------------------------
@@ -233,8 +218,8 @@ class ServerFlow(Flow):
     def check_push(self, values: Tensor) -> None:
         """Raise or warn if ``values``, which are pushed next, contain NaN or infinity.
 
-        ``Stats.details`` counts such pushes. With ``non_finite="warn"`` only the first one is
-        logged, and the caller pushes the values nevertheless. Does nothing with a single worker.
+        With ``non_finite="warn"`` only the first such push is logged, and the caller pushes the
+        values nevertheless. A single worker is not checked.
 
         Raises:
             OffbeatError: A value is not finite, and ``non_finite`` is not "warn".
@@ -254,12 +239,10 @@ class ServerFlow(Flow):
             logger.warning('%s: all workers receive it; non_finite="raise" prevents that', message)
 
     def stage_push(self, values: Tensor) -> None:
-        """Check ``values``, move them to the vector that is pushed next, and set ``unpushed`` to 0.
+        """Move ``values`` to the vector that is pushed next, and set ``unpushed`` to 0.
 
-        ``values`` become 0. The caller must start the request that pushes them.
-
-        Raises:
-            OffbeatError: A value is not finite, and ``non_finite`` is not "warn".
+        ``values`` become 0. The caller must then start the request that pushes them. Non-finite
+        values are handled as in ``check_push``.
         """
         self.check_push(values)
         self.server.vector.copy_(values)

@@ -1,8 +1,9 @@
 """One shard of a parameter server: a part of the server's vector, and the rules for requests to it.
 
-Workers *push* values to the shard, which a ``Rule`` applies, and *pull* its values. Each worker has
-a *clock*, such as its number of local steps. The shard can delay an answer until the minimum clock
-of the workers has risen to some value. Workers that wait at a barrier do not count in the minimum.
+Workers *push* values to the shard and *pull* its values. A ``Rule`` defines how a push changes the
+shard. Each worker has a *clock*, such as its number of local steps. The shard can delay an answer
+until the minimum clock of the workers has risen to some value. Workers that wait at a *barrier*
+(until all workers have reached it) do not count in the minimum.
 
 This module does not communicate. ``shard_service.py`` receives the requests, calls the shard and
 sends its answers.
@@ -71,11 +72,7 @@ class Request:
 
     @classmethod
     def decode(cls, header: Tensor, source: int) -> "Request":
-        """Return the request that rank ``source`` has encoded as ``header``.
-
-        Raises:
-            OffbeatError: The numbers are not a request.
-        """
+        """Return the request that rank ``source`` has encoded as ``header``."""
         kind, clock, min_clock = header.tolist()
         if not 0 <= kind < len(_KINDS):
             raise OffbeatError(
@@ -90,7 +87,7 @@ class Answer(NamedTuple):
 
     Attributes:
         clock: Minimum clock of the workers that are not at a barrier (``NO_CLOCK`` if there are
-            none). If ``reached`` is set: minimum clock of all workers.
+            none). In an answer with ``reached``: minimum clock of all workers.
         reached: True in the answer to "barrier" or "wait" if all workers have reached the barrier.
     """
 
@@ -103,8 +100,8 @@ class Rule:
     """The update rule of a shard, which applies pushed values. This base class adds them.
 
     A rule must work element by element, because a shard holds only a part of the vector. A subclass
-    is a dataclass. Checkpoints contain its fields, except the transient ones. Only one thread calls
-    the rule at a time.
+    is a dataclass. Checkpoints contain its fields, except the transient ones. Only one thread at a
+    time calls the rule.
     """
 
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
@@ -114,12 +111,11 @@ class Rule:
     def clock_advanced(self, shard: Tensor) -> None:
         """Handle a rise of the minimum clock, or the end of a barrier.
 
-        May change ``shard`` in place. Requests that wait for this event are answered afterwards,
-        with the changed values.
+        May change ``shard`` in place. Requests that wait for this event are answered afterwards.
         """
 
     def answer(self, shard: Tensor, *, source: int) -> Tensor:
-        """Return the values that answer the "push_pull" of rank ``source``. They are copied."""
+        """Return the values that answer a "push_pull" of rank ``source``."""
         return shard
 
 
@@ -133,11 +129,9 @@ class Shard:
 
     Attributes:
         values: Values of this part of the vector, 1-D.
-        rule: Update rule.
         clocks: Clock of each worker.
         pushes: Number of pushes so far.
-        behind: For each worker, the number of pushes by other workers since this worker's last
-            pull, that is, the number of pushes by which its values are out of date.
+        behind: For each worker, the number of pushes by other workers since its last pull.
         staleness: Histogram of the staleness of pushes, as {staleness: number of pushes}. The
             staleness of a push is ``behind`` of its worker at that time.
         reached_clock: Minimum clock of the workers that are not at a barrier.
@@ -168,11 +162,8 @@ class Shard:
     def handle(self, request: Request, values: Tensor | None, deliver: Deliver) -> None:
         """Handle one request, then answer all requests whose condition holds, the oldest first.
 
-        Args:
-            request: The request.
-            values: The pushed values. None if the request does not push. Not used after the call.
-            deliver: Function to call with the answer, if the request has one, during this call of
-                ``handle`` or a later one.
+        ``values`` are the pushed values, if any. They are not used after the call. ``deliver`` is
+        called with the answer, now or in a later call of ``handle``.
         """
         with self._lock:
             source = request.source
@@ -188,7 +179,7 @@ class Shard:
             if clock > self.reached_clock or completed:
                 self.rule.clock_advanced(self.values)
             self.reached_clock = clock
-            # A worker at a barrier does not wait for clocks, because they might never be reached.
+            # A worker at a barrier must not wait for a clock, because it might never be reached.
             released = source if request.kind in ("release", "barrier") else None
             self._waiting = [
                 waiting for waiting in self._waiting if not self._answer(*waiting, released)
@@ -202,7 +193,7 @@ class Shard:
         self.pushes += 1
 
     def _arrive(self, source: int) -> bool:
-        """Record that a worker has reached the barrier. Return True if all workers have."""
+        """Record that a worker has reached the barrier. Return True if it is the last one."""
         self._at_barrier[source] = True
         if not all(self._at_barrier):
             return False
@@ -215,19 +206,15 @@ class Shard:
     ) -> bool:
         """Answer a waiting request if its condition holds. Return True if it was answered.
 
-        Args:
-            request: The request.
-            received: ``_received`` at its arrival.
-            deliver: Function to call with the answer.
-            released: Rank of a worker whose requests do not wait for clocks. None: no worker.
+        ``released`` is the rank of a worker whose requests do not wait for clocks.
         """
         if request.kind in ("barrier", "wait"):
             if not self._at_barrier[request.source]:
-                # Not the present clock, because some workers may have continued since the barrier.
+                # Not the current clock: workers may have taken steps since the barrier.
                 deliver(Answer(self._barrier_clock, reached=True), None)
                 return True
-            # Another worker has made a request, so it is alive. This answer restarts the time-out
-            # of the waiting worker, which then sends "wait".
+            # Another worker has made a request, so it is alive. Answer, to restart the time-out of
+            # the waiting worker. That worker then sends "wait".
             if self._received > received:
                 deliver(Answer(self.reached_clock), None)
                 return True

@@ -28,12 +28,8 @@ class ShardService:
     """Passes the requests of all workers to this rank's shard.
 
     One background thread for each other rank receives the requests of that rank. This rank's worker
-    calls ``handle_own`` instead. If a background thread fails, its error is raised in this rank's
-    worker: by its unanswered requests, which may wait for a lost worker, and by its next request.
-
-    Args:
-        team: The workers.
-        shard: The shard of this rank.
+    calls ``handle_own`` instead. If a background thread fails, this rank's worker raises the error
+    in its unanswered requests and in its next request.
     """
 
     def __init__(self, team: Team, shard: Shard) -> None:
@@ -60,8 +56,8 @@ class ShardService:
     def _handle_requests(self, rank: int) -> None:
         communicator = self._team.uncounted
         what = f"a request of rank {rank} to the parameter server"
-        # One buffer is enough for pushed and pulled values. This thread handles a push before it
-        # receives the next request, and a worker that waits for pulled values pushes nothing.
+        # One buffer is enough. This thread handles a push before it receives the next request, and
+        # a worker that waits for pulled values pushes nothing.
         buffer = torch.empty_like(self._shard.values)
         sent: deque[Handle[Tensor]] = deque()  # gloo may lose a message whose handle is deleted
 
@@ -90,7 +86,7 @@ class ShardService:
     # -- requests of this rank's worker ----------------------------------------------------------
 
     def raise_failure(self) -> None:
-        """Raise the error of the first background thread that has failed. Return if none has."""
+        """Raise the error of the first background thread that has failed, if any."""
         if self._failure is not None:
             raise explained(self._failure)
 
@@ -99,17 +95,13 @@ class ShardService:
     ) -> Handle[Answer]:
         """Handle a request of this rank's worker, without a message.
 
-        Args:
-            request: The request.
-            values: Values to push. Pulled values replace them.
-            communicator: Communicator whose time-out and accounting apply to the wait for the
-                answer.
-            patient: True if the wait for the answer has no time-out.
+        ``values`` are pushed, and replaced by the pulled values. ``communicator`` waits for the
+        answer, without a time-out if ``patient``.
         """
         promise: Promise[Answer | Exception] = self._team.host.promise()
 
         def deliver(answer: Answer, pulled: Tensor | None) -> None:
-            if promise.fulfilled:  # by ``_fail_unanswered``
+            if promise.fulfilled:  # with an error, by ``_fail_unanswered``
                 return
             if pulled is not None:
                 values.copy_(pulled)
@@ -117,8 +109,8 @@ class ShardService:
 
         def read(outcome: Answer | Exception) -> Answer:
             if isinstance(outcome, Exception):
-                # With ``uncounted`` this runs in a background thread. Only the training thread may
-                # ask which worker is lost (``explained``).
+                # ``uncounted`` is used by background threads. Only the training thread may find out
+                # which worker is lost (``explained``).
                 raise outcome if communicator is self._team.uncounted else explained(outcome)
             return outcome
 
@@ -140,7 +132,7 @@ class ShardService:
                 promise.fulfil(self._failure)
 
     def wait_for_leaves(self) -> None:
-        """Wait until the threads of all other ranks have ended, normally because the rank left."""
+        """Block until the background threads of all other ranks have ended."""
         for rank, left in self._left.items():
             what = f"the end of the requests of rank {rank}"
             self._team.communicator.await_promise(left, what=what).wait()

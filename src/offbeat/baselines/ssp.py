@@ -1,9 +1,9 @@
 """SSP, stale synchronous parallel: a parameter server that limits how far a worker may be ahead.
 
 A worker's *clock* c is its number of local steps. z is the server's model. A worker's model x is
-called its *cache*. It is a copy of z, to which the worker adds its own update u after each step. S
-is the sum of the updates that the worker has not sent to the server yet. The cache is *fresh* up to
-clock f if it contains the first f updates of every worker.
+called its *cache*: a copy of z, to which the worker adds its own update u after each step. S is the
+sum of the updates that the worker has not sent to the server yet. The cache is *fresh* up to clock
+f if it contains the first f updates of every worker.
 """
 
 from dataclasses import dataclass, field
@@ -24,8 +24,7 @@ class SSPState(ServerState):
     """State of an ``SSPFlow``.
 
     Attributes:
-        cache: x as one vector. After each step it is copied to the worker's parameters. Not used
-            with a single worker.
+        cache: x as one vector. Not used with a single worker.
         updates: S as one vector.
         clock: c, the number of local steps. Stays 0 with a single worker.
         fresh_clock: f, the clock up to which the cache is fresh.
@@ -40,7 +39,7 @@ class SSPState(ServerState):
 
 
 class SSPFlow(ServerFlow):
-    """Handles the events of a training step for ``SSP``. See ``ServerFlow`` for the methods."""
+    """Handles the events of a training step for ``SSP``."""
 
     strategy: "SSP"
     state: SSPState
@@ -55,10 +54,7 @@ class SSPFlow(ServerFlow):
 
     @override
     def step_ended(self) -> bool:
-        """Push and pull as needed. Block while f < c − ``staleness``.
-
-        Returns True if x was refreshed from z, and always with a single worker.
-        """
+        """Push and pull as needed. Block while f < c − ``staleness``. True if x was refreshed."""
         state, worker = self.state, self.worker
         # A single worker copies its parameters to z. Adding their change to z would round.
         if worker.size == 1:
@@ -78,7 +74,7 @@ class SSPFlow(ServerFlow):
         return refreshed
 
     def _add_update(self) -> None:
-        """x ← x + u; S ← S + u; c ← c + 1. Loop over the tensors, so that u needs little memory."""
+        """x ← x + u; S ← S + u; c ← c + 1. Tensor by tensor, so that u needs little memory."""
         state, workers, offset = self.state, self.worker.size, 0
         for tensor in self.tensors:
             stepped = as_real(tensor.detach()).reshape(-1)
@@ -94,7 +90,7 @@ class SSPFlow(ServerFlow):
     def _take(self, *, wait: bool = False) -> bool:
         """Take the answer if it has arrived. If it contains z: x ← z + S, and return True.
 
-        With ``wait`` block until the answer of the request in flight has arrived.
+        ``wait=True`` blocks until the answer has arrived.
         """
         state, clock = self.state, self.server.take(wait=wait)
         if clock is None or not state.pulling:
@@ -104,10 +100,7 @@ class SSPFlow(ServerFlow):
         return True
 
     def _send(self) -> None:
-        """Push S. Also pull z if ``refresh`` is "ahead" or x is not fresh enough.
-
-        Does nothing if a request is in flight, or if there is no new update and x is fresh enough.
-        """
+        """Push S, unless a request is in flight. Pull z if "ahead", or if x is not fresh enough."""
         state, ahead = self.state, self.strategy.refresh == "ahead"
         needed = state.clock - self.strategy.staleness  # a step ends when f ≥ needed
         too_old = state.fresh_clock < needed
@@ -123,7 +116,7 @@ class SSPFlow(ServerFlow):
 
     @override
     def flush(self) -> None:
-        """Start the last push. Blocks until the request in flight has been answered."""
+        """Wait for the answer to the request in flight, then start the last push."""
         self.server.await_answer(release=True)
         self._take()
         self.stage_push(self.state.updates)
@@ -132,10 +125,7 @@ class SSPFlow(ServerFlow):
 
     @override
     def barrier_reached(self, clock: int) -> None:
-        """Lower f to ``clock``, the minimum clock of all workers, if f is larger.
-
-        Earlier answers did not count workers at the barrier, so f may be too large.
-        """
+        # Answers during the barrier did not count the workers at it, so f may be too large.
         self.state.fresh_clock = min(self.state.fresh_clock, clock)
 
 
@@ -156,32 +146,32 @@ class SSP(ServerStrategy):
         while x may lack one of the first c − s updates of another worker (the *bound*):
             wait for an answer, then x ← answer + S, and send the next request
 
-    A request is in flight while the worker computes. Updates made meanwhile add up in S and are
-    sent with the next request. During training a worker waits only at the bound. With
-    ``staleness=0`` and plain SGD this is BSP up to rounding. Updates are divided by N, so a
-    learning rate has the same meaning as under BSP. Any optimizer may produce the updates.
+    The worker computes while a request is in flight. Updates made meanwhile add up in S and are
+    sent with the next request. During training a worker waits only at the bound. Updates are
+    divided by N, so a learning rate has the same meaning as under BSP, where the gradients of all
+    workers are averaged in every step. With ``staleness=0`` and plain SGD this is BSP up to
+    rounding.
 
-    The server delays the answer until every worker's clock is at least min(c, c − s + 1). If it
-    answered as soon as all clocks are at least c − s, the worker might have to wait again at the
-    end of its next step. Workers without further data do not count.
+    The server delays the answer until every worker's clock is at least min(c, c − s + 1). Clocks of
+    c − s would satisfy the bound of this step, but not that of the next step. Workers that wait at
+    a barrier, for example without further data, do not count.
 
     Args:
         staleness: s ≥ 0, the number of steps that a worker may be ahead of the slowest one.
         refresh: When x is refreshed from z. "ahead": as above, as often as the network allows.
-            "lazy": only when the bound requires it, by an answer that waits for clock c − s. Other
-            requests only push. Between two lazy refreshes x receives only this worker's updates,
-            divided by N. For large s, training may then diverge although "ahead" converges.
+            "lazy": only when the bound requires it, by an answer at clock c − s. Other requests
+            only push. Between two refreshes x then receives only this worker's updates, divided by
+            N. For large s, training may diverge although "ahead" converges.
         servers: See ``ServerStrategy``.
 
     *Communication*: a request sends as many bytes as the model has, and its answer returns as
-    many. Only one request is in flight at a time. If the network is fast enough, a worker makes
-    one request in each step. With "lazy", z comes back only at a refresh.
-    *Memory*: three flat copies of the model (cache, S, the request), and one for serving if all
-    ranks serve. *State*: cache, S, an answer that has arrived and was not applied, the clocks, and
-    this rank's part of z.
+    many. At most one request is in flight. If the network is fast enough, a worker makes one
+    request in each step. With "lazy", z comes back only at a refresh. *Memory*: three flat copies
+    of the model (cache, S, the request), and one for serving if all ranks serve. *State*: cache,
+    S, the clocks, and this rank's part of z.
 
     *Differs from the paper*: the paper does not divide the updates by N. It refreshes single rows
-    of x, and this implementation the whole of x.
+    of x; this implementation refreshes the whole of x.
 
     Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
     server", NeurIPS 2013, §2-3.

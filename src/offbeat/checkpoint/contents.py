@@ -21,7 +21,7 @@ class Stateful(Protocol):
 
 
 def as_list(objects: Any) -> list[Any]:
-    """Return ``objects``, which is one object, a sequence or None, as a list."""
+    """Return one object, a sequence of objects, or None (no objects) as a list."""
     if objects is None:
         return []
     return list(objects) if isinstance(objects, Sequence) else [objects]
@@ -33,17 +33,10 @@ def states_of(objects: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def require_same_kinds(name: str, saved: Sequence[tuple[str, Any]], objects: Sequence[Any]) -> None:
-    """Raise unless ``objects`` have the class names of the saved objects, in the same order.
+    """Raise CheckpointError unless ``objects`` have the class names of the saved objects, in order.
 
-    Optimizers must also have parameter groups of the same sizes.
-
-    Args:
-        name: "optimizer" or "scheduler".
-        saved: Result of ``states_of`` at the time of saving.
-        objects: The objects that will load the states.
-
-    Raises:
-        CheckpointError: the objects differ in number, class name or sizes of the parameter groups.
+    With ``name="optimizer"`` their parameter groups must also have the same sizes. ``saved`` is a
+    result of ``states_of``.
     """
     saved_kinds, kinds = [kind for kind, _ in saved], [type(each).__name__ for each in objects]
     if saved_kinds != kinds:
@@ -64,15 +57,9 @@ def require_same_kinds(name: str, saved: Sequence[tuple[str, Any]], objects: Seq
 
 
 def require_same_tensors(present: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise unless two states of a model have the same tensor names and shapes.
+    """Raise CheckpointError unless two states of a model have the same names and shapes of tensors.
 
-    Args:
-        present: ``state_dict()`` of the model that will load ``saved``.
-        saved: ``state_dict()`` of the saved model.
-
-    Raises:
-        CheckpointError: a name is in one of the states only, or a shape differs. The dtypes may
-            differ.
+    The dtypes may differ.
     """
     shapes, saved_shapes = (
         {name: getattr(value, "shape", None) for name, value in state.items()}
@@ -85,8 +72,8 @@ def require_same_tensors(present: dict[str, Any], saved: dict[str, Any]) -> None
                 for each in (saved_shapes, shapes)
             )
             raise CheckpointError(
-                f"it was saved for another model: of {name!r} that one has {saved_shape}, this one "
-                f"{present_shape}; build the model of the saved run"
+                f"it was saved for another model: {name!r} has the shape {saved_shape} there, and "
+                f"{present_shape} here; build the model of the saved run"
             )
 
 
@@ -103,10 +90,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Restore the random states that ``random_states`` returned.
-
-    Restores the CUDA state only if it was saved and ``device`` is a CUDA device.
-    """
+    """Restore the random states that ``random_states`` returned."""
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)

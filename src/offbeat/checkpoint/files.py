@@ -1,16 +1,16 @@
 """The files of checkpoints in a directory: one file per worker and checkpoint.
 
-Once a checkpoint is complete, a crash at any moment must leave a complete checkpoint. There is no
-index file, because a crash could leave it out of date. Instead, saving has two phases:
+A crash at any moment must leave a complete checkpoint, if there was one before. There is no index
+file, because a crash could leave it out of date. Instead, saving has two phases:
 
 1. Every worker writes its file under a temporary name and flushes it to the disk.
 2. When the files of all workers are on their disks, every worker renames its file. Only then does
    it delete its files of older checkpoints.
 
-Therefore, if one worker has renamed its file of a checkpoint, all workers have complete files of
-that checkpoint, some of them possibly under their temporary names. If no worker has a renamed file,
-no checkpoint was ever completed. Loading gathers the file names of all workers, so it works with a
-shared directory and with a separate disk for each worker.
+So a checkpoint is complete as soon as one worker has renamed its file: the files of the other
+workers are then on their disks too, perhaps still under their temporary names. Loading gathers the
+file names of all workers. Therefore it works with a shared directory and with a separate disk for
+each worker.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ CheckpointKey = tuple[int, int]
 
 
 def path_of(folder: Path, key: CheckpointKey, rank: int) -> Path:
-    """Return the path of the file of worker ``rank`` in checkpoint ``key``."""
+    """Return the final path of the file of worker ``rank`` in checkpoint ``key``."""
     step, repetition = key
     return folder / f"step-{step}{f'-{repetition}' if repetition else ''}.rank{rank}.pt"
 
 
 def all_files(folder: Path) -> list[tuple[CheckpointKey, int, Path]]:
-    """Return key, rank and path of each checkpoint file that has its final name."""
+    """Return key, rank and path of all files with final names."""
     return list(_matching(folder, _NAME))
 
 
@@ -49,7 +49,7 @@ def files_of(folder: Path, rank: int) -> dict[CheckpointKey, Path]:
 
 
 def partial_files_of(folder: Path, rank: int) -> dict[CheckpointKey, Path]:
-    """Return the final paths of the files of ``rank`` that still have their temporary names."""
+    """Return the final paths of the files of ``rank`` with temporary names, by checkpoint."""
     partial = _matching(folder, _PARTIAL)
     return {key: path_of(folder, key, rank) for key, owner, _ in partial if owner == rank}
 
@@ -64,23 +64,22 @@ def _matching(
 
 
 def common_keys(lists: Iterable[Sequence[Sequence[int]]]) -> set[CheckpointKey]:
-    """Return the keys that all of the ``lists`` contain, one list per worker."""
+    """Return the keys that all ``lists`` contain."""
     return set.intersection(*({(step, repetition) for step, repetition in keys} for keys in lists))
 
 
 def with_digest(contents: dict[str, Any]) -> dict[str, Any]:
     """Return ``contents`` with the version of the format and a checksum of all values added.
 
-    Raises:
-        CheckpointError: a value cannot be saved.
+    Raises CheckpointError if a value cannot be saved.
     """
     return {"format": FORMAT, **contents, "digest": digest(contents, "the checkpoint")}
 
 
 def write(path: Path, contents: dict[str, Any]) -> None:
-    """Write ``contents`` to the disk, under a temporary name that ``rename`` changes to ``path``.
+    """Write ``contents`` to the disk under the temporary name of ``path``.
 
-    After an error the temporary file is removed.
+    Removes the temporary file after an error.
     """
     partial = _partial(path)
     try:
@@ -94,7 +93,7 @@ def write(path: Path, contents: dict[str, Any]) -> None:
 
 
 def rename(path: Path) -> None:
-    """Rename the temporary file to ``path``, and flush the directory to the disk."""
+    """Give the temporary file its final name ``path``, and flush the directory to the disk."""
     _partial(path).replace(path)
     with contextlib.suppress(OSError):  # some systems cannot open directories
         handle = os.open(path.parent, os.O_RDONLY)
@@ -114,9 +113,7 @@ def _partial(path: Path) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the contents of a file, including ``format``, ``digest`` and ``id``.
-
-    All files of one checkpoint have the same ``id``.
+    """Return the contents of a file. Their entry ``id`` is equal in all files of a checkpoint.
 
     Raises:
         CheckpointError: the file is damaged, was not written by ``save``, or has another format.
@@ -127,22 +124,22 @@ def read(path: Path) -> dict[str, Any]:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} cannot be read: {reason}") from None
     if not isinstance(contents, dict) or not {"format", "digest", "id"} <= contents.keys():
-        raise CheckpointError(f"{path} is no file of offbeat.save()")
+        raise CheckpointError(f"{path} was not written by offbeat.save()")
     if contents["format"] != FORMAT:
         raise CheckpointError(
             f"{path} is in format {contents['format']}, this version reads {FORMAT}"
         )
     values = {k: value for k, value in contents.items() if k not in ("format", "digest", "id")}
     if digest(values) != contents["digest"]:
-        raise CheckpointError(f"{path} is damaged: its values are not those that were saved")
+        raise CheckpointError(f"{path} is damaged: its values do not match their checksum")
     return contents
 
 
 def prune(folder: Path, keep: set[CheckpointKey], rank: int, size: int) -> None:
     """Delete the temporary files of ``rank``, and its files of checkpoints not in ``keep``.
 
-    Of the checkpoints not in ``keep``, rank 0 also deletes the files of ranks ≥ ``size``, which a
-    run with more workers has left.
+    Rank 0 also deletes the files that a run with more workers has left: those of ranks ≥ ``size``
+    in checkpoints not in ``keep``.
     """
     for key, owner, path in all_files(folder):
         if key not in keep and (owner == rank or (rank == 0 and owner >= size)):

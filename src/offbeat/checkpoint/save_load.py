@@ -53,9 +53,8 @@ class Loaded:
 
     Attributes:
         step: Step at which the checkpoint was saved.
-        path: File that this worker has loaded. A worker without a file of its own loads rank 0's
-            file if it was saved inside ``sync.consensus()``.
-        extra: The argument ``extra`` of ``save``, as this file contains it.
+        path: File that this worker has loaded.
+        extra: The argument ``extra`` of ``save``, from this file.
     """
 
     step: int
@@ -88,14 +87,11 @@ def save(
     - the states of the random generators of torch, numpy, Python and this worker's GPU,
     - ``extra``, and a checksum of all values.
 
-    ``torch.load`` reads it with ``weights_only=True``. Each worker first writes its file under a
-    temporary name. Once the files of all workers are on their disks, each worker renames its file
-    and deletes its files of older checkpoints (see ``keep``). After a crash at any moment, either
-    this checkpoint or the one before is complete.
+    ``torch.load`` reads it with ``weights_only=True``. After a crash at any moment, either this
+    checkpoint or the one before is complete.
 
-    ``sync.stats`` does not count the time of saving. The workers wait for each other. If a worker
-    takes longer than ``timeout_seconds`` (see ``attach``) to write, the others raise a
-    CommunicationError.
+    The workers wait for each other. If a worker takes longer than ``timeout_seconds`` (see
+    ``attach``) to write, the others raise a CommunicationError.
 
     Args:
         directory: Directory of the checkpoints, created if it does not exist. The workers may share
@@ -177,10 +173,12 @@ def load(
 ) -> Loaded | None:
     """Continue from the newest checkpoint in ``directory`` that is complete on every worker.
 
-    A collective, called after ``attach``. If the file of one worker is missing or damaged, all
-    workers skip the checkpoint. After an older checkpoint was loaded, they rename the files of the
-    skipped one to ``….damaged``. A damaged checkpoint is logged as a warning. The log also names
-    the step from which training continues.
+    A collective, called after ``attach``. If a checkpoint lacks a file of some worker, or has a
+    damaged one, all workers skip it and load an older checkpoint. They then rename the files of the
+    skipped one to ``….damaged``.
+
+    The run may have more workers than the saved run, if the checkpoint was saved inside
+    ``sync.consensus()``. A worker without a file then loads rank 0's file.
 
     Args:
         directory: Directory of the checkpoints, as given to ``save``.
@@ -202,7 +200,7 @@ def load(
     """
     with step_boundary(sync, "offbeat.load()", loads=True) as boundary:
         folder, rank = Path(directory), boundary.rank
-        # A new worker has no file of its own, but it can load rank 0's file of a consensus.
+        # A worker without a file can load rank 0's file of a consensus.
         paths = {**files_of(folder, 0), **files_of(folder, rank)}
         all_keys = _exchange_keys(folder, paths, boundary)
         if not any(all_keys):
@@ -245,8 +243,8 @@ def load(
         sync.load_state_dict(contents["sync"])
         set_random_states(contents["random"], boundary.device)
         for later, path in files_of(folder, rank).items():
-            # A newer checkpoint was skipped, because a file of it is missing or damaged. Its other
-            # files could make save() fail: it refuses a step before that of an existing checkpoint.
+            # A newer checkpoint was skipped. Its remaining files could make save() fail, because
+            # save() refuses a step before that of an existing checkpoint.
             if later > key:
                 path.rename(path.with_name(f"{path.name}.damaged"))
         if rank == 0:
@@ -259,12 +257,7 @@ def _module(model: nn.Module | None, boundary: StepBoundary) -> nn.Module:
 
 
 def _require_all(what: str, refusals: Sequence[str | None]) -> None:
-    """Raise CheckpointError if a worker cannot save or load.
-
-    Args:
-        what: "save" or "load", for the message.
-        refusals: For each worker, in rank order, the reason why it cannot; None if it can.
-    """
+    """Raise CheckpointError if a worker refuses. ``refusals`` are the workers' reasons or None."""
     for rank, refused in enumerate(refusals):
         if refused is not None:
             raise CheckpointError(f"rank {rank} cannot {what}, so no worker does: {refused}")
@@ -273,15 +266,8 @@ def _require_all(what: str, refusals: Sequence[str | None]) -> None:
 def _common_step(folder: Path, answers: Sequence[Any], common: set[CheckpointKey]) -> int:
     """Return the step of a new checkpoint: the workers' common step, in a consensus the largest.
 
-    Args:
-        folder: Directory of the checkpoints.
-        answers: Answer of each worker; its second and third entries are the kind of its state
-            ("worker" or "consensus") and its step.
-        common: Keys of the checkpoints that all workers have.
-
-    Raises:
-        CheckpointError: the workers are at different steps, or ``folder`` contains a checkpoint of
-            a later step.
+    The second and third entries of each worker's answer are the kind of its state ("worker" or
+    "consensus") and its step. ``common`` are the checkpoints that all workers have.
     """
     first = answers[0][1:3]
     for rank, (_, of, step, *_) in enumerate(answers):
@@ -305,10 +291,9 @@ def _exchange_keys(
 ) -> list[list[CheckpointKey]]:
     """Return the keys of the checkpoints that each worker has. Complete interrupted renames.
 
-    ``save`` renames a file only when the files of all workers are completely written. If a crash
-    has left a file of this worker under its temporary name, and another worker has renamed its file
-    of the same checkpoint, this worker's file is complete. This function then renames it and adds
-    it to ``paths``.
+    A crash may have left this worker's file of a checkpoint under its temporary name. If another
+    worker has renamed its file of this checkpoint, this worker's file is complete (see
+    ``checkpoint.files``). This function then renames it and adds it to ``paths``.
     """
     rank = boundary.rank
     partial = partial_files_of(folder, rank)
@@ -327,21 +312,10 @@ def _newest_complete(
     all_keys: Sequence[Sequence[CheckpointKey]],
     boundary: StepBoundary,
 ) -> tuple[CheckpointKey, dict[str, Any]]:
-    """Find the newest checkpoint that all workers can read. A collective.
+    """Return the key and the contents of the newest checkpoint that all workers can read.
 
-    Args:
-        folder: Directory of the checkpoints.
-        paths: Files that this worker can load, by key: its own files, and rank 0's file of each
-            checkpoint of which this worker has none.
-        all_keys: Keys of the checkpoints that each worker has.
-        boundary: Access to the synchronizer and to the other workers.
-
-    Returns:
-        The key of the checkpoint, and the contents of the file that this worker loads.
-
-    Raises:
-        CheckpointError: each checkpoint lacks a file of some worker, has a damaged file, or has
-            files that were not saved together.
+    A collective. ``paths`` contains the file that this worker can load, by checkpoint: its own
+    file, or else rank 0's. ``all_keys`` are the checkpoints that each worker has.
     """
     reasons = [
         f"rank {rank} has {', '.join(f'step {step}' for step, _ in keys) or 'none'}"
@@ -373,8 +347,8 @@ def _newest_complete(
 def _require_own_file(state: dict[str, Any], path: Path, folder: Path, rank: int) -> None:
     """Raise CheckpointError if ``path`` is rank 0's file and this worker needs its own file.
 
-    Any worker can load rank 0's file of a consensus. If the saved run had fewer workers, so that
-    there is no file of this rank, a later check reports the number of workers as the cause.
+    Any worker can load rank 0's file of a consensus. For a rank that the saved run did not have, a
+    later check reports the different number of workers.
     """
     own = files_of(folder, rank).values()
     if path not in own and state["of"] == "worker" and rank < state["size"]:

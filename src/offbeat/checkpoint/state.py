@@ -1,8 +1,8 @@
 """Conversion of states to plain values and back, checks before loading, and a checksum.
 
 A state is a dataclass, for example that of a strategy. *Plain values* are numbers, text, tensors,
-None, and lists and dictionaries of these. ``save`` converts a dataclass to plain values, with all
-fields that are not declared as ``transient``. ``check`` tests whether plain values fit a dataclass,
+None, and lists and dictionaries of these. ``save`` converts a dataclass to plain values, without
+the fields that are declared as ``transient``. ``check`` tests whether plain values fit a dataclass,
 and ``load`` writes them into it.
 """
 
@@ -26,8 +26,7 @@ from offbeat.errors import CheckpointError
 def transient(**options: Any) -> Any:
     """Declare a dataclass field that checkpoints do not contain, such as a handle or a hook.
 
-    Args:
-        options: Arguments of ``dataclasses.field``.
+    ``options`` are arguments of ``dataclasses.field``.
     """
     return field(metadata={"transient": True}, **options)
 
@@ -38,7 +37,7 @@ def saved_fields(state: Any) -> "list[dataclasses.Field[Any]]":
 
 
 def save(state: Any) -> Any:
-    """Return a dataclass as plain values, without its transient fields. All values are copied."""
+    """Return a dataclass as plain values, without its transient fields. Copies all values."""
     if dataclasses.is_dataclass(state):
         return {each.name: save(getattr(state, each.name)) for each in saved_fields(state)}
     if isinstance(state, list):
@@ -47,14 +46,10 @@ def save(state: Any) -> Any:
 
 
 def load(state: Any, saved: dict[str, Any] | None) -> None:
-    """Write plain values into the fields of a dataclass.
+    """Write plain values, the result of ``save``, into the fields of a dataclass.
 
-    Tensors in lists are overwritten in place, unless one of the two lists is empty. All other
-    values are replaced by copies.
-
-    Args:
-        state: The dataclass.
-        saved: Result of ``save`` for such a dataclass. None: nothing is written.
+    Tensors in lists are overwritten in place, and nested dataclasses field by field. All other
+    values are replaced by copies. If ``saved`` is None, nothing is written.
     """
     if saved is None:
         return
@@ -76,18 +71,10 @@ def load(state: Any, saved: dict[str, Any] | None) -> None:
 
 
 def check(state: Any, saved: Any, where: str) -> None:
-    """Raise unless ``saved`` has exactly the fields of ``state``, with values that fit.
+    """Raise CheckpointError unless ``saved`` has exactly the fields of ``state``, and they fit.
 
-    Values must have the annotated types, numbers must be finite, and tensors must have the shapes
-    and dtypes of the tensors in ``state``.
-
-    Args:
-        state: The dataclass. None: ``saved`` must be None.
-        saved: Plain values.
-        where: Name of the values in the error.
-
-    Raises:
-        CheckpointError: a field does not fit. The message names the first such field.
+    Values must have the annotated types, floats must be finite, and tensors must have the shapes
+    and dtypes of the tensors in ``state``. ``where`` is the name of the values in the error.
     """
     if state is None:
         if saved is not None:
@@ -105,11 +92,7 @@ def check(state: Any, saved: Any, where: str) -> None:
 
 
 def require_keys(saved: Any, names: typing.Sequence[str], where: str) -> None:
-    """Raise unless ``saved`` is a dictionary with exactly the keys ``names``.
-
-    Raises:
-        CheckpointError: keys are missing or unknown. The message names them.
-    """
+    """Raise CheckpointError unless ``saved`` is a dictionary with exactly the keys ``names``."""
     if not isinstance(saved, dict):
         raise CheckpointError(f"{where} must be a dictionary, got {_shown(saved)}")
     missing = [name for name in names if name not in saved]
@@ -131,7 +114,7 @@ def _check(present: Any, saved: Any, hint: Any, where: str) -> None:
             check(target, source, f"{where}[{i}]")
     else:
         check_value(saved, hint, where)
-        # An empty list fits: one of the two states may have sums in flight and the other none.
+        # An empty list fits: one of the two states may have sums in flight, and the other none.
         if isinstance(present, list) and present and saved and isinstance(present[0], Tensor):
             _require(isinstance(saved, list), where, f"a list of {len(present)} tensors", saved)
             if len(saved) != len(present):
@@ -147,11 +130,7 @@ def _check_tensor(present: Tensor, saved: Any, where: str) -> None:
 
 
 def check_value(value: Any, hint: Any, where: str) -> None:
-    """Raise unless ``value`` has the annotated type ``hint``. Numbers must be finite.
-
-    Raises:
-        CheckpointError: ``value`` has another type. The message begins with ``where``.
-    """
+    """Raise CheckpointError unless ``value`` has the type ``hint``. Floats must be finite."""
     if hint is Any:
         return
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -202,18 +181,11 @@ def _shown(value: object) -> str:
 
 
 def digest(values: Any, where: str = "it") -> int:
-    """Return the CRC-32 checksum of plain values.
+    """Return the CRC-32 checksum of plain values. It does not depend on the device of tensors.
 
-    Equal values have equal checksums, regardless of the device of their tensors. The checksum
-    detects damage by a disk or a link. It does not protect against an attacker. It takes about half
-    a millisecond per megabyte.
-
-    Args:
-        values: The plain values.
-        where: Name of the values in the error.
-
-    Raises:
-        CheckpointError: a value has a type that cannot be loaded without running code of that type.
+    The checksum detects damage by a disk or a link, but does not protect against an attacker. It
+    takes about half a millisecond per megabyte. Raises CheckpointError if a value is not plain;
+    bytes, sets and dtypes are also allowed.
     """
     crc = 0
     for piece in _pieces(values, where):
@@ -222,7 +194,6 @@ def digest(values: Any, where: str = "it") -> int:
 
 
 def _pieces(value: Any, where: str) -> Iterator[Any]:
-    """Yield the bytes that represent ``value``."""
     if isinstance(value, Tensor):
         yield f"tensor {value.dtype} {tuple(value.shape)};".encode()
         yield from _tensor_bytes(value.detach())

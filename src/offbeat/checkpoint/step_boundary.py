@@ -23,8 +23,8 @@ class StepBoundary:
     Attributes:
         model: The attached model.
         optimizers: The attached optimizers.
-        device: Device of the model's first parameter.
-        sharded: True if ``fully_shard`` has divided the model, so that this worker holds shards.
+        device: Device of the trained parameters.
+        sharded: True if ``fully_shard`` has divided the model.
     """
 
     def __init__(self, sync: Synchronizer) -> None:
@@ -35,8 +35,7 @@ class StepBoundary:
         self.device: torch.device = optimizers[0].parameters[0].device
         self.sharded = sync._shards is not None
 
-    # Rank and size are properties: in elastic training state_dict() may lose a worker, which
-    # changes them.
+    # Rank and size are properties, because they change when training loses a worker.
 
     @property
     def rank(self) -> int:
@@ -49,11 +48,11 @@ class StepBoundary:
         return self._sync.size
 
     def check(self, state: Any) -> None:
-        """Raise CheckpointError unless this worker can load ``state``, a synchronizer's state."""
+        """Raise CheckpointError unless this worker can load the synchronizer's state ``state``."""
         check_state(state, self._sync._iteration.flow, self._sync.stats)
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Return the JSON-serializable ``value`` of every process, in rank order. A collective."""
+        """Return the ``value`` of every process, in rank order. A collective."""
         payload, everyone = json.dumps(value).encode(), self._sync._team.everyone
         with self._sync._iteration.guard:
             return [json.loads(each) for each in everyone.gather_bytes(payload, what=what)]
@@ -63,17 +62,11 @@ class StepBoundary:
 def step_boundary(sync: Synchronizer, what: str, *, loads: bool = False) -> Iterator[StepBoundary]:
     """Return a context in which a checkpoint is saved or loaded, between two steps.
 
-    The context yields a ``StepBoundary``. ``Synchronizer.stats`` counts neither its time nor its
-    bytes.
-
-    Args:
-        sync: The synchronizer that ``attach`` returned.
-        what: Name of the caller, for errors.
-        loads: True if the caller replaces the local model. Entering the context is then a
-            collective, which completes all operations in flight.
+    ``Synchronizer.stats`` counts neither time nor bytes of the context. ``what`` is the name of the
+    caller in errors. ``loads`` is True if the caller replaces the local model. Entering the context
+    is then a collective, which completes all operations in flight.
 
     Raises:
-        TypeError: ``sync`` is not a synchronizer.
         AttachError: after ``finish`` or ``detach``, or in the middle of an iteration. Or inside
             ``consensus``, if ``loads`` is set or ``fully_shard`` has divided the model.
     """

@@ -5,8 +5,8 @@ dtypes of the model's tensors, but not the model itself. All workers check their
 them only if every worker accepts its state.
 
 The state of a *worker* contains strategy, wire, rank and number of workers. (The wire is the
-precision at which sums over the workers are sent.) Only a worker for which these four are equal can
-load the state.
+precision at which sums over the workers are sent.) Only a worker with the same four values can load
+the state.
 
 The state of a *consensus* belongs to the mean of the workers' models. It is saved while every
 worker holds this mean: inside ``Synchronizer.consensus`` or after ``finish``. It can be loaded with
@@ -39,7 +39,7 @@ _WORKER = (*_CONSENSUS, *_IDENTITY, *_POSITION)
 
 
 def state_of(flow: Flow, stats: Stats) -> dict[str, Any]:
-    """Return the state of a worker. Call ``flow.before_save`` first, to complete its operations."""
+    """Return the state of a worker. Requires that ``flow.before_save`` was called."""
     worker = flow.worker
     return _sealed(
         {
@@ -59,11 +59,7 @@ def state_of(flow: Flow, stats: Stats) -> dict[str, Any]:
 
 
 def consensus_of(flow: Flow, stats: Stats) -> dict[str, Any]:
-    """Return the state of a consensus.
-
-    It contains the description of the model's tensors and this worker's totals without
-    ``Stats.details``.
-    """
+    """Return the state of a consensus, with this worker's totals."""
     return _sealed(
         {
             "format": FORMAT,
@@ -82,12 +78,9 @@ def _sealed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_state(state: Any, flow: Flow, stats: Stats) -> None:
-    """Raise unless this worker can load ``state``.
+    """Raise CheckpointError unless this worker can load ``state``.
 
-    Raises:
-        CheckpointError: the state is damaged or has another format. Or it belongs to another
-            worker, training or model. Or it is the state of a consensus, and this worker has
-            already taken steps.
+    The state of a consensus can be loaded before the first step only.
     """
     if not isinstance(state, dict) or "format" not in state:
         raise CheckpointError(
@@ -138,7 +131,7 @@ def _require_identity(state: dict[str, Any], flow: Flow) -> None:
     if wire != worker.wire.precision:
         raise CheckpointError(
             f"the state was saved with wire={wire!r}, this is wire={worker.wire.precision!r}: "
-            "attach with that of the saved run"
+            "attach with the wire of the saved run"
         )
     if size != worker.size:
         raise CheckpointError(
@@ -185,33 +178,26 @@ def _check_values(state: dict[str, Any], flow: Flow) -> None:
             raise CheckpointError(f"{name} must be at least 0, got {value}")
     check_value(state["digest"], int, "digest")
     if digest({k: value for k, value in state.items() if k != "digest"}) != state["digest"]:
-        raise CheckpointError("its values are not those that were saved, by their digest")
+        raise CheckpointError("its values do not match their checksum")
 
 
 # -- agreement and loading -------------------------------------------------------------------------
 
 
 def answer_of(state: Any, refused: CheckpointError | None) -> bytes:
-    """Return this worker's message for ``require_all``: whether it can load, and the step.
+    """Return this worker's answer for ``require_all``: kind and step of its state, or the error.
 
-    Args:
-        state: The state that this worker is about to load.
-        refused: The error of ``check_state``. None: the state can be loaded.
+    ``refused`` is the error of ``check_state``. None: the state can be loaded.
     """
     position = None if refused else [state["of"], state.get("step")]
     return json.dumps([None if refused is None else str(refused), position]).encode()
 
 
 def require_all(answers: Sequence[bytes]) -> None:
-    """Raise unless every worker can load its state, and all states were saved together.
+    """Raise CheckpointError unless every worker can load, and all states were saved together.
 
-    States were saved together if all belong to a consensus, or to workers at the same step.
-
-    Args:
-        answers: Results of ``answer_of`` on all workers, in rank order.
-
-    Raises:
-        CheckpointError: a worker cannot load its state, or the states were not saved together.
+    All states must belong to a consensus, or all to workers at the same step. ``answers`` are the
+    results of ``answer_of``, in rank order.
     """
     decoded = [json.loads(answer) for answer in answers]
     for rank, (error, _) in enumerate(decoded):
@@ -231,13 +217,10 @@ def _named(of: str, step: int | None) -> str:
 
 
 def load_state(state: dict[str, Any], flow: Flow) -> Stats:
-    """Load a state that this worker has checked. A collective.
+    """Load a state that was checked, and return its totals. A collective for a consensus.
 
-    With the state of a consensus all workers start from the model that rank 0 holds now. The model
-    must have been loaded before.
-
-    Returns:
-        The saved totals.
+    Requires that the model was loaded before. After loading the state of a consensus, all workers
+    start from rank 0's model.
     """
     worker = flow.worker
     totals = dict(state["stats"])

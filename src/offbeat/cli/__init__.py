@@ -54,9 +54,10 @@ def main() -> None:
     SIGTERM.
 
     The first Ctrl-C or SIGTERM ends the run in an orderly way. A run with ``--checkpoints`` saves a
-    checkpoint if possible, all workers end, and the network namespaces of ``--bandwidth`` are
-    removed. A second signal ends this process at once. Then, on Linux, the kernel ends the workers,
-    and the next run with ``--bandwidth`` removes the namespaces.
+    checkpoint if possible. All workers end. The network namespaces of ``--bandwidth`` are removed.
+
+    A second signal ends this process at once. On Linux the kernel then ends the workers. The next
+    run with ``--bandwidth`` removes the namespaces that are left.
     """
     handled = [signal.SIGTERM]
     # A background job of a shell script ignores SIGINT, and must continue to ignore it.

@@ -19,7 +19,7 @@ _PICTURES = (".png", ".pdf", ".svg")
 
 
 def require_file(option: str, path: Path | None) -> None:
-    """Raise ValueError if no file can be written at ``path``. Its directory need not exist yet."""
+    """Raise ValueError if no file can be written at ``path``. Its directory may be missing."""
     if path is None:
         return
     if path.is_dir():
@@ -28,14 +28,14 @@ def require_file(option: str, path: Path | None) -> None:
 
 
 def require_folder(option: str, path: Path) -> None:
-    """Raise ValueError if no files can be written in ``path``, a directory or a new one."""
+    """Raise ValueError if no files can be written in the directory ``path``. It may be missing."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"{option} {path}: it is a file; name a directory")
     _require_writable(option, path)
 
 
 def require_picture(option: str, path: Path | None) -> None:
-    """Raise unless a plot can be written at ``path``. Do nothing if ``path`` is None.
+    """Raise unless a plot can be written at ``path`` or ``path`` is None.
 
     Raises:
         ValueError: the file cannot be written, or its name does not end in .png, .pdf or .svg.
@@ -62,15 +62,12 @@ def _require_writable(option: str, path: Path) -> None:
 
 
 def check_method(job: Job, text: str, task: Task | None) -> Task:
-    """Build the task of a comparison, and raise unless a method can train it as ``job`` says.
+    """Return the task of a comparison. Raise unless a method can train it with these settings.
 
     Args:
         job: Settings that all methods share.
         text: The method with its own options, such as ``local:period=8 --wire int8``.
         task: Result of an earlier call for the same comparison. None: build the task now.
-
-    Returns:
-        The task that the recipe of ``job`` builds.
 
     Raises:
         ValueError, TypeError: the method or a setting is invalid.
@@ -110,7 +107,8 @@ def require_distinct(job: Job, strategies: list[str]) -> None:
 
 
 def require_no_simulator_options(options: VirtualClusterOptions) -> None:
-    """Raise ValueError if an option other than ``jitter`` has another value than its default."""
+    """Raise ValueError if an option is set that only simulated workers have."""
+    # Real workers have jitter, too: some of their steps are made slower.
     for field in fields(options):
         if field.name != "jitter" and getattr(options, field.name) != field.default:
             option = f"--{field.name.replace('_', '-')}"
@@ -120,7 +118,7 @@ def require_no_simulator_options(options: VirtualClusterOptions) -> None:
 def parse_lr_scales(text: str) -> tuple[float, ...]:
     """Return the factors in the value of ``--lr-scale``, such as "0.3,1,3".
 
-    ``Job.check`` checks the range of the factors later.
+    Their range is not checked.
 
     Raises:
         ValueError: a factor is not a number, or is given twice.

@@ -1,8 +1,8 @@
 """Declarations of the commands: their options and help texts.
 
-Each function with a decorator only declares a command. A function with the same name in another
-module implements the command. That module is imported when the command runs. This module does not
-import torch, so that help and shell completion are fast.
+Each decorated function only declares a command. A function with the same name in another module
+implements it, and is imported when the command runs. This module does not import torch, so help and
+shell completion are fast.
 """
 
 import importlib

@@ -50,10 +50,7 @@ def with_launched_workers(job: Job) -> Job:
 
 
 def command_line() -> str:
-    """Return a command line that repeats this run.
-
-    Under a launcher it is a ``torchrun`` command for one machine.
-    """
+    """Return a command line that repeats this run, with ``torchrun`` under a launcher."""
     program = ["offbeat"]
     if is_launched():
         local = os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -67,14 +64,14 @@ def real_workers(
 ) -> Iterator[Runner | None]:
     """Provide a runner of jobs on real processes, as a context manager.
 
-    Under a launcher, rank 0 decides which jobs are run. On the other ranks, entering the context
-    runs all these jobs: it blocks until rank 0 has left its context.
+    Under a launcher, rank 0 decides which jobs are run. Each other rank takes part in them while it
+    enters its context. It blocks there until rank 0 has left its own context.
 
     Args:
-        job: Job that has the number of workers and the time-out.
-        bandwidth: Bandwidth to which the link of each worker is limited. None: no limit.
+        job: Job with the number of workers and the time-out.
+        bandwidth: Limit on the bandwidth of each worker's link. None: no limit.
         check: Function that raises for mistakes. It is called before any process starts or
-            connects. Under a launcher, only rank 0 calls it.
+            connects, under a launcher on rank 0 only.
 
     Yields:
         The runner, or None under a launcher on ranks other than 0.

@@ -56,9 +56,9 @@ def _print_kinds(heading: str, kinds: Mapping[str, type]) -> None:
 
 
 def _describe(kind: type, field: "dataclasses.Field[Any]") -> tuple[str, str]:
-    """Return the setting with its default, and its range, such as ``period=8`` and ``≥ 1``."""
+    """Return a setting with its default, such as ``period=8``, and its range, such as ``≥ 1``."""
     default = field.default
-    with contextlib.suppress(TypeError, ValueError):  # raised by kind() if a setting is required
+    with contextlib.suppress(TypeError, ValueError):  # kind() raises if it has required settings
         default = getattr(kind(), field.name)  # the constructor may replace a default
     required = default is dataclasses.MISSING
     shown = f"{field.name} (required)" if required else f"{field.name}={default}"

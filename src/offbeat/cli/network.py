@@ -96,7 +96,7 @@ def _launched_workers(workers_per_node: int) -> int | None:
     """Return the launcher's number of workers; None without a launcher.
 
     Raises:
-        ValueError: ``workers_per_node`` > 1, and the workers do not form at least two nodes, or a
+        ValueError: The workers do not form at least two nodes of ``workers_per_node`` > 1, or a
             node would span machines.
     """
     size = int(os.environ.get("WORLD_SIZE", 0)) or None
@@ -119,8 +119,8 @@ def links(pairs: Sequence[probing.Pair], workers_per_node: int = 1) -> dict[str,
 
     ``bandwidth`` is that of the slowest pair of workers, in bits per second. ``latency`` is the
     median over the pairs, in seconds. With several workers per node, consecutive ranks form a node.
-    Then both values are for pairs in different nodes, and ``inside`` and ``inside_latency`` are the
-    same for pairs inside a node.
+    ``bandwidth`` and ``latency`` then describe pairs in different nodes. ``inside`` and
+    ``inside_latency`` describe pairs inside a node.
     """
     within = [p for p in pairs if p.source // workers_per_node == p.destination // workers_per_node]
     between = [p for p in pairs if p not in within]
@@ -149,7 +149,7 @@ def _print_plan(answer: Plan) -> None:
 
 
 def probe(seconds: float, pairs: bool, as_json: bool) -> None:
-    """Measure the network between the launcher's workers. Print it, with warnings, on rank 0."""
+    """Measure the network between the launcher's workers. Rank 0 prints it, with warnings."""
     require_number("seconds", seconds, POSITIVE)
     result = _measure_network(seconds)
     if int(os.environ["RANK"]) != 0:

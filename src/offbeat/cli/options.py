@@ -28,7 +28,7 @@ _LATENCY = "Latency of one message, as in 50us."
 class NodeOptions:
     """Options of ``simulate``, ``compare`` and ``plan``: varying step times, and nodes.
 
-    A *node* is a group of workers that average their gradients in every step over a fast network.
+    A *node* is a group of workers that average their gradients over a fast network in every step.
     """
 
     jitter: float = option(0.0, help="Standard deviation of the step time, relative to its mean.")
@@ -136,9 +136,10 @@ class PlanOptions(NodeOptions):
 def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that replaces dataclass parameters of a command by one option per field.
 
-    Only fields declared with ``option`` are replaced. The command is called with dataclass objects
-    made from the values of the options. If a later parameter or field has the name of an earlier
-    field, there is only one option. It sets the later one, and the earlier field keeps its default.
+    Only fields declared with ``option`` become options. The command receives dataclass objects with
+    the values of the options. If two dataclasses have a field of the same name, there is one option
+    for the last of them. Example: ``-s`` of ``compare`` sets ``CompareOptions.strategy``, and
+    ``Job.strategy`` keeps its default.
 
     Args:
         without: Names of fields that this command does not offer. They keep their default values.
@@ -180,7 +181,7 @@ def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[...,
 
 
 def _options_of(kind: Any) -> Iterator[inspect.Parameter]:
-    """Yield a parameter in the form that typer reads, for each field declared with ``option``."""
+    """Yield a parameter for typer from each field declared with ``option``."""
     for field in dataclasses.fields(kind):
         declared = option_of(field)
         if declared is None:

@@ -166,7 +166,7 @@ def _virtual_cluster(job: Job, bandwidth: str, options: VirtualClusterOptions) -
     )
     slowdown = parse_slow(job.slow, job.workers)
     step_time: str | float = "1s" if options.step_time is None else options.step_time
-    # Created before the step time is measured, because the constructor finds mistakes.
+    # Created before the slow measurement of the step time: the constructor finds mistakes.
     compute = Compute(step_time, jitter=options.jitter, slowdown=slowdown)
     if options.step_time is None:
         _, seconds = measure_recipe(job.recipe, data=job.setup().data)

@@ -34,9 +34,6 @@ class Bar:
     """A context manager that shows a progress bar for each of several runs, one after the other.
 
     If the output is not a terminal, a line is printed for each evaluation, too.
-
-    Args:
-        runs: Number of runs. If there are several, their bars are numbered on a terminal.
     """
 
     def __init__(self, runs: int = 1) -> None:
@@ -73,7 +70,7 @@ class Bar:
         )
 
     def skip(self, result: Result) -> None:
-        """Report that the next run is skipped, because its result exists already."""
+        """Report that the next run is skipped: its result exists already."""
         name = self._numbered(_name(result.job))
         console.print(f"{name}  is in the results already", soft_wrap=True)
 
@@ -83,7 +80,7 @@ class Bar:
         return f"{number}{name}"
 
     def event(self, event: Event) -> None:
-        """Show an event, the report of a run's progress."""
+        """Show the progress that an event of the run reports."""
         match event:
             case Start():
                 self._progress.update(self._task, total=event.steps, metric="")
@@ -127,16 +124,12 @@ def print_path(what: str, path: Path) -> None:
 
 
 def print_table(table: Table, *, texts: int = 1) -> None:
-    """Print a table with its caption.
-
-    Args:
-        table: Table to print.
-        texts: Number of columns of text, counted from the left. The other columns are numbers.
-    """
+    """Print a table with its caption. The first ``texts`` columns are text, the others numbers."""
     gap = 2 if console.width >= _WIDE else 1
     grid = rich.table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for number, (heading, *cells) in enumerate(zip(table.headings, *table.rows, strict=True)):
-        # Line i of a cell belongs to line i of the next cell. Wrapping would separate these lines.
+        # Lines of neighbouring cells belong together, as a setting and its range. Wrapping one cell
+        # would shift them.
         unwrapped = number == 0 or any("\n" in cell for cell in cells)
         grid.add_column(
             heading,
@@ -148,7 +141,7 @@ def print_table(table: Table, *, texts: int = 1) -> None:
 
 
 def print_narrow_table(table: Table) -> None:
-    """Print a table with many columns, and its caption. Headings are broken at spaces."""
+    """Print a table of many columns, and its caption. Headings have one word per line."""
     grid = rich.table.Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     first, *others = zip(table.headings, *table.rows, strict=True)
     grid.add_column(first[0], overflow="fold")  # the only column that is wrapped

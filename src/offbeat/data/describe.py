@@ -14,7 +14,7 @@ import numpy.typing as npt
 from offbeat.data.partition import Labels, Part, check_parts, group_by_label
 from offbeat.display.plots import new_figure
 
-_COLUMNS = 20  # largest number of label columns in the table, which then fits a wide terminal
+_COLUMNS = 20  # largest number of label columns in the table
 _TICKS = 30  # largest number of tick labels on each axis of the heat map
 
 
@@ -35,12 +35,9 @@ class PartitionTable:
         """Label skew: mean distance of the workers' label distributions from the overall one.
 
         The distance of one worker is the total variation ½·Σ_k |p_k(worker) − p_k(all)|, where
-        p_k is the share of label k. This is the share of the worker's samples that would have to
-        change their label to give the overall distribution. The mean excludes workers without
-        samples.
-
-        The skew is in [0, 1). It is 0 if all workers have the same distribution of labels. A
-        random partition usually has a small positive skew.
+        p_k is the share of label k. The skew is in [0, 1). It is 0 if all workers have the same
+        distribution of labels, and ½ if each of two workers has all samples of one of two equally
+        frequent labels. Workers without samples do not count.
         """
         counts = self.counts[self.counts.sum(axis=1) > 0]
         if not counts.size:

@@ -9,18 +9,17 @@ of that step, and responds
 - with nothing if it will never load that batch.
 
 Each worker runs one background thread per other worker (*peer*), which receives the messages of
-that peer. These threads do not wait for the training loop, so a worker can respond while its
-training is blocked.
+that peer. So a worker can respond while its training is blocked.
 
 Requests alone could deadlock. A *barrier* is a point, such as a consensus, that no worker passes
 before all have reached it. Two workers are *out of phase* if they had taken different numbers of
 steps when they reached some barrier. Worker A may then block in its strategy until worker B has
 taken more steps, while B cannot take them without the samples of A. To resolve this, B sends the
-message BLOCKED while it waits. If the strategy of A may be blocked, A responds with nothing, and B
-trains without the samples.
+message BLOCKED when it starts to wait. While the strategy of A may be blocked, A then responds with
+nothing, and B trains without the samples.
 
-A message is a header of six integers, followed by the bytes of the samples if the message contains
-samples. Nothing is pickled.
+A message is a header of six integers, followed by the bytes of the samples, if any. Nothing is
+pickled.
 """
 
 import functools
@@ -44,7 +43,7 @@ from offbeat.transport.team import Team
 Key: TypeAlias = tuple[int, int]
 """Identity of a step: number of barriers before it, and number of steps since the last barrier."""
 Response: TypeAlias = Tensor | Exception | None
-"""Bytes of the samples. None if the peer sends none. An exception is to be raised."""
+"""Bytes of the samples, None if the peer sends none, or the error that prevents a response."""
 
 # A header contains the kind, the number of messages received so far from the addressee, the two
 # numbers of the key, an epoch or a number of steps, and the number of bytes that follow.
@@ -52,13 +51,13 @@ _HEADER = 6
 
 
 class _Kind(IntEnum):
-    """Kind of a message."""
+    """Kind of a message. Its *author* is the worker that sends it."""
 
     REQUEST = 0  # requests the samples of a step
-    BLOCKED = 1  # the training of the worker that sends this waits for the response to its request
+    BLOCKED = 1  # the training of the author waits for the response to its request
     RESPONSE = 2  # contains the samples of a step, or nothing
-    PAUSED = 3  # the worker that sends this has reached a barrier and loads no batch before leaving
-    CLOSE = 4  # the worker that sends this sends no more messages
+    PAUSED = 3  # the author has reached a barrier, where it loads no batches
+    CLOSE = 4  # the last message of the author
 
 
 @dataclass
@@ -66,25 +65,20 @@ class _Peer:
     """State of the conversation with one other worker.
 
     Attributes:
-        rank: Rank of the peer.
-        closed: Promise of the end of the conversation. It is fulfilled with None when the peer has
-            sent CLOSE and has received all messages of this worker, or with the error that ended
-            the conversation.
+        closed: Promise of the end of the conversation: None, or the error that ended it.
         unconfirmed: Handles of the messages that the peer has not confirmed yet, oldest first. They
             are stored because Gloo may lose a message whose handle is dropped too early.
         confirmed: Number of messages that the peer has confirmed.
         received: Number of messages received from the peer. Every header to the peer contains this
-            number, and so confirms these messages.
+            number, which confirms these messages.
         next_request: Smallest step that the peer may still request.
         requests: Requests of the peer without a response: pairs of the step and the peer's epoch.
         blocked_at: Latest step for which the peer has sent BLOCKED.
-        steps: Maps a barrier to the total number of steps that the peer had taken when it reached
-            the barrier. Contains only barriers that this worker has not reached yet.
+        steps: Total number of steps that the peer had taken at a barrier, by barrier. Contains only
+            barriers that this worker has not reached yet.
         in_phase: True if the peer had taken as many steps as this worker at every barrier so far.
         responses: Promises of the responses that this worker waits for, by step.
-        unrequested: Samples by step that the peer sent without a request, just before its CLOSE.
-        close_sent: True once this worker has sent CLOSE. It then sends the peer nothing more.
-        close_received: True once the peer has sent CLOSE.
+        unrequested: Samples that the peer sent without a request, just before its CLOSE, by step.
     """
 
     rank: int
@@ -111,8 +105,8 @@ class _Peer:
 class Exchange:
     """One worker's part in the exchange of samples. Every worker creates one.
 
-    The constructor is not a collective. A *parcel* is the serialized samples that this worker sends
-    in one step. A step is identified by its ``Key``.
+    A *parcel* is the serialized samples that this worker sends in one step. A step is identified by
+    its ``Key``. A parcel is stored until no peer can request it any more.
 
     Args:
         team: The workers, with a communicator that nothing else uses. The time in which the
@@ -123,9 +117,6 @@ class Exchange:
         barriers: Number of barriers that this worker has left so far.
         samples_sent: Number of samples sent so far, counted once per receiver.
         bytes_sent: Number of bytes of these samples.
-
-    *Memory*: a parcel is stored until each peer has requested the samples of this or a later step,
-    has reached the next barrier, or has sent or received CLOSE.
     """
 
     def __init__(self, team: Team) -> None:
@@ -152,7 +143,7 @@ class Exchange:
 
     @property
     def out_of_phase(self) -> list[int]:
-        """Ranks of the peers that had taken more or fewer steps than this worker at a barrier."""
+        """Ranks of the peers that are out of phase with this worker."""
         return [peer.rank for peer in self._peers.values() if not peer.in_phase]
 
     def start_at(self, barriers: int, pending: Key | None, out_of_phase: Iterable[int]) -> None:
@@ -160,9 +151,8 @@ class Exchange:
 
         Args:
             barriers: Number of barriers in the saved run that this run resumes; 0 for a new run.
-            pending: Step whose batch the saved run had loaded but not used. This run loads and
-                publishes that batch first, even if its step precedes the last barrier. None: there
-                was no such batch.
+            pending: Step whose batch the saved run had loaded but not used, if any. This run loads
+                and publishes that batch first.
             out_of_phase: Ranks of peers that are out of phase already.
         """
         with self._lock:
@@ -173,8 +163,7 @@ class Exchange:
     def publish(self, key: Key, parcel: Parcel | None) -> None:
         """Report that the batch of step ``key`` is loaded, and offer ``parcel`` to the peers.
 
-        If ``parcel`` is None, this worker responds with nothing in this step. ``key`` increases
-        from call to call.
+        None: this worker sends no samples in this step. ``key`` increases from call to call.
         """
         with self._lock:
             self._require_service()
@@ -186,10 +175,7 @@ class Exchange:
     def request(self, rank: int, key: Key, epoch: int) -> Handle[Response]:
         """Request the samples of ``rank`` for step ``key``. Does not wait for them.
 
-        Args:
-            rank: Rank of the peer.
-            key: The step.
-            epoch: Number of the current iteration over this worker's loader, counted from 0.
+        ``epoch`` is the number of the current iteration over this worker's loader, from 0.
         """
         what = f"samples of rank {rank} for step {key[1]}"
         with self._lock:
@@ -220,19 +206,15 @@ class Exchange:
     def end_epoch(self, epoch: int) -> None:
         """Respond with nothing to requests of epochs up to ``epoch`` whose batch is not loaded.
 
-        Called only without a synchronizer: when this worker's iteration over its loader ends, and
-        with −1 when the next iteration starts. With −1, requests wait for batches again.
+        For use without a synchronizer, when this worker's loader has ended. −1 ends this state, so
+        that requests wait for batches again.
         """
         with self._lock:
             self._ended_epoch = epoch
             self._serve()
 
     def pause(self, steps: int) -> None:
-        """Report to all peers that this worker has reached a barrier. It loads no batch there.
-
-        Args:
-            steps: Total number of steps that this worker has taken.
-        """
+        """Report to all peers that this worker has reached a barrier, after ``steps`` in total."""
         with self._lock:
             if self._error is None and not self._paused:
                 self._paused = True
@@ -255,8 +237,8 @@ class Exchange:
         """Send CLOSE to all peers, and wait until each has sent CLOSE.
 
         Before CLOSE, this worker sends each peer the stored samples that the peer may still
-        request. The background threads of the peers respond with CLOSE at once. Their training
-        may continue without this worker.
+        request. The background threads of the peers respond with CLOSE at once, so their training
+        may continue.
 
         Raises:
             CommunicationError: A peer is lost.
@@ -318,7 +300,7 @@ class Exchange:
         To be called only if no parcel of that step is stored.
         """
         if key == self._republished:
-            # ``start_at`` promised this batch, even if its step precedes the last barrier.
+            # This worker publishes this batch soon, even if its step precedes the last barrier.
             return False
         if key <= self._latest:
             # The batch was published without samples, or its parcel has been deleted.
@@ -327,8 +309,8 @@ class Exchange:
             # The step precedes the last barrier. This worker does not load batches of such steps.
             return True
         if self._paused and key[0] == self.barriers:
-            # This worker waits at a barrier, and loads batches again only after the barrier. The
-            # peer cannot reach the barrier before this step ends, so its wait would be a deadlock.
+            # This worker waits at a barrier and loads no batch before its end. The peer must finish
+            # this step to reach the barrier. If it waited for the samples, both would wait forever.
             return True
         if epoch <= self._ended_epoch:
             # Without a synchronizer, the peer's loader may have more batches in this epoch than
@@ -336,12 +318,12 @@ class Exchange:
             return True
         # Avoid a deadlock: the strategy of this worker may be blocked until the peer takes more
         # steps, while the peer is blocked until it gets these samples. Workers in phase cannot
-        # deadlock, because a strategy waits only for steps whose samples this worker has published.
-        # Such a peer always waits, so that the batches do not depend on the speed of the workers.
+        # deadlock: a strategy waits only for steps whose samples this worker has published. So a
+        # peer in phase always waits, and its batches do not depend on the speed of the workers.
         return self._blocking and not peer.in_phase and key <= peer.blocked_at
 
     def _compare_steps(self, peer: _Peer) -> None:
-        """Clear ``peer.in_phase`` if both workers reached a barrier with different step numbers."""
+        """Clear ``peer.in_phase`` if the workers took different numbers of steps to a barrier."""
         for barrier in [number for number in peer.steps if number in self._steps]:
             if peer.steps.pop(barrier) != self._steps[barrier]:
                 peer.in_phase = False
@@ -363,7 +345,7 @@ class Exchange:
         try:
             while not peer.close_received:
                 self._receive_message(peer)
-            # These waits end, because the peer receives all messages of this worker up to CLOSE.
+            # These waits end, because the peer receives all messages up to this worker's CLOSE.
             for handle in itertools.chain(*peer.unconfirmed):
                 handle.wait()
             peer.closed.fulfil(None)
@@ -381,7 +363,7 @@ class Exchange:
         if size:
             data = torch.empty(size, dtype=torch.uint8)
             self._receive(data, peer, 1, f"samples of rank {peer.rank}", patient=False)
-        with self._lock:  # the training thread may append to peer.unconfirmed at the same time
+        with self._lock:  # the training thread also changes ``unconfirmed``
             arrived = [peer.unconfirmed.popleft() for _ in range(received - peer.confirmed)]
             peer.confirmed = received
         for handle in itertools.chain(*arrived):  # confirmed, so this does not block

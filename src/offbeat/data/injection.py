@@ -22,13 +22,7 @@ from offbeat.transport.team import Team
 
 @dataclass
 class _Loaded:
-    """A batch loaded ahead of its step.
-
-    Attributes:
-        key: The step.
-        batch: Batch of this worker's loader.
-        responses: Handles of the samples that were requested from other workers, by rank.
-    """
+    """A batch that was loaded ahead of its step, and the requests to other workers, by rank."""
 
     key: Key
     batch: Any
@@ -47,24 +41,19 @@ class DataInjection:
     A sender sends the same samples to all workers, and trains on them, too. ``injected_batch_size``
     computes a b' that compensates for the added samples.
 
-    Before the current batch is returned, the next batch is loaded and the samples for it are
-    requested. These samples are therefore in flight while the model computes. A worker waits for a
-    sender that has not loaded its batch of the step yet. A sender that will load no batch for the
-    step sends nothing: it has reached ``consensus()`` or ``finish()``, or its loader has ended.
-    Workers may therefore take different numbers of steps. Steps are counted from 0 again after each
-    ``consensus()``.
+    The samples of the next batch are in flight while the model computes. A worker waits for a
+    sender that has not loaded its batch of the step yet. A sender sends nothing if it will load no
+    batch for the step, because it has reached ``consensus()`` or ``finish()``, or because its
+    loader has ended. So workers may take different numbers of steps.
 
-    As long as all workers take the same number of steps before each ``consensus()``, the batches
-    do not depend on the speed of the workers. If workers take different numbers of steps, a worker
-    may continue without the samples of a sender that is blocked in its strategy, because the two
-    could wait for each other forever (see ``data/exchange.py``).
+    If all workers take the same number of steps before each ``consensus()``, the batches do not
+    depend on the speed of the workers. Otherwise a worker may continue without the samples of a
+    sender that is blocked in its strategy, because the two could wait for each other forever (see
+    ``data/exchange.py``).
 
-    Without ``sync``, a worker whose loader has ended sends nothing until its next iteration. Call
-    ``close`` at the end, or use the object as a context manager. If the loaders have different
-    lengths, call ``pause()``, a barrier of ``torch.distributed`` and ``resume()`` on all workers
-    between epochs. Without these calls, step numbers would differ more with every epoch.
-
-    With one worker the batches are those of the loader.
+    Without ``sync``, call ``close`` at the end, or use the object as a context manager. If the
+    loaders have different lengths, also call ``pause()``, a barrier of ``torch.distributed`` and
+    ``resume()`` on all workers between epochs. Otherwise the step numbers of the workers diverge.
 
     Args:
         loader: Iterable of batches that can be iterated repeatedly, such as a DataLoader. A batch
@@ -98,9 +87,8 @@ class DataInjection:
 
     *Communication*: in each step each sender sends its samples to the N − 1 other workers, in the
     background. ``sync.stats.details`` has the totals ``injected_samples`` (received),
-    ``injected_bytes_received``, ``injected_samples_sent`` and ``injected_bytes_sent``. The time in
-    which a worker waits for samples is part of its waiting time. *Memory*: the next batch, and the
-    samples to send until all workers have requested them.
+    ``injected_bytes_received``, ``injected_samples_sent`` and ``injected_bytes_sent``. *Memory*:
+    the next batch, and the samples to send until all workers have requested them.
 
     *Differs from the paper*: workers need not be at the same step.
 
@@ -159,11 +147,7 @@ class DataInjection:
             self._exchange.start_at(0, None, out_of_phase)
 
     def _agree(self) -> list[int]:
-        """Compare the settings of all workers. Return the number of steps that each has taken.
-
-        Raises:
-            MismatchError: The settings differ.
-        """
+        """Compare the settings of all workers. Return the number of steps that each has taken."""
         names = ("alpha", "beta", "seed", "dimension")
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         what = "comparison of data injection"
@@ -222,7 +206,7 @@ class DataInjection:
                     exchange.end_epoch(epoch)
 
     def _load(self, own: Iterator[Any], exchange: Exchange) -> _Loaded | None:
-        """Load the next batch, offer samples of it, and request samples. None: no batch is left."""
+        """Load the next batch, offer samples of it, and request samples. None at the end."""
         try:
             batch = next(own)
         except StopIteration:
@@ -283,7 +267,7 @@ class DataInjection:
     # -- background task of the synchronizer -----------------------------------------------------
 
     def set_blocking(self, blocking: bool) -> None:
-        """Report whether the strategy may block from now on. Called by ``sync``."""
+        """Handle the start (True) or end of a call in which the strategy may block."""
         if self._exchange is not None:
             self._exchange.set_blocking(blocking)
 
@@ -301,8 +285,8 @@ class DataInjection:
     def finish(self) -> None:
         """End data injection on this worker. Called by ``sync.finish()``. May be called again.
 
-        Blocks until the background threads of all other workers have responded. The training of
-        the other workers may continue without this one.
+        Blocks until the background threads of all other workers have responded. The other workers
+        may continue to train.
 
         Raises:
             CommunicationError: Another worker is lost.
@@ -336,7 +320,7 @@ class DataInjection:
         """Return the settings and the position in the sequence of steps, as plain values.
 
         All workers must save their states at the same step. The position in the dataset is not
-        included. The sampler saves that position.
+        included; save it with the sampler.
         """
         exchange = self._exchange
         pending = None if self._loaded is None else list(self._loaded.key)

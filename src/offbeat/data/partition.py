@@ -26,19 +26,15 @@ def partition_by_label(
 ) -> list[Indices]:
     """Divide samples so that each worker holds exactly ``labels_per_worker`` different labels.
 
-    A worker is a *holder* of the labels of its samples. With N workers, there are
-    N × ``labels_per_worker`` pairs of a label and a holder.
+    For example, with as many workers as labels and ``labels_per_worker=1``, each worker holds all
+    samples of one label. The workers that hold samples of a label are its *holders*.
 
     1. Choose the number of holders of each label. Every label gets one holder. Each further holder
-       goes to the label that has the most samples per holder at that moment, so that the parts have
-       similar sizes. No label gets more holders than it has samples, or than there are workers.
+       goes to the label that has the most samples per holder, so that the parts have similar sizes.
+       No label gets more holders than it has samples, or than there are workers.
     2. Choose the holders. The labels are processed in random order. Each label takes the workers
        that lack the most labels; ties are broken at random.
-    3. Shuffle the samples of each label and split them among the label's holders. Their numbers of
-       samples of this label differ by at most one.
-
-    With as many workers as labels and ``labels_per_worker=1``, each worker holds all samples of one
-    label.
+    3. Shuffle the samples of each label and split them evenly among the label's holders.
 
     Args:
         labels: Label of each sample, integers or strings: a one-dimensional list, array or tensor.
@@ -81,8 +77,8 @@ def partition_by_label(
     lacking = np.full(workers, labels_per_worker)
     parts: list[list[Indices]] = [[] for _ in range(workers)]
     for label in order:
-        # Choosing the workers that lack the most labels keeps the numbers of lacking labels within
-        # 1 of each other. Every label therefore finds enough workers that lack one.
+        # This choice keeps the numbers of lacking labels within 1 of each other, so every label
+        # finds enough workers that lack one.
         chosen = np.lexsort((random.random(workers), -lacking))[: holders[label]]
         lacking[chosen] -= 1
         shares = np.array_split(random.permutation(groups[label]), len(chosen))
@@ -104,12 +100,12 @@ def partition_dirichlet(
     Worker j gets size_kj samples of label k, drawn at random. A smaller α makes the workers more
     different: α → 0 gives each label to one worker, and α → ∞ gives all workers the same
     distribution of labels. The sizes of the parts differ, too. If a part has fewer than
-    ``minimum_samples`` samples, p is drawn again for all labels. There are at most 1000 draws.
+    ``minimum_samples`` samples, p is drawn again for all labels, at most 1000 times.
 
     *Differs from the papers*: in the published code of Yurochkin et al., a worker that already
-    holds 1/N of the samples gets no samples of the remaining labels. Here p_k is used as drawn.
-    Hsu et al. draw a distribution of labels for each worker, instead of a distribution of workers
-    for each label, and give all workers the same number of samples.
+    holds 1/N of the samples gets no samples of the remaining labels. Hsu et al. draw a distribution
+    of labels for each worker, not of workers for each label, and give all workers the same number
+    of samples.
 
     Args:
         labels: Label of each sample, integers or strings: a one-dimensional list, array or tensor.
@@ -160,12 +156,7 @@ def partition_dirichlet(
 
 
 def group_by_label(labels: Labels) -> tuple[npt.NDArray[Any], list[Indices]]:
-    """Return the distinct labels in ascending order, and the sample indices of each label.
-
-    Raises:
-        TypeError: Labels are neither integers nor strings.
-        ValueError: There are no labels, or they are not one-dimensional.
-    """
+    """Return the distinct labels in ascending order, and the sample indices of each label."""
     try:
         array = _array(labels)
     except ValueError:
@@ -187,12 +178,7 @@ def group_by_label(labels: Labels) -> tuple[npt.NDArray[Any], list[Indices]]:
 
 
 def check_parts(parts: Sequence[Part], samples: int) -> list[Indices]:
-    """Check the parts of a partition, and return them as int64 arrays.
-
-    Raises:
-        TypeError: A part is not a list of integers. A boolean mask, for example, is refused.
-        ValueError: An index is outside [0, ``samples``) or occurs twice.
-    """
+    """Check that the parts hold distinct indices in [0, ``samples``). Return them as arrays."""
     checked = []
     for number, part in enumerate(parts):
         array = _array(part)
@@ -211,8 +197,8 @@ def check_parts(parts: Sequence[Part], samples: int) -> list[Indices]:
     times = np.bincount(np.concatenate([*checked, np.empty(0, np.int64)]), minlength=1)
     if times.max() > 1:
         raise ValueError(
-            f"every index may be in one part only, and once; index {times.argmax()} is there "
-            f"{times.max()} times; make parts without repeats"
+            f"every index may occur only once in all parts, index {times.argmax()} occurs "
+            f"{times.max()} times"
         )
     return checked
 
@@ -225,8 +211,7 @@ def round_shares(
     Args:
         shares: Non-negative shares of shape [rows, columns]. Each row sums to 1.
         totals: Sums of shape [rows].
-        random: Generator that breaks ties between equal remainders. A fixed order would always
-            favour the same columns.
+        random: Breaks ties between equal remainders.
     """
     exact = shares * totals[:, None]
     sizes = np.floor(exact).astype(np.int64)
@@ -242,9 +227,9 @@ def _dirichlet(
 ) -> npt.NDArray[np.float64]:
     """Draw rows from the symmetric Dirichlet(α).
 
-    A row consists of Gamma(α) variables divided by their sum. For small α the variables underflow,
-    and a row of zeros would give NaN. The code therefore computes the logarithms of the variables,
-    from Gamma(α) = Gamma(α + 1)·U^(1/α), where U is uniform and −log U is exponential.
+    A row consists of Gamma(α) variables divided by their sum. For small α the variables underflow.
+    The code therefore computes their logarithms, from Gamma(α) = Gamma(α + 1)·U^(1/α), where U is
+    uniform and −log U is exponential.
     """
     alpha = float(np.clip(alpha, 1e-100, 1e100))  # avoids overflow; the shares are the same
     logs = np.log(random.standard_gamma(alpha + 1, shape))
@@ -259,11 +244,8 @@ def _count_holders(
 ) -> list[int]:
     """Return the number of holders of each label: step 1 of ``partition_by_label``.
 
-    Args:
-        counts: Number of samples of each label.
-        limits: Largest number of holders of each label.
-        places: Number of holders of all labels together.
-        order: Labels in the order in which ties are broken.
+    Label k has ``counts[k]`` samples and at most ``limits[k]`` holders. The numbers of holders sum
+    to ``places``. ``order`` breaks ties.
     """
     holders = [1] * len(counts)
     queue = [(-counts[label], turn, label) for turn, label in enumerate(order.tolist())]
@@ -288,6 +270,6 @@ def _require_count(name: str, value: int) -> None:
 
 
 def _plain(number: Any) -> Any:
-    """Return a scalar of NumPy or torch as a Python number, and anything else unchanged."""
+    """Convert a scalar of NumPy or torch to a Python number. Return anything else unchanged."""
     scalar = isinstance(number, np.number | torch.Tensor) and number.ndim == 0
     return number.item() if scalar else number

@@ -38,7 +38,7 @@ class Parcel:
 
     Attributes:
         samples: Number of samples.
-        values_bytes: Number of bytes of the values alone.
+        values_bytes: Number of bytes of the values, without description.
         data: All bytes of the parcel: 1-D uint8.
     """
 
@@ -52,8 +52,8 @@ def count_samples(batch: Any, dimension: int = 0) -> int:
 
     Raises:
         TypeError: The batch contains an object that is neither a leaf nor a container of leaves.
-        ValueError: The batch has no leaves, a tensor is not dense or does not have ``dimension``,
-            or leaves have different numbers of samples.
+        ValueError: The batch has no leaves, a tensor is not dense or has too few dimensions, or
+            leaves have different numbers of samples.
     """
     sizes: dict[int, str] = {}
     for path, leaf in _leaves(batch, "batch"):
@@ -70,11 +70,7 @@ def count_samples(batch: Any, dimension: int = 0) -> int:
 
 
 def take(batch: Any, indices: Sequence[int], dimension: int = 0) -> Parcel:
-    """Serialize the samples of ``batch`` at ``indices``. The batch is not changed.
-
-    Raises:
-        TypeError: The batch contains an object that is neither a leaf nor a container of leaves.
-    """
+    """Serialize the samples of ``batch`` at ``indices``."""
     chosen = torch.tensor(list(indices), dtype=torch.int64)
     lines, values = [], []
     for path, leaf in _leaves(batch, "batch"):
@@ -92,8 +88,7 @@ class Joined:
     """A batch extended by samples of other workers.
 
     Attributes:
-        batch: The extended batch, with the structure and devices of the original one. If nothing
-            was added, the original batch.
+        batch: The extended batch, with the structure and devices of the original one.
         samples: Number of added samples.
         values_bytes: Number of bytes of the added samples.
     """
@@ -113,7 +108,6 @@ def join(batch: Any, parcels: Sequence[tuple[int, Tensor]], dimension: int = 0) 
 
     Raises:
         MismatchError: A parcel has another structure, dtype or shape than ``batch``.
-        TypeError: The batch contains an object that is neither a leaf nor a container of leaves.
     """
     if not parcels:
         return Joined(batch, 0, 0)
@@ -135,7 +129,7 @@ def join(batch: Any, parcels: Sequence[tuple[int, Tensor]], dimension: int = 0) 
 
 
 def _open(data: Tensor, lines: list[str], rank: int) -> tuple[int, Tensor]:
-    """Return the number of samples and the bytes of the values of a parcel.
+    """Return the number of samples of a parcel, and the bytes of its values.
 
     Raises:
         MismatchError: The description differs from ``lines``, the one of this worker's batch.
@@ -164,7 +158,7 @@ def _is_column(node: Any) -> bool:
 
 
 def _children(node: Any) -> list[tuple[str, Any]]:
-    """Return the direct children of ``node``, each with its path relative to the node."""
+    """Return the children of ``node``, each with its path relative to the node."""
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", node[key]) for key in node]
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -257,13 +251,9 @@ def _pack(leaf: Leaf, chosen: Tensor, dimension: int) -> Tensor:
 
 
 def _unpack(data: Tensor, leaves: Sequence[Leaf], samples: int, dimension: int) -> list[Leaf]:
-    """Return the leaves of a parcel.
+    """Return the leaves of a parcel with the values ``data``.
 
-    Args:
-        data: Values of the parcel, one leaf after the other.
-        leaves: Leaves of this worker's batch, with the same dtypes and, per sample, shapes.
-        samples: Number of samples in the parcel.
-        dimension: Dimension of the tensors that counts samples.
+    ``leaves`` are those of this worker's batch. They give the dtypes, and the shapes per sample.
     """
     offset = 0
 

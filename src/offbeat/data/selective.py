@@ -23,17 +23,16 @@ class SelDPSampler(Sampler[int]):
 
         D_n, D_{n+1}, …, D_{N−1}, D_0, …, D_{n−1}
 
-    An epoch of a worker therefore contains *all* chunks. It is N times as long as with
+    An epoch of a worker contains *all* chunks, so it is N times as long as with
     ``DistributedSampler``. At any position in the epoch, the N workers read N different chunks.
     Workers that train locally for many steps then do not specialise on a part of the data. The
     paper reports 90.86 % accuracy of VGG11 with SelDP and 64.1 % without.
 
     If N does not divide the number of samples, the first indices are repeated at the end, or with
-    ``drop_last`` the last indices are dropped. ``DistributedSampler`` does the same.
+    ``drop_last`` the last indices are dropped, as in ``DistributedSampler``.
 
-    With a ``partition``, worker n reads only its own part of the dataset, once per epoch. If
-    ``shuffle`` is set, the order is random for each worker and epoch. Nothing is padded, so epochs
-    are as long as the parts. Workers may take different numbers of steps, which Offbeat supports.
+    With a ``partition``, worker n reads only its own part of the dataset, once per epoch. Nothing
+    is padded, so workers may take different numbers of steps. Offbeat supports this.
 
     Args:
         dataset: Any object with a length.
@@ -54,10 +53,9 @@ class SelDPSampler(Sampler[int]):
     Raises:
         RuntimeError: ``num_replicas`` or ``rank`` is None and no process group is initialised.
         TypeError: A part is not a list of integers.
-        ValueError: ``rank`` is not in [0, N); the dataset is empty, or has fewer than N samples
-            with ``drop_last``; ``partition`` is combined with ``drop_last``; or the partition has
-            the wrong number of parts, an empty part, an index outside the dataset, or an index
-            twice.
+        ValueError: ``rank`` is not in [0, N); a worker would have no samples; ``partition`` is
+            combined with ``drop_last``; or the partition has the wrong number of parts, an index
+            outside the dataset, or an index twice.
 
     Source: Tyagi & Swany, arXiv 2307.07950, §III-D.
     """
@@ -101,7 +99,7 @@ class SelDPSampler(Sampler[int]):
         return chunk
 
     def _check(self, partition: Sequence[Part]) -> list[Indices]:
-        """Check the parts of all workers, so that all workers raise the same error. Return them."""
+        """Check the parts of all workers, so that all workers raise the same error."""
         if len(partition) != self.num_replicas:
             raise ValueError(
                 f"the partition must have one part for each of {self.num_replicas} workers, got "
@@ -109,8 +107,8 @@ class SelDPSampler(Sampler[int]):
             )
         if self.drop_last:
             raise ValueError(
-                "drop_last cuts chunks to one length, and parts have their own: leave it out with "
-                "a partition"
+                "drop_last cannot be combined with a partition, whose parts are never cut; leave "
+                "drop_last out"
             )
         parts = check_parts(partition, len(self.dataset))
         for number, part in enumerate(parts):
@@ -126,10 +124,7 @@ class SelDPSampler(Sampler[int]):
         return self._chunk * self.num_replicas if self._part is None else len(self._part)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the shuffle.
-
-        If the epoch changes, a position from ``load_state_dict`` is discarded.
-        """
+        """Set the epoch, which determines the shuffle. A new epoch starts at position 0."""
         if epoch != self.epoch:
             self._resume = 0
         self.epoch = epoch
@@ -140,14 +135,14 @@ class SelDPSampler(Sampler[int]):
             indices = self._indices()
             start = self.rank * self._chunk
             return indices[start:] + indices[:start]
-        # Parts are sorted. Without the rank in the seed, all workers would read the same positions
-        # of their parts at the same time.
+        # Without the rank in the seed, workers with equally long parts would read the same
+        # positions of their parts at the same time. Parts are usually sorted by index.
         random = np.random.default_rng([self.seed % 2**64, _SHUFFLE, self.epoch, self.rank])
         own: list[int] = (random.permutation(self._part) if self.shuffle else self._part).tolist()
         return own
 
     def _indices(self) -> list[int]:
-        """Return all chunks in sequence: the indices, shuffled if desired, then repeated or cut."""
+        """Return all chunks in sequence: the epoch's indices, repeated or cut to full chunks."""
         size, total = len(self.dataset), len(self)
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -158,7 +153,7 @@ class SelDPSampler(Sampler[int]):
         return (indices * repeats)[:total]
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the epoch's indices, or over the rest of them after ``load_state_dict``."""
+        """Iterate over the epoch's indices, after ``load_state_dict`` over the rest of them."""
         own = self._own()
         first, self._resume = self._resume, 0
         for offset, index in enumerate(own[first:], start=first + 1):
@@ -166,9 +161,7 @@ class SelDPSampler(Sampler[int]):
             yield index
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return the position of this worker, for ``load_state_dict``.
-
-        With a partition every worker saves its own state, because the positions differ.
+        """Return the position of this worker. With a partition, every worker must save its own.
 
         Args:
             consumed: Number of samples of this epoch that were trained on. None: the number of

@@ -23,14 +23,10 @@ def injected_batch_size(batch_size: int, alpha: float, beta: float, workers: int
 
     In each step there are S = ⌈α·N⌉ senders, which send k = max(1, ⌊β·b' + ½⌋) samples each. After
     injection a batch has B = b' + S·k samples. On a sender it has only B − k, because a sender
-    does not receive its own samples. The mean over the workers is B − S·k/N.
-
-    B is not exactly b, because α·N, b' and k are rounded. If neither b' nor k was raised to 1:
-
-        −(1 + α·β·N)/2 − S/2  ≤  B − b  ≤  (1 + α·β·N)/2 + S/2 + (S − α·N)·β·b'
+    does not receive its own samples. B differs from b, because α·N, b' and k are rounded.
 
     Example: for b = 32, α = β = 1/2 and N = 10, b' is 9 and B is 9 + 5·5 = 34. A sender has 29
-    samples, and the mean is 31.5.
+    samples, and the mean over the workers is 31.5.
 
     Args:
         batch_size: Desired number b of samples per step (≥ 1).

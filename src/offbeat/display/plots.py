@@ -1,4 +1,4 @@
-"""Matplotlib figures. Only this module imports matplotlib, which is an optional dependency."""
+"""Matplotlib figures. Matplotlib is an optional dependency, which only this module imports."""
 
 import io
 from typing import Any
@@ -10,14 +10,9 @@ _METADATA = ("Date", "Creator", "Format", "Type")  # left out, so that equal fig
 
 
 def new_figure(width: float, height: float, *, dpi: int) -> tuple[Any, Any]:
-    """Return an empty figure and its axes.
+    """Return an empty figure of this size in inches, and its axes.
 
     pyplot is not used, so a notebook keeps its plotting backend and no figure has to be closed.
-
-    Args:
-        width: Width in inches.
-        height: Height in inches.
-        dpi: Pixels per inch.
 
     Raises:
         ImportError: matplotlib is not installed.

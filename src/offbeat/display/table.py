@@ -10,8 +10,8 @@ class Table:
     """Text in rows and columns. The first column contains the names of the rows.
 
     Attributes:
-        headings: Heading of each column.
-        rows: Cells of each row. A row has as many cells as there are headings.
+        headings: One heading per column.
+        rows: Rows of cells, one cell per heading.
         caption: Caption of one line. Empty: no caption.
     """
 
@@ -20,7 +20,7 @@ class Table:
     caption: str = ""
 
     def markdown(self) -> str:
-        """Return the caption and the table as Markdown. The first column is formatted as code."""
+        """Return caption and table as Markdown. The first column is formatted as code."""
         lines = [f"| {' | '.join(self.headings)} |", f"|{'---|' * len(self.headings)}"]
         lines += [f"| {' | '.join((f'`{first}`', *rest))} |" for first, *rest in self.rows]
         above = [self.caption, ""] if self.caption else []

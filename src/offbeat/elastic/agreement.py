@@ -28,7 +28,7 @@ The keys of one training begin with ``offbeat/elastic/<name>``:
     left/<worker>      exists once the worker has left
     ended              exists once the training has ended
     view/<n>/wanted    exists once a worker requests view n
-    view/<n>/begun     exists once a member has arrived; the opening of view n - 1 is then given up
+    view/<n>/begun     exists once a member has arrived; members then give up opening view n - 1
     view/<n>/here/<worker>   exists once the worker has arrived; its value is true for a newcomer
     view/<n>/decided   the decision
     view/<n>/groups/…  addresses of the process groups
@@ -47,10 +47,7 @@ from offbeat.transport.membership import EndedError
 
 T = TypeVar("T")
 SILENCE_SECONDS = 30.0
-"""Default time for which a view change waits for silent members, unless timeout_seconds is less.
-
-A *silent* member neither arrives nor is known to have ended.
-"""
+"""Default wait of a view change for members that neither arrive nor are known to have ended."""
 _LEAVE_SECONDS = 1.0  # time limit of leave()
 _POLL_SECONDS = 0.01, 0.1  # pause between two reads of the store: the first, and the longest
 
@@ -61,9 +58,9 @@ class Decision:
 
     Attributes:
         members: Identities of the members, ascending.
-        newcomers: Identities of the members that joined later and were in no earlier view.
-        next_identity: Lowest identity that was unused when the decision was made. All workers that
-            had asked to join have smaller identities.
+        newcomers: Identities of the members that have joined and were in no earlier view.
+        next_identity: Lowest identity that was unused when the decision was made. The decision
+            admits or refuses every worker that asked to join with a smaller identity.
     """
 
     members: list[int]
@@ -77,10 +74,9 @@ class Agreement:
     Args:
         worker: Identity of this worker.
         store: Store of the training.
-        heartbeats: Heartbeat connections of this process, which tell whose process has ended.
+        heartbeats: Tells which members' processes have ended.
         timeout_seconds: Time limit of one operation.
-        silence_seconds: Time for which callers wait for silent members, unless ``timeout_seconds``
-            is less. They pass it as ``patience`` to ``decide``.
+        silence_seconds: The usual ``patience`` in ``decide``; at most ``timeout_seconds``.
     """
 
     def __init__(
@@ -103,10 +99,9 @@ class Agreement:
 
         Args:
             number: Number of the view.
-            before: Decision on view ``number`` - 1.
-            patience: Seconds without a new arrival after which missing members are given up, if at
-                least half of the members have arrived. If fewer have arrived, they wait for
-                ``timeout_seconds``.
+            before: Decision on the previous view.
+            patience: Seconds without a new arrival after which the arrived members exclude the
+                missing ones, if at least half have arrived. A minority waits ``timeout_seconds``.
             newcomer: True if this worker was in no earlier view.
 
         Raises:
@@ -144,8 +139,8 @@ class Agreement:
             dead = self.heartbeats.dead()
             awaited, present = others - arrived - left - dead, {self.worker, *(arrived - dead)}
             # A minority waits for timeout_seconds, so that a badly connected worker does not
-            # exclude all others. Half of the members or more wait for ``patience`` after each
-            # arrival, so that slightly late workers are not excluded.
+            # exclude all others. A majority waits for ``patience`` after each arrival, so that it
+            # does not exclude slightly late workers.
             majority, now = len(present) >= len(awaited), time.monotonic()
             if majority:
                 expired = now - last_arrival > patience
@@ -165,9 +160,7 @@ class Agreement:
     def leave(self, number: int, *, ended: bool) -> None:
         """Announce to the members of view ``number`` that this worker leaves permanently.
 
-        Args:
-            number: Number of the current view.
-            ended: True if the training has ended on all workers. False closes ``heartbeats``, too.
+        ``ended`` is True if the training has ended on all workers.
         """
 
         def announce() -> None:
@@ -184,7 +177,7 @@ class Agreement:
     def _propose(self, number: int, before: Decision, present: list[int]) -> None:
         """Propose the members of view ``number``: ``present`` and the workers that ask to join.
 
-        A worker that asks to join and cannot be reached is left out.
+        A worker that asks to join is excluded if this worker cannot connect to it.
         """
         addresses = self.call(partial(self._join_requests, before.next_identity))
         next_identity = before.next_identity + len(addresses)
@@ -211,11 +204,7 @@ class Agreement:
         return addresses
 
     def connect_heartbeats(self, members: Iterable[int]) -> list[int]:
-        """Open heartbeat connections to those ``members`` that have none yet.
-
-        Returns:
-            The members that cannot be reached.
-        """
+        """Connect to those ``members`` that are not monitored yet. Return the unreachable ones."""
         others = [w for w in members if w != self.worker and not self.heartbeats.monitors(w)]
 
         def read() -> dict[int, str]:
@@ -227,8 +216,7 @@ class Agreement:
     def call(self, function: Callable[[], T]) -> T:
         """Return the result of ``function``, which accesses the store.
 
-        Raises:
-            StoreLostError: ``function`` failed or took longer than ``timeout_seconds``.
+        Raises StoreLostError if ``function`` failed or took longer than ``timeout_seconds``.
         """
         what = f"rank {self.worker}: agreeing on the next view failed"
         return self.store.call(function, what, seconds=self.timeout_seconds)

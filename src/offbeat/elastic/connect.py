@@ -1,8 +1,7 @@
 """Opens a communicator between the members of a process group, or from a custom transport.
 
 If training is *elastic*, workers may be lost or join while the others continue. The communicator
-then has a ``membership``, through which the workers agree on the next *view* (composition of the
-workers).
+then has a ``membership``: the interface through which the workers agree on who continues.
 """
 
 import logging
@@ -90,11 +89,8 @@ def open_elastic(
 ) -> Communicator:
     """Open a communicator with a ``membership`` between the members of ``group``. A collective.
 
-    Args:
-        group: Process group with the gloo backend; None is the default group.
-        timeout_seconds: Time limit of one operation.
-        silence_seconds: Time for which a view change waits for members that do not answer, unless
-            ``timeout_seconds`` is less.
+    When workers are lost or join, the others wait ``silence_seconds``, but at most
+    ``timeout_seconds``, for members that do not answer.
 
     Raises:
         AttachError: The backend is not gloo, or this process is not a member of the group.

@@ -1,7 +1,7 @@
 """Heartbeat connections: sockets that are closed when the process at the other end ends.
 
-Nothing is sent on them. When a process ends, the kernel of its machine closes the sockets of the
-process, and the workers at the other ends notice that.
+Nothing is sent on them. When a process ends, the kernel of its machine closes its sockets, and the
+workers at the other ends notice that.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ class HeartbeatConnections:
     Each process listens on a port and never accepts a connection. The kernel completes connections
     to this port even while the process computes or is suspended, and closes them when the process
     ends. So neither threads nor messages are needed. A machine that loses power or its network
-    cannot close its connections. Its workers are therefore not reported as dead.
+    closes no connections, so its workers are not reported as dead.
 
     Attributes:
         address: Address on which this process listens, as ``host:port``.
-        close: Function that closes all sockets of this object. Python also calls it when this
-            object is garbage-collected, and at exit.
+        close: Function that closes all sockets of this object. Also called when this object is
+            garbage-collected, and at exit.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class HeartbeatConnections:
     def connect(self, addresses: Mapping[int, str]) -> list[int]:
         """Connect to other workers, and return those that cannot be reached.
 
-        Skips workers that are already monitored. Blocks for at most about 2 s.
+        Blocks for at most about 2 s.
 
         Args:
             addresses: Address of each worker, as ``host:port``, by identity (number of the worker).
@@ -95,8 +95,8 @@ def _close_all() -> None:
         instance.close()
 
 
-# A forked child, such as a process of a DataLoader, inherits the sockets. It must close them, or
-# they would stay open after the death of its parent.
+# A forked child, such as a process of a DataLoader, inherits the sockets. Unless it closes them,
+# they stay open after the death of its parent.
 os.register_at_fork(after_in_child=_close_all)
 
 

@@ -35,9 +35,9 @@ def join(address: str | None = None) -> Transport:
 
     The workers of the running training must have passed ``min_workers`` to ``attach``. The new
     process does not call ``init_process_group``. Its ``attach`` blocks until the other workers
-    admit the process, usually at the beginning of their next optimizer step. ``attach`` raises
-    ``CommunicationTimeout`` if they do not admit it within ``timeout_seconds``. If several
-    trainings use the store, the new worker joins the training that began last.
+    admit the process, usually at the beginning of their next optimizer step. It raises
+    ``CommunicationTimeout`` if this takes longer than ``timeout_seconds``. If several trainings use
+    the store, the new worker joins the training that began last.
 
     Args:
         address: Address of the store of the running training's process group, as ``host:port`` or
@@ -64,10 +64,7 @@ def join(address: str | None = None) -> Transport:
 class Newcomer(Transport):
     """Transport (factory of communicators) of a worker that joins a running training.
 
-    The communicator belongs to the first view that this worker enters.
-
-    Args:
-        address: Address of the store, as ``host:port`` or ``file://path``.
+    ``address`` is that of the store, as in ``join``.
     """
 
     def __init__(self, address: str) -> None:
@@ -75,9 +72,6 @@ class Newcomer(Transport):
 
     def make_communicator(self, timeout_seconds: float) -> Communicator:
         """Ask to join, and return a communicator once the members have admitted this worker.
-
-        Args:
-            timeout_seconds: Time limit of the admission, and of each operation afterwards.
 
         Raises:
             AttachError: The training has ended.
@@ -115,8 +109,7 @@ class Newcomer(Transport):
     def _await_admission(self, agreement: Agreement, deadline: float) -> View | None:
         """Request a view change, and return the view that admits this worker.
 
-        Returns:
-            The view; None if the members read the request but could not connect to this worker.
+        Returns None if the members read the request but could not connect to this worker.
         """
         store, worker = agreement.store, agreement.worker
         what = f"rank {worker}: joining failed"
@@ -191,8 +184,7 @@ class Newcomer(Transport):
 def _take_identity(store: SharedStore, heartbeats: HeartbeatConnections) -> int:
     """Reserve the lowest unused identity (number of a worker) for this worker, and return it.
 
-    The worker reserves an identity by writing its address under it. This is also its request to
-    join.
+    The worker writes its address under this identity. This is also its request to join.
     """
     worker = int(store.get("size"))
     while store.put_if_absent(f"address/{worker}", heartbeats.address) != heartbeats.address:

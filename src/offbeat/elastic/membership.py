@@ -1,8 +1,8 @@
 """Membership of real processes: opens a view, and changes to the next one.
 
-A *view* is one composition of the workers. ``elastic/agreement.py`` describes the protocol by which
-the workers decide on the members of the next view. This module opens the communicator of a view
-that was decided, and requests another view if that fails.
+A *view* is one composition of the workers, its *members*. ``elastic/agreement.py`` describes the
+protocol by which the workers decide on the members of the next view. This module opens the
+communicator of a view that was decided, and requests another view if that fails.
 """
 
 import itertools
@@ -37,10 +37,7 @@ class ElasticCommunicator(TorchCommunicator):
 
     @override
     def twin(self) -> Communicator:
-        """Return a second communicator, without ``membership``; see ``Communicator.twin``.
-
-        Only the ``membership`` of the original communicator starts view changes.
-        """
+        # Only the original communicator has the ``membership`` and starts view changes.
         twin = super().twin()
         del twin.__dict__["membership"]
         return twin
@@ -55,9 +52,6 @@ class ElasticSingle(SingleCommunicator):
 class Participant:
     """One worker of an elastic training, from its first view to its last.
 
-    Args:
-        agreement: The agreement protocol, as run by this worker.
-
     Attributes:
         last_active: Time (monotonic clock) of this worker's last step or view change.
     """
@@ -71,13 +65,8 @@ class Participant:
     def enter(self, number: int, decision: Decision, opening_seconds: float) -> View:
         """Open view ``number``: connect to its members. A collective of the members.
 
-        Args:
-            number: Number of the view.
-            decision: Members of the view.
-            opening_seconds: Time limit of opening the connections.
-
         Raises:
-            CommunicationError: A member did not take part.
+            CommunicationError: A member did not take part within ``opening_seconds``.
             StoreLostError: The store does not answer.
         """
         agreement, members = self.agreement, tuple(decision.members)
@@ -135,8 +124,8 @@ class Participant:
                 lost=partial(self._lost_ranks, members),
                 abandoned_key=f"view/{number + 1}/begun",
             )
-            # A worker closes its communicator before it arrives at the next view. Closing must be
-            # faster than ``silence_seconds``, or the others would continue without this worker.
+            # A worker closes its communicator before it arrives at the next view. If closing took
+            # longer than ``silence_seconds``, the others would continue without this worker.
             communicator = ElasticCommunicator(
                 factory,
                 timeout_seconds=self.timeout_seconds,
@@ -178,8 +167,8 @@ class Participant:
                 logger.info("rank %d: view %d was not opened: %s", self.worker, number, error)
                 now, reason = time.monotonic(), str(error)
             # A member that stops answering after it has arrived may cost ``silence_seconds`` three
-            # times: until the others propose in its place, until the opening of the view with this
-            # member fails, and until the next decision excludes this member.
+            # times: the others wait for its proposal, then for the opening of the view to fail, and
+            # then for its arrival at the next view.
             longest = max(self.timeout_seconds, 3 * self.silence_seconds) + self.silence_seconds
             if now - started > longest and not self.agreement.is_decided(number + 1):
                 raise CommunicationTimeout(
@@ -187,7 +176,7 @@ class Participant:
                     f"{now - started:.1f} s, longer than "
                     f"timeout_seconds={self.timeout_seconds:g} allows: {reason}"
                 )
-            # Wait less for a member that did not answer during the whole opening.
+            # Wait less for a member that has not answered during the whole opening.
             was_silent = now - opening > 0.9 * self.silence_seconds
             patience = self.silence_seconds
             if was_silent:
@@ -202,11 +191,6 @@ class Participant:
 
 class StoreMembership:
     """Implements ``Membership`` for one view, over the store of the process group.
-
-    Args:
-        participant: This worker.
-        number: Number of the view.
-        decision: Members of the view.
 
     Attributes:
         view: The view. ``Participant.enter`` sets it once the view is open.
@@ -227,8 +211,7 @@ class StoreMembership:
     def change_requested(self) -> bool:
         """Return True if a worker asks to join, or a member has died, left or begun a view change.
 
-        Also records the time of the call in ``Participant.last_active``. Never blocks. If the store
-        does not answer, only deaths are noticed.
+        Never blocks. If the store does not answer, only deaths are noticed.
         """
         self._participant.last_active = now = time.monotonic()
         if now - self._last_check > _HEARTBEAT_SECONDS:

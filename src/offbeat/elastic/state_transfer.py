@@ -1,9 +1,8 @@
 """Transfer of model and optimizer state from one worker to workers that have joined or are behind.
 
 A transfer consists of two messages: a header and a payload. The payload is a JSON text followed by
-the bytes of all tensors. The text contains the values and, in place of each tensor, its dtype and
-shape. The tensors follow in the order of the text. The header contains the lengths of payload and
-text in bytes.
+the bytes of all tensors, in the order of the text. The text contains the values and, in place of
+each tensor, its dtype and shape. The header contains the lengths of payload and text in bytes.
 """
 
 import json
@@ -24,13 +23,9 @@ _TAG = 0  # tag of both messages; no other messages are sent during a transfer
 
 
 def send_values(communicator: Communicator, values: Any, destinations: Sequence[int]) -> None:
-    """Send ``values`` to the ranks ``destinations``. Blocks.
+    """Send ``values`` to the ranks ``destinations``, which call ``receive_values``. Blocks.
 
-    Args:
-        communicator: Communicator between the workers.
-        values: Number, string, tensor or None, or nested lists and dictionaries of these. The
-            receiver gets tuples as lists.
-        destinations: Ranks that call ``receive_values``.
+    ``values`` is a number, string, tensor or None, or nested lists and dictionaries of these.
     """
     tensors: list[Tensor] = []
     text = json.dumps(_encode(values, tensors)).encode()
@@ -48,10 +43,7 @@ def send_values(communicator: Communicator, values: Any, destinations: Sequence[
 
 
 def receive_values(communicator: Communicator, source: int) -> Any:
-    """Return the values that rank ``source`` sends with ``send_values``. Blocks.
-
-    The tensors that it returns are on the CPU.
-    """
+    """Return the values that rank ``source`` sends, with all tensors on the CPU. Blocks."""
     what = f"state from rank {source}"
     header = torch.zeros(2, dtype=torch.int64)
     communicator.receive(header, source=source, tag=_TAG, what=what).wait()
@@ -106,8 +98,8 @@ def optimizer_values(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list
     """Return the optimizer state of each parameter, in a form that ``send_values`` accepts.
 
     The result has one dictionary per parameter, with the keys of ``optimizer.state[parameter]``.
-    Each of its values is a pair: True if the state is a tensor on the parameter's device (else
-    False), and the state. State that cannot be sent is left out with a warning.
+    Its values are pairs: whether the state is a tensor on the parameter's device, and the state.
+    State that cannot be sent is left out with a warning.
     """
     return [
         {
@@ -132,12 +124,9 @@ def _can_be_sent(optimizer: Optimizer, key: str, value: object) -> bool:
 def load_optimizer_values(
     optimizer: Optimizer, parameters: Sequence[Tensor], values: Sequence[Any]
 ) -> None:
-    """Replace the optimizer state of ``parameters``.
+    """Replace the optimizer state by ``values``, the result of ``optimizer_values`` on the sender.
 
-    Args:
-        optimizer: The optimizer.
-        parameters: The parameters that the sender passed to ``optimizer_values``, on this worker.
-        values: Result of ``optimizer_values`` on the sender.
+    ``parameters`` must correspond to those on the sender, in the same order.
     """
     for parameter, state in zip(parameters, values, strict=True):
         if not state:

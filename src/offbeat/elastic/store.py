@@ -1,7 +1,4 @@
-"""The shared store of an elastic training: a key-value store that all workers can access.
-
-This is the store of the ``torch.distributed`` process group.
-"""
+"""The shared store of an elastic training: the key-value store of ``torch.distributed``."""
 
 import json
 import os
@@ -26,12 +23,9 @@ class StoreLostError(CommunicationError):
 class SharedStore:
     """A store of JSON values under string keys.
 
-    The methods may block for long if the store does not answer. ``call`` runs code that uses them
-    with a time limit.
+    If the store does not answer, a method may block for minutes. ``call`` sets a time limit.
 
-    Args:
-        store: Store of ``torch.distributed`` that holds the values.
-        location: Address of the store, for error messages.
+    ``location`` is the address of the store, for error messages.
     """
 
     def __init__(self, store: Any, location: str) -> None:
@@ -67,15 +61,10 @@ class SharedStore:
         return [worker for worker, key in keys.items() if self.store.check([key])]
 
     def call(self, function: Callable[[], T], what: str, *, seconds: float = _LIMIT_SECONDS) -> T:
-        """Call ``function`` with a time limit, and return its result.
+        """Call ``function``, which accesses this store, in a thread, and return its result.
 
-        Args:
-            function: Function that accesses this store. It is called in a thread.
-            what: Beginning of the error message.
-            seconds: Time limit. A suspension of this process uses up at most 1/20 of it.
-
-        Raises:
-            StoreLostError: ``function`` failed or exceeded the time limit.
+        ``what`` is the beginning of the error message. Raises StoreLostError if ``function`` failed
+        or took longer than ``seconds``.
         """
         try:
             return call_within(seconds, function)
@@ -106,7 +95,7 @@ def location_of(store: Any) -> str:
 def serves_store(store: Any) -> bool:
     """Return True if this process is the server of ``store``, a TCPStore. False except on Linux.
 
-    Torch does not offer this information. So this function looks for a socket of this process that
+    Torch does not offer this information. This function looks for a socket of this process that
     listens on the store's port.
     """
     tcp = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]

@@ -9,9 +9,10 @@ A *view* is one composition of the workers. When a worker is lost or joins, each
    some workers are averaged, unless the strategy keeps all models equal.
 3. It starts a new *flow* (the code that drives the strategy in each step).
 
-A worker overwrites its model only after it has received the new model completely. So if another
-worker is lost in step 2, each worker has its old model, the model sent to it, or the common model.
-The reports of the next attempt then tell which workers have the common model.
+After step 2 all workers have the same model, the *common model* of the view. A worker overwrites
+its model only after it has received the new model completely. So if another worker is lost in
+step 2, each worker has its old model, the model sent to it, or the common model. The reports of the
+next attempt tell which workers have the common model.
 """
 
 import hashlib
@@ -45,15 +46,10 @@ logger = logging.getLogger("offbeat")
 
 
 def open_wire(team: Team, strategy: Strategy, precision: Precision) -> Wire:
-    """Return the *wire* of one view: the object that sums tensors over the workers.
+    """Return the *wire* of one view: the object that sums tensors over the workers. A collective.
 
-    It sends them in some precision, such as float32 or int8. A collective.
-
-    Args:
-        team: Workers of the view.
-        strategy: Strategy of the training. Some strategies choose the precision themselves.
-        precision: ``wire`` argument of ``attach``. With "auto" and a strategy that does not choose
-            the precision, the wire adapts it at run time.
+    With the ``precision`` "auto", the wire chooses the precision of messages at run time, unless
+    the strategy does so.
     """
     if precision == "auto" and not chooses_precision(strategy):
         return AdaptiveWire(team)
@@ -67,14 +63,12 @@ class _Report:
     Attributes:
         fresh: True if the worker has just joined and does not have the model yet.
         common: Number of the last view whose common model the worker has received.
-        decided: Number of rounds decided since then. In a *round* all workers decide together what
-            to synchronize.
+        decided: Number of rounds decided since the worker received that model. In a *round* all
+            workers decide together what to synchronize.
         unsynced: True if the worker's model contains steps that were not synchronized.
-        steps: Number of local steps.
         syncs: Number of local steps that synchronized.
         digest: Hash of the settings that must be equal on all workers.
-        carried: State of the worker's flow that is equal on all workers and survives view changes.
-            Empty if ``fresh``.
+        carried: State that is equal on all workers and survives view changes. Empty if ``fresh``.
     """
 
     fresh: bool
@@ -89,7 +83,7 @@ class _Report:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How the workers reach a common state.
+    """How the workers of a new view reach a common state.
 
     Attributes:
         source: Rank of the worker that sends its model, optimizer state and step counters.
@@ -106,19 +100,19 @@ class _Plan:
 def plan_of(reports: Sequence[_Report], *, waits: bool, replicates: bool) -> _Plan:
     """Return the plan by which the workers reach a common state.
 
-    The workers that have not just joined compare their progress by the last view whose common model
-    they have received. If ``waits`` or ``replicates``, ties are broken by the number of rounds
-    decided since then. If ``replicates``, remaining ties are broken by ``unsynced`` (True is more).
-    A worker is *ahead* if no other worker has made more progress.
+    The progress of a worker is ``common`` of its report. If ``waits`` or ``replicates``, workers
+    with the same ``common`` are compared by ``decided``. If ``replicates``, workers that still tie
+    are compared by ``unsynced``: a worker with unsynchronized steps has made more progress. The
+    workers with the most progress are *ahead*. A worker that has just joined is never ahead.
 
     * If ``replicates``, one worker that is ahead sends its state to all workers that are not ahead.
       Nothing is averaged.
     * Otherwise one worker that is ahead sends its state to the workers that have just joined. Then
-      the models that are ahead are averaged. If ``waits`` and all are ahead, the models without
-      unsynchronized steps are equal and are left out (one of them stays if there are no others).
+      the models that are ahead are averaged, and all workers receive the mean. A model without
+      unsynchronized steps may be left out of the mean.
 
     Args:
-        reports: Reports of all workers, in rank order.
+        reports: Reports of all workers, by rank.
         waits: True if all workers wait for the mean of each round and continue from it.
         replicates: True if all workers that step have the same parameters between two steps.
     """
@@ -137,7 +131,8 @@ def plan_of(reports: Sequence[_Report], *, waits: bool, replicates: bool) -> _Pl
         return _Plan(ahead[0], sorted({*range(len(reports))} - {*ahead}), [])
     contributing = ahead
     if waits and len(ahead) == len(old):
-        # All models contain the last mean, and those without further steps are equal to it.
+        # All models contain the last mean. Those without further steps are equal to it, and have
+        # nothing to contribute.
         contributing = [rank for rank in old if reports[rank].unsynced] or ahead[:1]
     return _Plan(ahead[0], fresh, contributing)
 
@@ -147,16 +142,16 @@ class Views:
 
     Args:
         strategy: Strategy of the training.
-        worker: Data and means of communication of this worker.
+        worker: Model, optimizers and communication of this worker.
         precision: ``wire`` argument of ``attach``.
         stats: Function that returns the totals of this worker.
-        lines: Descriptions of the settings that must be equal on all workers.
+        lines: Settings that must be equal on all workers, one per line of text.
         min_workers: Least number of workers with which training continues (≥ 1).
 
     Attributes:
-        iteration: The step loop of this worker, which holds the current flow. The caller sets it
-            before the first view begins.
-        report_seconds: Function that is called with the duration of each view change in seconds.
+        iteration: The step loop of this worker, which contains the current flow. The caller sets
+            it before the first view begins.
+        report_seconds: Function to call with the duration of each view change.
     """
 
     def __init__(
@@ -190,8 +185,8 @@ class Views:
         """End this view because of ``error``, and begin the next one. A collective. Blocks.
 
         Returns:
-            True if the current step of this worker is obsolete, because another worker has made
-            more progress and has sent its model. The caller must skip the step.
+            True if another worker has made more progress and has sent its model. The caller must
+            then skip the current step.
 
         Raises:
             CommunicationError: There is no next view for this worker, or too few workers are left.
@@ -225,10 +220,8 @@ class Views:
     def join(self) -> None:
         """Begin the view that has admitted this worker, which has just joined. A collective.
 
-        If that fails, begin the next view that includes this worker.
-
         Raises:
-            CommunicationError: There is no next view for this worker, or there are too few workers.
+            CommunicationError: There is no view for this worker, or there are too few workers.
             MismatchError: The settings of this worker differ from those of the others.
         """
         self._fresh = True
@@ -239,10 +232,7 @@ class Views:
         self.record()
 
     def _change(self, error: CommunicationError) -> None:
-        """Leave the current view because of ``error``, and begin the next one.
-
-        If the next view fails, leave that view as well, and so on.
-        """
+        """Leave the current view because of ``error``, and begin the next one that succeeds."""
         team = self._worker.team
         while True:
             membership = team.membership
@@ -260,9 +250,7 @@ class Views:
                 error = another
 
     def begin(self) -> None:
-        """Begin the view that the team has entered: steps 2 and 3 of the module docstring.
-
-        A collective.
+        """Begin the view that the team has entered: steps 2 and 3 of the module. A collective.
 
         Raises:
             CommunicationError: The view failed, so that another view change is needed.
@@ -298,15 +286,15 @@ class Views:
         team.close()
         raise CommunicationError(
             f"rank {team.rank}: {team.size} workers are left in view {team.view} (they began as "
-            f"ranks {', '.join(map(str, team.members))}), and min_workers={self._min_workers}. The "
-            "model is this worker's own: continue from it, or from a checkpoint, with more workers"
+            f"ranks {', '.join(map(str, team.members))}), and min_workers={self._min_workers}. "
+            "The model is the local one: continue from it, or from a checkpoint, with more workers"
         )
 
     def _exchange_reports(self) -> list[_Report]:
         """Return the reports of all workers.
 
         Raises:
-            CommunicationError: A worker that has joined has other settings. That worker leaves.
+            CommunicationError: A worker that has joined has other settings than the others.
             MismatchError: This worker has joined and has other settings than the others.
         """
         worker, stats, iteration = self._worker, self._stats(), self.iteration

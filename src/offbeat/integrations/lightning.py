@@ -15,8 +15,8 @@ from typing_extensions import override
 from offbeat import CheckpointError, Strategy, Synchronizer, attach, load, save
 
 KEY = "offbeat"
-"""Key in a Lightning checkpoint. Its value maps the name of each worker's ``offbeat.save`` file to
-the bytes of the file (a tensor)."""
+"""Key in a Lightning checkpoint. Its value maps the name of each file that a worker's
+``offbeat.save`` has written to the bytes of this file (a tensor)."""
 
 
 class OffbeatCallback(Callback):
@@ -25,10 +25,13 @@ class OffbeatCallback(Callback):
         trainer = Trainer(strategy="ddp", devices=4, callbacks=[OffbeatCallback(offbeat.SelSync())])
 
     During training each worker has a local model. Validation and the weights in a checkpoint use
-    the *consensus*, the mean of the local models over all workers. Unless it has only weights, a
-    checkpoint also contains the local model and the optimizer states of every worker, so its size
-    grows with the number of workers. ``Trainer.fit(ckpt_path=...)`` continues from these exactly,
-    as the uninterrupted run would. DDP, which ``strategy="ddp"`` installs, is switched off.
+    the *consensus*, the mean of the local models over all workers.
+
+    A checkpoint also contains the local model and the optimizer state of every worker, unless
+    ``save_weights_only`` is set. Its size therefore grows with the number of workers. From such a
+    checkpoint, ``Trainer.fit(ckpt_path=...)`` continues exactly as the uninterrupted run would.
+
+    ``strategy="ddp"`` starts the workers. ``offbeat.attach`` switches off the communication of DDP.
 
     Args:
         strategy: Strategy, as in ``offbeat.attach``.
@@ -49,7 +52,6 @@ class OffbeatCallback(Callback):
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach the model. If the Trainer resumes, load this worker's state."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._options.setdefault("scaler", scaler)
         self.sync = attach(pl_module, trainer.optimizers, self._strategy, **self._options)
@@ -69,7 +71,6 @@ class OffbeatCallback(Callback):
 
     @override
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Replace the local model by the consensus until the validation ends."""
         if self._training and self.sync is not None:
             self._consensus.enter_context(self.sync.consensus())
 
@@ -79,10 +80,9 @@ class OffbeatCallback(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Restore the local model, and add the state of every worker to the checkpoint."""
         if not self._training or self.sync is None:
             return
-        self._consensus.close()
+        self._consensus.close()  # it is open during a validation; ``save`` needs the local model
         with tempfile.TemporaryDirectory() as folder:
             path = save(folder, self.sync, scaler=self._options.get("scaler"))
             files = _gathered(path.read_bytes(), pl_module.device)
@@ -92,10 +92,9 @@ class OffbeatCallback(Callback):
         checkpoint[KEY] = dict(zip(names, files, strict=False))
 
     def _watch_saving(self, trainer: Any, pl_module: Any) -> None:
-        """Replace the weights in every checkpoint by the consensus.
+        """Wrap ``pl_module.on_save_checkpoint`` to replace the saved weights by the consensus.
 
-        This wraps ``pl_module.on_save_checkpoint``, because with ``save_weights_only`` Lightning
-        does not call the hook of callbacks.
+        With ``save_weights_only`` Lightning calls this hook, but not that of callbacks.
         """
         original: Callable[[dict[str, Any]], None] = pl_module.on_save_checkpoint
 
@@ -114,12 +113,10 @@ class OffbeatCallback(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep the states of the workers for ``on_train_start``."""
-        self._saved = checkpoint.get(KEY)
+        self._saved = checkpoint.get(KEY)  # loaded in ``on_train_start``
 
     @override
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End training: give all workers the final mean model."""
         if self.sync is not None and self._training:
             self._training = False
             self._consensus.close()
@@ -128,18 +125,16 @@ class OffbeatCallback(Callback):
 
     @override
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Detach, so that the other workers do not wait for this one."""
         if self.sync is not None and self._training:
             self._training = False
-            self.sync.detach()
+            self.sync.detach()  # the other workers then do not wait for this one
             del pl_module.on_save_checkpoint
 
 
 def _gathered(content: bytes, device: torch.device) -> list[Tensor]:
-    """Gather the ``content`` of each worker on rank 0, which writes the checkpoint. A collective.
+    """Gather the ``content`` of each worker on rank 0, in rank order. A collective.
 
-    Returns:
-        The contents in rank order. Empty on other ranks.
+    The result is empty on the other ranks, because only rank 0 writes the checkpoint.
     """
     own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     if not dist.is_initialized() or dist.get_world_size() == 1:

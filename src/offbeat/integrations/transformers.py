@@ -14,7 +14,7 @@ from typing_extensions import override
 from offbeat import CheckpointError, Strategy, Synchronizer, attach, load, save
 
 FOLDER = "offbeat"
-"""Folder inside each checkpoint of the Trainer, for the file that each worker saves."""
+"""Folder inside each checkpoint of the Trainer, with one file per worker."""
 
 
 class OffbeatCallback(TrainerCallback):
@@ -23,12 +23,15 @@ class OffbeatCallback(TrainerCallback):
         trainer = Trainer(model, args, callbacks=[OffbeatCallback(offbeat.SelSync())], ...)
 
     During training each worker has a local model. The Trainer evaluates and saves the *consensus*,
-    the mean of the local models over all workers. Before an evaluation or a save, the callback
-    replaces the local model by the consensus. It restores the local model before the next step.
-    Each worker also saves its local model and optimizer state in ``FOLDER``, from which
-    ``Trainer.train(resume_from_checkpoint=...)`` continues exactly as the uninterrupted run would.
-    ``offbeat.attach`` switches off the DistributedDataParallel that the Trainer puts around the
-    model.
+    the mean of the local models over all workers. The callback restores the local model before the
+    next step.
+
+    Each worker also saves its local model and optimizer state in ``FOLDER``. From such a
+    checkpoint, ``Trainer.train(resume_from_checkpoint=...)`` continues exactly as the uninterrupted
+    run would.
+
+    The Trainer puts DistributedDataParallel around the model. ``offbeat.attach`` switches off its
+    communication.
 
     Args:
         strategy: Strategy, as in ``offbeat.attach``.
@@ -53,7 +56,6 @@ class OffbeatCallback(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach the model. If the Trainer resumes, load this worker's state."""
         if self.sync is not None:
             self.sync.detach()  # needed if an earlier training has failed
         optimizer = kwargs["optimizer"]
@@ -73,7 +75,6 @@ class OffbeatCallback(TrainerCallback):
             self._enter_consensus()
 
     def _enter_consensus(self) -> None:
-        """Replace the model by the consensus until ``_leave_consensus``."""
         assert self.sync is not None
         self._leave_consensus()
         self._consensus.enter_context(self.sync.consensus())
@@ -104,23 +105,18 @@ class OffbeatCallback(TrainerCallback):
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save this worker's local state, after the Trainer has saved the consensus."""
         if self.sync is None:
             return
-        self._leave_consensus()
+        self._leave_consensus()  # the Trainer has saved the consensus; save the local state now
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}", FOLDER)
         save(folder, self.sync, scaler=self._options.get("scaler"))
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End training: give all workers the final mean model.
-
-        If the Trainer has loaded the best model (``load_best_model_at_end``), that model stays.
-        """
         if self.sync is None:
             return
         model: nn.Module = kwargs["model"]
-        best = None
+        best = None  # the best model, if the Trainer has loaded it; finish() must not replace it
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             best = copy.deepcopy(model.state_dict())
         self._leave_consensus()

@@ -1,7 +1,7 @@
 """Experiments: recipes, worker processes on slow links, comparisons and reports.
 
-A *recipe* is a training task with a target: model, data, optimizer, schedule, metric. The names
-exported here are those that a custom recipe needs; its function is marked with ``@recipe``.
+A *recipe* is a training task with a target: model, data, optimizer, schedule, metric. This
+package exports what a file with a custom recipe needs.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,8 @@
 """Checkpoints of a run, and early stops with a checkpoint.
 
-An *event* reports the progress of a run, such as an evaluation. A resumed run emits the stored
-events of the interrupted run again, and then continues from the checkpoint.
+An *event* reports the progress of a run, for example an evaluation. A checkpoint contains the
+evaluations and calibrations (measured step times) of the run so far. A resumed run emits them again
+and then continues from the checkpoint.
 """
 
 from collections.abc import Callable
@@ -37,13 +38,10 @@ _MAY_DIFFER = {
 
 
 class EventLog:
-    """Passes on the events of a run and stores those that a resumed run emits again.
-
-    Args:
-        emit: Function that receives each event.
+    """Passes each event of a run to ``emit``, and stores those that a resumed run emits again.
 
     Attributes:
-        lines: Stored events, as JSON: evaluations, their number, and calibrations.
+        lines: Stored events, as JSON: evaluations, the chosen number of evaluations, calibrations.
     """
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
@@ -51,7 +49,7 @@ class EventLog:
         self.lines: list[str] = []
 
     def __call__(self, event: Event) -> None:
-        """Pass on an event. Store it if a resumed run must emit it again."""
+        """Pass on an event, and store it if a resumed run must emit it again."""
         if isinstance(event, EvaluationCount | Evaluation | Calibration):
             self.lines.append(to_json(event))
         self._emit(event)
@@ -60,13 +58,8 @@ class EventLog:
 class RunCheckpoints:
     """Saves and loads the checkpoints of one worker's run.
 
-    Does nothing if the training has no ``Synchronizer``, as with methods of other packages.
-
-    Args:
-        job: Configuration of the run.
-        task: Task that the run trains.
-        method: Running strategy or baseline that trains the task.
-        log: Log of the events so far.
+    Each checkpoint also contains ``job`` and the events stored in ``log``. The class does nothing
+    if ``method`` has no ``Synchronizer``, for example torch's DDP.
     """
 
     def __init__(self, job: Job, task: Task, method: Method, log: EventLog) -> None:
@@ -75,11 +68,9 @@ class RunCheckpoints:
         self._scheduler = task.scheduler if isinstance(task.scheduler, LRScheduler) else None
 
     def resume(self, schedule: EvaluationSchedule) -> None:
-        """Load the newest checkpoint and emit its events again, if ``job.resume``. A collective.
+        """If ``job.resume``, load the newest checkpoint and emit its events. A collective.
 
-        Args:
-            schedule: Schedule of evaluations. If the saved run chose a number of evaluations, the
-                schedule is set to this number.
+        If the saved run chose its number of evaluations, ``schedule`` gets the same number.
 
         Raises:
             CheckpointError: there is no checkpoint, or it belongs to a run with other options.
@@ -99,7 +90,7 @@ class RunCheckpoints:
 
     def _require_same_run(self, saved: dict[str, Any]) -> None:
         current = asdict(self._job)
-        # Fields that an older version of Offbeat did not save had their defaults.
+        # A field that an older version of Offbeat did not save had its default in that run.
         saved = {field.name: field.default for field in fields(self._job)} | saved
         for name in current.keys() - _MAY_DIFFER:
             if current[name] != saved[name]:
@@ -111,8 +102,8 @@ class RunCheckpoints:
     def save_if_due(self, last: int) -> None:
         """Save a checkpoint if one is due after this step. A collective if one is due.
 
-        If the job has a directory for checkpoints, one is due after every ``job.save_every`` steps.
-        If ``job.save_every`` is None, the only one is due after the ``last`` step.
+        If ``job.checkpoints`` is set, one is due every ``job.save_every`` steps or, if that is
+        None, only after step ``last``.
         """
         job, sync = self._job, self._sync
         if job.checkpoints is None or sync is None:
@@ -127,7 +118,7 @@ class RunCheckpoints:
         A collective if it returns True.
 
         Args:
-            request: Object through which the run is asked to stop. None: it cannot be asked.
+            request: Object through which the run is asked to stop. None: it never is.
             last: Number of steps of the run.
 
         Returns:

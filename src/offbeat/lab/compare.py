@@ -1,7 +1,7 @@
 """Comparisons of training methods: runs with the same seeds, recorded in ``results.jsonl``.
 
-A *method* is a strategy of this package or a baseline, together with its own options, such as
-``--wire int8``.
+A *method* is a strategy of this package or a *baseline* to compare with, such as torch's DDP. It
+can have options of its own, such as ``--wire int8``.
 """
 
 import json
@@ -33,13 +33,13 @@ from offbeat.telemetry import Stats
 RESULTS = "results.jsonl"
 
 _DETERMINED = ("evaluations", "alone_seconds")
-"""Fields of a job that the first run of a comparison determines for all later runs."""
+"""Fields that the first run of a comparison determines for all later runs, if the job does not."""
 _PER_RUN = {"strategy", "seed", *_DETERMINED, *method_fields()}
 """Fields in which the runs of one comparison differ."""
 _IGNORED = {"log", "checkpoints", "save_every", "resume", "timeout_seconds", "measure_links"}
 """Fields that may differ between a new run and the results already in the file."""
 _OPTIONS = {"measure_alone": "turns"}
-"""Command-line names of fields whose option has another name."""
+"""Field → command-line name, for fields whose option has another name."""
 
 
 def run_and_record(
@@ -50,17 +50,13 @@ def run_and_record(
     lr_scales: Sequence[float] = (),
     command: str = "",
 ) -> Result:
-    """Run ``job`` and make a ``Result`` from its events. Does not write the result to a file.
+    """Run ``job`` and return its ``Result``. Does not write the result to a file.
 
-    The job in the result has the number of evaluations and the step time that the run determined.
+    If the run chose its number of evaluations or measured a step time for stragglers, these values
+    are in ``Result.job``.
 
-    Args:
-        job: Configuration of the run.
-        on_event: Function that receives each event of rank 0.
-        runner: Runner that starts the workers.
-        lr_scales: Factors on the learning rate that the comparison tries. Only stored in the
-            result.
-        command: Command line of the comparison. Only stored in the result.
+    ``on_event`` receives each event of rank 0. ``lr_scales`` and ``command`` are only stored in the
+    result; see ``Result``.
     """
     recipe = find_recipe(job.recipe)
     points: list[Evaluation] = []
@@ -111,7 +107,7 @@ def run_and_record(
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Offbeat, torch and Python."""
+    """Return the versions of Offbeat, torch and Python by name."""
     return {
         "offbeat": offbeat.__version__,
         "torch": torch.__version__,
@@ -135,24 +131,24 @@ def compare(
 ) -> list[Result]:
     """Run ``job`` with each method and seed, and append each result to a file of JSON lines.
 
-    Seeds are the outer loop, so that a machine that becomes slower affects all methods alike. The
-    first run determines the number of evaluations for all runs, so that they evaluate at the same
-    steps. If there are artificial stragglers, the first run also determines the step time by which
-    their sleeps are scaled.
+    The outer loop is over the seeds. If the machine becomes slower meanwhile, this affects all
+    methods alike. If ``job`` does not set the number of evaluations, the first run chooses it for
+    all runs, so that they evaluate at the same steps. The same holds for the step time by which the
+    sleeps of artificial stragglers are scaled.
 
-    A run whose result is already in the file is skipped. An interrupted comparison can therefore be
-    continued, and a finished one can be extended by methods, seeds and factors.
+    A run whose result is already in the file is skipped. To continue an interrupted comparison, or
+    to add methods, seeds or factors, call this function again with the same file.
 
     Args:
         job: Settings that all runs share.
-        strategies: Methods in the text form that ``Job.under`` accepts.
+        strategies: Methods, such as ``"local:period=8 --wire int8"``; see ``Job.under``.
         seeds: Number of seeds. The first one is the seed of ``job``.
-        lr_scales: Factors on the learning rate. A method runs with each of them, or only with the
-            factor in its own options if they contain one. Empty: only the factor of ``job``.
-        runner: Runner that starts the workers.
+        lr_scales: Learning-rate factors. A method runs once with each of them, unless its own
+            options contain ``--lr-scale``. Empty: only the factor of ``job``.
+        runner: Starts the workers.
         output: Directory of ``results.jsonl``, or path of a file whose name ends in ``.jsonl``.
         on_start: Function that receives the job of each run before it starts.
-        on_event: Function that receives the events of rank 0.
+        on_event: Function that receives each event of rank 0.
         on_reused: Function that receives the existing result of each skipped run.
         command: Command line to store in the results.
         may_differ: Fields of ``job`` that may differ from the results already in the file.
@@ -184,7 +180,7 @@ def compare(
 
 
 def count_runs(job: Job, strategies: Sequence[str], seeds: int, lr_scales: Sequence[float]) -> int:
-    """Return the number of runs of a comparison, skipped ones included."""
+    """Return the number of runs of a comparison, including those that would be skipped."""
     return sum(1 for _ in _runs(job, strategies, seeds, lr_scales))
 
 
@@ -206,10 +202,9 @@ def _runs(
 
 
 def _read_existing(path: Path, job: Job, runner: Runner, ignored: Collection[str]) -> list[Result]:
-    """Remove an incomplete last line from the file and return the results in it.
+    """Return the results in the file. Raise if one belongs to another comparison.
 
-    Raises:
-        ValueError: a result belongs to another comparison.
+    Removes an incomplete last line from the file.
     """
     if not path.exists():
         return []
@@ -253,13 +248,13 @@ def _read_existing(path: Path, job: Job, runner: Runner, ignored: Collection[str
 
 
 def _with_determined(job: Job, other: Job) -> Job:
-    """Return ``job`` with those fields of ``_DETERMINED`` that are None taken from ``other``."""
+    """Return ``job``. Fields of ``_DETERMINED`` that are None get the values of ``other``."""
     missing = [name for name in _DETERMINED if getattr(job, name) is None]
     return replace(job, **{name: getattr(other, name) for name in missing})
 
 
 def _is_of(result: Result, job: Job, ignored: Collection[str]) -> bool:
-    """Return True if ``result`` is that of a run of ``job``."""
+    """Return True if ``result`` comes from a run of ``job``. ``ignored`` fields may differ."""
     existing, wanted = public_job(result.job), public_job(job)
     for name in _DETERMINED:
         if wanted[name] is None:

@@ -12,20 +12,20 @@ from offbeat.errors import CommunicationError, OffbeatError
 from offbeat.lab.recipes.held_out import HeldOut
 
 MAX_EVALUATIONS = 24
-"""Largest number of evaluations of a run whose job does not set the number."""
+"""Largest number of evaluations, if the job does not set the number."""
 SHARE = 0.1
-"""Limit on the time of all evaluations together, as a fraction of the training time."""
+"""Limit on the time of all evaluations together, as a share of the training time."""
 FREE_SECONDS = 3.0
-"""Time in seconds that the evaluations may take even if it exceeds ``SHARE``."""
+"""Seconds that all evaluations together may take even if this exceeds ``SHARE``."""
 
 
 class EvaluationSchedule:
-    """The steps at which a run evaluates: evenly spaced, the last step included.
+    """The steps after which a run evaluates: evenly spaced, the last step included.
 
     Args:
         steps: Number of steps of the run.
-        number: Number of evaluations. None: ``MAX_EVALUATIONS``, until the run has measured the
-            time of its first evaluation and calls ``choose``.
+        number: Number of evaluations. None: ``MAX_EVALUATIONS``, until the training loop has
+            measured the time of an evaluation and calls ``choose``.
 
     Attributes:
         open: True until the number of evaluations is known.
@@ -40,7 +40,7 @@ class EvaluationSchedule:
     def __contains__(self, step: int) -> bool:
         """Return True if the training loop evaluates after ``step``.
 
-        False for the last step: the final evaluation follows the training loop.
+        False for the last step, because the final evaluation takes place after the loop.
         """
         return step in self._at and step < self._steps
 
@@ -51,7 +51,7 @@ class EvaluationSchedule:
 
 
 def evenly(steps: int, number: int) -> set[int]:
-    """Return ``number`` evenly spaced steps, the last one included; if there are fewer, all."""
+    """Return up to ``number`` evenly spaced steps: ``evenly(10, 2)`` is ``{5, 10}``."""
     number = min(number, steps)
     return {round(steps * (i + 1) / number) for i in range(number)}
 
@@ -59,11 +59,8 @@ def evenly(steps: int, number: int) -> set[int]:
 def affordable_evaluations(evaluation_seconds: float, training_seconds: float) -> int:
     """Return how many evaluations a run can afford: 1 to ``MAX_EVALUATIONS``.
 
-    All evaluations together may take a tenth of the training time or 3 s, whichever is longer.
-
-    Args:
-        evaluation_seconds: Time of one evaluation.
-        training_seconds: Expected training time of the whole run.
+    All together may take a tenth of ``training_seconds``, the expected training time of the whole
+    run, or 3 s if that is longer.
     """
     budget = max(SHARE * training_seconds, FREE_SECONDS)
     return max(1, min(MAX_EVALUATIONS, int(budget / max(evaluation_seconds, 1e-9))))
@@ -84,9 +81,9 @@ def evaluate_together(
 
 
 def expected_seconds(evaluate: HeldOut, model: nn.Module) -> float:
-    """Evaluate one batch, and extrapolate its time to this worker's share of an evaluation.
+    """Estimate the seconds of this worker's share of an evaluation from the time of one batch.
 
-    If all workers call it at the same time, they compete for cores as in an evaluation.
+    Call it on all workers at the same time, so that they compete for cores as in an evaluation.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     began = time.perf_counter()
@@ -97,10 +94,8 @@ def expected_seconds(evaluate: HeldOut, model: nn.Module) -> float:
 def gather(value: Any, device: torch.device, what: str) -> list[Any]:
     """Return the values of all workers, in rank order. A collective.
 
-    Args:
-        value: This worker's value, of a type that JSON can represent.
-        device: Device of tensors that the communication backend can send.
-        what: Description of the values, for the error message.
+    ``value`` has a type that JSON can represent. The communication backend can send tensors on
+    ``device``. ``what`` describes the values in the error message.
 
     Raises:
         CommunicationError: a worker failed or took longer than the time-out.

@@ -1,8 +1,7 @@
 """Events that report the progress of a run, and their form as lines of JSON.
 
-Worker 0 sends the lines to the process that started it. A checkpoint contains some of them.
-``step`` is always the number of steps that rank 0 has taken so far. *Local step time* is the time
-of a step without communication.
+Rank 0 emits the events. ``step`` is always the number of steps that rank 0 has taken. The *local
+step time* is the time of a training step without communication.
 """
 
 import json
@@ -23,7 +22,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """Rank 0 took a step that was not followed by an evaluation.
+    """Rank 0 took a step. Not emitted if the training loop evaluates after the step.
 
     Attributes:
         step: Number of steps.
@@ -41,8 +40,8 @@ class Evaluation:
     Attributes:
         step: Number of steps.
         seconds: Training seconds of rank 0 so far, as in ``Step``.
-        metric: Value of the recipe's main metric.
-        metrics: Values of all metrics by name, the main metric included.
+        metric: The metric that is compared with the recipe's target.
+        metrics: All metrics by name, ``metric`` included.
     """
 
     step: int
@@ -53,7 +52,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Until the next event, the run does something other than training, such as "evaluating"."""
+    """The run does not train until the next event. ``what`` says why, such as "evaluating"."""
 
     what: str
 
@@ -68,7 +67,7 @@ class EvaluationCount:
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Measured bandwidth of the slowest link while all links are in use, and median latency."""
+    """Bandwidth of the slowest link, and median latency, while each worker sends to the next."""
 
     bytes_per_second: float
     latency_seconds: float
@@ -94,7 +93,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The run continues from the checkpoint of ``step``. The events in the checkpoint follow."""
+    """The run continues from a checkpoint. The events stored in the checkpoint follow."""
 
     step: int
 
@@ -120,9 +119,9 @@ class End:
 
     Attributes:
         stats: Totals of every worker, in rank order.
-        step_seconds: Duration of a step, if it is known only at the end of the run, as with the
-            baseline ``ideal``. The seconds of earlier events are then replaced by
-            step · step_seconds. None: the seconds of earlier events are valid.
+        step_seconds: Time of a step, if only the end of the run determines it (baseline ``ideal``).
+            The reader of the events then replaces the seconds of an evaluation at step s by
+            s · step_seconds. None: the seconds in the events are final.
     """
 
     stats: tuple[Stats, ...]
@@ -144,7 +143,7 @@ Event: TypeAlias = (
     | End
 )
 
-_KINDS: dict[str, Any] = {  # the names are part of the checkpoints of runs
+_KINDS: dict[str, Any] = {  # checkpoints contain these names
     **{"start": Start, "step": Step, "evaluation": Evaluation, "waiting": Waiting, "end": End},
     **{"chosen": EvaluationCount, "measured": LinkSpeed, "paced": LocalStepTime},
     **{"turn": Calibration, "resumed": Resumed, "left": Stopped, "unsaved": NotSaved},
@@ -171,8 +170,8 @@ def from_json(line: str | bytes) -> Event:
 
 
 def stats_of(values: Mapping[str, Any]) -> Stats:
-    """Return the ``Stats`` whose ``to_dict`` returned ``values``. Derived values are ignored."""
+    """Return the ``Stats`` whose ``to_dict`` returned ``values``."""
     known = {field.name: values[field.name] for field in fields(Stats) if field.name in values}
-    if values.get("flags"):  # version 0.1.0 wrote them outside the details
+    if values.get("flags"):  # version 0.1.0 did not write them in the details
         known["details"] = {"flags": values["flags"], **known.get("details", {})}
     return Stats(**known)

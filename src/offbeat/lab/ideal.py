@@ -29,17 +29,16 @@ IDEAL = "ideal"
 class Ideal(Baseline):
     """BSP on an infinitely fast network, the speed-up limit that other methods are compared with.
 
-    **Update**: that of BSP. The run really averages the gradients, but the time of communication is
-    not counted.
+    **Update**: that of BSP. The run really averages the gradients, but does not count the time of
+    communication.
 
-    **Training seconds**: number of steps · step time without communication.
+    **Training seconds**
 
-    On real processes, ``LocalTraining`` measures this step time before and after the run, while all
-    workers train without communication. It is the mean over all timed steps and all workers. A
-    median would ignore occasional slow steps, which the times of other methods include.
-
-    In virtual time, the training seconds at an evaluation are the mean of the workers' compute
-    times, as if no worker had waited for the slowest one.
+    - On real processes: number of steps · step time without communication. ``LocalTraining``
+      measures this step time on all workers at once, before and after the run. The mean is used,
+      not the median, because the times of other methods include occasional slow steps, too.
+    - In virtual time: at an evaluation, the mean of the workers' compute times, as if no worker
+      had waited for the slowest one.
     """
 
     name: ClassVar[str] = IDEAL
@@ -63,7 +62,7 @@ class Ideal(Baseline):
 
 
 class _OnIdealNetwork(Attached):
-    """BSP whose waiting time is not counted. The subclass defines the training seconds."""
+    """BSP without its waiting time. Subclasses define the training seconds."""
 
     @property
     @override
@@ -102,7 +101,7 @@ class _Virtual(_OnIdealNetwork):
     def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
         super().__init__(task, lr_scale, sync)
         self._device = device_of(task.model)
-        self._gathered = (0, 0.0)  # step of the last `_gather`, and the mean compute time then
+        self._gathered = (0, 0.0)  # step of the last `_gather`, and its result
 
     @property
     @override
@@ -111,6 +110,7 @@ class _Virtual(_OnIdealNetwork):
         return mean if step == self.step else self.sync.stats.compute_seconds
 
     def _gather(self) -> None:
+        """Average the compute times of all workers. A collective."""
         seconds = gather(self.sync.stats.compute_seconds, self._device, "the compute times")
         self._gathered = (self.step, statistics.mean(seconds))
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from offbeat.lab.recipes import Setup, Task
 
 MOST_WORKERS = 1000
-MOST_SEED = 4_000_000  # worker r seeds its generators with 1000 · seed + r, in 32 bits
+MOST_SEED = 4_000_000  # worker r uses the seed 1000 · seed + r, which must fit into 32 bits
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Option:
 
     Attributes:
         help: Help text, one sentence.
-        flags: Flags such as ``--workers`` and ``-n``; empty: one flag, made from the field's name.
-        unset: Text that the help shows as the default if the default is None.
+        flags: Flags such as ``--workers`` and ``-n``. Empty: one flag, made from the field's name.
+        unset: Text that the help shows in place of a default that is None.
         is_path: True if the value is a path.
         of_method: True if a comparison can set the option separately for each method.
     """
@@ -57,7 +57,7 @@ def option(
     least: int | None = None,
     above: float | None = None,
 ) -> Any:
-    """Declare a field of a dataclass such as ``Job`` that is also a command-line option.
+    """Return a dataclass field that is also a command-line option.
 
     The arguments are the default, the attributes of ``Option``, and the range of the value:
     ``least`` ≤ value, ``above`` < value.
@@ -77,19 +77,17 @@ def option_of(field: "dataclasses.Field[Any]") -> Option | None:
 class Job:
     """One training run: recipe, method, number of workers and other settings.
 
-    The fields with an ``option`` are the options of the commands ``train``, ``compare`` and
-    ``simulate``, with the same name, default, range and help. A new field is a new option.
+    A field that is declared with ``option`` is also a command-line option, explained by its help
+    text. The other fields:
 
-    The other fields:
-
-    - ``jitter``, ``slow``: artificial stragglers. Real ones sleep (``lab.stragglers``), simulated
-      ones have longer steps.
-    - ``alone_seconds``: step time without communication, by which the sleeps of stragglers are
-      scaled. None: the run measures it.
+    - ``jitter``, ``slow``: artificial stragglers. A real straggler sleeps in each step (see
+      ``lab.stragglers``). A simulated one has longer steps.
+    - ``alone_seconds``: step time without communication. Sleeps of stragglers are multiples of it.
+      None: a run with stragglers measures it.
     - ``measure_links``: True to measure the links before and after training. It has an effect only
       with gloo, several workers and a method other than ``ideal``.
-    - ``measure_alone``: True to calibrate: measure the step time without communication before
-      training and at each evaluation; see ``lab.step_time``. It has no effect in the simulator.
+    - ``measure_alone``: True to measure the step time without communication before training and at
+      each evaluation; see ``lab.step_time.calibrate``. It has no effect in the simulator.
     - ``workers_per_node``: number of workers of each simulated node.
     """
 
@@ -129,7 +127,7 @@ class Job:
     measure_links: bool = False
     measure_alone: bool = False
     workers_per_node: int = setting(1, least=1)
-    log: str | None = option(  # torchrun has options of its own that begin with --log
+    log: str | None = option(  # not --log, because torchrun has options that begin with it
         None, "--records", help="JSON lines of every step, one file per worker.", is_path=True
     )
     checkpoints: str | None = option(
@@ -169,7 +167,7 @@ class Job:
     )
 
     def setup(self) -> "Setup":
-        """Return the arguments of the recipe's ``build``."""
+        """Return the argument of the recipe's ``build``."""
         from offbeat.lab.recipes import Setup, find_recipe
 
         recipe = find_recipe(self.recipe)
@@ -177,14 +175,10 @@ class Job:
         return Setup(self.workers, epochs, self.seed, Path(self.data) if self.data else None)
 
     def check(self, task: "Task | None" = None) -> "Task":
-        """Build the task, and raise for mistakes that can be found before a worker starts.
+        """Find mistakes before a worker starts, and return the task.
 
         Args:
-            task: Task that another job with the same recipe, data and workers has built. None:
-                build it now.
-
-        Returns:
-            The task.
+            task: A task already built with the same recipe, data and workers. None: build it.
 
         Raises:
             ValueError, TypeError: an unknown recipe or strategy, or an invalid setting.
@@ -285,7 +279,7 @@ class Job:
 
     @property
     def label(self) -> str:
-        """Strategy and other options of the method, in the form that ``under`` accepts."""
+        """Strategy and ``options`` in the text form that ``under`` accepts."""
         return " ".join([self.strategy, *self.options])
 
     @property
@@ -306,7 +300,7 @@ class Job:
             return None
         try:
             method = parse_method(self.strategy)
-        except (ValueError, TypeError):  # an old result: its custom strategy is not importable here
+        except (ValueError, TypeError):  # the custom strategy of an old result
             return None
         return method.default_wire if isinstance(method, Strategy) else None
 
@@ -320,7 +314,7 @@ class Job:
                 ``--injection`` or ``--wire`` with a value.
 
         Raises:
-            ValueError: the text contains another option, or an option without a value.
+            ValueError: an option is not one of these, is repeated, or has no valid value.
         """
         strategy, *words = text.split() or [""]
         fields = {option.flag(field.name): field for field, option in _method_options().items()}

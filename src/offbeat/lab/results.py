@@ -24,8 +24,8 @@ class Result:
         job: Configuration of the run.
         metric: Name of the recipe's metric that is compared with ``target``.
         higher_is_better: True if larger values of the metric are better.
-        target: The recipe's target value of the metric. Methods are compared by the time that they
-            need to reach it.
+        target: The recipe's target value of the metric. Methods are compared by their training time
+            until they reach it.
         link: Description of the network between the workers.
         machine: Description of the hardware.
         versions: Versions of Offbeat, torch and Python by name.
@@ -35,9 +35,9 @@ class Result:
         model_bytes: Size of the model's parameters; None in results of old versions.
         links: Measurements of the links before and after the training; empty: not measured.
         turns: Calibrations: step times without communication, measured before the training and at
-            each evaluation (``lab.step_time.calibrate``). Empty if the run was not calibrated.
-        lr_scales: Factors on the learning rate that the comparison tries with this method; empty if
-            it does not tune the learning rate.
+            each evaluation; empty: not measured.
+        lr_scales: Learning-rate factors that the comparison tries with this method; empty: it does
+            not tune the learning rate.
         command: Command line of the comparison.
     """
 
@@ -59,7 +59,7 @@ class Result:
 
     @property
     def strategy(self) -> str:
-        """Text form of the strategy."""
+        """Strategy or baseline as text, such as "local:period=8"."""
         return self.job.strategy
 
     @property
@@ -74,7 +74,7 @@ class Result:
 
     @property
     def final_metrics(self) -> dict[str, float]:
-        """All metrics at the end, by name."""
+        """All metrics at the end of the run, by name."""
         return self.points[-1].metrics
 
     @property
@@ -119,7 +119,7 @@ class Result:
 
     @property
     def flag_rate(self) -> float | None:
-        """Share of steps in which a worker asked to synchronize; used by SelSync. None: unknown."""
+        """Share of steps in which a worker asked to synchronize (SelSync only). None: unknown."""
         return self._mean("flags") / max(1.0, self._mean("steps")) if self.measured else None
 
     @property
@@ -136,7 +136,7 @@ class Result:
         return {"steps": stats.steps, "details": stats.details}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and most properties as JSON values, for ``results.jsonl``."""
+        """Return the fields and most properties as JSON values, for ``results.jsonl``."""
         derived = (
             *("strategy", "label", "final", "final_metrics", "seconds", "time_to_target_seconds"),
             *("lssr", "payload_bytes", "idle", "flag_rate", "details"),
@@ -157,8 +157,8 @@ class Result:
     def from_dict(cls, values: Mapping[str, Any]) -> "Result":
         """Return the ``Result`` whose ``to_dict`` returned ``values``.
 
-        Another version of Offbeat may have written the values. Unknown fields are ignored, and
-        fields that version 0.1.0 lacked get their defaults.
+        The values may come from another version of Offbeat: unknown fields are ignored, and fields
+        that version 0.1.0 lacked get their defaults.
 
         Raises:
             ValueError, KeyError, TypeError, AttributeError: the values are not a result.
@@ -183,13 +183,16 @@ class Result:
 def _job_of(values: Mapping[str, Any]) -> Job:
     """Return the job of a saved result, without fields that this version does not know."""
     known, strategy = {field.name for field in fields(Job)}, values["strategy"]
-    if values.get("optimizer_state") == "average":  # once an option, now a setting of the strategy
+    if values.get("optimizer_state") == "average":  # an option in old versions
         strategy += ("," if ":" in strategy else ":") + "optimizer_state=average"
     return Job(**{k: v for k, v in values.items() if k in known} | {"strategy": strategy})
 
 
 def public_job(job: Job) -> dict[str, Any]:
-    """Return a job as JSON values without the directories of its paths, for publication."""
+    """Return a job as JSON values for publication.
+
+    Of directories and of an absolute path of a recipe, only the last name is kept.
+    """
     values = asdict(job)
     for name in ("data", "log", "checkpoints"):
         if values[name] is not None:
@@ -210,7 +213,7 @@ def read_results(path: Path) -> list[Result]:
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             results.append(Result.from_dict(json.loads(line)))
-        except Exception as error:  # other contents can raise any exception
+        except Exception as error:  # a line with other contents can raise anything
             text = " ".join(str(error).split())
             raise ValueError(
                 f"{path}, line {number}, is not a result: {type(error).__name__}: {text}"

@@ -24,19 +24,19 @@ def make_sampler(
     """Return the sampler of worker ``rank``.
 
     Args:
-        task: The task.
+        task: Task that has the samples.
         workers: Number of workers.
         rank: Rank of the worker.
         seed: Seed of the order and of the partition.
         kind: ``seldp``: each worker reads all samples and starts at a different place. ``defdp``:
             each of N workers reads a fixed 1/N of the samples. ``distributed``: torch's
             ``DistributedSampler``, which gives a worker a different 1/N in every epoch.
-        partition: Partition of the samples among the workers, as for ``make_partition``; None for
-            no partition. With a partition, ``kind`` has no effect.
+        partition: Partition of the samples among the workers, such as ``label:2``; see
+            ``make_partition``. It replaces ``kind``. None: no partition.
 
     Raises:
-        ValueError: the kind or the partition is unknown, or a partition needs labels that the
-            samples do not have.
+        ValueError: the kind or the partition is unknown, or the samples have no labels to
+            partition by.
     """
     if kind not in ("seldp", "defdp", "distributed"):
         raise ValueError(f"sampler must be seldp, defdp or distributed, got {kind!r}")
@@ -55,12 +55,8 @@ def make_sampler(
 def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:
     """Return the sample indices of each worker.
 
-    Args:
-        text: ``label:K`` for K labels per worker, or ``dirichlet:A`` for shares of each label that
-            are drawn from a Dirichlet distribution with parameter A.
-        task: The task.
-        workers: Number of workers.
-        seed: Seed of the partition.
+    ``text`` is ``label:K`` for K labels per worker, or ``dirichlet:A`` for shares of each label
+    that are drawn from a Dirichlet distribution with parameter A.
 
     Raises:
         ValueError: the text is invalid, or the samples do not have exactly one label each.
@@ -80,16 +76,16 @@ def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:
 
 
 class Batches(Iterable[tuple[Tensor, ...]]):
-    """The batches of one worker for the ``task.steps`` steps of a run, in the order of a sampler.
+    """The batches of one worker for a whole run of ``task.steps`` steps.
 
     One iteration passes over the samples as often as necessary.
 
     Args:
-        task: The task.
-        sampler: Sampler of this worker.
-        size: Number of samples per batch; None for the task's batch size.
+        task: Task that has the samples.
+        sampler: Sampler of this worker. It has a length and ``set_epoch``.
+        size: Number of samples per batch. None: the task's batch size.
         readers: Number of processes that load batches in advance.
-        done: Number of batches to skip. A resumed run has already trained on them.
+        done: Number of batches to skip, because a resumed run has already trained on them.
     """
 
     def __init__(
@@ -116,8 +112,9 @@ class Batches(Iterable[tuple[Tensor, ...]]):
         count, (epoch, self._grouped.skip) = self._done, divmod(self._done, len(self._grouped))
         while True:
             self._sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-            # A DataLoader draws from torch's random generator when an epoch starts. The checkpoint
-            # of a resumed epoch was saved after that draw, so it must not happen twice.
+            # A DataLoader draws from torch's global generator when an epoch starts. A checkpoint
+            # inside an epoch contains the generator's state after this draw. When the epoch is
+            # resumed, a second draw must not change the state.
             with torch.random.fork_rng(devices=[], enabled=self._grouped.skip > 0):
                 batches = iter(self._loader)
             for batch in batches:
@@ -129,7 +126,7 @@ class Batches(Iterable[tuple[Tensor, ...]]):
 
 
 class _SkippingSampler(Sampler[list[int]]):
-    """Batches of indices, without the first ``skip`` batches in the next iteration only."""
+    """Yields batches of indices. The next iteration, and no later one, omits the first ``skip``."""
 
     def __init__(self, inner: BatchSampler) -> None:
         self._inner, self.skip = inner, 0

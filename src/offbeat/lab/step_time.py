@@ -1,6 +1,6 @@
 """Measurement of the *local step time*: the time of a training step without communication.
 
-The baseline ``ideal``, BSP timed without communication, takes this time for each step.
+The baseline ``ideal``, which is BSP timed without communication, takes this time for each step.
 """
 
 import copy
@@ -43,7 +43,7 @@ class Duration:
 
 
 REFERENCE = Duration(warmup_steps=5, least_steps=10, least_seconds=4.0)
-"""Duration of a measurement before or after a run."""
+"""Duration of a measurement before or after the training of a run."""
 CALIBRATION = Duration(warmup_steps=2, least_steps=5, least_seconds=1.0)
 """Duration of a calibration (see ``calibrate``), short because each evaluation has one."""
 
@@ -52,7 +52,7 @@ class LocalTraining:
     """Trains on all workers at the same time, without communication, and times the steps.
 
     Args:
-        task: Task to train. ``measure`` restores model, optimizer and random states.
+        task: Task to train. ``measure`` restores model, optimizer and random states at its end.
         lr_scale: Factor on the learning rate.
         batches: Function that returns a new iterator over this worker's batches.
         duration: Duration of each measurement; None: ``REFERENCE``.
@@ -77,8 +77,8 @@ class LocalTraining:
 
     def measure(self) -> None:
         """Train for the duration and update ``step_seconds``. A collective."""
-        # All workers start together and train for about the same time, so that none is timed while
-        # other cores are idle.
+        # All workers start together and train for about the same time. Otherwise one would be timed
+        # while other cores are idle.
         gather(None, self._device, "the start of local training")
         with _state_restored(self._task):
             self._train()
@@ -102,7 +102,7 @@ class LocalTraining:
     def _step(self, batch: Any) -> None:
         with self._task.scaled_lr(self._lr_scale):
             _train_on(self._task, batch)
-        # The learning-rate schedule is not advanced: it has only as many steps as the run.
+        # The scheduler is not advanced, because it has only as many steps as the run.
         self._task.optimizer.zero_grad()
 
     def _now(self) -> float:
@@ -140,18 +140,14 @@ def _state_restored(task: Task) -> Iterator[None]:
 def calibrate(
     step: int, task: Task, lr_scale: float, batches: Callable[[], Iterable[Any]]
 ) -> Calibration:
-    """Measure the local step time between the steps of a run. A collective.
+    """Measure the local step time in the middle of a run. A collective.
 
-    The speed of a shared machine may drift by a third within minutes. A step time that was measured
-    in another run, or before and after this one, is therefore a poor reference. A calibration takes
-    place within seconds of the steps that it is compared with, so that a slow machine affects both.
-    The time of a calibration does not count as training time.
+    The speed of a shared machine may drift by a third within minutes. A step time from another run,
+    or from before or after this one, is therefore a poor reference. A calibration is measured
+    within seconds of the training steps that it is compared with.
 
-    Args:
-        step: Number of steps of the run so far.
-        task: A second copy of the run's task, used for calibrations only.
-        lr_scale: Factor on the learning rate.
-        batches: Function that returns a new iterator over this worker's batches.
+    ``step`` is the number of steps of the run so far. ``task`` is a second copy of the run's task,
+    used for calibrations only. The other arguments are those of ``LocalTraining``.
     """
     training = LocalTraining(task, lr_scale, batches, CALIBRATION)
     training.measure()
@@ -161,7 +157,7 @@ def calibrate(
 def measure_recipe(
     name: str, *, data: Path | None = None, steps: int = 15, warmup_steps: int = 5
 ) -> tuple[nn.Module, float]:
-    """Return the model of a recipe and its step time, measured in this process.
+    """Return the model of a recipe and its step time on this machine.
 
     The measurement uses torch's current number of threads.
 

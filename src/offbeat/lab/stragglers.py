@@ -11,22 +11,23 @@ from torch import Tensor, nn
 from offbeat.lab.recipes import Task
 from offbeat.lab.step_time import LocalTraining
 
-_PURPOSE = 0x756E6576  # makes the random numbers independent of others with the same seed
+_PURPOSE = 0x756E6576  # makes the random numbers differ from others with the same seed
 
 
 class StragglerLoss:
-    """A task's loss function that sleeps after each call, to emulate a slower worker.
+    """A task's loss function with a sleep in each call, to emulate a slower worker.
 
     For the step time t without communication:
 
         sleep = t · (slowdown · (1 + jitter·|z|) − 1),  z ~ N(0, 1)
 
     Jitter only lengthens steps, because a worker cannot be made faster. z depends only on the seed,
-    the rank and the number of the call, so that methods with equally many calls sleep equally long.
+    the rank and the number of the call. Methods with equally many calls therefore sleep equally
+    long.
 
     Args:
-        task: Task whose loss is replaced. A measurement of t trains it and restores its state.
-        batches: Function that returns a new iterator over this worker's batches.
+        task: Task with the original loss function. Measuring t trains the task and restores it.
+        batches: Function that returns a new iterator over this worker's batches, to measure t.
         slowdown: Factor on this worker's step time (≥ 1).
         jitter: Coefficient of |z| (≥ 0).
         seed: Seed of z.
@@ -56,7 +57,7 @@ class StragglerLoss:
         self._random = np.random.default_rng((seed, _PURPOSE, dist.get_rank()))
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the task's loss after the sleep."""
+        """Compute the task's loss, sleep, and return the loss."""
         loss = self._loss(model, batch)
         factor = self._slowdown * (1 + self._jitter * abs(self._random.standard_normal()))
         time.sleep(self.step_seconds * (factor - 1))
@@ -64,7 +65,7 @@ class StragglerLoss:
 
 
 def parse_slow(text: str | None, workers: int) -> dict[int, float]:
-    """Return rank → slowdown for ``RANK=FACTOR,RANK=FACTOR``, with any number of items.
+    """Return rank → slowdown: ``"1=2,3=1.5"`` gives ``{1: 2.0, 3: 1.5}``.
 
     Raises:
         ValueError: the text has another form, a rank does not exist, or a factor is below 1 or

@@ -1,10 +1,11 @@
 """The training loop of an experiment: one worker trains a recipe with a method and emits events.
 
 A *recipe* builds the task: model, data, optimizer. A *method* is a strategy of this package or a
-baseline to compare with. The *consensus* is the mean model of all workers.
+baseline to compare with. A *consensus* gives all workers the same model, usually the mean of their
+models.
 
 ``train_worker`` runs one worker in an existing process group. ``python -m offbeat.lab.train JSON``
-creates the process group and runs one; ``lab.launch.processes`` starts such processes.
+joins a new process group and then calls ``train_worker``.
 """
 
 import json
@@ -62,9 +63,9 @@ from offbeat.synchronizer import Synchronizer
 def choose_backend() -> str:
     """Return the backend to pass to ``init_process_group`` before calling ``train_worker``.
 
-    It is ``"nccl"`` if torch supports NCCL and this machine has a GPU for each of its workers
-    (``LOCAL_WORLD_SIZE``, by default 1), and otherwise ``"gloo"``. The result must be the same on
-    all machines of a run. With gloo, ``train_worker`` trains on the CPU.
+    ``"nccl"`` if torch supports NCCL and this machine has a GPU for each of its workers
+    (``LOCAL_WORLD_SIZE``, by default 1); otherwise ``"gloo"``, and ``train_worker`` trains on the
+    CPU. All machines of a run must use the same backend.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= local
@@ -85,19 +86,20 @@ def train_worker(
 
     Rank 0 emits these events:
 
-    - ``Start``, then a ``Step`` or an ``Evaluation`` after each step, then the final ``Evaluation``
-      and ``End``. If ``max_seconds`` ends the run, the last step has only the final ``Evaluation``;
-    - ``Waiting`` before everything other than training;
-    - ``LinkSpeed``, ``LocalStepTime`` and ``Calibration`` for measurements that the job requests;
+    - ``Start``, then a ``Step`` or an ``Evaluation`` for each step, then the final ``Evaluation``
+      and ``End``;
+    - ``Waiting`` before longer work other than training, such as an evaluation;
+    - ``LinkSpeed`` and ``Calibration`` if the job requests these measurements, and
+      ``LocalStepTime`` if it requests stragglers;
     - ``EvaluationCount`` when the run chooses its number of evaluations, unless the job sets it;
     - ``Resumed``, followed by the events in the checkpoint, if the job continues a run;
     - ``Stopped`` instead of ``End`` if the run is asked to stop early.
 
     Args:
         job: Configuration of the run.
-        emit: Function that receives the events on rank 0. It is not called on other ranks.
-        stop_request: Object through which the run can be asked to stop early; requires a job with
-            checkpoints.
+        emit: Function that receives the events on rank 0. Other ranks do not call it.
+        stop_request: Object through which the run can be asked to stop early. Requires
+            ``job.checkpoints``.
     """
     _Worker(job, emit if dist.get_rank() == 0 else (lambda event: None)).run(stop_request)
 
@@ -125,7 +127,7 @@ class _Worker:
         if not job.resume:
             calibrate_at(0)
         for seed in (torch.manual_seed, np.random.seed, random.seed):
-            seed(job.seed * 1000 + dist.get_rank())  # the ranks differ in augmentation and dropout
+            seed(job.seed * 1000 + dist.get_rank())  # ranks draw different augmentation and dropout
         method = self._start_method()
         emit(Start(task.steps, sum(p.nbytes for p in task.model.parameters())))
         checkpoints = RunCheckpoints(job, task, method, emit)
@@ -180,7 +182,11 @@ class _Worker:
         return Attached(task, job.lr_scale, attach_strategy(chosen))
 
     def _make_straggler(self, task: Task, job: Job, emit: Callable[[Event], None]) -> Job:
-        """Make ``task.loss`` sleep as ``job`` says. Return ``job`` with ``alone_seconds`` set."""
+        """If ``job`` asks for stragglers, make ``task.loss`` sleep on this worker.
+
+        Returns:
+            ``job`` with the step time by which the sleeps are scaled in ``alone_seconds``.
+        """
         # In the simulator, stragglers have longer steps in virtual time and do not sleep.
         if not (job.jitter or job.slow) or dist.get_backend() == "simulated":
             return job
@@ -198,7 +204,7 @@ class _Worker:
         return replace(job, alone_seconds=loss.step_seconds)
 
     def _make_calibration(self, job: Job) -> Callable[[int], None]:
-        """Return a function that calibrates after a step, or does nothing unless the job asks."""
+        """Return a function that calibrates after a step, or a no-op if the job wants none."""
         if not job.measure_alone or dist.get_backend() == "simulated":
             return lambda step: None
         task = self._recipe.build(job.setup())
@@ -229,8 +235,8 @@ class _Worker:
         If the job does not set the number of evaluations, the first call chooses it.
 
         Returns:
-            The metrics. None if the run has reached the job's ``max_seconds`` and must end, or if
-            no evaluation is due at this step with the number of evaluations that was just chosen.
+            The metrics. None if nothing was evaluated, because the run has reached the job's
+            ``max_seconds``, or because the chosen number leaves no evaluation at this step.
         """
         job, task, schedule, device = self._job, self._task, self._schedule, self._device
         start = time.perf_counter()
@@ -256,9 +262,10 @@ class _Worker:
         """Iterate over this worker's batches, on its device.
 
         Args:
-            method: Method that trains on the batches. Batches of the steps that it has already
-                taken are skipped, and data injection is applied. None: all batches, no injection.
-            task: Task that provides the samples; None: the task of the run.
+            method: Method that trains on the batches. It has already trained on the first
+                ``method.step`` batches, which are skipped. The job's data injection is applied.
+                None: all batches, without injection.
+            task: Task that provides the samples. None: the task of the run.
         """
         job, task = self._job, task or self._task
         sampler = job.sampler_for(task, dist.get_rank())
@@ -277,14 +284,14 @@ class _Worker:
 def share_cores(workers: int, rank: int | None = None) -> None:
     """Limit this process to its share of this machine's cores.
 
-    The number of torch's threads becomes ⌊cores / workers⌋, at least 1. If ``rank`` is given and
-    the cores can be divided evenly (on Linux), the process is also pinned to its own cores, or to
-    one core that equally many processes share. Without pinning, the scheduler may let one busy
-    process run twice as fast as another for seconds.
+    Torch gets ⌊cores / workers⌋ threads, at least 1. On Linux, a process with a ``rank`` is also
+    pinned to its cores: with 8 cores and 4 workers, rank 1 runs on cores 2 and 3. If there are more
+    workers than cores, several share a core. Nothing is pinned if the cores cannot be divided
+    evenly. Without pinning, the scheduler may let one busy process run twice as fast as another for
+    seconds.
 
-    Args:
-        workers: Number of worker processes on this machine.
-        rank: Rank of this process among them; None: do not pin.
+    ``workers`` is the number of worker processes on this machine, ``rank`` the rank of this process
+    among them. Without a rank, nothing is pinned.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     torch.set_num_threads(max(1, (len(cores) or os.cpu_count() or 1) // workers))
@@ -298,7 +305,7 @@ def share_cores(workers: int, rank: int | None = None) -> None:
 def import_from_current_directory() -> None:
     """Make modules in the current directory importable, for custom strategies.
 
-    Console scripts and ``python -P`` do not put that directory on ``sys.path``.
+    Console scripts and ``python -P`` do not add this directory to ``sys.path``.
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -307,11 +314,9 @@ def import_from_current_directory() -> None:
 def encode(job: Job, rank: int, rendezvous: str, stop_request: str | None = None) -> str:
     """Return the JSON argument of ``python -m offbeat.lab.train`` for one worker.
 
-    Args:
-        job: Configuration of the run.
-        rank: Rank of the worker.
-        rendezvous: Path of a new file through which the workers find each other (``file://``).
-        stop_request: Path of the ``StopRequest``'s file; None: the run cannot be asked to stop.
+    ``rendezvous`` is the path of a new file through which the workers find each other.
+    ``stop_request`` is the path of the ``StopRequest``'s file; None: the run cannot be asked to
+    stop.
     """
     values = {
         "job": asdict(job),

@@ -50,12 +50,7 @@ _POLL_SECONDS = 0.0005
 class LabelledCommunicator(Wrapper):
     """A communicator that adds a label to the names of its operations in error messages.
 
-    The label names the group in which the ranks of a message are counted. ``twin`` returns a second
-    communicator between the same workers, with the same label.
-
-    Args:
-        inner: Communicator that carries out the operations.
-        label: Label, for example "inside the node".
+    The label, for example "inside the node", tells which group the ranks in a message refer to.
     """
 
     def __init__(self, inner: Communicator, label: str) -> None:
@@ -95,10 +90,9 @@ class NodeCommunicator(Communicator):
     """Operations between nodes, in which each node counts as one worker.
 
     ``rank`` is the index of this node from 0, and ``size`` is the number of nodes. All workers of a
-    node must start the same operations in the same order, with equal tensors. (If the tensors
-    differ, the result contains parts of each. ``Broadcast`` reads the node's first worker only.)
-    ``Send`` and ``Receive`` raise a TypeError. ``twin`` returns a second communicator between the
-    same nodes, with a background thread of its own.
+    node must start the same operations in the same order, with equal tensors. (``Broadcast`` only
+    reads the tensor of the first worker of the source node.) ``Send`` and ``Receive`` raise a
+    TypeError.
 
     Args:
         across: Communicator of this worker and its counterparts in the other nodes.
@@ -153,15 +147,10 @@ class NodeCommunicator(Communicator):
     ) -> Handle[Any]:
         """Start an operation on parts of the tensor, one part for each worker of the node.
 
-        The tensor is regarded as a matrix. A part is a range of its columns, padded with zeros so
-        that all parts have equal sizes.
-
-        Args:
-            operation: The operation.
-            tensor: Tensor of the operation.
-            rows: Number of rows of the matrix: the number of nodes if each row is sent to a
-                different node, otherwise 1.
-            result: Function that converts the received matrix into the result of the operation.
+        The tensor is regarded as a matrix with ``rows`` rows: one for each node if the operation is
+        an all-to-all, otherwise a single one. A part is a range of columns, padded with zeros so
+        that all parts have equal sizes. ``result`` converts the matrix of results into the result
+        of the operation.
         """
         workers, width = self._inside.size, tensor.numel() // rows
         share = max(1, -(-width // workers))
@@ -183,7 +172,7 @@ class NodeCommunicator(Communicator):
         return self._start_stages(first, second, operation.what, tensor)
 
     def _broadcast(self, operation: Broadcast, tensor: Tensor) -> Handle[Tensor]:
-        """Start a broadcast through the first worker of each node, without parts, as it is rare."""
+        """Start a broadcast through the first worker of each node (rare, so not in parts)."""
         first: Handle[Tensor] = Completed(tensor)
         if self._inside.rank == 0:
             first = self._across.start(operation)
@@ -290,9 +279,9 @@ def _run_second_stages(across: Communicator, queue: Promise[_Job | None]) -> Non
 def _finish(job: _Job, across: Communicator) -> Any:
     """Wait for the first stage, then run the second one.
 
-    With a CUDA stream the first stage is polled until it is done or the time limit has passed. Only
-    then ``wait`` is called, because an NCCL operation in progress would block ``job.stream``, on
-    which the main thread computes.
+    On a GPU, ``wait`` would let ``job.stream`` wait for an NCCL operation in progress, and the main
+    thread computes on this stream. So before ``wait`` is called, the first stage is polled until it
+    is done or the time limit has passed.
     """
     if job.stream is None:
         return job.second(job.first.wait())

@@ -50,23 +50,18 @@ def open_nodes(
 ) -> tuple[Communicator, Node | None]:
     """Detect the nodes and open their communicators. A collective of ``group``.
 
-    Args:
-        group: Process group of all workers. None: the default group. A custom transport must have
-            ``make_nodes(timeout_seconds)``, which returns ``WorkerCommunicators``.
-        node_group: Process group of this worker's node. "auto": the environment variables of
-            torchrun, or the custom transport, determine the nodes.
-        timeout_seconds: Time limit of one operation.
-        sharded: True if each worker of a node holds one shard of the model. Ignored with a custom
-            transport.
+    ``group`` and ``node_group`` are those of ``attach``. With "auto" the environment variables of
+    torchrun determine the nodes. A custom transport must have ``make_nodes(timeout_seconds)``,
+    which returns ``WorkerCommunicators``, and requires "auto".
 
     Returns:
-        A communicator between nodes, and this worker's node. With ``sharded``, the communicator
-        connects the workers that hold the same shard. If each node has one worker: the
-        communicator of all workers, and None.
+        A communicator between nodes, and this worker's node. If ``sharded``, the communicator
+        connects the workers that hold the same shard. If each node has one worker, the result is
+        the communicator of all workers, and None.
 
     Raises:
-        AttachError: the nodes are invalid (raised on all workers). Or a custom transport has no
-            ``make_nodes``, or ``node_group`` is not "auto" with a custom transport.
+        AttachError: the nodes are invalid (raised on all workers), or the custom transport does not
+            support the arguments.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     transport = world if group is None else group
@@ -92,7 +87,6 @@ def open_nodes(
 def _open_by_transport(
     transport: object, node_group: NodeGroup, timeout_seconds: float
 ) -> tuple[Communicator, Node | None]:
-    """Open the nodes of a custom transport."""
     make = getattr(transport, "make_nodes", None)
     if make is None:
         raise AttachError(
@@ -116,7 +110,6 @@ def _open_groups(
     *,
     sharded: bool,
 ) -> tuple[Communicator, Node]:
-    """Open process groups inside this worker's node and across the nodes."""
     place, seconds = node.index(everyone.rank), everyone.timeout_seconds
     host = ThreadHost()  # shared, because one background thread waits for both communicators
     with contextlib.ExitStack() as on_failure:
@@ -137,11 +130,7 @@ def _open_groups(
 def _node_of(
     communicators: WorkerCommunicators, *, sharded: bool = False
 ) -> tuple[Communicator, Node]:
-    """Return the communicator between nodes, and the node.
-
-    With ``sharded`` the communicator connects this worker only with its counterparts, the workers
-    of other nodes that hold the same shard.
-    """
+    """Return the communicator between nodes, and the node; see ``open_nodes``."""
     inside = LabelledCommunicator(communicators.inside, "inside the node")
     between = LabelledCommunicator(communicators.across, "between nodes")
     if sharded:
@@ -152,7 +141,7 @@ def _node_of(
 def node_ranks(
     group: dist.ProcessGroup | Transport | None, node_group: NodeGroup
 ) -> list[int] | str:
-    """Return the ranks of this worker's node in the default group. If unknown: the reason."""
+    """Return the ranks of this worker's node in the default group, or why they are unknown."""
     if not (group is None or isinstance(group, dist.ProcessGroup)) or not dist.is_initialized():
         return "there is no process group"
     node = _reported_node(group, node_group)
@@ -163,7 +152,7 @@ def node_ranks(
 
 
 def _reported_node(group: dist.ProcessGroup | None, node_group: NodeGroup) -> list[int] | str:
-    """Return the ranks of this worker's node in ``group``. If unknown: the reason."""
+    """Return the ranks of this worker's node in ``group``, or why they are unknown."""
     if node_group == "auto":
         return _node_from_environment(dist.get_rank(group), dist.get_world_size(group))
     if not isinstance(node_group, dist.ProcessGroup):
@@ -201,8 +190,8 @@ def layout(reported: Sequence[list[int] | str]) -> list[list[int]]:
     """Return the ranks of each node. Nodes are ordered by their lowest rank.
 
     Args:
-        reported: Report of each worker, in rank order: the ranks of its node, or a text if the
-            worker does not know its node. The text is the reason.
+        reported: Report of each worker, in rank order: the ranks of its node, or a text that says
+            why the worker does not know its node.
 
     Raises:
         AttachError: a worker does not know its node, two workers disagree about a node, or nodes

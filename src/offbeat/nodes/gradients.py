@@ -21,13 +21,10 @@ from offbeat.transport.team import Team
 class NodeBuffers:
     """Averages only the buffers, for a model that ``fully_shard`` has sharded inside the node.
 
-    ``fully_shard`` itself averages the gradients during backward. The subclass ``NodeMean``
-    averages gradients, too.
+    ``fully_shard`` itself averages the gradients during backward. For other models, the subclass
+    ``NodeMean`` averages gradients, too.
 
-    Args:
-        inside: Communicator of the workers of this node. ``Stats`` does not count its bytes and
-            waiting time.
-        model: The model.
+    ``Stats`` counts neither the bytes nor the waiting time inside a node.
 
     Attributes:
         overlap: True if ``start`` should be called during backward.
@@ -41,32 +38,25 @@ class NodeBuffers:
         self._buffers = ExactMean(team, Replica(model, ()))
 
     def start(self, bucket: int) -> bool:
-        """Start to average a bucket, a group of gradients that backward has completed.
+        """Start to average a bucket (a group of gradients), once backward has completed it.
 
-        Args:
-            bucket: Index of the bucket in ``AttachedOptimizer.buckets``.
-
-        Returns:
-            True if ``start`` should be called for further buckets. This class always returns False.
+        ``bucket`` is an index into ``AttachedOptimizer.buckets``. Returns False if ``start`` should
+        not be called for further buckets.
         """
         return False
 
     def average(self, index: int) -> None:
-        """Replace the buffers by their mean over the node (signed integers: maximum). Blocks.
+        """Average the buffers, before optimizer ``index`` steps. A collective of the node. Blocks.
 
-        Args:
-            index: Index of the optimizer that is about to step.
+        Floating-point and complex buffers become their mean, signed integer buffers their maximum.
         """
         what = "mean of the buffers of a node"
         self._buffers.average_buffers(1.0, self._team.size, what=what)
 
     def pause(self, index: int) -> None:
-        """Average the buffers at a barrier, such as the end of training, where no step follows.
+        """Average only the buffers, at a barrier such as the end of training. Blocks, too.
 
-        Blocks. All workers of the node must call it together.
-
-        Args:
-            index: Index of the optimizer whose step would be next.
+        ``index`` is the optimizer whose step would be next.
         """
         self.average(index)
 
@@ -74,15 +64,8 @@ class NodeBuffers:
 class NodeMean(NodeBuffers):
     """Averages gradients and buffers, so that the models of a node remain equal.
 
-    The strategy receives the mean gradients of the node. Floating-point and complex buffers become
-    their mean, signed integer buffers become their maximum. With a single optimizer, all buckets of
+    The strategy receives the mean gradients of the node. With a single optimizer, all buckets of
     gradients except the last may be sent while backward still runs.
-
-    Args:
-        inside: Communicator of the workers of this node. ``Stats`` does not count its bytes and
-            waiting time.
-        model: The model.
-        optimizers: The attached optimizers.
     """
 
     def __init__(
@@ -105,31 +88,22 @@ class NodeMean(NodeBuffers):
 
     @override
     def start(self, bucket: int) -> bool:
-        """Send a bucket early. Returns False if no further bucket should be sent early."""
         mean = self._means[0]
         mean.start(bucket)
         return mean.overlap
 
     @override
     def average(self, index: int) -> None:
-        """Replace gradients and buffers by their mean over the node. Blocks.
-
-        Args:
-            index: Index of the optimizer that is about to step.
-
-        Raises:
-            OffbeatError: some workers of the node do not step.
-        """
         self._reduce(index, stepping=True)
         super().average(index)
 
     @override
     def pause(self, index: int) -> None:
-        """Average the buffers, but not the gradients. Raises OffbeatError if a worker steps."""
         self._reduce(index, stepping=False)
         super().average(index)
 
     def _reduce(self, index: int, *, stepping: bool) -> None:
+        """Average the gradients if all workers of the node step. Raise if only some of them do."""
         (steps,) = self._means[index].reduce([float(stepping)], contribute=stepping)
         if steps not in (0, self._team.size):
             raise OffbeatError(

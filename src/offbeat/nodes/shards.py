@@ -81,11 +81,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def local_parts(values: Any) -> Any:
-    """Return a copy of ``values`` in which local shards replace the DTensors, for saving.
-
-    Args:
-        values: A state, such as a ``state_dict()``: nested dictionaries, lists and tuples.
-    """
+    """Return a state, such as a ``state_dict()``, with local shards in place of the DTensors."""
     if isinstance(values, Tensor):
         return _local(values) if is_sharded(values) else values
     if isinstance(values, dict):
@@ -96,25 +92,16 @@ def local_parts(values: Any) -> Any:
 
 
 def model_state(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
-    """Convert a saved state for ``model.load_state_dict``: local shards become DTensors again.
-
-    Args:
-        model: The model.
-        saved: The saved result of ``local_parts(model.state_dict())``.
-    """
+    """Turn local shards in ``saved``, a state of ``model``, into DTensors; see ``local_parts``."""
     present = model.state_dict()
     return {name: _restored(value, present[name]) for name, value in saved.items()}
 
 
 def optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Convert a saved state for ``optimizer.load_state_dict``.
+    """Turn local shards in ``saved``, a state of ``optimizer``, into DTensors; see ``local_parts``.
 
-    A tensor with the shape of its parameter's local shard becomes a DTensor again. Other values do
-    not change.
-
-    Args:
-        optimizer: The optimizer.
-        saved: The saved result of ``local_parts(optimizer.state_dict())``.
+    Only tensors with the shape of the parameter's local shard are converted. Step counters, for
+    example, are not.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
@@ -131,13 +118,9 @@ def _restored(value: Any, like: Any) -> Any:
 
 
 class Shards(nn.Module):
-    """The local shards of a model, as a module.
+    """The local shards of a model, as a module with the names and the buffers of the model.
 
-    The parameters of this module are the shards, with the same names as in the model. The buffers
-    are those of the model.
-
-    Args:
-        model: A model whose parameters are all DTensors.
+    All parameters of the model must be DTensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -178,18 +161,10 @@ class Shards(nn.Module):
 def shards_of(
     model: nn.Module, group: dist.ProcessGroup | Transport | None, node_group: NodeGroup | None
 ) -> Shards | None:
-    """Return the local shards of a model that ``fully_shard`` has sharded over this node, or None.
+    """Return the local shards of a model that ``fully_shard`` has sharded over this node.
 
-    Sends nothing.
-
-    Args:
-        model: The model.
-        group: Argument ``group`` of ``attach``: all workers.
-        node_group: Argument ``node_group`` of ``attach``: the workers of this node. None: there are
-            no nodes of several workers.
-
-    Returns:
-        The shards. None if the model has no DTensors or ``node_group`` is None.
+    Returns None if the model has no DTensors or ``node_group`` is None. ``group`` and
+    ``node_group`` are those of ``attach``. Sends nothing.
 
     Raises:
         AttachError: the model is sharded in another way.
@@ -208,10 +183,8 @@ def shards_of(
 def _require_placement(model: nn.Module, node: list[int] | str) -> None:
     """Raise AttachError unless each parameter is sharded over the workers of this node alone.
 
-    Args:
-        model: The model.
-        node: Ranks of the node's workers, or a text that says why they are unknown. With a text
-            the ranks are not checked here, and ``open_nodes`` later raises the text as an error.
+    ``node`` has the ranks of these workers, or a text that says why they are unknown. With a text
+    the ranks are not checked here, because ``open_nodes`` later raises this text as an error.
     """
     for name, p in model.named_parameters():
         if not is_sharded(p):

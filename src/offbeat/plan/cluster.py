@@ -5,14 +5,13 @@ Workers that start the same operations in the same order need not all run. Those
 their links are free. It takes as long as with all of its workers. *Jitter* is the random variation
 of compute times. All times are *virtual time*, the time of the simulator's clock.
 
-* **One representative.** Without jitter, all workers do the same at the same time. With jitter,
-  every worker has a clock, but only one worker runs. A clock advances by the compute time of its
-  worker. A collective that the training thread starts is joined at the time of the latest clock.
-  When the workers wait for a collective, each clock that is before its end is set to this end. The
-  durations are the same as if all workers ran, provided that no decision of a worker depends on the
-  time. A decision depends on the time if a worker polls an operation (``Handle.done``). If the
-  operation has ended on some clocks but not on others, ``DivergedError`` is raised. The caller must
-  then run all workers.
+* **One representative, no jitter.** All workers do the same at the same time.
+* **One representative, jitter.** Every worker has a clock, but only one worker runs. Computing
+  advances each clock by the compute time of its worker. A collective of the training thread starts
+  at the latest clock. Waiting for it sets each earlier clock to the end of the collective. The
+  durations are exact if no decision of a worker depends on the time. Polling (``Handle.done``) can
+  make one depend on it: if the operation has ended on some clocks but not on others,
+  ``DivergedError`` is raised. The caller must then run all representatives.
 * **One representative per node, or every worker.** All workers use the simulator's clock.
 """
 
@@ -41,7 +40,7 @@ _JITTER = 0x6D6972726F72  # distinguishes the jitter from other uses of the same
 
 
 class DivergedError(Exception):
-    """Raised if workers would decide differently, so that one cannot represent all of them."""
+    """Workers would decide differently, so one of them cannot represent all."""
 
 
 class StepTime:
@@ -93,8 +92,6 @@ class _Drawn:
 
 class RepresentativeCluster(SimulatedCluster):
     """A simulated cluster in which only the representatives run; see the module.
-
-    ``compute_step``, ``wait`` and ``idle`` let virtual time pass and advance the ``clocks``.
 
     Args:
         workers: The representatives.

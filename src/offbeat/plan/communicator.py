@@ -23,7 +23,7 @@ from offbeat.transport.team import Node, Team
 
 
 class _RepresentativeHandle(SimulatedHandle):
-    """Handle whose ``done`` raises DivergedError if all workers would not get the same result."""
+    """Handle whose ``done`` raises DivergedError if workers would get different answers."""
 
     @override
     def done(self) -> bool:
@@ -92,7 +92,7 @@ def _nothing(_: object) -> None:
 
 
 class _RepresentativeNodes(NodeCommunicator):
-    """Communicator between nodes in which at most the first worker runs.
+    """Communicator between nodes. Of each node, at most the first worker runs.
 
     A worker of a real node sends its part of a tensor to the other nodes, and then the node gathers
     the parts of the result. Here the worker that runs passes on the whole tensor, and the

@@ -23,12 +23,12 @@ class Forecast:
         strategy: Text form of the strategy, such as "local:period=8"; as given, if given as text.
         wire: Precision at which means are sent. If the strategy chooses it, the last choice.
         step_seconds: Mean duration of a step, with waiting.
-        throughput: Samples per second relative to a single worker, at most the number of workers.
+        throughput: Samples per second relative to a single worker. N workers reach N at best.
         idle: Share of the time that a worker waits for others, in [0, 1]. With nodes, only the
             waiting for other nodes.
-        apart_steps: Largest number of steps between two consecutive means of the same parameter; or
-            the largest staleness (age of the newest mean in the model, in steps) that the strategy
-            reports, if larger. 0 if gradients are averaged in every step; ``inf`` without a mean.
+        apart_steps: Largest number of steps between two means of the same parameter. If the
+            strategy reports a larger staleness (age of the newest mean in the model, in steps), it
+            counts instead. 0 if gradients are averaged in every step; ``inf`` without a mean.
         payload_bytes: Bytes per step that a worker passes to operations, as in ``Stats``; 0 for a
             single worker or node.
         memory_bytes: Largest size of the strategy's tensors in memory, without model, gradients and
@@ -85,12 +85,8 @@ def measure(
 ) -> Measured:
     """Simulate training with ``strategy`` until it is steady or time is up. Return its figures.
 
-    Args:
-        strategy: The strategy.
-        wire: Precision, or "auto" for a strategy that chooses the precision itself.
-        setting: Model and cluster.
-        text: Name of the strategy in the forecast; None means its text form.
-        most_seconds: Limit of the processor seconds that the run may take.
+    ``wire`` is "auto" for a strategy that chooses the precision itself. ``text`` replaces the text
+    form of the strategy in the forecast. ``most_seconds`` limits the processor time of the run.
     """
     detector = SteadyStateDetector(
         jitter=setting.jitter > 0, alone=setting.alone, most_seconds=most_seconds
@@ -155,7 +151,6 @@ def _note(measured: Measured, setting: Setting) -> str:
 
 
 def _means(measured: Measured, setting: Setting) -> str:
-    """Describe how often means are taken."""
     details, interval, passes = measured.details, measured.interval_steps, measured.pass_steps
     if interval == math.inf:
         return "no mean"
@@ -178,7 +173,7 @@ def every(steps: float) -> str:
 
 
 def number(value: float) -> str:
-    """Return ``value`` as text: with at most three digits up to 999, else as an integer."""
+    """Return ``value`` as text: with three significant digits up to 999, else as an integer."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 

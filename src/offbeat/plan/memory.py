@@ -24,10 +24,10 @@ _Kind = Literal["nothing", "tensor", "function", "method", "container"]
 def reachable_bytes(
     roots: Iterable[Any], excluded: set[int], scale: float, hidden: object = None
 ) -> int:
-    """Return the bytes of all tensor storages that one worker can reach, as in the full model.
+    """Return the bytes, in the full model, of all tensor storages that one worker can reach.
 
-    References are followed from ``roots`` and from the local variables of the functions of Offbeat
-    that are being called, except those of the planner.
+    References are followed from ``roots``, and from the local variables of Offbeat's functions on
+    the call stack.
 
     Args:
         roots: Objects of the worker.
@@ -70,7 +70,7 @@ def _kind(cls: type) -> _Kind:
 
 
 def _caller_locals() -> list[Any]:
-    """Return the local variables of Offbeat's functions on the stack, up to one of the planner."""
+    """Return the local variables of the callers in Offbeat, up to a function of the planner."""
     values: list[Any] = []
     frame = sys._getframe(2).f_back
     while frame is not None:

@@ -3,9 +3,9 @@
 Each element of the placeholder represents ``scale`` elements of the full model (see
 ``transport/placeholder_tensors.py``). Its tensors have the proportions of the full model's tensors.
 Strategies therefore divide both models at the same places into buckets or parts, the units that are
-sent separately. Training computes nothing, and the values of the tensors do not matter, with one
-exception. The strategy SelSync synchronizes when the norm of the gradient changes strongly. The
-norm is therefore large in the steps in which SelSync should synchronize.
+sent separately. Training computes nothing. Values do not matter, except for the norm of the
+gradient: it is large in some steps, because the strategy SelSync synchronizes when it changes
+strongly.
 """
 
 import math
@@ -34,8 +34,8 @@ from offbeat.transport.team import Team
 from offbeat.units import parse_count
 
 _ELEMENTS = 2**16  # approximate limit of the elements of the placeholder of a given model
-# If only the number of parameters is given: largest and first tried number of elements of a tensor
-# (8 and 1 MiB in float32), and numbers of tensors at which another one is tried.
+# Sizes if only the number of parameters is given. A tensor has _SMALL elements (1 MiB); twice as
+# many, up to _LARGE (8 MiB), above _MOST_TENSORS tensors; half as many below _FEWEST_TENSORS.
 _LARGE, _SMALL = 2**21, 2**18
 _MOST_TENSORS, _FEWEST_TENSORS = 256, 64
 _FLOAT32 = 4
@@ -93,9 +93,9 @@ def shapes_of(parameters: float | str | nn.Module) -> Shapes:
 def _shapes_of_count(count: float) -> Shapes:
     """Return the sizes of a model of equal tensors with ``count`` elements in total.
 
-    A bucket of 8 MiB holds a power of two of the tensors, so all buckets except one are full.
-    Some tensors are split into a weight and a small bias, so that every bucket has a small tensor,
-    as in most models.
+    A power of two of the tensors fills a bucket of 8 MiB, so all buckets except one are full. Some
+    tensors are split into a weight and a small bias, so that every bucket has a small tensor, as in
+    most models.
     """
     elements = float(_SMALL)
     while count / elements > _MOST_TENSORS and elements < _LARGE:
@@ -168,13 +168,12 @@ class PlaceholderModel(nn.Module):
         self._step = 0
 
     def differentiate(self) -> None:
-        """Set the gradients of the next step, as backward would. A few steps have large ones."""
+        """Set the gradients of the next step: large ones in a share 1 − ``lssr`` of the steps."""
         before, self._step = self._step, self._step + 1
         significant = math.floor(before * self._share) != math.floor((before - 1) * self._share)
         gradient = self.tensors[0].grad
         if gradient is not None:
-            # Writing through numpy does not increment the tensor's version counter. The record of a
-            # run would take an increment for a mean.
+            # numpy is faster here than torch.
             gradient.numpy()[:1] = _SIGNIFICANT if significant else 1.0
 
     def storage_addresses(self) -> set[int]:
@@ -212,17 +211,16 @@ class _AveragedGradients(NodeBuffers):
 class PlaceholderTraining:
     """Training of a placeholder model by one worker.
 
-    It creates the same objects as ``attach``, except for ``Synchronizer`` and hooks. A
-    ``Synchronizer`` would compare the settings of the workers and hook the optimizer, which imports
-    torch's compiler. All running workers must call the constructor.
+    It creates the same objects as ``attach``, except for ``Synchronizer`` and hooks, which would
+    import torch's compiler. All running workers must call the constructor.
 
     Args:
         strategy: The strategy.
-        wire: Precision at which the strategy sends means, as in ``attach``.
+        wire: Precision of means, as in ``attach``.
         team: The workers and their communicators.
         model: The placeholder model.
-        averages: True if this run simulates the mean of the gradients inside each node. Otherwise
-            this mean takes no time here. Without nodes it has no effect.
+        averages: True if this run simulates the means of gradients inside each node. Otherwise they
+            take no time here.
 
     Attributes:
         roots: Objects from which the tensors of the training can be reached.

@@ -50,8 +50,8 @@ def plan(
     rate. Jitter is log-normal and independent between steps and workers.
 
     The *idle share* is the share of the time that a worker waits for others. *Throughput* counts
-    samples per second. The *age* of a mean is the number of steps since its computation started.
-    The *staleness* of a strategy is the largest age of the newest mean in a worker's model.
+    samples per second. *Staleness* is the age of the newest mean in a worker's model: the number of
+    steps since its computation started.
 
     **Default strategies**:
 
@@ -108,9 +108,8 @@ def plan(
     Raises:
         AttachError: A strategy cannot train in nodes.
         TypeError: An argument has the wrong type.
-        ValueError: A value is out of its range, or ``workers_per_node`` does not divide
-            ``workers``. Or ``strategies`` is a single text or empty. Or a strategy is a baseline,
-            has a flow of its own, or cannot use ``wire``.
+        ValueError: A value is out of its range; ``workers_per_node`` does not divide ``workers``;
+            ``strategies`` is empty or not a list; or a strategy is rejected or cannot use ``wire``.
     """
     setting, given = check_arguments(
         parameters=parameters,
@@ -157,8 +156,8 @@ def plan(
 def _evaluate(text: str, strategy: Strategy, wire: Precision | None, setting: Setting) -> Measured:
     """Return the forecast of ``strategy``.
 
-    The placeholder model has no real gradients, so SelSync with a finite threshold ``delta`` > 0 is
-    replaced by SelSync with a target for the share of steps without a mean.
+    The gradients of the placeholder model mean nothing. So SelSync with a finite threshold
+    ``delta`` > 0 is replaced by SelSync with a target for the share of steps without a mean.
     """
     if isinstance(strategy, SelSync) and strategy.target_lssr is not None:
         setting = replace(setting, lssr=strategy.target_lssr)
@@ -185,9 +184,8 @@ def check_arguments(
     """Check the arguments of ``plan``, which documents them. Simulates nothing.
 
     Returns:
-        A pair. First the setting (model and cluster), in which averaging inside a node takes no
-        time yet. Second the given strategies, each with its text form, or None if ``strategies`` is
-        None.
+        The setting, in which averaging inside a node takes no time yet; and the given strategies,
+        each after its text form, or None if ``strategies`` is None.
     """
     require_integer("workers", workers, least=1)
     if wire is not None:

@@ -1,4 +1,4 @@
-"""The choice of the strategy to try first. The docstring of ``offbeat.plan`` lists its rules."""
+"""The choice of the strategy to try first. The function ``offbeat.plan`` documents the rules."""
 
 from collections.abc import Sequence
 
@@ -14,14 +14,12 @@ from offbeat.strategies import (
 )
 
 NEGLIGIBLE_IDLE = 0.02
-"""If the idle share of BSP is at most this, a recommendation of BSP says that it costs almost
-nothing. The *idle share* is the share of the time that a worker waits for others."""
+"""Largest idle share at which BSP is said to cost almost nothing. The *idle share* is the share of
+the time that a worker waits for others."""
 LOST_STEPS = 0.1
 """Share of additional steps that averaging models may need to reach the same metric as BSP. BSP is
-therefore recommended, if it is a candidate, up to this idle share. In one measurement
-(``benchmarks/results/streaming-links.jsonl``: one model, one seed, three links), streaming
-averaging needed 0.8 to 1.1 times the steps of BSP, with a mean of 1.0, to reach accuracies of 35 to
-50 %, and more steps for higher ones."""
+therefore recommended up to this idle share. One measurement found 0.8 to 1.1 times the steps of BSP
+for accuracies up to 50 % (``benchmarks/results/streaming-links.jsonl``)."""
 
 _WATCH = "watch the final metric, or make a step longer with a larger batch"
 
@@ -31,10 +29,7 @@ def recommend(
 ) -> tuple[Forecast, str]:
     """Return the forecast of the strategy to try first, and a text that says why.
 
-    Args:
-        candidates: The forecasts of the strategies.
-        bsp: Forecast of BSP, even if BSP is not a candidate.
-        setting: Model and cluster.
+    ``bsp`` is the forecast of BSP, which need not be a candidate.
     """
     if bsp.idle <= LOST_STEPS and any(isinstance(each.strategy, BSP) for each in candidates):
         return bsp, _why_bsp(bsp, setting)
@@ -92,7 +87,6 @@ def _why_bsp(bsp: Forecast, setting: Setting) -> str:
 
 
 def _why_streaming(measured: Measured) -> str:
-    """Say how often the whole model is sent, at which precision, and how long workers wait."""
     chosen, passes = measured.forecast, measured.pass_steps
     why = f"{chosen.strategy} sends the model in {chosen.wire} while computing, "
     why += f"all of it {every(passes)}, and waits {percent(chosen.idle)}"

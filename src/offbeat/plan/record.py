@@ -44,9 +44,9 @@ class Record:
         running: Number of workers that run.
         step_seconds: Compute time of a step, seconds.
         steps: Totals after each step that all running workers have completed.
-        gaps: Pairs (step, gap), one for each step in which worker 0 received a mean of parameters
-            for which it had received one before. The gap is the largest number of steps since the
-            previous mean of one of these parameters.
+        gaps: Pairs (step, gap) for means of parameters on worker 0. In ``step`` some parameters
+            were replaced by their mean, ``gap`` steps after their previous mean. If the gaps of
+            these parameters differ, the largest counts. A first mean has no gap.
         memory: Largest measured memory of worker 0, without model and gradients, bytes.
         details: ``Stats.details`` of worker 0 at the end.
     """
@@ -107,10 +107,7 @@ class Record:
         return complete
 
     def _times(self, rank: int) -> tuple[float, float]:
-        """Return the present time and the compute seconds so far.
-
-        They are those of worker ``rank``, or means if the cluster has clocks of all workers.
-        """
+        """Return time and compute seconds of ``rank``, or means if the cluster has clocks."""
         cluster = self.cluster
         if cluster.clocks is not None:
             return float(cluster.clocks.mean()), cluster.computed
@@ -142,10 +139,9 @@ class Record:
             self._versions = versions
 
     def _measure_memory(self, _: object) -> None:
-        """Measure the memory of worker 0 after some of the calls at which its payload has changed.
+        """Measure the memory of worker 0, at some of the calls with a changed payload.
 
-        A measurement is slow. The number of changes from one measurement to the next therefore
-        grows by a factor.
+        Measuring is slow. It therefore happens at the changes 1, 2, 4, 7, 12, 20, …
         """
         training = self._trainings[0]
         payload = training.payload_bytes

@@ -17,7 +17,8 @@ class Plan:
     """Forecasts for one model, machine and network, and the strategy to try first.
 
     Attributes:
-        parameters: Number of averaged elements of the model.
+        parameters: Number of averaged elements of the model. An element whose sum takes 8 bytes, as
+            in float64, counts as two.
         step_seconds: Compute time t of a step, seconds.
         workers: Number of workers.
         bandwidth: Bandwidth of each worker's or node's link in each direction, bits per second.

@@ -21,7 +21,7 @@ from offbeat.simulate.randomness import RandomState
 from offbeat.simulate.workers import SimulatedWorker
 from offbeat.strategies import BSP, Strategy
 
-# Runs that check whether one worker represents all: workers or nodes, length, tolerance of times.
+# Runs in ``can_represent``: number of workers or nodes, of steps and of means; tolerance of times.
 _FEW_WORKERS = 4
 _MOST_STEPS, _LEAST_STEPS, _LEAST_MEANS = 300, 30, 3
 _TOLERANCE = 1e-9
@@ -88,15 +88,11 @@ class _EndedError(Exception):
 def run(strategy: Strategy, wire: Precision, setting: Setting, ended: Ended) -> Record:
     """Simulate training with ``strategy`` until ``ended(record)`` returns True.
 
-    If one worker, or one node, can represent all, only one worker runs. If this turns out to be
-    wrong, the training is simulated again with all representatives, and a new record begins.
+    Only one worker runs if it can represent all. If the workers turn out to differ, the training is
+    simulated again with the first worker of each node, and a new record begins.
 
-    Args:
-        strategy: The strategy.
-        wire: Precision, or "auto" for a strategy that chooses the precision itself.
-        setting: Model and cluster.
-        ended: Returns True once the record is long enough. Called after each step of all running
-            workers.
+    ``wire`` is "auto" for a strategy that chooses the precision itself. ``ended`` is called after
+    each step of all running workers.
     """
     if can_represent(strategy, wire, setting):
         try:
@@ -109,10 +105,10 @@ def run(strategy: Strategy, wire: Precision, setting: Setting, ended: Ended) -> 
 def can_represent(strategy: Strategy, wire: Precision, setting: Setting) -> bool:
     """Return True if one worker, or one node, is expected to represent all.
 
-    The result is False for nodes of several workers with jitter, which the clocks of a
-    ``RepresentativeCluster`` do not support. The strategies of Offbeat treat all ranks alike. A
-    custom strategy is tested: two simulations of a few workers, one with a single worker running
-    and one with all, must agree.
+    It is False with jitter and nodes of several workers, which the clocks of a
+    ``RepresentativeCluster`` do not support. Otherwise it is True for the strategies of Offbeat,
+    which treat all ranks alike. A custom strategy is tested: a few workers are simulated, once by a
+    single running worker and once by all. Both runs must agree.
     """
     if setting.network.workers_per_node > 1 and setting.jitter:
         return False
@@ -148,11 +144,10 @@ def run_members(
         strategy: The strategy.
         wire: Precision, or "auto" for a strategy that chooses the precision itself.
         setting: Model and cluster.
-        members: Global ranks: worker 0 alone, or the first worker of each node. Without nodes of
-            several workers, these are all workers.
+        members: Global ranks: worker 0 alone, or ``setting.representatives``.
         ended: Returns True once the record is long enough. Called after each step of ``members``.
-        averages: True if gradients are averaged inside each node during the run. Otherwise the
-            compute time contains the time of these means, ``setting.tail``.
+        averages: True if the run simulates the means of gradients inside each node. Otherwise the
+            compute time contains their time, ``setting.tail``.
 
     Raises:
         DivergedError: One worker does not represent all.
@@ -187,9 +182,9 @@ def run_members(
 def with_node_cost(setting: Setting) -> Setting:
     """Measure the time and memory of averaging gradients inside a node. Add them to ``setting``.
 
-    A simulation of a single node measures both in a few steps. Later simulations add this time to
-    the compute time of a step, and send no gradients inside a node. Without nodes of several
-    workers, ``setting`` is returned unchanged.
+    A single node is simulated for a few steps. Later simulations add this time to the compute time
+    of a step, and send no gradients inside a node. Without nodes of several workers, ``setting`` is
+    returned unchanged.
     """
     workers = setting.network.workers_per_node
     if workers == 1:

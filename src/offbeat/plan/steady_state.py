@@ -1,18 +1,19 @@
 """Detection of the steady state of a simulated run. The run's last steps give the forecast.
 
-Without jitter (random variation of compute times) a run is steady if its steps repeat, up to
-rounding. A period of p steps must occur three times, and then eight more times (at most for 512
-steps). Steps are equal if they have the same duration, the same bytes, the same number of
-synchronizations, and the same backlog of the link: the time until the link is free. The period must
-contain a mean, except with a single worker and after 4096 steps.
+*Jitter* is random variation of compute times. Without jitter, a run is steady if its steps repeat:
 
-* The backlog is compared because a slowly growing queue otherwise looks steady.
-* Eight more periods are required because the first intervals of a schedule with nearly equal
-  intervals, for example 14, 14, 14 and 15 steps, look like a period.
+* A period of p steps must occur three times, and then repeat eight more times or for 512 steps,
+  whichever is shorter. The reason is that a schedule with intervals of 14, 14, 14 and 15 steps
+  looks periodic at first.
+* Two steps are equal if they have the same duration, bytes, number of synchronizations, and
+  *backlog*: the time until the link is free. Without the backlog, a slowly growing queue would look
+  steady.
+* The period must contain a mean, except with a single worker or node, and after 4096 steps.
 
-With jitter, or if the steps do not repeat, the means of batches of steps decide. The half width of
-their confidence interval must be at most 3 % for bytes, and for waiting times at most 1 % of the
-duration of the batch. The backlog must grow by at most 5 %.
+With jitter, or if the steps do not repeat, the steps are divided into batches of equal length. The
+means of the batches give a 95 % confidence interval. Its half width must be at most 3 % for the
+bytes. For the waiting time it must be at most 1 % of the duration of a batch. From the first to the
+second half of the steps, the backlog may grow by at most 5 %.
 """
 
 import math
@@ -50,7 +51,7 @@ class Window:
 
     Attributes:
         first: Number of steps before the window.
-        last: Number of steps up to and including the last one of the window.
+        last: Number of steps up to the end of the window.
         steady: False if the run was ended before it was steady.
     """
 
@@ -107,7 +108,7 @@ class SteadyStateDetector:
     # -- exact repetition ------------------------------------------------------------------------
 
     def _repeated(self, record: Record) -> Window | None:
-        """Return the last steps that repeat; None if they do not repeat long enough."""
+        """Return the last steps if they repeat long enough, else None."""
         self._extend(record)
         steps, matches = len(record), _self_matches(self._sequence)
         if self._candidate is not None:
@@ -143,8 +144,8 @@ class SteadyStateDetector:
     def _period(self, record: Record, matches: Sequence[int]) -> int | None:
         """Return the shortest period that has occurred three times and contains a mean.
 
-        With a single worker, a period without a mean counts, too. After 4096 steps it counts if it
-        contains messages: there may never be a mean.
+        Two kinds of periods need no mean: all with a single worker or node; and after 4096 steps
+        those in which bytes are sent.
         """
         steps = record.steps
         last = steps[-1]
@@ -160,7 +161,7 @@ class SteadyStateDetector:
     # -- batch means -----------------------------------------------------------------------------
 
     def _batched(self, record: Record, *, late: bool) -> Window | None:
-        """Return the steps after the first fifth if their means are certain, or if ``late``."""
+        """Return about the last four fifths of the steps if they are steady, or if ``late``."""
         steps = len(record)
         sent = [step.payload - before.payload for before, step in pairwise(record.steps)]
         period = _payload_period(sent)
@@ -210,10 +211,7 @@ def _half_width(batch: NDArray[np.float64]) -> float:
 
 
 def _known_size(known: list[float], size: float) -> float:
-    """Return the element of ``known`` that equals ``size`` up to rounding.
-
-    If there is none, append ``size`` and return it.
-    """
+    """Return the element of ``known`` that equals ``size`` up to rounding, or append ``size``."""
     for other in known:
         if abs(other - size) <= _ROUNDING:
             return other
@@ -224,8 +222,7 @@ def _known_size(known: list[float], size: float) -> float:
 def _self_matches(values: Sequence[int]) -> list[int]:
     """Return for each shift p how many values at the end equal those p places before them.
 
-    The count stops at the first difference from the end. This is the Z algorithm on the reversed
-    sequence, which takes linear time.
+    Example: 1 2 3 2 3 gives 2 for p = 2. This is the Z algorithm on the reversed sequence.
     """
     text = values[::-1]
     count = len(text)

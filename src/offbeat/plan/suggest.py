@@ -31,7 +31,7 @@ _EAGER_BOUND = 16  # least staleness bound suggested for the eager schedule
 _MARGIN = 1.25  # with jitter: factor on the staleness that a run has reached
 _UNBOUNDED = 10**9
 _GROWTH = 1.25  # least factor from one staleness to the next in a search
-_RUNS = 5  # most runs of a search
+_RUNS = 5  # limit of the values tried in a search, after the first one for LocalSGD
 _TINY = 1e-6  # rounding error of an idle share
 _NOISE = 0.003  # with jitter: statistical error of an idle share
 _FAST = 1e18  # bits per second of a link that takes no time
@@ -40,17 +40,11 @@ _FAST = 1e18  # bits per second of a link that takes no time
 def evaluate(
     strategy: Strategy, wire: Precision | None, setting: Setting, text: str | None = None
 ) -> Measured:
-    """Simulate ``strategy`` and return its forecast.
+    """Simulate ``strategy`` and return its forecast. ``wire=None`` means the strategy's default.
 
-    If ``wire`` is "auto" and the strategy does not choose a precision itself, the forecast uses the
-    most exact of float32, bfloat16 and int8 at which workers wait for the link for at most a tenth
-    of the time; if there is none, int8. Training aims at the same limit.
-
-    Args:
-        strategy: The strategy.
-        wire: Precision at which means are sent; None means the strategy's default.
-        setting: Model and cluster.
-        text: Name of the strategy in the forecast; None means its text form.
+    If ``wire`` is "auto" and the strategy does not choose a precision itself, float32, bfloat16 and
+    int8 are tried in this order. The first one with which workers wait for the link for at most a
+    tenth of the time is used, otherwise int8. Training aims at the same limit.
     """
     wire = wire or strategy.default_wire
     if wire != "auto" or chooses_precision(strategy):
@@ -84,11 +78,10 @@ def suggestions(wire: Precision | None, setting: Setting) -> Iterator[Measured]:
 def _suggest_local(wire: Precision | None, setting: Setting) -> Iterator[Measured]:
     """Yield LocalSGD with ``SHORT_PERIOD`` and with the smallest sufficient period, ascending.
 
-    A period H is sufficient if the idle share is at most ``IDLE_LIMIT``. If no tried period is
-    sufficient, the longest one takes the place of the smallest. The search assumes that
-    workers wait c + d·√H for each mean: c for the transfer, and d·√H for other workers because of
-    jitter. Without jitter d is 0, and one run gives c. With jitter the last two runs give c and d.
-    From c and d follows the next H to try.
+    A period H is sufficient if its idle share is at most ``IDLE_LIMIT``. If no tried period is, the
+    longest one is yielded. The search assumes that workers wait c + d·√H for each mean: c for the
+    transfer, and d·√H for slower workers because of jitter. The last two runs give c and d (the
+    first run alone: d = 0). From c and d follows the next H to try.
     """
     known: dict[int, Measured] = {}
     waits: list[tuple[int, float]] = []
@@ -146,10 +139,10 @@ def suggest_streaming(wire: Precision | None, setting: Setting) -> Measured:
 def _suggest_cyclic(wire: Precision | None, setting: Setting) -> Measured:
     """Return AsyncAveraging with the shortest cycle found in which workers do not wait.
 
-    A cycle is half the staleness: the steps from one mean to the next. If a mean takes longer than
-    the steps of a cycle, workers wait, and the cycle takes as long as the mean. This time gives the
-    next cycle to try. With jitter the cycle is then extended, at most four times, until the idle
-    share is at most ``IDLE_LIMIT``.
+    A cycle is the steps from one mean to the next: half the staleness. If workers wait, the mean
+    takes as long as the cycle. The next cycle to try has the steps that fit into this time. With
+    jitter the cycle is then extended, at most four times, until the idle share is at most
+    ``IDLE_LIMIT``.
     """
     steady = replace(setting, jitter=0.0)
     cycle = 1

@@ -3,8 +3,9 @@
 A *wire* sums tensors over the workers at some precision. ``AdaptiveWire`` is for strategies whose
 workers block until a mean has arrived (BSP, LocalSGD). It measures how long they block.
 
-In a *round* all workers decide together what to average next. Each worker sends a *vote*, a list of
-numbers, and all receive the *tally*, the sum of the votes. The measurements are a part of the vote.
+A *round* is a common decision of all workers on what to average next. Each worker sends a *vote*, a
+list of numbers, and all receive the *tally*, the sum of the votes. The measurements are a part of
+the vote.
 """
 
 import logging
@@ -30,11 +31,11 @@ MOST_WAITING = 0.1
 CHOICES: tuple[Precision, ...] = ("float32", "bfloat16", "int8")
 """Precisions to choose from. With int4 and int2 the quantization errors would grow too large."""
 _BITS: dict[str, float] = {precision: sum_bits(precision) for precision in CHOICES}
-# More bits are chosen only if the load expected with them (see AdaptiveWire) is at most _MARGIN.
-# With 1 the precision would oscillate.
+# More bits are chosen only if their expected load (see AdaptiveWire) is at most this. With 1, the
+# precision would oscillate.
 _MARGIN = 0.5
 _MIN_STEPS = 16  # least average number of local steps per worker between two choices
-_MIN_SUMS = 4  # one tensor must have been summed at least this often between two choices
+_MIN_SUMS = 4  # least number of sums, of the tensor with the most, between two choices
 _CONTROL_STREAM = "the choice of a precision"  # key of the state of the choice in ``state_dict``
 
 
@@ -47,20 +48,20 @@ class AdaptiveWire(Wire):
     shortest wait arrived last, so it waited only for the network. Longer waits also contain the
     time until the last worker arrived.
 
-    **Agreement.** When a round is decided, each worker evaluates the tally of the previous round
-    (``apply_measurements``). All workers read the same numbers and make the same choice, which
-    applies to all sums that are started afterwards. Therefore all workers must start their sums and
-    decide their rounds in the same order.
+    **Agreement.** In each round, each worker evaluates the tally of the previous round
+    (``apply_measurements``). All workers read the same numbers and make the same choice. It applies
+    to all sums that start afterwards. Therefore all workers must start their sums and decide their
+    rounds in the same order.
 
     **Errors.** A *stream* is a sequence of sums of the same tensor. A quantized sum stores its
-    quantization errors for the next sum of the stream. If that sum is exact, the worker adds the
-    errors to its contribution. A change of the precision therefore loses no errors.
+    quantization errors for the next sum of the stream. If the next sum is exact, the worker adds
+    the errors to its contribution. So no errors are lost when the precision becomes float32.
 
     Args:
         team: The workers.
 
     Attributes:
-        control: Chooses the precision. It has the same state on all workers.
+        control: Chooses the precision; in the same state on all workers.
         reason: Reason for the current precision, for ``Stats.details``.
     """
 
@@ -74,8 +75,8 @@ class AdaptiveWire(Wire):
         # Totals over all workers since the last choice.
         self._steps = self._seconds = self._waited_seconds = 0.0
         self._sums_by_stream: dict[str, int] = {}  # number of sums since the last choice
-        # Local steps, clock and seconds waited at the last vote with a step. The next vote reports
-        # the differences to them. None if the next vote has nothing to report.
+        # Local steps, clock and seconds waited, at the last vote with a step. The next vote reports
+        # the increase of each. None if the next vote has nothing to report.
         self._last_vote: tuple[int, float, float] | None = None
         self._exact_streams: set[str] = set()  # streams whose last sum was exact
         self._sent_errors: dict[str, ErrorFeedback] = {}  # errors to restore if a sum is undone
@@ -94,11 +95,11 @@ class AdaptiveWire(Wire):
 
     @override
     def measurements(self, step: int, *, stepping: bool) -> tuple[float, ...]:
-        """Return the local steps and seconds of an interval, then one number per worker.
+        """Return steps and seconds since the last call with ``stepping``, and one wait per worker.
 
-        The interval is the time since the last call with ``stepping``. This worker's number is the
-        seconds that it waited in the interval. If nothing was measured, it is infinity, and steps
-        and seconds are 0. The numbers of the other workers are 0, so the tally lists all waits.
+        The wait of this worker is the seconds that it waited. The waits of other workers are 0, so
+        the tally lists all waits. If nothing was measured, this worker's wait is infinity, and
+        steps and seconds are 0.
 
         Args:
             step: Number of local steps so far.
@@ -117,12 +118,12 @@ class AdaptiveWire(Wire):
 
     @override
     def apply_measurements(self, sums: Handle[tuple[float, ...]]) -> None:
-        """Evaluate the previous round's tally, which may change the precision. Store this tally.
+        """Evaluate the previous round's tally, which may change the precision.
 
-        Blocks until the previous round's tally has arrived.
+        Blocks until that tally has arrived.
 
         Args:
-            sums: Sum of ``measurements`` over the workers in the round that is being decided.
+            sums: Sum of ``measurements`` over the workers in this round, for the next call.
         """
         tally, self._previous_tally = self._previous_tally, sums
         if tally is None or self._team.size == 1:
@@ -139,9 +140,8 @@ class AdaptiveWire(Wire):
             self._choose()
 
     def _choose(self) -> None:
-        """Choose a precision from the measurements since the last choice."""
         step, waited = self._seconds / self._steps, self._waited_seconds / self._steps  # per step
-        # If a worker waited this long per step, waiting would be MOST_WAITING of the step.
+        # With step − waited of computing: allowed / (allowed + computing) = MOST_WAITING.
         allowed = (step - waited) * MOST_WAITING / (1 - MOST_WAITING)
         load = waited / allowed if allowed > 0 else math.inf if waited > 0 else 0.0
         previous = self.control.precision
@@ -155,7 +155,6 @@ class AdaptiveWire(Wire):
 
     @override
     def discard_interval(self) -> None:
-        """Report nothing with the next vote, because the time until then is not training."""
         self._last_vote = None
 
     @override
@@ -186,7 +185,7 @@ class AdaptiveWire(Wire):
         )
 
     def _add_errors(self, tensor: Tensor, stream: str, *, tentative: bool) -> None:
-        """Add the stored errors to an exact contribution, and remove them from the stream."""
+        """Move the stored errors of ``stream`` into an exact contribution."""
         errors = self._streams.pop(stream)
         tensor.add_(errors.sent.reshape(-1)[: tensor.numel()])
         size = errors.summed.numel()
@@ -211,12 +210,10 @@ class AdaptiveWire(Wire):
 
     @override
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return the errors of all streams. One more entry holds the state of the choice.
+        """Return the errors of all streams, and one entry with the state of the choice.
 
-        The additional entry has the format of a stream, two vectors. "sent" lists the fields of
-        ``control``, the number of tallies to ignore, the totals since the last choice, and the
-        interval since the last vote. Times are relative to now, because clocks differ between runs.
-        "summed" is the previous tally, or empty. May block until that tally has arrived.
+        Its "sent" contains all numbers of the state, its "summed" the previous tally. Times are
+        relative to now, because clocks differ between runs. May block until that tally has arrived.
         """
         control = [
             float(PRECISIONS.index(value)) if isinstance(value, str) else float(value)

@@ -1,7 +1,4 @@
-"""The table ``CODECS`` of codecs by precision, and the bfloat16 codec.
-
-The integer codecs are in ``integers.py``.
-"""
+"""The table of all codecs, ``CODECS``, and the bfloat16 codec."""
 
 from math import isfinite
 
@@ -15,10 +12,7 @@ from offbeat.quantization.kernels import BLOCK
 
 
 class BFloat16(Codec):
-    """Floating-point numbers with 8 significant bits, rounded to nearest even.
-
-    NaN and infinity are encoded as such.
-    """
+    """Rounds to bfloat16, to nearest even. NaN and infinity are encoded as such."""
 
     block_bytes = 2 * BLOCK
 
@@ -39,8 +33,8 @@ class BFloat16(Codec):
             rounded.copy_(part)
             if keep_error:
                 part.sub_(rounded)
-                # An error is NaN or infinite if its number is, or becomes so when it is rounded. If
-                # the sum is finite, all errors are. On a GPU, reading the sum would block.
+                # The error of a number that is not finite, or overflows in bfloat16, is not finite.
+                # If the sum is finite, so are all errors. On a GPU, reading the sum would block.
                 if part.device.type != "cpu" or not isfinite(part.sum().item()):
                     part.nan_to_num_(0.0, 0.0, 0.0)
 

@@ -1,8 +1,8 @@
 """Vectors that are decoded piece by piece when they are read.
 
-A quantized sum arrives as *payloads*, the bytes that a codec has encoded. If the reader of the sum
-processes one piece after another, the sum never exists in memory as a whole tensor. A sum may be
-divided into *chunks*, each with its own payloads.
+A quantized sum arrives as *payloads*, the bytes that a codec has encoded. It may be divided into
+*chunks*, each with its own payloads. A reader that takes one piece after another saves the memory
+of the whole tensor.
 """
 
 from abc import ABC, abstractmethod
@@ -26,10 +26,10 @@ class PackedPayloads:
     """Encoded elements of one chunk of a vector, as arguments of ``kernels.land``.
 
     Attributes:
-        rows: The whole integer payloads of the chunk, one per row. An element is the sum of the
-            decoded rows, added in the order of the rows.
+        rows: The integer payloads of the whole chunk, one per row. The vector is the sum of the
+            decoded rows, added in their order.
         bits: Bits of an integer: 8, 4 or 2.
-        first: Index, within each payload, of the block that contains the first elements.
+        first: Index, within each payload, of the block that contains the first element.
         count: Number of elements.
     """
 
@@ -44,8 +44,7 @@ class LazyVector(ABC):
 
     Attributes:
         elements: Number of elements.
-        dtype: Floating-point type of the elements. For a quantized vector, the type before
-            quantization.
+        dtype: Floating-point type of the elements, before quantization.
         device: Device of the elements.
     """
 
@@ -59,24 +58,23 @@ class LazyVector(ABC):
 
     @abstractmethod
     def read(self, values: Tensor, start: int = 0) -> None:
-        """Fill ``values`` with the elements from ``start``, a multiple of ``BLOCK``, on."""
+        """Fill ``values`` with the elements from index ``start`` on, a multiple of ``BLOCK``."""
 
     def packed(self, start: int, limit: int) -> PackedPayloads | None:
-        """Return the encoded elements from index ``start``, a multiple of ``BLOCK``, on.
+        """Return the payloads of up to ``limit`` elements, which end with a chunk at the latest.
 
-        Returns:
-            At most ``limit`` elements, up to the end of a chunk. None if the elements are not
-            stored as integer payloads on the CPU.
+        ``start`` is the index of the first element, a multiple of ``BLOCK``. The result is None if
+        the vector is not stored as integer payloads on the CPU.
         """
         return None
 
     def to_tensor(self) -> Tensor:
-        """Return all elements in a new tensor, decoded if necessary."""
+        """Return all elements in a new tensor."""
         self.read(values := self.empty_tensor())
         return values
 
     def empty_tensor(self) -> Tensor:
-        """Return uninitialized memory for all elements."""
+        """Return an uninitialized tensor for all elements."""
         return torch.empty(self.elements, dtype=self.dtype, device=self.device)
 
 
@@ -97,9 +95,9 @@ class PayloadVector(LazyVector):
 
     Args:
         codec: Codec of the payloads.
-        chunks: Payloads of each chunk. They are decoded and added in this order.
-        chunk_elements: Elements in a chunk, a multiple of ``BLOCK``. Fewer in the last chunks.
-        like: A vector that has the number of elements, dtype and device of this vector.
+        chunks: Payloads of each chunk, decoded and added in this order.
+        chunk_elements: Elements per chunk with padding, a multiple of ``BLOCK``.
+        like: A vector with the number of elements, dtype and device of this vector.
     """
 
     def __init__(
@@ -152,14 +150,12 @@ class PayloadVector(LazyVector):
 
 
 class UpdateSum(Handle[LazyVector]):
-    """Handle of a sum in flight over the workers, with this worker's contribution.
-
-    ``Wire.sum_updates`` returns it.
+    """Handle of a sum in flight over the workers; the result of ``Wire.sum_updates``.
 
     Args:
         total: Handle of the sum.
-        sent: This worker's contribution as all workers decode it. This worker's update minus
-            ``sent`` is the quantization error.
+        sent: This worker's contribution, after quantization. Its update minus ``sent`` is the
+            quantization error.
     """
 
     def __init__(self, total: Handle[LazyVector], sent: LazyVector) -> None:

@@ -15,7 +15,7 @@ from offbeat.quantization.kernels import BLOCK, SMALLEST_SCALE, kernels_for
 _ROUNDING = 1.5 * 2.0**23
 """Adding this to a small float32 rounds it to an integer, because the sum has no fraction bits.
 
-Ties round to even. The lowest bits of the sum are the integer in two's complement.
+The lowest bits of the sum are the integer in two's complement.
 """
 
 
@@ -26,16 +26,18 @@ class IntegerCodec(Codec):
         scale = (largest absolute value of the block) / L
         |error| ≤ scale / 2, apart from float32 rounding
 
-    If a block contains NaN or infinity, its scale is NaN. The whole block then decodes to NaN, and
-    all its errors are 0. If the scale would be below ``SMALLEST_SCALE``, it is 0. The block then
-    decodes to zeros, and the errors are the numbers themselves.
+    Two kinds of blocks are exceptions:
+
+    - A block with NaN or infinity gets the scale NaN. It decodes to NaN, and its errors are 0.
+    - A block whose scale would be below ``SMALLEST_SCALE`` gets the scale 0. It decodes to zeros,
+      and its errors are the numbers themselves.
 
     A payload contains the scales of all blocks, then the integers of all blocks, packed in two's
     complement. If the integers of a block take B bytes, byte j holds the numbers j, j + B, j + 2·B,
     …, from the lowest bits up. So packing works on contiguous memory.
 
-    The compiled loops of ``kernels.py`` do the work on contiguous float32 tensors on the CPU, and
-    torch operations in all other cases. A payload decodes to the same bits with both.
+    The compiled loops of ``kernels.py`` process contiguous float32 tensors on the CPU, if numba is
+    installed. Torch operations process all others. Both decode a payload to the same bits.
 
     Attributes:
         bits: Bits of an integer: 8, 4 or 2.
@@ -64,7 +66,7 @@ class IntegerCodec(Codec):
             scale, packed = self._split(payload, start + piece.start, part.numel())
             inverse, finite = self._set_scale(x.abs().amax(1, keepdim=True), scale)
             if not keep_error:
-                # The lowest byte of each sum is the integer.
+                # int8 takes the lowest byte of each sum, which is the integer.
                 rounding = torch.full((1, BLOCK), _ROUNDING, device=x.device)
                 torch.addcmul(rounding, x, inverse, out=x)
                 self._pack(x.view(torch.int32).to(torch.int8), packed)
@@ -106,14 +108,9 @@ class IntegerCodec(Codec):
         name: Literal["encode", "decode"],
         flag: bool,
     ) -> bool:
-        """Run a compiled loop on a piece. Return False if none applies to this tensor.
+        """Run the compiled loop ``name`` on a piece. Return False if none applies to this tensor.
 
-        Args:
-            part: Numbers of the piece.
-            payload: The whole payload.
-            start: Index of the first number of the piece in the payload.
-            name: Name of the loop.
-            flag: Argument ``keep_error`` of the encode loop, or ``add`` of the decode loop.
+        ``flag`` is ``keep_error`` of the encode loop, or ``add`` of the decode loop.
         """
         loops = kernels_for(part)
         if loops is None:
@@ -131,17 +128,15 @@ class IntegerCodec(Codec):
     def _set_scale(self, largest: Tensor, scale: Tensor) -> tuple[Tensor, bool]:
         """scale ← the scale of each block, given the largest absolute value of each block.
 
-        A scale below ``SMALLEST_SCALE`` becomes 0, and one that is not finite becomes NaN.
-
         Returns:
             The inverse scales (0 for the scales 0 and NaN), and True if all scales are known to be
             finite.
         """
-        # A tensor: CUDA divides by a Python number less exactly than a CPU.
+        # A tensor, because CUDA divides by a Python number less exactly than a CPU does.
         levels = torch.full_like(largest, 2 ** (self.bits - 1) - 1)
         torch.div(largest, levels, out=scale)
         inverse = scale.reciprocal()
-        usual = finite = False  # not known on a GPU, where reading the extremes would block
+        usual = finite = False  # unknown on a GPU, where reading the extremes would block
         if scale.device.type == "cpu":
             low, high = scale.aminmax()
             finite = high.item() < inf  # False if a scale is NaN
@@ -149,13 +144,13 @@ class IntegerCodec(Codec):
         if not usual:
             tiny = scale < SMALLEST_SCALE
             inverse.masked_fill_(tiny | ~scale.isfinite(), 0.0)
-            scale.masked_fill_(tiny, 0.0).add_(scale - scale)  # ∞ − ∞ is NaN
+            scale.masked_fill_(tiny, 0.0).add_(scale - scale)  # ∞ becomes ∞ − ∞ = NaN
         return inverse, finite
 
     def _pack(self, integers: Tensor, packed: Tensor) -> None:
-        """Pack int8 integers into ``packed``. Both have one row for each block.
+        """Pack int8 integers into ``packed``. Overwrites ``integers``.
 
-        The int32 operations process four bytes at a time. They overwrite ``integers``.
+        Both have one row per block. The int32 operations process four bytes at a time.
         """
         if self.bits == 8:
             packed.copy_(integers)
@@ -171,8 +166,8 @@ class IntegerCodec(Codec):
     def _decode_blocks(self, payload: Tensor, start: int, values: Tensor) -> None:
         """Decode into ``values``, which is float32 and has whole blocks."""
         scale, packed = self._split(payload, start, values.numel())
-        # Removes the factor of ``_unpack``. The product with a scale is exact, because a scale is 0
-        # or far from the smallest float32.
+        # ``unit`` removes the factor of ``_unpack``. ``scale * unit`` is exact: ``unit`` is a power
+        # of two, and a scale is never so small that the product loses bits (SMALLEST_SCALE).
         unit = 2.0 ** (self.bits - 8)
         values.view(-1, BLOCK).copy_(self._unpack(packed)).mul_(scale * unit)
 
@@ -199,7 +194,7 @@ class IntegerCodec(Codec):
 
 @cache
 def _int32(value: int, device: torch.device) -> Tensor:
-    """Return a constant tensor. Operations with a Python number would take longer."""
+    """Return a constant tensor, which is faster in operations than a Python number."""
     return torch.tensor(value, dtype=torch.int32, device=device)
 
 
@@ -209,21 +204,21 @@ def _in_each_byte(bits: int, device: torch.device) -> Tensor:
 
 
 class Int8(IntegerCodec):
-    """Integers from −127 to 127. A number takes 8 bits, and a block 4 bytes for its scale."""
+    """Integers from −127 to 127."""
 
     bits = 8
     block_bytes = BLOCK + 4
 
 
 class Int4(IntegerCodec):
-    """Integers from −7 to 7. A number takes 4 bits, and a block 4 bytes for its scale."""
+    """Integers from −7 to 7."""
 
     bits = 4
     block_bytes = BLOCK // 2 + 4
 
 
 class Int2(IntegerCodec):
-    """The integers −1, 0 and 1. A number takes 2 bits, and a block 4 bytes for its scale."""
+    """The integers −1, 0 and 1."""
 
     bits = 2
     block_bytes = BLOCK // 4 + 4

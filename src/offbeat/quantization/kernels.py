@@ -2,10 +2,9 @@
 
 Each loop makes one pass over memory where torch operations make about ten.
 
-``apply_mean`` and ``land`` apply a mean update D to the *shared model P*, a copy of the model that
-must have the same bits on all workers. On a CPU these functions and ``decode`` give the same bits
-as the torch operations that replace them without numba. So numba may be installed on only some of
-the workers.
+The *shared model P* is a copy of the model that must have the same bits on all workers.
+``apply_mean`` and ``land`` apply a mean update D to it. Without numba, torch operations replace
+them and ``decode``. On a CPU both give the same bits, so only some of the workers may have numba.
 """
 
 import os
@@ -29,11 +28,11 @@ SMALLEST_SCALE = 2.0**-100
 _LANES = 16
 """Number of partial sums when the squares of a block are added.
 
-The second half of the squares is added to the first half, and so on until 16 sums are left. Unlike
-a running sum, this compiles to vector instructions.
+The second half of the numbers is added to the first half, again and again, until 16 are left.
+Unlike a running sum, this compiles to vector instructions.
 """
 _INFINITY_BITS = 0x7F800000  # bit pattern of float32 infinity; those of NaN are larger
-_ROUNDING = np.float32(1.5 * 2.0**23)  # see ``integers.py``: adding it rounds to an integer
+_ROUNDING = np.float32(1.5 * 2.0**23)  # adding it rounds to an integer, see ``integers.py``
 
 
 def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error: bool) -> None:
@@ -41,8 +40,8 @@ def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error:
 
     Args:
         values: Numbers of whole blocks.
-        scales: Output: one scale for each block.
-        packed: Output: ``BLOCK * bits / 8`` bytes for each block.
+        scales: Output, one scale per block.
+        packed: Output, ``BLOCK * bits / 8`` bytes per block.
         bits: Bits of an integer: 8, 4 or 2.
         keep_error: True replaces ``values`` by the quantization errors. False does not change them.
     """
@@ -53,7 +52,7 @@ def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error:
     integers = shifted.view(np.int32)
     for block in range(values.size // BLOCK):
         start = block * BLOCK
-        # Bit patterns of absolute values, read as integers, have the order of the values.
+        # Of two absolute values, the larger one has the larger bit pattern, read as an integer.
         largest = np.int32(0)
         for i in range(start, start + BLOCK):
             absolute = np.int32(raw[i] & 0x7FFFFFFF)
@@ -89,17 +88,17 @@ def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error:
 
 
 def decode(values: Floats, scales: Floats, packed: Bytes, bits: int, add: bool) -> None:
-    """Decode integers and scales into ``values``, the inverse of ``encode``.
+    """Decode ``scales`` and ``packed``, the output of ``encode``.
 
     Args:
         values: Output. May end inside the last block.
-        scales: One scale for each block.
-        packed: ``BLOCK * bits / 8`` bytes for each block.
+        scales: One scale per block.
+        packed: ``BLOCK * bits / 8`` bytes per block.
         bits: Bits of an integer: 8, 4 or 2.
         add: True adds the numbers to ``values``. False replaces ``values``.
     """
     count, width = 8 // bits, BLOCK * bits // 8
-    # Each integer is shifted to the highest bits of a byte, so that the byte has its sign. ``unit``
+    # Each integer is shifted to the highest bits of a byte, which gives the byte its sign. ``unit``
     # removes the factor 2^(8 − bits) of this shift.
     highest = 0xFF << (8 - bits) & 0xFF
     unit = np.float32(2.0 ** (bits - 8))
@@ -126,15 +125,15 @@ def apply_mean(
     lookahead: float,
     lr: float,
 ) -> None:
-    """Apply a mean update to the shared model P, and return the change of the local model.
+    """Apply a mean update to the shared model P, and compute the change of the local model.
 
         v ← momentum·v + D
         Δ = lr·(D + lookahead·v)
         P ← P + Δ
-        shift ← Δ − u        the caller adds this to the local model, which contains u already
+        shift ← Δ − u        for the local model, which already contains u
 
     Args:
-        shift: Input D, the mean of the updates of all workers. Output Δ − u.
+        shift: Input: D, the mean of the updates of all workers. Output: Δ − u.
         sent: u, the update that this worker has sent.
         base: P. Updated in place.
         velocity: v, updated in place. If the array is empty, Δ = lr·D.
@@ -160,8 +159,8 @@ def apply_mean(
 def add_squared_norm(values: Floats, squares: NDArray[np.float64], index: int) -> None:
     """Add ‖values‖² to ``squares[index]``.
 
-    A long vector may be passed in several calls. If all calls but the last have whole blocks, the
-    bits of the result do not depend on the division.
+    A vector may be passed in several calls. The result has the same bits if all calls except the
+    last have whole blocks.
     """
     folded = np.empty(BLOCK, np.float32)
     for start in range(0, values.size, BLOCK):
@@ -196,9 +195,9 @@ def land(
     lr: float,
     squares: NDArray[np.float64],
 ) -> None:
-    """Decode D and u, add their squared norms to ``squares``, and do the same as ``apply_mean``.
+    """Decode D and u, add their squared norms to ``squares``, and apply D like ``apply_mean``.
 
-    The symbols are those of ``apply_mean``. All of this takes one pass over memory.
+    The symbols are those of ``apply_mean``.
 
     Args:
         payloads: Integer payloads, one per row; see ``integers.IntegerCodec``. The sum of the
@@ -206,12 +205,11 @@ def land(
         bits: Bits of an integer in ``payloads``.
         sent: Payload of u.
         sent_bits: Bits of an integer in ``sent``.
-        first: Index of the block, within each payload, that is decoded for the first block of
-            ``shift``.
+        first: Index, within each payload, of the block for the first numbers of ``shift``.
         weight: Sum of the weights of all workers.
-        shift: Output Δ − u. May end inside a block.
-        base: P, as long as ``shift``. Updated in place.
-        velocity: v, as long as ``shift`` or empty. Updated in place.
+        shift: Output: Δ − u. May end inside a block.
+        base: P. Updated in place.
+        velocity: v, updated in place. If the array is empty, Δ = lr·D.
         momentum: Factor of the old v.
         lookahead: Factor of v in Δ.
         lr: Outer learning rate.
@@ -289,8 +287,7 @@ class Kernels:
 def kernels() -> Kernels | None:
     """Return the compiled functions. None if numba is missing or ``OFFBEAT_KERNELS=0`` is set.
 
-    The first call on a machine takes some seconds to compile them. The compiled code is stored on
-    disk if possible.
+    Compiling takes some seconds. The compiled code is stored on disk if possible.
     """
     if os.environ.get("OFFBEAT_KERNELS") == "0":
         return None
@@ -326,8 +323,8 @@ def kernels_for(*tensors: Tensor) -> Kernels | None:
 def _compiled(function: Callable[..., None], signature: Any) -> Callable[..., None]:
     import numba
 
-    # The numpy error model makes a division by zero infinite, as in torch. With nogil, network
-    # threads run meanwhile.
+    # The numpy error model makes a division by zero infinite, as in torch. With nogil, the threads
+    # of the network run at the same time.
     options: Any = {"nogil": True, "error_model": "numpy"}
     try:
         return cast("Callable[..., None]", numba.njit(signature, cache=True, **options)(function))

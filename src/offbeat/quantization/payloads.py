@@ -1,11 +1,13 @@
 """Payloads of a quantized sum: number of bits sent, encoding, and addition.
 
-A *payload* is a tensor of quantized numbers, as bytes. A quantized sum over the workers has two
-stages (``two_stage_sum.py``). In the first stage, each worker receives one chunk of the tensor from
-every worker and adds up these chunks. In the second stage, it sends the sum of its chunk to all
-workers. All chunks have the same number of whole blocks. Zeros fill the end of the last chunks.
+A *payload* is a tensor of bytes with quantized numbers. N workers divide a tensor into N *chunks*
+of equal length, in whole blocks; zeros fill the end. A quantized sum has two stages
+(``two_stage_sum.py``):
 
-A sum of updates over few workers may take a single stage instead (``uses_single_stage``).
+1. Worker k receives chunk k from every worker and adds up what it receives.
+2. Worker k sends the sum of chunk k to all workers.
+
+A sum of updates over few workers takes a single stage instead (``uses_single_stage``).
 """
 
 from collections.abc import Sequence
@@ -18,25 +20,24 @@ from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.decoding import LazyVector
 from offbeat.quantization.kernels import BLOCK
 
-# Precision of the second stage, where it differs: a sum of 2-bit numbers needs more bits.
+# Precisions of the second stage that differ from the first: a sum of 2-bit numbers needs more bits.
 _SECOND_PRECISION = {"int2": "int4"}
 _SINGLE_STAGE_LIMIT = 1.1
-"""A single stage is used if it sends at most 1.1 times the bits of two stages.
+"""A single stage may send up to 1.1 times the bits of two stages.
 
 A few more bits are worth it, because one operation and one quantization are saved.
 """
 
 
 def second_precision(precision: str) -> str:
-    """Return the precision of the second stage for a ``precision`` of the first stage."""
+    """Return the precision of the second stage if the first one has ``precision``."""
     return _SECOND_PRECISION.get(precision, precision)
 
 
 def sum_bits(precision: str) -> float:
-    """Return the bits per number of a two-stage sum, both stages together.
+    """Return the bits per number of a sum, both stages together: 64 for "float32".
 
     Each of N workers sends (N − 1)/N of these bits per number, because it keeps one of N chunks.
-    "float32" is an exact sum, which sends as much as two stages of 32 bits.
     """
     if precision == "float32":
         return 64.0
@@ -47,7 +48,7 @@ def uses_single_stage(precision: str, workers: int) -> bool:
     """Return True if a quantized ``Wire.sum_updates`` over so many workers takes a single stage.
 
     In the single stage each worker receives the updates of all workers and adds them up. The bits
-    grow with the number of workers, so only two workers (three at int2) use a single stage.
+    grow with the number of workers, so at most two workers (three at int2) use a single stage.
     """
     if precision == "float32":
         return False
@@ -58,7 +59,7 @@ def update_bits(precision: str, workers: int) -> float:
     """Return the bits per number of ``Wire.sum_updates``, in one or two stages.
 
     As in ``sum_bits``, each of N workers sends (N − 1)/N of these bits per number. In a single
-    stage it sends its whole update to N − 1 workers, which is (N − 1)/N of N times the bits.
+    stage, b bits per number go to N − 1 workers. So N·b is returned.
     """
     if uses_single_stage(precision, workers):
         return workers * _bits(precision)
@@ -77,8 +78,8 @@ class StageCodecs:
 
     Attributes:
         precision: Precision of the first stage.
-        first: Codec of each worker's contribution, in the first stage.
-        second: Codec of the sum of a chunk, in the second stage.
+        first: Codec of the first stage.
+        second: Codec of the second stage.
     """
 
     def __init__(self, precision: str) -> None:
@@ -88,7 +89,7 @@ class StageCodecs:
 
     @property
     def largest_block_bytes(self) -> int:
-        """Bytes of an encoded block in the stage where it is larger."""
+        """Bytes of an encoded block, in the stage where they are more."""
         return max(self.first.block_bytes, self.second.block_bytes)
 
     def encode(self, tensor: Tensor, errors: Tensor) -> Tensor:
@@ -96,8 +97,8 @@ class StageCodecs:
 
         Args:
             tensor: Floating point, 1-D.
-            errors: Errors of the previous payload: float32, one row for each chunk. Replaced by the
-                quantization errors of the new payload.
+            errors: Quantization errors of the previous payload: float32, one row per chunk.
+                Replaced by the errors of the new payload.
         """
         workers, chunk = errors.shape
         payload = self.first_payload(workers * chunk, errors.device)
@@ -106,13 +107,12 @@ class StageCodecs:
         return payload
 
     def encode_update(self, update: LazyVector, chunks: int, chunk: int) -> Tensor:
-        """Return the first-stage payload of ``update``. No quantization errors are stored.
+        """Return the first-stage payload of ``update``. Quantization errors are not stored.
 
         Args:
             update: The vector to encode.
             chunks: Number of chunks.
-            chunk: Count of numbers in each chunk, a multiple of ``BLOCK``. Zeros fill the chunks
-                after the end of ``update``.
+            chunk: Numbers per chunk, a multiple of ``BLOCK``. Zeros follow the end of ``update``.
         """
         payload = self.first_payload(chunks * chunk, update.device)
         step = min(chunk, piece_elements(chunk, update.device))
@@ -134,8 +134,8 @@ class StageCodecs:
             received: First-stage payloads of this worker's chunk from all workers, concatenated in
                 the order of the ranks.
             workers: Number of workers.
-            errors: Errors of the previous second stage: float32, 1-D, as long as the chunk.
-                Replaced by the quantization errors of the returned payload.
+            errors: Quantization errors of the previous second stage: float32, 1-D, as long as the
+                chunk. Replaced by the errors of the returned payload.
         """
         payload, parts = self.second_payload(errors), received.chunk(workers)
         for piece in pieces(errors):
@@ -145,11 +145,11 @@ class StageCodecs:
         return payload
 
     def first_payload(self, elements: int, device: torch.device) -> Tensor:
-        """Return uninitialized memory for a first-stage payload of ``elements`` numbers."""
+        """Return an uninitialized first-stage payload for ``elements`` numbers."""
         return self.empty(elements // BLOCK * self.first.block_bytes, device)
 
     def second_payload(self, errors: Tensor) -> Tensor:
-        """Return uninitialized memory for a second-stage payload as long as ``errors``."""
+        """Return an uninitialized second-stage payload for as many numbers as ``errors`` has."""
         return self.empty(errors.numel() // BLOCK * self.second.block_bytes, errors.device)
 
     # ``placeholder_codecs.py`` overrides the following methods.
@@ -159,7 +159,7 @@ class StageCodecs:
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def chunks(self, payload: Tensor, workers: int) -> Sequence[Tensor]:
-        """Return the equal chunks of ``payload``, one for each worker."""
+        """Return the chunks of ``payload``, one per worker."""
         return payload.chunk(workers)
 
     def zero_payload(self, payload: Tensor) -> Tensor:
@@ -171,5 +171,5 @@ class StageCodecs:
         return torch.zeros(*shape, device=device)
 
     def copy_errors(self, errors: Tensor, into: Tensor | None) -> Tensor:
-        """Return a copy of ``errors``, written to the tensor ``into`` if one is given."""
+        """Return a copy of ``errors``, in the memory of ``into`` if it is given."""
         return errors.clone() if into is None else into.copy_(errors)

@@ -1,8 +1,8 @@
 """Codecs for simulations of models that do not fit into memory. They quantize nothing.
 
-A *payload* is the bytes of encoded numbers. Here payloads are *blank tensors*, which have the shape
-of a real payload but occupy only eight bytes (``offbeat.transport.placeholder_tensors``). So the
-simulator counts the right number of bytes.
+A *payload* is the bytes of encoded numbers. Here payloads are *blank tensors*: they have the shape
+of real payloads, so the simulator counts the right number of bytes, but occupy only eight bytes
+(``offbeat.transport.placeholder_tensors``).
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from offbeat.transport.placeholder_tensors import blank
 
 
 class _BlankCodec(Codec):
-    """Writes nothing when it encodes. Decodes zeros from every payload.
+    """Encodes nothing, and decodes every payload to zeros.
 
     Args:
-        block_bytes: Bytes of one block in a payload of the codec that this one stands for.
+        block_bytes: Bytes of one block in a payload of the codec that this one replaces.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -49,10 +49,10 @@ class _BlankCodec(Codec):
 
 
 class BlankStageCodecs(StageCodecs):
-    """Replaces ``StageCodecs`` in such a simulation. Quantization errors are blank tensors as well.
+    """Replaces ``StageCodecs``, the codecs of the two stages of a quantized sum.
 
-    A quantized sum has two stages, each with its own codec (see ``StageCodecs``). The methods
-    return blank tensors of the right size and neither read nor change the values.
+    The methods return payloads and quantization errors as blank tensors of the right size. They
+    neither read nor change values.
     """
 
     def __init__(self, precision: str) -> None:
@@ -66,7 +66,6 @@ class BlankStageCodecs(StageCodecs):
 
     @override
     def encode_update(self, update: LazyVector, chunks: int, chunk: int) -> Tensor:
-        """Return a blank payload of ``chunks`` chunks with ``chunk`` numbers each."""
         return self.first_payload(chunks * chunk, update.device)
 
     @override
@@ -87,7 +86,6 @@ class BlankStageCodecs(StageCodecs):
 
     @override
     def zero_payload(self, payload: Tensor) -> Tensor:
-        """Return ``payload`` unchanged, because each blank payload decodes to zeros."""
         return payload
 
     @override

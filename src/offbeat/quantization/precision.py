@@ -1,9 +1,9 @@
 """Automatic choice of the precision of messages from measurements during training.
 
-The input is a *load*: how much of a limited resource the messages use, divided by the allowed use.
-A load above 1 is too high. An example is the time that workers wait for the network, divided by a
-tenth of the training time. The load is assumed to be proportional to the bits per number. Nothing
-else is assumed about the network. The next load shows whether a choice was right.
+The input is a *load*: the measured use of a limited resource by the messages, divided by the
+allowed use. A load above 1 is too high. Example: workers wait for the network in 30 % of the time,
+and 10 % are allowed; the load is 3. The only assumption is that the load is proportional to the
+bits per number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "int4", "int
 """All precisions, from most to fewest bits."""
 
 _PATIENCE_FACTOR = 4  # a change of direction multiplies the patience by this
-_QUIET_PERIODS = 8  # 8·patience measurements without a change divide the patience by the factor
+_QUIET_PERIODS = 8  # from 8·patience measurements without a change on, the patience shrinks
 _MAX_PATIENCE = 4**6
 
 
@@ -25,19 +25,19 @@ class PrecisionControl:
 
     All workers must call ``update`` with the same arguments. Then all choose the same precision.
 
-    The expected load at b' bits is (load at b bits) · b'/b. Each call of ``update`` applies these
-    rules:
+    If the load is measured at b bits, the expected load at b' bits is load · b'/b. Each call of
+    ``update`` applies these rules:
 
     - *Fewer bits*: If the load is above 1, choose the precision with the most bits whose expected
       load is at most 1. If there is none, choose the precision with the fewest bits.
-    - *More bits*: If the next precision with more bits has an expected load of at most ``margin``,
-      and there were ``patience`` measurements since the last change, choose that precision.
-    - *Trial*: If the caller gives the duration of a step, fewer bits are on trial until the next
-      measurement. If that measurement shows no shorter steps, return to the previous precision,
-      because quantization takes longer than it saves.
+    - *More bits*: Choose the next precision with more bits if its expected load is at most
+      ``margin``, and if ``patience`` measurements were made since the last change.
+    - *Trial*: After a change to fewer bits, the next measurement must show shorter steps. If not,
+      quantization takes longer than it saves: return to the previous precision. There is no trial
+      if the caller does not give the duration of a step.
     - *Patience*: ``patience`` is multiplied by 4 (up to 4⁶) if two successive changes have opposite
-      directions, so that noise does not make the precision oscillate. It is divided by 4 (down to
-      1) after 8·``patience`` measurements without a change.
+      directions, so that noise does not make the precision oscillate. Each measurement divides it
+      by 4 (down to 1) once 8·``patience`` measurements were made since the last change.
 
     Attributes:
         precision: Precision in use.
@@ -45,11 +45,10 @@ class PrecisionControl:
         patience: Smallest ``counts`` at which a change to more bits is allowed.
         heading: Direction of the last change: 1 to fewer bits, −1 to more bits, 0 before the first
             change.
-        on_trial: True if the last change is on trial.
+        on_trial: True if the next measurement decides a trial.
         before: Precision before the last change.
         before_seconds: Duration of a step before the last change to fewer bits. 0 if unknown.
-        refused: True if the last trial failed. A change to fewer bits then also requires that
-            ``counts`` is at least ``patience``.
+        refused: True if the last trial failed. Fewer bits then also need ``patience`` measurements.
     """
 
     # The names of the fields are keys of checkpoints.
@@ -72,14 +71,14 @@ class PrecisionControl:
         margin: float = 1.0,
         seconds: float | None = None,
     ) -> bool:
-        """Process a measurement, and change the precision if the rules above require it.
+        """Apply the rules above to a measurement.
 
         Args:
             load: Load measured at the current precision (≥ 0).
-            bits: Bits per number at each precision.
+            bits: Bits per number, by precision.
             choices: Precisions to choose from, from most to fewest bits.
             margin: Largest expected load, at most 1, at which more bits are chosen.
-            seconds: Measured duration of a step, in seconds. None: there is no trial.
+            seconds: Measured duration of a step, in seconds. None means no trial.
 
         Returns:
             True if the precision has changed.

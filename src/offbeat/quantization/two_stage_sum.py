@@ -1,7 +1,7 @@
 """A quantized sum over the workers in two stages, with error feedback.
 
-1. All-to-all: each worker quantizes its tensor in one chunk per worker, and sends chunk k to worker
-   k.
+1. All-to-all: each worker divides its tensor into one chunk per worker, quantizes the chunks, and
+   sends chunk k to worker k.
 2. All-gather: worker k adds the received chunks in float32, quantizes the sum, and sends it to all
    workers.
 
@@ -12,15 +12,16 @@ sum of the stream (error feedback).
 **When the second stage starts.** The training thread starts it, not a background thread:
 
 - ``start_second_stages``, ``done`` and each new sum start it if the first stage has ended.
-- ``wait`` waits for the first stages of this and of all earlier sums, and starts the second ones.
+- ``wait`` waits for the first stages of this and of all earlier sums, then starts their second
+  stages.
 - Before the training thread blocks in another collective, it waits for all first stages and starts
-  all second stages, because other workers may need these before they start that collective.
+  all second stages. Another worker may wait for one of them before it starts that collective.
 
 **Order.** Workers start second stages at different times, but all must start these collectives in
 the same order. Therefore second stages are queued in the order in which the sums were started. They
-run on a duplicate of the communicator, so that their order is independent of other collectives.
-All wires of a worker share one queue. With a queue for each wire, a worker that waits for a later
-sum of one wire could delay others that wait for an earlier sum of another wire.
+run on a twin (a second communicator), so that their order is independent of other collectives. All
+wires of a worker share one queue, so a wait for a sum of one wire also starts the earlier second
+stages of the others.
 """
 
 from collections import deque
@@ -43,10 +44,9 @@ class ErrorFeedback:
     """Quantization errors of one stream, which the next sum adds.
 
     Attributes:
-        sent: Errors of this worker's contribution, in the first stage: float32, one row for each
-            worker's chunk. There are no rows if the caller keeps these errors
-            (``Wire.sum_updates``).
-        summed: Errors of the sum of this worker's chunk, in the second stage: float32, 1-D.
+        sent: Errors of the first stage: float32, one row per chunk. No rows if the caller keeps
+            these errors (``Wire.sum_updates``).
+        summed: Errors of the second stage, in this worker's chunk: float32, 1-D.
     """
 
     def __init__(self, sent: Tensor, summed: Tensor) -> None:
@@ -54,7 +54,7 @@ class ErrorFeedback:
         self._saved: dict[str, Tensor] = {}
 
     def save(self, stage: Literal["sent", "summed"], codecs: StageCodecs) -> None:
-        """Keep a copy of the errors of one stage in memory, to which ``restore`` can return."""
+        """Keep a copy of the errors of one stage for ``restore``."""
         errors: Tensor = getattr(self, stage)
         self._saved[stage] = codecs.copy_errors(errors, self._saved.get(stage))
 
@@ -64,7 +64,7 @@ class ErrorFeedback:
         self.summed.copy_(self._saved["summed"])
 
     def discard_saved(self) -> None:
-        """Delete the saved copies."""
+        """Delete the saved copies, to free their memory."""
         self._saved.clear()
 
 
@@ -74,13 +74,13 @@ class TwoStageSum(Handle[LazyVector]):
 
     Attributes:
         team: The workers.
-        twin: Second communicator between the same workers, for the second stages.
+        twin: Communicator of the second stages.
         queue: Queue of the sums whose second stage has not started.
         codecs: Codecs of both stages.
         errors: Quantization errors of the stream.
         like: Vector with the length, dtype and device of the sum.
         contribute: False if this worker sends zeros.
-        tentative: True if ``Wire.undo`` may follow.
+        tentative: True if ``Wire.undo`` may follow, which restores the errors.
         what: Name of the operation in errors.
     """
 
@@ -100,20 +100,20 @@ class TwoStageSum(Handle[LazyVector]):
     def start(self, payload: Tensor) -> None:
         """Start the first stage: send one chunk of ``payload`` to each worker."""
         blocks = self.errors.summed.numel() // BLOCK
-        # Count the bytes of the second stage now, because the time of its start may vary.
+        # Count the bytes of the second stage now, because the step in which it starts may vary.
         self.team.account.sent(blocks * self.codecs.second.block_bytes)
         self._first = self.team.communicator.exchange(payload, what=self.what)
         self.queue.append(self)
 
     @property
     def first(self) -> Handle[Tensor]:
-        """Handle of the first stage. Not available after the second stage has started."""
+        """Handle of the first stage, until the second stage starts."""
         assert self._first is not None
         return self._first
 
     @property
     def second(self) -> Handle[list[Tensor]] | None:
-        """Handle of the second stage. None before its start, and after ``wait`` has returned."""
+        """Handle of the second stage. None before its start and after ``wait``."""
         return self._second
 
     def start_second(self) -> None:
@@ -125,7 +125,7 @@ class TwoStageSum(Handle[LazyVector]):
         if self.contribute or bool(received.any()):
             payload = self.codecs.reduce(received, self.team.size, errors)
         else:
-            # All workers sent zeros. Their sum is zero, and the errors stay for a later sum.
+            # All workers sent zeros. Send zeros, too, and keep the errors for a later sum.
             payload = self.codecs.zero_payload(self.codecs.second_payload(errors))
         with self.team.account.paused():  # counted by ``start``
             self._second = self.twin.gather(payload, what=self.what)
@@ -149,13 +149,13 @@ class TwoStageSum(Handle[LazyVector]):
 class SecondStageQueue:
     """Queue of the sums whose second stage has not started, in the order of their start.
 
-    The queue is a callback in ``Account.before_waiting``. It is therefore called before the worker
-    waits for any collective.
+    The queue is a callback in ``Account.before_waiting``, which runs before each wait for a
+    collective.
     """
 
     def __init__(self) -> None:
         self._sums: deque[TwoStageSum] = deque()
-        self._waiting = False  # True while a method waits: this wait calls the queue again
+        self._waiting = False  # True while this queue waits: such a wait calls the queue again
 
     @classmethod
     def get_or_create(cls, account: Account) -> "SecondStageQueue":
@@ -171,26 +171,19 @@ class SecondStageQueue:
         self._sums.append(entry)
 
     def has_errors_of(self, streams: dict[str, ErrorFeedback]) -> bool:
-        """Return True if a queued sum belongs to one of these streams and will change its errors.
-
-        Args:
-            streams: Quantization errors by the name of the stream.
-        """
+        """Return True if a queued sum will change the errors of one of these ``streams``."""
         return any(entry.errors is errors for entry in self._sums for errors in streams.values())
 
     def start_second_stages(self) -> None:
-        """Start second stages, in order, up to the first sum whose first stage has not ended.
-
-        Never blocks.
-        """
+        """Start second stages in order, up to the first sum that must wait. Never blocks."""
         while self._sums and self._sums[0].first.done():
             self._start_second_of_head()
 
     def wait_for(self, entry: TwoStageSum) -> list[Tensor]:
-        """Wait for a sum, and return its second-stage payloads, one for each chunk.
+        """Wait for a sum, and return its second-stage payloads, one per chunk.
 
-        Waits for the first stages of all earlier sums and starts their second stages. Does not wait
-        for later sums, because other workers may need this sum before they start a later one.
+        Also waits for the first stages of earlier sums, but not of later sums: another worker may
+        need this sum before it starts a later one.
         """
         self._waiting = True
         try:
@@ -203,13 +196,9 @@ class SecondStageQueue:
             self._waiting = False
 
     def __call__(self, handle: Handle[Any]) -> None:
-        """Wait for all first stages and start all second stages, before the worker waits.
+        """Wait for all first stages and start all second stages, before a wait for ``handle``.
 
-        Other workers may need these second stages before they start the operation of ``handle``.
         Does nothing if the wait for ``handle`` would not block, or is a wait of this queue.
-
-        Args:
-            handle: Operation for which the worker is about to wait.
         """
         if not self._sums or self._waiting or handle.done():
             return

@@ -1,13 +1,14 @@
 """The wire: sums tensors over the workers, exactly or quantized with error feedback.
 
 *Error feedback* means that the quantization error of one sum is added to the next sum of the same
-tensor. There are two kinds of sums, which differ in the place where the errors are stored:
+tensor. A quantized sum takes two stages (``two_stage_sum.py``): each worker adds up one chunk of
+the tensor, then sends the sum of its chunk to all workers. Both stages quantize. Two kinds of sums
+differ in the place where the errors are stored:
 
-- ``sum``: the wire stores all errors. A quantized sum takes two stages (``two_stage_sum.py``): each
-  worker adds up one chunk of the tensor, then sends the sum of its chunk to all workers.
-- ``sum_updates``: the caller keeps the error of its contribution in its model, and the wire stores
-  only the errors of the second stage. Two workers (three at int2) use a single stage instead, in
-  which each worker receives all updates and adds them up.
+- ``sum``: the wire stores the errors of both stages.
+- ``sum_updates``: the caller keeps the errors of the first stage in its model, and the wire stores
+  those of the second stage. Two workers (three at int2) use a single stage instead, in which each
+  worker receives all updates and adds them up.
 """
 
 import math
@@ -33,14 +34,14 @@ def require_precision(precision: object) -> None:
 
 
 class Wire:
-    """Sums tensors over the workers at one precision.
+    """Sums tensors over the workers.
 
     The constructor is a collective, unless ``precision`` is "float32" or there is one worker.
 
     Args:
         team: The workers.
-        precision: "float32": tensors are sent unchanged. "bfloat16", "int8", "int4", "int2": they
-            are quantized. "auto": each call of ``sum_updates`` gives the precision.
+        precision: "float32" sends tensors unchanged. "bfloat16", "int8", "int4" and "int2" quantize
+            them. With "auto", each call of ``sum_updates`` gives the precision.
     """
 
     def __init__(self, team: Team, precision: Precision = "float32") -> None:
@@ -57,7 +58,7 @@ class Wire:
 
     @property
     def exact(self) -> bool:
-        """True if no sum is quantized: at float32, and with a single worker."""
+        """True if no sum is quantized: at float32, or with a single worker."""
         return self.precision == "float32" or self._team.size == 1
 
     @property
@@ -75,8 +76,8 @@ class Wire:
     def measurements(self, step: int, *, stepping: bool) -> tuple[float, ...]:
         """Return measurements, which the worker sends with its vote. Here: none.
 
-        In a *round* all workers decide together what to sum next. Each worker sends a *vote*, a
-        list of numbers, and all receive the sum of the votes.
+        A *round* is a common decision of all workers on what to sum next. Each worker sends a
+        *vote*, a list of numbers, and all receive the sum of the votes.
 
         Args:
             step: Number of local steps so far.
@@ -85,17 +86,13 @@ class Wire:
         return ()
 
     def apply_measurements(self, sums: Handle[tuple[float, ...]]) -> None:
-        """Choose the precision when a round is decided. Here: do nothing.
-
-        Args:
-            sums: Sum of ``measurements`` over the workers.
-        """
+        """Choose the precision from the sum of ``measurements`` over the workers. Here: nothing."""
 
     def discard_interval(self) -> None:
-        """Do not measure the time from the last vote to the next: it is not training time."""
+        """Exclude the time from the last vote to the next: it is not training time."""
 
     def details(self) -> dict[str, str]:
-        """Return the chosen precision and the reason, for ``Stats.details``. Here: nothing."""
+        """Return the chosen precision and the reason for ``Stats.details``. Here: nothing."""
         return {}
 
     # -- sums ------------------------------------------------------------------------------------
@@ -111,8 +108,8 @@ class Wire:
     ) -> Handle[Tensor]:
         """Start to replace ``tensor`` by its sum over the workers. ``wait`` of the result ends it.
 
-        A small tensor is sent exactly if quantization would not save bytes, because blocks of 512
-        numbers are sent.
+        A small tensor is sent exactly if quantization, which pads to blocks of 512 numbers, would
+        not save bytes.
 
         Args:
             tensor: 1-D, floating point, with the same shape and dtype on all workers. The
@@ -121,9 +118,9 @@ class Wire:
             stream: Name under which the same tensor is summed repeatedly, equal on all workers. The
                 quantization errors are stored under this name.
             what: Name of the operation in errors.
-            contribute: False sends zeros and sets ``tensor`` to zeros first. The errors of earlier
-                contributions are then kept for a later sum.
-            tentative: True if ``undo`` may be called for this sum. Equal on all workers. It costs a
+            contribute: False sets ``tensor`` to zeros and sends zeros. This worker's errors of
+                earlier sums are then kept for a later sum.
+            tentative: True if ``undo`` may be called for this sum, equal on all workers. It costs a
                 copy of the errors.
         """
         self.start_second_stages()
@@ -156,25 +153,22 @@ class Wire:
     ) -> UpdateSum:
         """Start to sum updates. The caller must keep the quantization error of its update.
 
-        To do so, the caller moves its model by the sum minus ``UpdateSum.sent``. The difference
-        between its update and ``sent`` then stays in the model and is part of the next update. The
-        wire stores only the errors of the second stage.
-
-        A quantized sum in flight occupies only the memory of its payloads.
+        An update is a change that the caller's model already contains. When the sum arrives, the
+        caller adds the common change of all models and subtracts ``UpdateSum.sent``. The error,
+        update − ``sent``, then stays in its model and is part of its next update.
 
         Args:
-            update: This worker's update, of the same length and dtype on all workers. It is read
-                once, piece by piece.
+            update: This worker's update, of the same length and dtype on all workers.
             stream: Name under which updates of the same tensor are summed repeatedly, equal on all
                 workers.
             what: Name of the operation in errors.
             contribute: False sends zeros and does not read ``update``.
-            precision: Precision of this sum, equal on all workers. None: the wire's precision. Sums
-                of one stream may have different precisions.
+            precision: Precision of this sum, equal on all workers. None means the wire's precision.
+                Sums of one stream may have different precisions.
 
         Raises:
-            ValueError: ``precision`` is not float32, but the wire of several workers was made for
-                float32.
+            ValueError: ``precision`` requires quantization, but the wire was made for float32. Or
+                updates of another length were summed under the name ``stream``.
         """
         self.start_second_stages()
         codecs = self._codecs_for(update, self.precision if precision is None else precision)
@@ -195,20 +189,20 @@ class Wire:
     def undo(self, stream: str) -> None:
         """Set the errors of ``stream`` to their values before its last sum.
 
-        The sum must have been tentative and have ended. All workers must call this and discard the
-        sum.
+        The sum must have been tentative and have ended. All workers must call this, and none may
+        use the sum.
         """
         if stream in self._streams:
             self._streams[stream].restore()
 
     def start_second_stages(self) -> None:
-        """Start the second stages of sums whose first stage has ended. Never blocks."""
+        """Start second stages whose first stage has ended. Never blocks."""
         self._queue.start_second_stages()
 
     def _gather_updates(
         self, update: LazyVector, codecs: StageCodecs, contribute: bool, what: str
     ) -> UpdateSum:
-        """Sum in a single stage. Each worker adds all updates in the order of the ranks."""
+        """Sum in a single stage: each worker adds all updates in the order of the ranks."""
         chunk = -(-self._scaled_elements(update) // BLOCK) * BLOCK
         payload = self._encode_update(update, codecs, 1, chunk, contribute)
         gathering = self._team.communicator.gather(payload, what=what)
@@ -241,10 +235,7 @@ class Wire:
         return started
 
     def _codecs_for(self, vector: LazyVector, precision: Precision) -> StageCodecs | None:
-        """Return the codecs for a sum of ``vector``, or None if the sum is exact.
-
-        It is exact at float32, with a single worker, and if quantization would not save bytes.
-        """
+        """Return the codecs for a sum of ``vector``, or None if the sum is exact."""
         require_precision(precision)
         if precision == "float32" or self._team.size == 1:
             return None
@@ -267,10 +258,9 @@ class Wire:
         return -(-self._scaled_elements(vector) // (BLOCK * self._team.size))
 
     def _scaled_elements(self, vector: LazyVector) -> int:
-        """Return the number of elements of the full vector.
+        """Return the number of elements that ``vector`` represents.
 
-        It differs from ``vector.elements`` in a simulation that uses a small vector in the place of
-        a large one (see ``Host.scale``).
+        In some simulations a small vector represents a large one (``Host.scale``).
         """
         return math.ceil(vector.elements * self._scale)
 
@@ -317,7 +307,7 @@ class Wire:
 
 
 class _DecodedSum(Handle[Tensor]):
-    """A quantized sum in progress, which ``wait`` decodes into ``result``."""
+    """A quantized sum in progress. ``wait`` decodes it into ``result``."""
 
     def __init__(self, total: TwoStageSum, result: Tensor) -> None:
         self._total: TwoStageSum | None = total

@@ -1,9 +1,9 @@
 """The simulated cluster: it times computing, messages and collectives, and delivers their results.
 
 All times are *virtual time*, the time of the simulator's clock. The communicators of all workers
-share one ``SimulatedCluster``. Each communicator belongs to a *group* of connected workers and has
-a *context*, a number that separates its operations from those of other communicators. Messages and
-collectives are in one module because they queue for the same network cards.
+share one ``SimulatedCluster``. Each communicator belongs to a *group* of connected workers. It has
+a *context*: a number that separates its operations from those of other communicators, as in MPI.
+Messages and collectives are in one module because they queue for the same network cards.
 """
 
 from collections import defaultdict, deque
@@ -55,12 +55,10 @@ class Contribution:
     """One worker's input to a collective.
 
     Attributes:
-        kind: Kind of the collective.
         what: Name in errors and in the timeline.
-        tensor: Tensor that the worker contributes.
         size_bytes: Size from which the duration is computed, bytes.
-        combine: Computes the result from the tensors of the workers in rank order, without changing
-            them. It is called at most once per collective.
+        combine: Computes the result from the tensors of all workers, in rank order. It must not
+            change the tensors. It is called on one worker only.
         store: Stores the result on this worker.
     """
 
@@ -73,7 +71,7 @@ class Contribution:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """Kind, shape and dtype, which must be the same on all workers."""
+        """Kind, shape and dtype. They must be the same on all workers."""
         return self.kind, self.tensor.shape, self.tensor.dtype
 
     def __str__(self) -> str:
@@ -84,18 +82,16 @@ class EndSignal(Signal):
     """Signal that fires when a collective ends or fails.
 
     Attributes:
-        seconds: Virtual time at which the collective ends without faults; infinite until the
-            transfer starts.
+        seconds: Virtual time of the end if there is no fault; infinite until the transfer starts.
     """
 
     seconds: float = float("inf")
 
 
 class PendingCollective(PendingOperation):
-    """A collective, from the first worker that joins it to its end.
+    """A collective that at least one worker has joined.
 
     Attributes:
-        signal: Fires when the collective ends or fails.
         contributions: Inputs of the workers that have joined, by global rank.
     """
 
@@ -115,7 +111,7 @@ class PendingCollective(PendingOperation):
 
 @dataclass
 class _NetworkCard:
-    """Virtual time at which each direction of a full-duplex network card becomes free."""
+    """Virtual times at which the two directions of a full-duplex network card become free."""
 
     up: float = 0.0
     down: float = 0.0
@@ -126,9 +122,6 @@ class SimulatedCluster:
     """The cluster of one simulation: its network cards, messages, collectives and computing.
 
     Attributes:
-        workers: The simulated workers.
-        network: The links.
-        compute: The compute time of steps.
         seed: Seed of the compute jitter.
         faulty: True if the run has faults, such as lost workers.
         spans: Activities of all workers so far.
@@ -149,7 +142,7 @@ class SimulatedCluster:
     def __post_init__(self) -> None:
         self.size = len(self.workers.all)
         self.connections = Connections(self.workers.kernel, faulty=self.faulty)
-        # Links to the switch, by rank. In nodes of several workers, each is a share of its node's.
+        # Links to the switch, by rank. The cards of all workers of a node are the node's one link.
         self._cards: dict[int, _NetworkCard] = defaultdict(_NetworkCard)
         self._inside: dict[int, _NetworkCard] = defaultdict(_NetworkCard)  # links inside nodes
         self._joined: dict[tuple[int, int], int] = {}  # collectives so far, by context and rank
@@ -164,14 +157,12 @@ class SimulatedCluster:
     def compute_step(self, rank: int, progress: float) -> None:
         """Let the worker compute until the share ``progress`` of its step is done.
 
-        Args:
-            rank: Rank of the worker.
-            progress: Share of the step, in (0, 1]; 1 ends the step.
+        ``progress`` is in (0, 1]; 1 ends the step.
         """
         before, step = self._progress[rank], self._steps[rank]
         self._progress[rank] = 0.0 if progress >= 1 else progress
         self._steps[rank] += progress >= 1
-        if progress <= before:  # backward has started again: its first report takes no time
+        if progress <= before:  # a second backward pass: its first report takes no time
             return
         seconds = self.compute.seconds(rank, step, self.seed) * (progress - before)
         start = self.workers.kernel.now
@@ -181,7 +172,7 @@ class SimulatedCluster:
             self.spans.append(Span(rank, "compute", start, self.workers.kernel.now, "step"))
 
     def wait(self, rank: int, signal: Signal, what: str) -> None:
-        """Block the worker until ``signal`` fires. Record the wait, except in the background."""
+        """Block the worker until ``signal`` fires, and record the wait."""
         start = self.workers.kernel.now
         try:
             self.workers.wait(signal, what)
@@ -189,7 +180,7 @@ class SimulatedCluster:
             self._record_wait(rank, start, what)
 
     def idle(self, rank: int, seconds: float, what: str) -> None:
-        """Let the worker wait for ``seconds``. Record the wait, except in the background."""
+        """Let the worker wait for ``seconds``, and record the wait."""
         start = self.workers.kernel.now
         try:
             self.workers.sleep(seconds, f"polling {what}")
@@ -197,16 +188,17 @@ class SimulatedCluster:
             self._record_wait(rank, start, what)
 
     def _record_wait(self, rank: int, start: float, what: str) -> None:
+        # Spans show a worker's main thread, not its background activities.
         if self.workers.kernel.now > start and not self.workers.current.background:
             self.spans.append(Span(rank, "wait", start, self.workers.kernel.now, what))
 
     # -- collectives -----------------------------------------------------------------------------
 
     def join(self, group: Group, context: int, rank: int, contribution: Contribution) -> EndSignal:
-        """Let a worker join the next collective of ``context``. Return the signal of its end.
+        """Let a worker join the next collective of ``context``. Return its end signal.
 
         Raises:
-            OffbeatError: Kind, shape or dtype differs from those of the first worker that joined.
+            OffbeatError: Kind, shape or dtype is not the same as on the first worker that joined.
         """
         number = self._joined.get((context, rank), 0)
         self._joined[context, rank] = number + 1
@@ -229,15 +221,16 @@ class SimulatedCluster:
         return operation.signal
 
     def participants(self, group: Group) -> Sequence[int]:
-        """Return the members of ``group`` that must join before a collective starts."""
+        """Return the members of ``group`` that must join before a collective starts: all."""
         return group.members
 
     def _transfer(
         self, operation: PendingCollective, group: Group, contribution: Contribution
     ) -> None:
-        """Occupy the network cards of all members, and schedule the delivery of the result."""
+        """Occupy the network cards, and schedule the delivery of the result."""
         kernel, ranks = self.workers.kernel, group.members
-        # Only the first worker of each node broadcasts to other nodes, and uses the whole link.
+        # Between nodes, a broadcast runs in one group only: that of the nodes' first workers. So
+        # this group has the links of the nodes for itself.
         sharing = 1 if contribution.kind == "broadcast" else group.sharing
         cards = self._cards_of_collective(ranks, sharing)
         start = max(kernel.now, *(max(card.up, card.down) for card in cards))
@@ -254,7 +247,7 @@ class SimulatedCluster:
         def finish() -> None:
             if operation.can_succeed:
                 operation.finish(ranks, ranks)
-                operation.deliver = None  # breaks a reference cycle, which would keep the tensors
+                operation.deliver = None  # breaks a reference cycle that would keep the tensors
                 operation.signal.fire()
 
         if self.faulty:
@@ -264,11 +257,11 @@ class SimulatedCluster:
     def _cards_of_collective(self, ranks: Sequence[int], sharing: int) -> list[_NetworkCard]:
         """Return the network cards that a collective of ``ranks`` occupies.
 
-        Without nodes of several workers, these are the workers' links to the switch. A collective
-        inside one node occupies the workers' links inside the node. A collective between nodes
-        occupies these links and the links of the nodes; the link of a node is represented by the
-        shares of all of its workers. If ``sharing`` > 1 groups use the links of the nodes
-        concurrently, each group occupies only the shares of its own workers.
+        - Without nodes of several workers: the workers' links to the switch.
+        - Inside one node: the workers' links inside the node.
+        - Between nodes: the workers' links inside their nodes, and the whole links of the nodes.
+        - Between nodes, if ``sharing`` > 1 such groups run at the same time: each worker's share of
+          the link of its node.
         """
         network = self.network
         if network.workers_per_node == 1 or (sharing > 1 and network.crosses(ranks)):
@@ -279,7 +272,7 @@ class SimulatedCluster:
         return [*inside, *(card for rank in ranks for card in self._node_link(rank))]
 
     def _node_link(self, rank: int) -> list[_NetworkCard]:
-        """Return the shares of all workers of the worker's node, which form the node's link."""
+        """Return the cards of all workers of the node of ``rank``: together, the node's link."""
         workers = self.network.workers_per_node
         first = self.network.node(rank) * workers
         return [self._cards[member] for member in range(first, first + workers)]
@@ -291,16 +284,9 @@ class SimulatedCluster:
     ) -> Signal:
         """Start a message. Return the signal of its arrival.
 
-        The message may arrive before the receiver starts to receive it. It leaves once earlier
-        traffic has left the sender's card. If the receiver's link is busy, the switch stores the
-        message until that link is free.
-
-        Args:
-            group: The connected workers.
-            context: Context of the communicator; see the module.
-            route: Global rank of the sender, global rank of the receiver, tag.
-            tensor: Content of the message.
-            what: Name in the timeline.
+        The message waits until the sender's link is free. The switch then stores it until the
+        receiver's link is free. It may arrive before the receiver calls ``receive``. ``route`` is
+        (global rank of the sender, global rank of the receiver, tag).
         """
         source, destination, _ = route
         kernel, size_bytes = self.workers.kernel, bytes_of(tensor, self.scale)
@@ -331,8 +317,8 @@ class SimulatedCluster:
             arrived.fire()
             self._hand_over(key)
 
-        # The receiver's link is occupied when the message leaves, not when this method is called.
-        # Messages therefore occupy a link in the order of virtual time.
+        # Called when the transmission starts, not now. So all messages to a receiver occupy its
+        # link in the order of virtual time.
         def occupy_receiver() -> None:
             begin = max(kernel.now, *(card.down for card in down))
             received = max(begin + receiving, start + sending)
@@ -350,10 +336,7 @@ class SimulatedCluster:
     def receive(
         self, group: Group, context: int, route: tuple[int, int, int], tensor: Tensor
     ) -> Signal:
-        """Receive the next message sent on ``route`` into ``tensor``.
-
-        Return the signal that fires when ``tensor`` holds the message or the receive has failed.
-        """
+        """Receive the next message on ``route`` into ``tensor``. Return the signal of the end."""
         key, signal = (context, *route), Signal()
         self._receivers.setdefault(key, deque()).append((tensor, signal))
         self._hand_over(key)

@@ -35,14 +35,9 @@ from offbeat.transport.operation import (
 
 
 class SimulatedHandle(Handle[Any]):
-    """Handle of an operation of the simulated cluster.
+    """Handle of an operation of the simulated cluster. ``wait`` returns ``result``.
 
-    Args:
-        communicator: Communicator that started the operation.
-        signal: Fires when the operation ends or fails.
-        result: Returned by ``wait``.
-        what: Name of the operation in errors and in the timeline.
-        patient: True if ``wait`` has no time-out, as for a server that waits for requests.
+    With ``patient``, ``wait`` has no time-out. A server waits for requests in this way.
     """
 
     def __init__(
@@ -59,7 +54,7 @@ class SimulatedHandle(Handle[Any]):
 
     @override
     def done(self) -> bool:
-        """Return True if the operation has ended or failed. After 100 vain polls, sleep first."""
+        """Return True if the operation has ended or failed. Every 100th poll takes virtual time."""
         if not self._signal.happened:
             self._communicator.host.polled(self._what)
         return self._signal.happened
@@ -91,12 +86,12 @@ class SimulatedCommunicator(Communicator):
         context: Number that separates the operations of this communicator from those of other
             communicators of the same group.
         host: Clock and background threads of this worker; None creates a host.
-        timeout_seconds: Time-out of an operation. If it is infinite, operations that never end are
-            reported as a deadlock once no worker can continue.
+        timeout_seconds: Time-out of an operation, virtual seconds. If it is infinite, an operation
+            that never ends leads to a ``DeadlockError``.
 
     Attributes:
-        membership: Agreement with the other workers on who takes part in the training. None for a
-            communicator that does not belong to a training, or that ``twin`` or ``subgroup`` made.
+        membership: Agreement with the other workers on who takes part in the training. None for
+            twins, subgroups, and communicators outside a training.
     """
 
     handle_type: ClassVar[type[SimulatedHandle]] = SimulatedHandle
@@ -164,10 +159,8 @@ class SimulatedCommunicator(Communicator):
     ) -> Handle[Tensor]:
         """Start an all-reduce that replaces the tensor of ``operation`` by its result.
 
-        Args:
-            operation: Operation whose tensor and name are used.
-            accumulate: Reduces two tensors and stores the result in the first one, as
-                ``Tensor.add_`` does.
+        ``accumulate(a, b)`` reduces two tensors and stores the result in ``a``, as ``Tensor.add_``
+        does.
         """
 
         def combine(tensors: Sequence[Tensor]) -> Tensor:
@@ -194,7 +187,7 @@ class SimulatedCommunicator(Communicator):
         return self.handle_type(self, signal, tensor if result is None else result, what)
 
     def _by_rank(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return one tensor per rank, given the tensors that a collective has combined."""
+        """Return one tensor per rank. Overridden where not every rank contributes a tensor."""
         return tensors
 
     def _size_bytes(self, operation: Any) -> float:
@@ -204,7 +197,6 @@ class SimulatedCommunicator(Communicator):
 
     @override
     def twin(self) -> Communicator:
-        """Return another communicator of the same workers, with separate operations."""
         self._twins += 1
         return self._derived(self.group, self._twins - 1)
 

@@ -12,8 +12,7 @@ from offbeat.units import show_seconds, to_seconds
 _FACTOR = Range(above=0, hint="2: twice as slow")
 _NOT_NEGATIVE = Range(least=0)
 _MOST_JITTER = 1e6
-# Part of the seed [seed, _JITTER, rank, step] of the jitter's random generator. It keeps the jitter
-# independent of other generators with the same ``seed``. The number is "jitt" in ASCII.
+# Separates the jitter from other random generators with the same seed. It is "jitt" in ASCII.
 _JITTER = 0x6A697474
 
 
@@ -32,8 +31,7 @@ class Straggler:
         factor: Factor on the compute time of these steps (> 0; 2 means twice as slow).
 
     Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: An argument is out of its range.
+        TypeError, ValueError: An argument has the wrong type or is out of its range.
     """
 
     rank: int
@@ -54,16 +52,16 @@ class Straggler:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Compute:
-    """Compute time of every step of every worker. Other computing takes no virtual time.
+    """Compute time of every step of every worker, in the simulator's virtual time.
 
-    Example: ``Compute("50ms", jitter=0.1, slowdown={3: 2.0})``. The attributes have the names of
-    the arguments. They hold all times in seconds.
+    Example: ``Compute("50ms", jitter=0.1, slowdown={3: 2.0})``. The attributes hold the arguments,
+    with all times in seconds.
 
         seconds = (trace or step) · slowdown of the rank · factors of stragglers · random factor
 
     The random factor has a log-normal distribution of mean 1 and standard deviation c. It is
-    exp(σz − σ²/2) with σ² = ln(1 + c²) and a standard normal z, which is independent for every
-    rank and step.
+    exp(σz − σ²/2) with σ² = ln(1 + c²). z is standard normal, and independent for every rank and
+    step.
 
     Args:
         step: Compute time of a step: text like "50ms", or seconds (> 0).
@@ -71,13 +69,13 @@ class Compute:
         slowdown: Factors on the compute time of all steps, by rank (> 0; 2 means twice as slow).
         stragglers: Temporary slowdowns; a single ``Straggler`` is accepted. If several cover the
             same step of a worker, their factors are multiplied.
-        trace: Measured compute times of consecutive steps, used in place of ``step``: text or
-            seconds. The sequence repeats when it ends. A mapping gives each rank its own sequence;
-            a rank without a sequence uses ``step``.
+        trace: Measured compute times of consecutive steps (text or seconds), used in place of
+            ``step``. The sequence repeats when it ends. A mapping gives each rank its own sequence.
+            Ranks without a sequence use ``step``.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: A unit is wrong, a number is out of its range, or a trace is empty.
+        ValueError: A unit is unknown, a number is out of its range, or a trace is empty.
     """
 
     step: float
@@ -128,10 +126,6 @@ class Compute:
         """Return the compute time of worker ``rank`` in step ``step`` (from 0), in seconds.
 
         The same arguments give the same seconds in every process.
-
-        Raises:
-            TypeError: An argument is not an int.
-            ValueError: An argument is negative.
         """
         require_integer("rank", rank, least=0)
         require_integer("step", step, least=0)
@@ -152,11 +146,7 @@ class Compute:
         return math.exp(math.sqrt(variance) * normal - variance / 2)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the arguments as JSON values.
-
-        Times are in seconds. Ranks that are keys become strings. Each straggler becomes a
-        dictionary of its fields.
-        """
+        """Return the arguments as JSON values. Times are in seconds."""
         trace: object = None if self.trace is None else list(self.trace)
         if isinstance(self.trace, dict):
             trace = {str(rank): list(seconds) for rank, seconds in self.trace.items()}

@@ -20,9 +20,9 @@ class PendingOperation:
     Attributes:
         participants: Global ranks of the workers that take part.
         signal: Fires when the operation ends or fails.
-        doomed: True once a participant is lost. The operation then fails when the loss is noticed.
-        deliver: Stores the result on the given participants, even if the operation is doomed. Set
-            in a run with faults, once all participants have joined a collective.
+        doomed: True once a participant is lost. The operation fails ``NOTICE_SECONDS`` later.
+        deliver: Function that stores the result of a collective on the given ranks, even if the
+            collective is doomed. Set in runs with faults, once all participants have joined.
     """
 
     def __init__(self, participants: Iterable[int], signal: Signal) -> None:
@@ -45,8 +45,8 @@ class Group:
 
     Attributes:
         members: Global ranks of the workers, by their rank in the group.
-        sharing: Number of groups that use the links of the nodes concurrently. It is L if nodes of
-            L workers are connected by L groups, each with one worker of every node.
+        sharing: Number of groups that use the links of the nodes at the same time. Example: nodes
+            of 8 workers are connected by 8 groups, each with one worker of every node.
         gone: Members whose connections have ended.
         pending: Operations that may still be in progress; empty in a run without faults.
     """
@@ -62,7 +62,7 @@ class Connections:
 
     Args:
         kernel: The virtual clock.
-        faulty: True if the run has faults. Otherwise losses and interruptions have no effect.
+        faulty: True if the run has faults. If False, losses and cuts have no effect.
     """
 
     def __init__(self, kernel: Kernel, *, faulty: bool) -> None:
@@ -83,12 +83,9 @@ class Connections:
         return group
 
     def subgroup(self, context: int, members: tuple[int, ...], sharing: int) -> Group:
-        """Return the group of some workers of a communicator, the same object for all of them.
+        """Return the group of some workers of a communicator.
 
-        Args:
-            context: Context of that communicator.
-            members: Global ranks of the workers in the new group.
-            sharing: See ``Group``.
+        The same arguments give the same object. ``context`` is that of the communicator.
         """
         if (context, members) not in self._subgroups:
             self._subgroups[context, members] = self.open(members)
@@ -96,16 +93,17 @@ class Connections:
         return self._subgroups[context, members]
 
     def derived_context(self, context: int, key: int | tuple[int, ...]) -> int:
-        """Return the context of a communicator derived from the one with ``context``.
+        """Return the context of a twin or a subgroup of the communicator with ``context``.
 
-        The same arguments give the same number on all workers.
+        ``key`` is the number of the twin, or the members of the subgroup. The same arguments give
+        the same context on all workers.
         """
         return self._contexts.setdefault((context, key), -1 - len(self._contexts))
 
     # -- failures --------------------------------------------------------------------------------
 
     def track(self, group: Group, operation: PendingOperation) -> None:
-        """In a run with faults, make ``operation`` fail if a participant was or will be lost."""
+        """Make ``operation`` fail once a participant is lost. Without faults, do nothing."""
         if self.faulty and operation.can_succeed:
             group.pending = [pending for pending in group.pending if pending.can_succeed]
             group.pending.append(operation)
@@ -114,13 +112,10 @@ class Connections:
                 self._fail_later(group, [operation], frozenset())
 
     def disconnect(self, group: Group, member: int, spared: Iterable[int] = ()) -> None:
-        """End the connections of ``member`` in ``group``. Its pending operations fail soon after.
+        """End the connections of ``member`` in ``group``.
 
-        Args:
-            group: The group.
-            member: Global rank of the worker.
-            spared: Global ranks of workers on which a pending collective still succeeds, if all
-                participants have joined it.
+        Pending operations with this worker fail ``NOTICE_SECONDS`` later. Exception: a collective
+        that all participants have joined succeeds on the workers ``spared`` (global ranks).
         """
         if member not in group.members or member in group.gone:
             return
@@ -143,7 +138,7 @@ class Connections:
     def _fail_later(
         self, group: Group, doomed: Sequence[PendingOperation], spared: frozenset[int]
     ) -> None:
-        """Fail the operations ``doomed`` when the workers notice the loss."""
+        """Fail the operations ``doomed`` after ``NOTICE_SECONDS``."""
 
         def notice() -> None:
             ranks = sorted(group.members.index(member) for member in group.gone)
@@ -176,9 +171,9 @@ class Connections:
         self._cuts.append((member, self._kernel.now, self._kernel.now + seconds))
 
     def cut_until(self, members: Iterable[int]) -> float:
-        """Return the time at which traffic between ``members`` resumes.
+        """Return the virtual time at which the traffic of all ``members`` is no longer cut.
 
-        It is at most the present time if the traffic is not interrupted.
+        If no traffic is cut now, this time is not in the future.
         """
         now, ranks = self._kernel.now, frozenset(members)
         ends = (end for member, start, end in self._cuts if member in ranks and start <= now)
@@ -189,8 +184,7 @@ class Connections:
     ) -> None:
         """Schedule ``action``, the arrival of a message or of the result of a collective.
 
-        If the traffic of one of ``ranks`` is interrupted at that time, the action is postponed
-        until the traffic resumes.
+        If the traffic of one of ``ranks`` is cut at that time, the action waits until the cut ends.
         """
         if not self.faulty:
             return self._kernel.at(seconds, action, label)

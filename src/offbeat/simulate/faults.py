@@ -14,10 +14,7 @@ from offbeat.units import to_seconds
 
 @dataclass(frozen=True)
 class _Checked:
-    """Base class that checks the fields ``worker``, ``at`` and ``seconds``.
-
-    Converts times given as text to seconds.
-    """
+    """Checks the fields of a fault, and converts its times to seconds."""
 
     def __post_init__(self) -> None:
         fields = vars(self)
@@ -38,7 +35,7 @@ class Kill(_Checked):
         worker: Rank of the worker (≥ 0).
         at: Virtual time, such as "3 s" (≥ 0).
         spared: Ranks of workers on which a pending collective still succeeds, if all of its workers
-            have joined it. On a real network, too, a collective may succeed on some workers only.
+            have joined it. On a real network, too, a collective may succeed on only some workers.
     """
 
     worker: int
@@ -50,8 +47,8 @@ class Kill(_Checked):
 class Pause(_Checked):
     """Suspend a worker for some time, as SIGSTOP and SIGCONT do.
 
-    Computing and transfers in progress are not prolonged, but the worker continues only after the
-    pause.
+    A step or a transfer in progress goes on during the pause. If it ends before the pause does, the
+    worker continues at the end of the pause.
 
     Args:
         worker: Rank of the worker (≥ 0).
@@ -68,7 +65,7 @@ class Pause(_Checked):
 class Cut(_Checked):
     """Interrupt all traffic from and to a worker for some time.
 
-    Messages and results of collectives that are due in this time arrive at its end.
+    Messages and results of collectives that would arrive in this time arrive at its end.
 
     Args:
         worker: Rank of the worker (≥ 0).
@@ -119,11 +116,7 @@ def schedule(
 ) -> None:
     """Schedule ``faults`` in virtual time.
 
-    Args:
-        faults: The faults.
-        cluster: The simulated cluster.
-        lost: Function called with the rank of a killed worker when the other workers notice the
-            loss.
+    ``lost`` is called with the rank of a killed worker when the other workers notice the loss.
     """
     workers, kernel = cluster.workers, cluster.workers.kernel
 

@@ -48,13 +48,9 @@ class SimulatedPromise(Promise[Any]):
 class SimulatedHost(Host):
     """Clock and background threads of one simulated worker.
 
-    Args:
-        cluster: The simulated cluster.
-        rank: Global rank of this worker.
-
     Attributes:
-        totals: Functions that return the ``Stats`` of this worker's trainings, in the order in
-            which they were passed to ``register_totals``.
+        totals: Functions that return the ``Stats`` of this worker's trainings, in the order of the
+            trainings.
     """
 
     def __init__(self, cluster: SimulatedCluster, rank: int) -> None:
@@ -80,12 +76,10 @@ class SimulatedHost(Host):
 
     @override
     def computed(self, progress: float) -> None:
-        """Let virtual time pass until the share ``progress`` (0 to 1) of the step is computed."""
         self._cluster.compute_step(self._rank, progress)
 
     @override
     def register_totals(self, totals: Callable[[], object]) -> None:
-        """Append the function to the attribute ``totals``."""
         self.totals.append(totals)
 
     def wait(self, signal: Signal, what: str) -> None:
@@ -93,11 +87,11 @@ class SimulatedHost(Host):
         self._cluster.wait(self._rank, signal, what)
 
     def polled(self, what: str) -> None:
-        """Count a poll of the unfinished operation ``what``. The worker sleeps at every 100th poll.
+        """Count a poll of the unfinished operation ``what``. Every 100th poll sleeps.
 
-        A poll takes no virtual time. A loop that polls until the operation is done would therefore
-        never end without sleeping. Only polls at the same virtual time count. The first sleep takes
-        1 µs and each further one twice as long, up to 1 ms.
+        A poll takes no virtual time. Without the sleep, a loop that polls until the operation ends
+        would never end. The first sleep takes 1 µs, each further one twice as long, up to 1 ms.
+        Once virtual time passes between two polls, counting starts again, with a sleep of 1 µs.
         """
         if self.now() > self._polled_seconds:
             self._polls, self._sleep_seconds = 0, _SHORTEST_SLEEP_SECONDS

@@ -20,7 +20,7 @@ class Kernel:
 
     Args:
         shuffle_seed: Seed of the random order of simultaneous events; None executes them first in,
-            first out. A result that changes with the seed depends on the order of such events.
+            first out. If a result changes with the seed, it depends on the order of such events.
 
     Attributes:
         now: Virtual seconds since the start.
@@ -56,9 +56,8 @@ class Signal:
 
     Attributes:
         happened: True once the signal has fired.
-        failure: Error because of which the awaited result will not arrive on the workers outside
-            ``spared``. None if the result has arrived or may still arrive.
-        spared: Ranks of the workers on which the result has arrived despite ``failure``.
+        failure: Error for the workers that wait for the signal; None without a failure.
+        spared: Ranks of the workers that have received their result in spite of ``failure``.
     """
 
     def __init__(self) -> None:
@@ -74,7 +73,7 @@ class Signal:
             self.fire()
 
     def fire(self) -> None:
-        """Fire the signal: call the waiting callbacks."""
+        """Fire: call the waiting callbacks."""
         self.happened = True
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:

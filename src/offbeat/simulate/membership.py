@@ -1,8 +1,8 @@
 """Membership of a simulated training: which workers take part, and how that changes.
 
-A *view* is one composition of the workers. A new view begins after a worker has asked to join or an
-operation has failed, for example because a worker was lost. Real workers agree on views through a
-key-value store; in a simulation one ``MembershipService`` decides.
+A *view* is one composition of the workers. A *view change* leads to the next view, for example
+after a worker was lost, or when a *newcomer* wants to join. Real workers agree on views through a
+key-value store. In a simulation, one ``MembershipService`` decides.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from offbeat.simulate.host import SimulatedHost
 from offbeat.simulate.kernel import Signal
 from offbeat.transport.membership import EndedError, Membership, View
 
-# A context is a number that separates the operations of different communicators. The first view of
-# a training has a context below this number; all later views have contexts above it.
+# A context is a number that separates the operations of different communicators. First views have
+# contexts below this number. All later views have contexts above it.
 _FIRST_CONTEXT = 1_000_000
 
 _Opened = tuple[View, SimulatedCommunicator]
@@ -30,9 +30,9 @@ class _Waiting:
     """A worker that waits for the next view.
 
     Attributes:
-        signal: Fires when the view exists, when training ends, or when the wait times out.
-        opened: The view; None until it exists, and after a time-out.
-        error: Error to raise because training has ended; otherwise None, also after a time-out.
+        signal: Fires when the next view begins, when training ends, or at the time-out.
+        opened: The next view; None if it has not begun.
+        error: Error to raise if training has ended; None otherwise.
     """
 
     signal: Signal
@@ -43,9 +43,9 @@ class _Waiting:
 class MembershipService:
     """Decides the views of one training, for all of its workers.
 
-    A view change begins when a member asks for the next view. The next view is decided when every
-    member that is not known to be lost has asked, and after ``timeout_seconds`` at the latest. A
-    member that asks later is excluded.
+    A view change starts when a member asks for the next view. It ends when all members have asked,
+    except those known to be lost, and after ``timeout_seconds`` at the latest. The next view
+    consists of the members that have asked and the newcomers.
 
     Args:
         cluster: The simulated cluster.
@@ -80,11 +80,7 @@ class MembershipService:
         return self._wait(waiting, member, "joining the training")[1]
 
     def wanted(self, member: int) -> bool:
-        """Return True if ``member`` should ask for the next view.
-
-        That is the case if a member or a newcomer waits for the next view. The result is False
-        while ``member`` is cut off from the network.
-        """
+        """Return True if another worker waits for the next view, and ``member`` can be reached."""
         connections = self.cluster.connections
         reachable = connections.cut_until([member]) <= self.cluster.workers.kernel.now
         return reachable and bool(self._joining or self._arrived)
@@ -94,8 +90,8 @@ class MembershipService:
 
         Raises:
             EndedError: Training has ended.
-            CommunicationError: The other members continue without ``member``, or ``member`` is cut
-                off from the network for longer than the time-out.
+            CommunicationError: The other members continue without ``member``, or its network is
+                cut for longer than the time-out.
         """
         kernel, connections = self.cluster.workers.kernel, self.cluster.connections
         cut = min(connections.cut_until([member]) - kernel.now, self._timeout_seconds)
@@ -125,14 +121,14 @@ class MembershipService:
         return self._wait(waiting, member, f"view {view + 1}")[0]
 
     def lose(self, member: int) -> None:
-        """Let no view change wait for ``member``. The current view still contains it."""
+        """Let view changes no longer wait for ``member``. The current view still contains it."""
         self._lost.add(member)
         self._joining.pop(member, None)
         self._arrived.pop(member, None)
         self._decide_if_complete()
 
     def end(self) -> None:
-        """End the training. Workers that wait for a view, now or later, get an ``EndedError``."""
+        """End the training. Workers that wait for a view, now or later, raise EndedError."""
         self._ended = True
         for member, waiting in [*self._joining.items(), *self._arrived.items()]:
             waiting.error = EndedError(f"worker {member}: training has ended")
@@ -145,10 +141,7 @@ class MembershipService:
             self._decide(self._view)
 
     def _decide(self, number: int) -> None:
-        """End view ``number``. The next one soon begins with the waiting members and newcomers.
-
-        Does nothing if view ``number`` has ended already or no member waits.
-        """
+        """End view ``number`` if a member waits. Does nothing if the view has ended already."""
         if number != self._view or not self._arrived:
             return
         newcomers = frozenset(self._joining)
@@ -196,13 +189,7 @@ class MembershipService:
 
 
 class SimulatedMembership(Membership):
-    """Membership of one worker in one view, through which it asks for the next view.
-
-    Args:
-        service: The service that decides the views.
-        member: Global rank of this worker.
-        view: The view.
-    """
+    """Membership of one worker in one view. The worker asks it for the next view."""
 
     def __init__(self, service: MembershipService, member: int, view: View) -> None:
         self._service, self._member, self._view = service, member, view
@@ -214,17 +201,14 @@ class SimulatedMembership(Membership):
 
     @override
     def change_requested(self) -> bool:
-        """Return True if this worker should call ``next_view``."""
         return self._service.wanted(self._member)
 
     @override
     def next_view(self, *, view: int, step: int) -> View:
-        """Block until the view that follows ``view`` begins. Return it."""
         return self._service.regroup(self._member, view)
 
     @override
     def leave(self, *, ended: bool) -> None:
-        """Let no view change wait for this worker; with ``ended``, end the training of all."""
         if ended:
             self._service.end()
         else:

@@ -33,11 +33,10 @@ class _Formulas(NamedTuple):
     """Costs of one kind of collective.
 
     Attributes:
-        seconds: Function that returns the duration. Arguments: M, number of workers, B and α.
-        sent_bytes: Function that returns the bytes sent by each worker. Arguments: M and number of
-            workers.
-        direct: True if every worker may exchange data with other nodes. False for a ring, in which
-            only one worker of a node sends to the next node.
+        seconds: Duration, as a function of M, number of workers, B and α.
+        sent_bytes: Bytes sent by each worker, as a function of M and number of workers.
+        direct: True if every worker of a node sends to other nodes. False for a ring: only one
+            worker of a node sends to the next node.
     """
 
     seconds: Callable[[float, int, float, float], float]
@@ -54,10 +53,7 @@ _COLLECTIVES: dict[CollectiveKind, _Formulas] = {
 
 
 def sent_bytes(kind: CollectiveKind, size_bytes: float, workers: int) -> float:
-    """Return the bytes that each worker sends in a collective of tensors of ``size_bytes``.
-
-    For a broadcast this is the mean over the workers.
-    """
+    """Return the bytes that a worker sends in a collective, as the mean over the workers."""
     return _COLLECTIVES[kind].sent_bytes(size_bytes, workers)
 
 
@@ -68,26 +64,25 @@ class Network:
     Example: ``Network("5Gbit/s", latency="50us")``. A bandwidth is text or bits per second, a
     latency is text or seconds. The attributes hold the numbers.
 
-    The slowest participating link determines the speed of a collective. If the bandwidth of the
-    switch is limited, each of the N workers or nodes in a collective can use ``switch``/N, even
-    while fewer of them send, as in a broadcast.
+    The slowest link of its workers determines the speed of a collective. If the bandwidth of the
+    switch is limited, each of the N workers or nodes in a collective uses at most ``switch``/N.
 
-    **Nodes.** With L = ``workers_per_node`` > 1, ranks 0 to L − 1 are one node, the next L ranks
-    another, and so on. A node has one link to the switch, shared by its workers. Inside the node
-    each worker has its own link. An all-reduce or all-gather over several nodes is a ring, which
-    enters and leaves each node once. It therefore uses the full link of the node. In an all-to-all
-    and in a broadcast the workers of a node share the link.
+    **Nodes.** With ``workers_per_node=4``, ranks 0 to 3 are one node, ranks 4 to 7 another, and so
+    on. A node has one link to the switch, shared by its workers. Inside the node each worker has
+    its own link. An all-reduce or all-gather over several nodes is a ring, which enters and leaves
+    each node once. It therefore has the full link of the node. In an all-to-all and in a broadcast
+    the workers of a node share the link.
 
     Args:
         bandwidth: Bandwidth of every link to the switch, in each direction. If ``upload`` is given,
             only the bandwidth from the switch to the worker.
-        latency: Latency α from the start of a message to its first byte (≥ 0); with nodes, of a
-            message between nodes.
+        latency: Latency α from the start of a message to the arrival of its first byte (≥ 0). With
+            nodes, it holds for messages between nodes.
         upload: Bandwidth from the worker to the switch; None means ``bandwidth``.
-        per_worker: Bandwidth of single workers' links by rank, in both directions. It replaces
+        per_worker: Bandwidth of the links of some workers, by rank, in both directions. It replaces
             ``bandwidth`` and ``upload``. Requires ``workers_per_node=1``.
         switch: Total bandwidth of the switch; None means unlimited.
-        workers_per_node: Number of workers per node, L (≥ 1).
+        workers_per_node: Number of workers per node (≥ 1).
         inside: Bandwidth of each worker's link inside its node, in each direction; None means
             "100Gbit/s". Requires nodes of several workers.
         inside_latency: Latency inside a node (≥ 0); None means "10us". Requires nodes of several
@@ -98,8 +93,8 @@ class Network:
 
     Raises:
         TypeError: An argument is neither text nor a number, or a rank is not an int.
-        ValueError: A unit is wrong, a number is out of its range, a rank is negative, or arguments
-            for nodes and for single workers are combined.
+        ValueError: A unit is unknown, a number is out of its range, a rank is negative, or
+            arguments cannot be combined.
     """
 
     bandwidth: float
@@ -174,10 +169,7 @@ class Network:
         return rank // self.workers_per_node
 
     def crosses(self, ranks: Collection[int]) -> bool:
-        """Return True if traffic between ``ranks`` leaves a node.
-
-        Always True if every worker is a node by itself.
-        """
+        """Return True if traffic between ``ranks`` leaves a node, or if nodes have one worker."""
         return self.workers_per_node == 1 or len({self.node(rank) for rank in ranks}) > 1
 
     def up(self, rank: int) -> float:
@@ -194,17 +186,17 @@ class Network:
     ) -> float:
         """Return B, the bytes per second of one flow (stream of data) of a collective of ``ranks``.
 
-        In a collective inside one node, B is the bandwidth of the links inside. Otherwise B is the
-        minimum of
+        Inside one node, B is the bandwidth of the links inside. Between N nodes, B is the minimum
+        of
 
-        * the bandwidths of the links of the N participating nodes, divided by ``flows · sharing``,
-        * the bandwidth of the switch, if limited, divided by N · ``flows · sharing``, and
-        * the bandwidth of the links inside, if several of the workers are in one node.
+        * the bandwidths of the links of these nodes, divided by ``flows · sharing``,
+        * the bandwidth of the switch, divided by N · ``flows · sharing``, and
+        * the bandwidth of the links inside, if a node contains several of ``ranks``.
 
         Args:
             ranks: Ranks of the workers.
             flows: Concurrent flows of the collective over the link of a node, in each direction.
-            sharing: Number of such collectives that use the links concurrently.
+            sharing: Number of such collectives that use the links of the nodes at the same time.
 
         Raises:
             ValueError: ``ranks`` is empty or contains a rank twice.
@@ -227,7 +219,7 @@ class Network:
 
         For a message of M bytes these times are M/min(up(source), switch) and
         M/min(down(destination), switch), without the latency. Inside a node both times are M
-        divided by the bandwidth of the links inside. Both are 0 from a worker to itself.
+        divided by the bandwidth of the links inside.
         """
         if source == destination:
             return 0.0, 0.0
@@ -257,10 +249,10 @@ class Network:
             kind: Kind of the collective.
             size_bytes: Size M of the tensor of each worker.
             ranks: Ranks of the workers.
-            sharing: Number of such collectives that use the links concurrently.
+            sharing: Number of such collectives that use the links of the nodes at the same time.
         """
         formula, _, direct = _COLLECTIVES[kind]
-        # A ring has one flow over the link of a node. Otherwise each worker has its own flow.
+        # A ring has one flow over the link of a node. Otherwise each worker of a node has one.
         flows = max(Counter(map(self.node, ranks)).values(), default=1) if direct else 1
         rate = self.collective_bytes_per_second(ranks, flows=flows, sharing=sharing)
         return formula(size_bytes, len(ranks), rate, self.latency_of(ranks))

@@ -1,6 +1,6 @@
 """A ``torch.distributed`` process group whose operations run on the simulated cluster.
 
-A training function may call ``torch.distributed`` itself. Each simulated worker has a thread and
+A training function may call ``torch.distributed`` itself. Each simulated worker is a thread with
 its own default process group. torch keeps the default group in a private object of
 ``torch.distributed.distributed_c10d``. ``installed`` replaces this object by one that has a default
 group for each thread. It relies on private names of torch 2.13.
@@ -51,28 +51,24 @@ class SimulatedGroup(dist.ProcessGroup):
     """A process group whose operations take virtual time, the time of the simulator's clock.
 
     Args:
-        communicator: Communicator for this worker's own calls of ``torch.distributed``.
-        make: Function that opens the communicator of each ``offbeat.attach``. Its argument is the
-            time-out of operations in seconds.
-
-    Attributes:
-        make_communicator: The function ``make``; ``offbeat.attach`` calls it.
+        communicator: Communicator for the calls of ``torch.distributed`` in user code.
+        make: Function that opens the communicator of each ``offbeat.attach``, given the time-out of
+            operations in seconds. It becomes the attribute ``make_communicator``.
     """
 
     def __init__(
         self, communicator: SimulatedCommunicator, make: Callable[[float], SimulatedCommunicator]
     ) -> None:
-        # A worker that joins a running training is alone in its communicator, although its rank is
-        # not 0. torch requires rank < size.
+        # torch requires rank < size. A worker that joins a running training is alone in its
+        # communicator, but its rank is not 0.
         size = max(communicator.size, communicator.member + 1)
         super().__init__(communicator.member, size)  # type: ignore[call-arg]
         self._communicator, self.make_communicator = communicator, make
 
     def make_nodes(self, timeout_seconds: float) -> WorkerCommunicators:
-        """Open three communicators of this worker. The ``Network`` defines the nodes.
+        """Open the communicators inside and across the nodes that the ``Network`` defines.
 
-        They connect all workers, the workers of this worker's node, and the workers that have the
-        same local rank in all nodes. ``offbeat.attach(..., node_group="auto")`` calls this method.
+        ``offbeat.attach(..., node_group="auto")`` calls this method.
         """
         everyone = self.make_communicator(timeout_seconds)
         workers = everyone.cluster.network.workers_per_node
@@ -144,8 +140,8 @@ def installed() -> Iterator[Callable[[SimulatedGroup], None]]:
     """Give every thread its own default process group inside the ``with`` block.
 
     Inside the block, ``dist.init_process_group`` and ``dist.destroy_process_group`` do nothing, so
-    that a training function may call them. The block replaces these attributes of
-    ``torch.distributed``. It does not replace a function that a module has imported by name before.
+    that a training function may call them. A module that imported these functions by name before
+    keeps the original functions.
 
     Yields:
         A function that sets the default group of the calling thread.

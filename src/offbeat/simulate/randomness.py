@@ -3,10 +3,10 @@
 All simulated workers run in one process, which has only one global random state. The simulator
 saves and loads this state when it switches between workers, so saving and loading must be fast.
 
-numpy takes 60 µs to read its global state and 60 µs to set it; torch and ``random`` together take
+numpy takes 60 µs to read its global state and 60 µs to set it. torch and ``random`` together take
 15 µs. Each worker therefore has its own numpy bit generator, and ``load`` exchanges these objects.
-numpy draws normal numbers in pairs and keeps the second one outside the bit generator. That number
-is saved and loaded separately, once the worker has used numpy.
+numpy draws normal numbers in pairs and keeps the second one outside the bit generator. This number
+has to be saved and loaded separately.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ class RandomState:
 
     def __init__(self, torch_state: torch.Tensor, bits: Any, python_state: tuple[Any, ...]) -> None:
         self._torch, self._bits, self._python = torch_state, bits, python_state
-        self._initial: bytes | None = _memory(bits)  # None once numpy has drawn numbers
+        self._initial: bytes | None = _memory(bits)  # None once the worker has used numpy
         self._pair: dict[str, Any] = {"has_gauss": 0, "gauss": 0.0}
 
     @classmethod

@@ -34,9 +34,9 @@ def simulate(
     """Run ``worker()`` once per simulated worker.
 
     The training is real; only time is simulated. *Virtual time*, the simulator's clock, passes when
-    a worker waits and when it computes a step of an attached optimizer. ``compute`` gives the
-    duration of a step, which does not depend on this machine. The workers take turns in one
-    process. If ``worker`` is deterministic, two runs with the same arguments are bit-identical.
+    a worker waits and when it computes a step of an attached optimizer. ``compute`` sets the
+    duration of a step. It does not depend on the speed of this machine. The workers take turns in
+    one process. If ``worker`` is deterministic, two runs with the same arguments are bit-identical.
 
     ``torch.distributed`` is initialised inside ``worker()``. The simulated cluster supports
     ``get_rank``, ``get_world_size``, ``is_initialized``, ``barrier``, ``all_reduce``, ``broadcast``
@@ -52,10 +52,10 @@ def simulate(
         seed: Seed of the initial random state of each worker and of the compute jitter.
         shuffle_ties: Seed of the random order of simultaneous events; None executes them first in,
             first out. Runs with several seeds show whether a result depends on that order.
-        faults: Faults of the run, such as ``Kill(worker=2, at="3 s")``. With any fault, operations
-            of an attached training have the time-out given to ``attach``. ``results`` and ``stats``
-            also have an entry for every worker that joins. The result of a killed worker is None;
-            its ``stats`` end at its death.
+        faults: Faults of the run, such as ``Kill(worker=2, at="3 s")``. Without faults,
+            operations never time out; with faults, after the time given to ``attach``. ``results``
+            and ``stats`` have an entry for every worker that joins, too. The result of a killed
+            worker is None. Its ``stats`` end at its death.
 
     Returns:
         Duration, results, statistics and timeline of the run.
@@ -65,9 +65,9 @@ def simulate(
         ValueError: ``network``, ``compute`` or ``faults`` name a worker that does not exist, or
             ``workers`` is below 1 or not a multiple of the workers per node.
         RuntimeError: The process already has a ``torch.distributed`` process group.
-        DeadlockError: No worker can continue. The message lists the operation in which each worker
+        DeadlockError: No worker can continue. The message names the operation in which each worker
             waits.
-        Exception: Exception of a worker, with a note that names its rank.
+        Exception: A worker raised it. A note in the exception names the rank.
     """
     require_integer("workers", workers, least=1)
     network = Network("1Gbit/s") if network is None else network
@@ -118,7 +118,7 @@ def simulate(
             try:
                 return worker()
             finally:
-                if faults:  # the worker's process ends, and others must not wait for it
+                if faults:  # the worker has ended: view changes must not wait for it
                     connections.lose(rank)
                     lose(rank)
 

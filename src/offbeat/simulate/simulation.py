@@ -26,7 +26,7 @@ class Simulation:
         stats: ``Stats`` of the last synchronizer of each worker, by rank; None for a worker without
             a synchronizer.
         idle: Waiting / (waiting + computing), over all workers and the whole run, including set-up
-            and evaluation. The idle share of worker n during training is ``stats[n].idle``.
+            and evaluation. ``stats[n].idle`` is the same for the training of worker n.
         timeline: Activities of all workers, in the order of their ends.
         sent_bytes: Bytes that each worker sent, without those that stayed inside its node.
         configuration: Workers, network, compute and seed, as JSON values.
@@ -44,11 +44,9 @@ class Simulation:
     def of(
         cls, cluster: SimulatedCluster, attached: Sequence[Sequence[SimulatedCommunicator]]
     ) -> "Simulation":
-        """Check the timeline of a finished run, and return the run's result.
+        """Return the result of a finished run. Assert that its timeline is consistent.
 
-        Args:
-            cluster: The simulated cluster.
-            attached: Communicators that each worker opened with ``attach``, by rank.
+        ``attached`` lists the communicators that each worker opened with ``attach``, by rank.
         """
         ends = [float(worker.finished_seconds or 0.0) for worker in cluster.workers.all]
         spans = sorted(cluster.spans, key=lambda span: (span.end, span.start, span.rank))
@@ -80,7 +78,7 @@ class Simulation:
         )
 
     def to_json(self) -> str:
-        """Return everything except ``results`` as JSON. Equal runs give equal text."""
+        """Return all attributes except ``results`` as JSON. Equal runs give equal text."""
         return json.dumps(
             {
                 "simulated": True,
@@ -147,7 +145,7 @@ class Simulation:
         return Table(headings, tuple(rows), caption).html() + self._bars(split)
 
     def _bars(self, split: Sequence[tuple[float, float]]) -> str:
-        """Return bars of the computing (blue) and waiting (red) time of each worker, as SVG."""
+        """Return an SVG bar of the computing (blue) and waiting (red) time of each worker."""
         scale = 600 / self.seconds if self.seconds else 0.0
         bars = []
         for rank, (computed, waited) in enumerate(split):
@@ -166,8 +164,8 @@ class Simulation:
 def _verify(spans: Sequence[Span], starts: Sequence[float], ends: Sequence[float]) -> None:
     """Assert the invariants of a timeline.
 
-    The time of each worker consists of computing and waiting, without gaps or overlaps. All workers
-    together receive as many bytes as they send.
+    The time of each worker consists of computing and waiting, without gaps or overlaps. The bytes
+    sent are as many as the bytes received.
     """
     for rank, (clock, end) in enumerate(zip(starts, ends, strict=True)):
         for span in spans:

@@ -2,7 +2,7 @@
 
 A worker runs until it has to wait. The kernel then executes events, in the order of *virtual time*
 (the simulator's clock), until one of them resumes a worker. Every worker has its own random state
-(torch, numpy, random), as if it were a process. A background activity of a worker, such as a
+(torch, numpy, random), as if it were a process. A *background activity* of a worker, such as a
 parameter server, has its own thread but no random state. It ends with the run at the latest.
 """
 
@@ -21,21 +21,18 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 class DeadlockError(OffbeatError):
-    """Raised if no simulated worker can continue: all of them wait for events that never happen."""
+    """Raised if no simulated worker can continue: they wait for events that never happen."""
 
 
 class _StoppedError(BaseException):
-    """Ends the thread of a stopped worker.
-
-    It is not an ``Exception``, so that ``except Exception`` in user code does not catch it.
-    """
+    """Ends the thread of a stopped worker. ``except Exception`` in user code does not catch it."""
 
 
 class SimulatedWorker:
     """One worker, or one of its background activities.
 
     Attributes:
-        rank: Rank of the worker.
+        rank: Rank of the worker. A background activity has the rank of its worker.
         background: True for a background activity. It must not use random numbers.
         killed: True once the worker is killed.
         result: Return value of the worker's function.
@@ -43,10 +40,9 @@ class SimulatedWorker:
         started_seconds: Virtual time at which the worker started; 0 for a background activity.
         finished_seconds: Virtual time of the end; None before.
         waits_in: Name of the operation or computation that the worker awaits; empty while it runs.
-        thread: The worker's thread; None until the start is scheduled.
-        turn: Semaphore for which the thread waits; released to let the thread continue.
-        random: The worker's random state, saved while another worker runs; None for a background
-            activity.
+        thread: The worker's thread; None before the start.
+        turn: Semaphore for which the waiting thread blocks. Its release resumes the thread.
+        random: Random state of the worker; None for a background activity.
     """
 
     def __init__(self, rank: int, seed: int, *, background: bool = False) -> None:
@@ -66,11 +62,6 @@ class SimulatedWorker:
 class Workers:
     """Runs a function on all workers, in virtual time.
 
-    Args:
-        kernel: The virtual clock.
-        size: Number of workers at the start.
-        seed: Seed of the workers' random states.
-
     Attributes:
         all: All workers, including those that joined later, by rank.
     """
@@ -89,11 +80,11 @@ class Workers:
     # -- called on the thread of the simulation --------------------------------------------------
 
     def run(self, function: Callable[[SimulatedWorker], Any]) -> None:
-        """Run ``function`` on every worker until no event is left. All have then finished.
+        """Run ``function`` on every worker until no event is left.
 
         Raises:
             DeadlockError: Some worker has not finished, and none can continue.
-            Exception: Raised by a worker or background activity; a note names its rank.
+            Exception: A worker or background activity raised it. A note in it names the rank.
         """
         outside = RandomState.current()
         self._function = function
@@ -135,7 +126,7 @@ class Workers:
         self._switch_to(worker)
 
     def _switch_to(self, worker: SimulatedWorker) -> None:
-        """Let the thread of ``worker`` run until the worker waits or ends."""
+        """Let the thread of ``worker`` run until it waits or ends. Blocks until then."""
         if self._loaded is not worker and not worker.background:
             self._load_random(worker)
         self._current = worker
@@ -156,17 +147,17 @@ class Workers:
         self._loaded = worker
 
     def kill(self, rank: int) -> None:
-        """End a worker and its background activities, except those that have finished."""
+        """End a worker and its background activities, as if its process were killed."""
         background = [activity for activity in self._background if activity.rank == rank]
         for worker in (self.all[rank], *background):
-            if worker.finished_seconds is None:  # the thread of a finished one ends by itself
+            if worker.finished_seconds is None:  # a finished thread ends by itself
                 worker.killed = True
                 if worker.thread is not None and worker.thread.is_alive():
                     self._switch_to(worker)
                 worker.finished_seconds = self.kernel.now
 
     def pause(self, rank: int, seconds: float) -> None:
-        """Let a worker and its background activities continue only after ``seconds``."""
+        """Suspend a worker and its background activities for ``seconds``."""
         self._paused[rank] = max(self._paused.get(rank, 0.0), self.kernel.now + seconds)
 
     def add(self) -> None:
@@ -226,9 +217,9 @@ class Workers:
         self._start(background, lambda _: activity(), f"starts {what}")
 
     def wait(self, signal: Signal, what: str) -> None:
-        """Block the running worker until ``signal`` fires, while virtual time may pass."""
+        """Block the running worker until ``signal`` fires. Other workers run meanwhile."""
         worker = self.current
-        if worker.killed:  # its stack is unwinding
+        if worker.killed:  # a ``finally`` block of the killed worker's function waits again
             raise _StoppedError
         if signal.happened:
             return
@@ -249,7 +240,7 @@ class Workers:
 
 
 def _user_line(worker: SimulatedWorker) -> str:
-    """Return the innermost source line of the user's code on the stack of a waiting worker."""
+    """Return the source line of user code at which a worker waits."""
     thread = worker.thread
     frame = sys._current_frames().get(thread.ident) if thread and thread.ident else None
     for entry in reversed(traceback.extract_stack(frame) if frame else ()):

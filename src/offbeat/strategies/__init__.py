@@ -1,4 +1,4 @@
-"""Strategies for training, one algorithm per module. ``base`` defines what a strategy is."""
+"""Strategies for training, one algorithm per module. ``base`` defines their interface."""
 
 from offbeat.strategies.async_averaging import AsyncAveraging
 from offbeat.strategies.base import Strategy

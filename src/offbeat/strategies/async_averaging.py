@@ -12,18 +12,17 @@ from offbeat.strategies.base import Outer, SharedModel, Strategy, WorkerView, se
 class AsyncAveraging(Strategy):
     """Workers keep computing while their models are averaged, up to a bound on the staleness.
 
-    P is the shared model, which has the same bits on all workers, and x is the local model of one
-    worker. In a *launch* every worker takes a snapshot s of x and starts to average it with those
-    of the other workers. The launch *lands* some local steps later: the mean moves P and x.
+    P is the shared model, which has the same bits on all workers. x is the local model of one
+    worker. In a *launch* every worker takes a snapshot s of x, and the workers start to average
+    their snapshots. The launch *lands* some local steps later: the mean moves P and x.
 
-    **Update**. u = s − P is a worker's update. Its weight w is 1, or 0 if the worker has run out of
-    data and has nothing new to send, or if ``non_finite="exclude"`` excludes u. At the landing, in
-    this order:
+    **Update**. u = s − P is a worker's update. Its weight w is 1, or 0 for a worker without new
+    steps and for an excluded one (``non_finite="exclude"``). At the landing, in this order:
 
         P ← Σ w·s / Σ w                       = P + mean(u), the paper's next P (Lemma 3.1)
         x ← x + (P − s)                       = x + mean(u) − u (Algorithm 2)
 
-    A worker that stores P (see *Memory*) sends u instead of s. P then moves by an outer step:
+    With ``outer_lr`` or ``outer_momentum``, an outer step moves P:
 
         D = Σ w·u / Σ w
         v ← μ·v + D;  P ← P + η_o·(D + μ·v)   Nesterov; P ← P + D by default
@@ -33,32 +32,28 @@ class AsyncAveraging(Strategy):
     worker waits for it.
 
     ``schedule="eager"`` (Algorithm 1): a worker votes for the next launch once its last launch has
-    landed and it has taken a step since that launch. A worker launches at the end of the local step
-    in which the votes of all workers arrive. The launch lands at the end of the local step in which
-    its mean arrives. During training a worker waits, for votes or for a mean, only while its newest
-    landed snapshot is τ local steps old.
+    landed and it has taken a step since that launch. The workers launch when all votes have
+    arrived, and the launch lands when its mean has arrived, both at the end of a local step. During
+    training a worker waits only while its newest landed snapshot is τ local steps old.
 
     Args:
-        staleness: τ, the largest age of a worker's newest landed snapshot, in local steps of this
-            worker (cyclic: even, ≥ 2; eager: ≥ 1).
+        staleness: τ, the largest age of a worker's newest landed snapshot, in local steps (cyclic:
+            even, ≥ 2; eager: ≥ 1).
         schedule: Times of the launches: "cyclic" (periodic) or "eager" (as often as possible).
         outer_lr: Outer learning rate η_o > 0.
         outer_momentum: Outer momentum μ in [0, 1).
 
     *Communication*: for each launch one sum of the models over the workers, and one of the votes
-    (seven numbers per worker). The workers take local steps meanwhile: β steps with the cyclic
-    schedule, and with the eager one as many as the network needs, up to the bound.
+    (seven numbers per worker). Both overlap with local steps.
 
-    *Memory*, in copies of the model: one for s and one for the sum in flight. P takes a third copy
-    with ``outer_lr`` other than 1, with ``outer_momentum``, with a ``wire`` other than "float32",
-    with ``non_finite="exclude"``, and in the eager schedule with ``non_finite="raise"``. Outer
-    momentum adds v, a quantized wire adds the quantization errors, and ``consensus`` adds a
-    temporary copy. *State* in checkpoints: all of these but the temporary copy.
+    *Memory*, in copies of the model: one for s, one for the sum in flight, and one for P if it is
+    stored. P is stored with an outer step, with a ``wire`` other than "float32", with
+    ``non_finite="exclude"``, and in the eager schedule with ``non_finite="raise"``. Outer momentum
+    adds v, and a quantized wire the quantization errors. *State* in checkpoints: all of these.
 
     *Differs from the paper*: a worker that does not store P sends s instead of u. The result is the
-    same in exact arithmetic. P has the same bits on all workers, so rounding errors do not drive
-    their models apart. Line 22 of Algorithm 1 discards local steps, which are kept here. The paper
-    has neither outer momentum nor an eager schedule without a master.
+    same in exact arithmetic. Line 22 of Algorithm 1 discards local steps, which are kept here. The
+    paper has neither outer momentum nor an eager schedule without a master.
 
     Source: "Asynchronous SGD without gradient delay for efficient distributed training", ICLR 2019
     submission, Algorithms 1 and 2.
@@ -87,7 +82,6 @@ class AsyncAveraging(Strategy):
 
     @override
     def due(self, worker: WorkerView) -> float:
-        """Return 1 if this worker requests a launch now, else 0."""
         if self.schedule == "cyclic":
             return float(2 * worker.since_launch >= self.staleness)
         return float(worker.since_launch > 0 and worker.ready)

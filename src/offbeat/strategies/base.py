@@ -8,10 +8,10 @@ Terms:
 
 - Each worker trains a *local model* x. If the workers average models, they also share a model P,
   the *shared model*, which has the same bits on all workers. P consists of one or several *parts*,
-  which are exchanged separately.
+  which are sent separately.
 - To *launch* a part, every worker sends its update of the part, and the workers start to average
-  the updates. The part is *in flight* until it *lands*: P moves along the mean update, and x
-  follows P (see ``SharedModel``).
+  the updates. The part is *in flight* until it *lands*. At the landing P moves along the mean
+  update, and x follows P (see ``SharedModel``).
 - In a *round* all workers decide together what to average. Each worker sends a *vote*. All workers
   receive the sum of the votes, the *tally*.
 - A *view* is a period with the same group of workers. A new view begins when a worker joins or is
@@ -74,9 +74,9 @@ class Outer:
     Attributes:
         lr: Outer learning rate η > 0.
         momentum: Outer momentum μ ≥ 0. The velocity v is stored only if μ > 0.
-        dtype: Name of the dtype in which P and v are stored, such as "bfloat16". None: the dtype in
-            which the parameters are summed, which is float32 for float16 and bfloat16. Not used
-            with ``SharedModel.error_feedback``.
+        dtype: Name of the dtype in which P and v are stored, such as "bfloat16". None: the dtype of
+            the parameters, but float32 for float16 and bfloat16 parameters. Not used with
+            ``SharedModel.error_feedback``.
     """
 
     lr: float = 1.0
@@ -93,31 +93,33 @@ class Outer:
 class SharedModel:
     """The workers average models. P is the shared model, x the local model of a worker.
 
-    To launch a part, every worker sends its update u = x − P of that part. (A worker that does not
-    store P sends x, which gives the same result.) When the mean D of the updates lands, P moves by
-    Δ: by D, or by an outer step along D (see ``Outer``). x already contains u, so it moves by
-    Δ − u. It keeps the local steps since the launch:
+    To launch a part, every worker sends its update u = x − P of that part. D is the mean of the
+    updates. At the landing P moves by Δ, and x by Δ − u, because x contains u already. The local
+    steps since the launch stay in x:
 
         P ← P + Δ                           Δ = D with the default ``Outer()``
         x ← x + Δ − u
 
     Attributes:
         parts: Number of parts (≥ 1), or a function that computes it from the bytes of the trainable
-            parameters. If ``fully_shard`` divides the model, the function receives the largest
-            number of bytes that one worker holds.
-        lands: Time at which a part lands. 0: before the next local step, so workers wait. k > 0: k
-            local steps after the launch, or before the next launch of the same part if that is
-            earlier. Workers wait if the mean has not arrived then. "arrived": at the first step
-            boundary after its mean and those of all earlier launches have arrived.
+            parameters. If ``fully_shard`` divides the model, these are the bytes of the worker that
+            holds most.
+        lands: Time at which a part lands.
+
+            - 0: before the next local step. Workers wait for the mean.
+            - k > 0: k local steps after the launch, or before the next launch of the same part if
+              that is earlier. Workers wait if the mean has not arrived then.
+            - "arrived": at the first step boundary after the mean has arrived. Parts land in the
+              order of their launches.
         bound: Largest staleness in local steps, with "arrived". The staleness of a worker is the
-            number of its local steps since the launch of the newest landed part. A worker whose
-            staleness has reached the bound waits until a newer part has landed.
+            number of its local steps since the launch of the newest landed part. At the bound the
+            worker waits until a newer part has landed.
         outer: Outer step, which determines Δ.
-        error_feedback: Place of the quantization error of an update. True: it stays in x, so that
-            x − P contains it at the next launch. The parts then have about equal bytes and may
-            begin inside a tensor. If ``outer`` has momentum, the flow calls ``outer_step`` for each
-            launch. False: the error is stored outside the model and added to the next message of
-            the part. The parts then consist of whole tensors.
+        error_feedback: True: the quantization error of an update stays in x, and is sent with the
+            next update of the part. The parts have about equal bytes and may begin inside a tensor.
+            If ``outer`` has momentum, the flow calls ``outer_step`` for each launch. False: the
+            error is stored outside the model and added to the next message of the part. The parts
+            consist of whole tensors.
         optimizer_state: True if the optimizers' state is averaged whenever the last part of the
             model lands. Requires ``lands=0``.
     """
@@ -139,12 +141,12 @@ class SharedModel:
 
     @cached_property
     def blocking(self) -> bool:
-        """True if workers wait for each mean before their next step."""
+        """True if workers wait for each mean."""
         return self.lands == 0
 
     @cached_property
     def eager(self) -> bool:
-        """True if parts land on arrival, so that results depend on the network's timing."""
+        """True if parts land on arrival. Results then depend on the network's timing."""
         return self.lands == "arrived"
 
 
@@ -153,11 +155,9 @@ class Gradients:
     """The workers average gradients, before the optimizer's step.
 
     Attributes:
-        every_step: True if every round averages the gradients. ``decide`` is then never called. The
-            flow reads from the votes only which workers take a step, and whether their gradients
-            are finite. Buckets of gradients may be sent during backward, before the votes. False:
-            the workers exchange votes first. They average the gradients if ``decide`` returns a
-            ``Launch`` with ``parts`` > 0.
+        every_step: True if every round averages the gradients. ``decide`` is then never called, and
+            the gradients may be sent during backward. False: the workers exchange votes first. They
+            average the gradients if ``decide`` returns a ``Launch`` with ``parts`` > 0.
     """
 
     every_step: bool = True
@@ -185,9 +185,10 @@ class Launch(NamedTuple):
     """The decision of a round: how many parts all workers launch, and at which precision.
 
     Attributes:
-        parts: Number of parts to launch, a whole number. ``inf``: all parts. 0: none. Launches
-            follow the cyclic order of the parts and continue after the last launched part. With
-            ``Gradients`` any number but 0 averages all gradients.
+        parts: Number of parts to launch, a whole number. ``inf``: all parts. 0: none. The parts
+            take turns: with 4 parts and ``parts=3``, the first round launches parts 0, 1 and 2, and
+            the next round parts 3, 0 and 1. With ``Gradients`` any number but 0 averages all
+            gradients.
         precision: Precision of these launches. None: the ``wire`` given to ``attach``. Any other
             value requires ``error_feedback``.
     """
@@ -198,8 +199,6 @@ class Launch(NamedTuple):
 
 class Tally:
     """The sums of a round over all workers. Reading an attribute waits until the sums have arrived.
-
-    A strategy with a fixed schedule reads no attribute in ``decide``, which therefore never waits.
 
     Args:
         read: Function that waits for the sums and returns ``stepping``, ``wanted`` and ``votes``.
@@ -233,10 +232,8 @@ def common(**options: Any) -> Any:
     """Declare a field of ``state()`` whose value is equal on all workers.
 
     The strategy must change it equally on all workers, for example in ``decide``. When a new view
-    begins, all workers copy the value from a worker that has come furthest.
-
-    Args:
-        options: Arguments of ``dataclasses.field``.
+    begins, all workers copy it from the most advanced worker. ``options`` are arguments of
+    ``dataclasses.field``.
     """
     return field(metadata={"common": True}, **options)
 
@@ -244,12 +241,8 @@ def common(**options: Any) -> Any:
 def local(**options: Any) -> Any:
     """Declare a field of ``state()`` whose value each worker keeps when a new view begins.
 
-    Unmarked fields and ``transient()`` fields start again with the value from ``state()``. The
-    marks also work inside nested dataclasses. Checkpoints contain all fields but the transient
-    ones.
-
-    Args:
-        options: Arguments of ``dataclasses.field``.
+    All other fields then start again with the value from ``state()``. The marks also work inside
+    nested dataclasses. ``options`` are arguments of ``dataclasses.field``.
     """
     return field(metadata={"local": True}, **options)
 
@@ -258,8 +251,7 @@ def local(**options: Any) -> Any:
 class WorkerView:
     """Data about one worker for the strategy. The flow keeps them up to date.
 
-    The strategy may change the fields of ``state``, ``record`` and ``details``, and only reads the
-    other values.
+    The strategy may write into ``state``, ``record`` and ``details``. It only reads the rest.
 
     A value marked *common* is equal on all workers. ``decide`` must depend on common values and
     the tally only, so that all workers make the same decision.
@@ -268,38 +260,34 @@ class WorkerView:
         rank: Rank of this worker.
         size: Number of workers (common).
         step: Number of local steps of this worker, including the current one.
-        start_step: Local step at which the view began, on the worker whose state the others copied
-            (common).
+        start_step: Number of local steps of the most advanced worker when the view began (common).
         stepping: True if this worker takes a step in the current round. False if it waits for the
             other workers, for example in ``Synchronizer.finish`` or ``consensus``.
-        state: The object that ``state()`` returned. Its fields declared by ``common()`` are common.
+        state: The object that ``state()`` returned.
         count: Number of parts (common).
-        launches: Number of launches in this view. A round that launches two parts adds 2.
+        launches: Number of launches in this view.
         landings: Number of landings in this view.
         rounds: Number of rounds since the last round that launched a part (common). In ``decide``
             this number includes the current round.
-        launch_step: Local step at which this worker decided the last round that launched a part. At
-            first, the local step at which the view began.
+        launch_step: Local step at which this worker decided the last round that launched a part.
+            Before the first such round: the local step at which the view began.
         in_flight_steps: For each part in flight, the oldest first: the local step of its launch.
         ready: True if the part that is launched next is not in flight.
-        gradient_norm_squared: ‖g‖² of the current step before clipping, over all optimizers. With
-            ``Gradients``: over the one optimizer whose gradients this round may average. Requires
+        gradient_norm_squared: ‖g‖² of the current step before clipping. With several optimizers:
+            over all of them for a ``SharedModel``, over one for ``Gradients``. Requires
             ``Strategy.gradient_norm``.
-        sent_squared: Sum of ‖u‖² over the landed updates u of this worker. Older updates have
-            smaller weights: while each part lands five times, the weight of an update decreases by
-            a factor of e. Requires ``error_feedback``.
-        mean_squared: Sum of ‖D‖² over the landed means D, with the weights of ``sent_squared``.
-            Requires ``error_feedback``.
-        clock: Seconds on this worker's clock at the last step boundary. Workers of one node (see
-            ``node_group`` of ``attach``) have the same value. Requires ``lands="arrived"``.
+        sent_squared: Exponentially weighted sum of ‖u‖² over the landed updates u of this worker.
+            The weight decays to 1/e while each part lands five times. Requires ``error_feedback``.
+        mean_squared: The same sum of ‖D‖² over the landed means D. Requires ``error_feedback``.
+        clock: Time of the last step boundary on this worker's clock, in seconds. Requires
+            ``lands="arrived"``.
         spent: Duration in seconds of each launch and each landing between the last two step
             boundaries, without waits. Requires ``lands="arrived"``.
         precision: The ``wire`` given to ``attach`` (common). None: ``decide`` must choose the
             precision of each launch.
-        bits: By precision, the bits per element that a sum of updates takes (common). Each of N
-            workers sends (N − 1)/N of these bits.
-        two_stages: Precisions at which a sum of updates takes two messages, one after the other
-            (common).
+        bits: Bits per element of a sum of updates, by precision (common). Each of N workers sends
+            (N − 1)/N of these bits.
+        two_stages: Precisions at which a sum of updates takes two consecutive messages (common).
         record: Values that the strategy adds to the telemetry record of this step.
         details: Totals that the strategy adds to ``Stats.details``.
     """
@@ -330,7 +318,7 @@ class WorkerView:
 
     @property
     def since_launch(self) -> int:
-        """Number of local steps since ``launch_step``. Not common."""
+        """Number of local steps since ``launch_step``."""
         return self.step - self.launch_step
 
     @property
@@ -347,8 +335,7 @@ class Strategy(ABC):
     """An algorithm that decides what the workers average, when, and how long they wait for it."""
 
     name: ClassVar[str] = ""
-    """Name in the text form, such as "local" in ``local:period=8``. Empty for a custom strategy,
-    whose text form contains its module and class instead."""
+    """Name in the text form, such as "local" in ``local:period=8``. Empty for a custom strategy."""
 
     gradient_norm: ClassVar[bool] = False
     """True if the strategy reads ``WorkerView.gradient_norm_squared``. The flow then measures it in
@@ -363,9 +350,8 @@ class Strategy(ABC):
     def tally_delay(self) -> int:
         """Number of rounds by which ``decide`` lags behind the votes, 0 or 1.
 
-        With 1, ``decide`` receives in each round the tally of the previous round. Its votes have
-        had a step to arrive, so workers rarely wait for them. In the first round ``decide`` is not
-        called.
+        With 1, ``decide`` receives the tally of the previous round, which has usually arrived
+        already. In the first round ``decide`` is not called.
         """
         return 0
 
@@ -376,69 +362,59 @@ class Strategy(ABC):
     def averages(self) -> SharedModel | Gradients | CustomFlow:
         """Return what is averaged, and when a mean takes effect.
 
-        Called several times. It must return equal values and hold no resources.
+        Called several times, and must always return equal values.
         """
 
     def due(self, worker: WorkerView) -> float:
         """Return the number of parts that this worker wants to launch now. 0 requests no round.
 
-        ``decide`` can read the sum over the workers (``Tally.wanted``), but need not follow it.
+        ``decide`` can read the sum over the workers, ``Tally.wanted``.
 
         With ``lands="arrived"`` the workers may request a round at different steps. The round is
-        decided when all workers have requested it. A worker requests the next round only after it
-        has launched the parts of this round.
-
-        In all other cases the workers that still take steps must request a round at the same local
-        step, for example in every eighth step.
+        decided when all workers have requested it. In all other cases the workers that still take
+        steps must request a round at the same local step, for example in every eighth step.
         """
         return 1.0
 
     def state(self, worker: WorkerView) -> object | None:
         """Return the strategy's mutable state: a dataclass of plain values, or None.
 
-        Called when training or a view begins. Declare fields with ``common``, ``local`` or
-        ``transient`` to determine what becomes of their values in the next view.
+        Called when training or a view begins. ``common``, ``local`` and ``transient`` determine
+        what happens to a field when the next view begins.
         """
         return None
 
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
         """Return numbers that are summed over all workers. Their count must never change.
 
-        Called once a round on every worker, with ``worker.stepping=False`` on a worker that takes
-        no step. With ``Gradients`` it is also called when a view begins, to count the numbers.
+        Called once in each round. ``worker.stepping`` is False on a worker that takes no step. With
+        ``Gradients`` it is also called when a view begins, to count the numbers.
         """
         return ()
 
     def decide(self, worker: WorkerView, tally: Tally) -> Launch:
-        """Return the decision of a round. Called once a round on every worker, with two exceptions.
+        """Return the decision of a round, which must depend on the tally and common values only.
 
-        It is not called in the first round with ``tally_delay=1``, and never with
-        ``Gradients(every_step=True)``.
-
-        All workers must return the same decision. It may therefore depend on the tally and on
-        common values only.
+        Never called with ``Gradients(every_step=True)``.
         """
         return Launch()
 
     def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
         """Return μ and a for the landing of ``part``: v ← μ·v + D, then P ← P + η·(D + a·v).
 
-        Only called with ``error_feedback`` and ``Outer.momentum`` > 0: once for each launch, before
-        its landing, with the tally of the round that decided it. ``Outer.lr`` is η. All workers
-        must return the same numbers.
+        Only called with ``error_feedback`` and ``Outer.momentum`` > 0, once for each launch.
+        ``Outer.lr`` is η. ``tally`` is that of the round that decided the launch. All workers must
+        return the same numbers.
         """
         raise NotImplementedError
 
     def after_step(self, worker: WorkerView) -> None:  # noqa: B027
-        """Take measurements for later decisions. Called at the end of each local step.
-
-        The call comes after the landings of the step, or with ``lands=0`` before ``decide``.
-        """
+        """Take measurements for later decisions. Called at the end of each local step."""
 
     # -- text ------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        """Return the constructor call with the settings that differ from the defaults."""
+        """Return the constructor call, with the settings that differ from the defaults."""
         settings = ", ".join(f"{name}={value!r}" for name, value in self._changed_settings())
         return f"{type(self).__name__}({settings})"
 
@@ -449,13 +425,12 @@ class Strategy(ABC):
         return f"{name}:{settings}" if settings else name
 
     def _changed_settings(self) -> list[tuple[str, Any]]:
-        """Return names and values of the settings that differ from their defaults."""
         values = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)]
         return [(name, value) for name, value, default in values if value != default]
 
 
 def _as_text(value: object) -> str:
-    """Return a setting as ``parse_strategy`` reads it. Tuples have slashes: ``a/b/c`` or ``a/``."""
+    """Return a setting as ``parse_strategy`` reads it, a tuple as ``a/b/c`` or ``a/``."""
     if not isinstance(value, tuple):
         return str(value)
     return "/".join(map(str, value)) + ("/" if len(value) == 1 else "")

@@ -21,9 +21,8 @@ class BSP(Strategy):
     and without ``node_group`` all buckets but the last are sent while backward still runs. If a
     gradient changes after its bucket was sent (accumulation, clipping, unscaling), the workers send
     these buckets again. After three such steps in a row they send all buckets after backward.
-    Sparse gradients are sent as dense ones, and their mean is sparse again. *Memory*: one copy of
-    the gradients, with a quantized ``wire`` also the quantization errors. *State*: only these
-    errors.
+    Sparse gradients are sent as dense ones. *Memory*: one copy of the gradients, with a quantized
+    ``wire`` also the quantization errors. *State*: these errors.
     """
 
     name: ClassVar[str] = "bsp"

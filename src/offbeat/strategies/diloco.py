@@ -26,8 +26,10 @@ class DiLoCo(Strategy):
 
     Streaming DiLoCo: the parameters, sorted by name, are divided into F ``fragments`` of whole
     tensors with about equal bytes. The workers *launch* (start to average) fragment f = 1 … F after
-    the steps t = ⌊f·H/F⌋, ⌊f·H/F⌋ + H, ⌊f·H/F⌋ + 2H and so on. With ``overlap`` k the mean *lands*
-    (is applied) k steps later, and the local steps since the launch are kept:
+    the steps ⌊f·H/F⌋, ⌊f·H/F⌋ + H, ⌊f·H/F⌋ + 2H and so on. For example, with H = 100 and F = 2,
+    fragment 1 is launched after steps 50, 150, …, and fragment 2 after steps 100, 200, …. With
+    ``overlap`` k a launch at step t *lands* (is applied) at step t + k. The local steps since the
+    launch are kept:
 
         x_f ← θ_f + (x_f(t+k) − x_f(t))
 
@@ -38,18 +40,18 @@ class DiLoCo(Strategy):
         fragments: Number of fragments F, from 1 to ``period`` and at most the number of parameter
             tensors.
         overlap: Local steps k from launch to landing, from 0 to ``period`` − 1.
-        outer_dtype: Dtype of θ and v: "float32", "bfloat16" or "float64". None: the dtype in which
-            the parameters are summed, which is float32 for float16 and bfloat16.
+        outer_dtype: Dtype of θ and v: "float32", "bfloat16" or "float64". None: the dtype of the
+            parameters, but float32 for float16 and bfloat16 parameters.
         optimizer_state: "average" also averages the inner optimizers' state whenever the last
             fragment lands, and requires ``overlap=0``. "local" leaves it different on each worker.
 
     *Communication*: every H steps one sum of the updates θ − x over the workers, fragment by
-    fragment, and one mean of the buffers, together with the last fragment. If k = 0 the workers
-    wait for each sum, otherwise only if it has not arrived after k steps.
+    fragment, and one mean of the buffers. The workers wait for a sum that has not arrived k steps
+    after its launch.
 
-    *Memory*, in copies of the model: two for θ and v. Without overlap also 1/F for the fragment
+    *Memory*, in copies of the model: two for θ and v. Without overlap 1/F more, for the fragment
     that is averaged. With overlap two more, for the sums and the snapshots x(t). *State* in
-    checkpoints: all of these but the fragment averaged without overlap.
+    checkpoints: θ and v, and with overlap the sums and snapshots.
 
     *Differs from the papers*: Streaming DiLoCo mixes θ with the worker's model in a fixed
     proportion; here all local steps are kept. Its fragments are strided layers; here they are
@@ -97,11 +99,10 @@ class DiLoCo(Strategy):
 
     @override
     def due(self, worker: WorkerView) -> float:
-        """Return 1 if a launch is due, else 0. Launch j = 1, 2, … is due after ⌊j·H/F⌋ steps."""
+        """Return 1 if launch j = 1, 2, … is due, else 0. It is due after ⌊j·H/F⌋ steps."""
         j, parts, period = worker.launches + 1, self.fragments, self.period
         return float(worker.since_launch >= j * period // parts - (j - 1) * period // parts)
 
     @override
     def decide(self, worker: WorkerView, tally: Tally) -> Launch:
-        """Launch the next fragment."""
         return Launch(parts=1)

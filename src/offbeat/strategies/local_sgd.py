@@ -28,8 +28,7 @@ class LocalSGD(Strategy):
 
     *Communication*: one mean of the model every ``period`` steps, for which the workers wait.
     *Memory*: one flat copy of the model. A quantized ``wire`` adds the last mean and the
-    quantization errors. *State*: these two, and the number of steps since the last mean. The final
-    mean in ``Synchronizer.finish`` also contains the steps of an incomplete last period.
+    quantization errors. *State*: these two, and the number of steps since the last mean.
     """
 
     name: ClassVar[str] = "local"
@@ -43,6 +42,5 @@ class LocalSGD(Strategy):
 
     @override
     def due(self, worker: WorkerView) -> float:
-        """Return 1 if a mean is due after this step, else 0."""
         period = 1 if worker.step <= self.warmup_steps else self.period
         return float(worker.since_launch >= period)

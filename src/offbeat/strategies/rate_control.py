@@ -1,8 +1,8 @@
 """Rate control of streaming averaging: how many parts are in flight, and at which precision.
 
 Streaming averaging cuts the model into parts. A worker *launches* a part when it starts to send its
-update of the part. The part is *in flight* until it *lands*: until the mean update of all workers
-moves the model. Parts land at *step boundaries*, after all optimizers have stepped.
+update of the part. The part is *in flight* until it *lands*, that is, until the mean update of all
+workers moves the model. Parts land at *step boundaries*, after all optimizers have stepped.
 
 Each worker limits the launches that it requests in two ways. The *window* is the largest number of
 parts in flight. A part is *late* if it is in flight for more steps than it would be over an idle
@@ -21,18 +21,17 @@ from offbeat.quantization.precision import PrecisionControl
 from offbeat.strategies.base import Precision, common, transient
 
 TARGET_PASS_STEPS = 2.5
-"""Target for the number of local steps in a pass. If passes are longer, fewer bits are sent. The
-target is above 2, because a quantized part usually lands two steps after its launch, even on a fast
-network."""
+"""Target for the number of local steps in a pass. If passes are longer, fewer bits are sent. It is
+above 2, because a quantized part usually lands two steps after its launch, even on a fast link."""
 
-_LEAST_WINDOW = 2  # parts; one is sent while the worker has not yet noticed that the other arrived
+_LEAST_WINDOW = 2  # parts; the link sends one of them until the worker notices the other's arrival
 _LATE_SHARE = 4  # the window shrinks if more than 1/4 of the parts (rounded down) are late
 _MOST_CPU_SHARE = 0.05
 """Largest share of the step time that a worker spends on launching and landing parts.
 
-Network threads and the quantization of sums take about the same processor time again. All of it
-slows down training if no core is idle. In measurements, twice this share allowed twice as many
-passes, but their benefit was no greater than the cost of the slower steps.
+Network threads and the quantization of sums take about the same processor time again, and slow down
+training if no core is idle. In measurements, twice this share gave twice as many passes, but their
+benefit did not exceed the cost of the slower steps.
 """
 _MOST_COST_RATIO = 4  # largest cost of a part relative to the average cost; more is noise
 _SMOOTHING = 0.1  # weight of a new value in an exponential average
@@ -46,21 +45,19 @@ class RateControl:
     Attributes:
         control: Chooses the precision. Equal on all workers.
         window: Number of parts in flight up to which this worker requests launches.
-        probing: True while the window grows fast. This phase begins with training and with each
-            change of the precision, and ends when a part is late.
+        probing: True while the window grows fast: at the start of training and after a change of
+            the precision, until a part is late.
         start_step: Local step at which the current measurement of the steps in a pass began.
-        landed: Number of landings in this measurement. At the start of training and after a change
-            of the precision it is set to −(number of parts), and the measurement begins when it
-            reaches 0. The parts that land before that may have the previous precision.
-        crowded: True if the window had to shrink in any step since ``restart_count``.
-        step_seconds: Duration of a local step in seconds, an exponential average. 0 before the
-            first measurement.
-        part_seconds: Seconds to launch and land a part, without waiting, an exponential average. 0
-            before the first measurement.
+        landed: Number of landings in this measurement. A negative number −n means that the
+            measurement begins after n more landings. These parts may have the previous precision.
+        crowded: True if more than 1/4 of the parts were late in a step of this measurement.
+        step_seconds: Duration of a local step in seconds, an exponential average. 0: unknown.
+        part_seconds: Seconds to launch and land a part, without waiting, an exponential average. 0:
+            unknown.
         budget: Number of parts that may be launched now within the CPU budget. May be negative.
         stepped_at: Seconds on the worker's clock at the last step boundary. None before the first.
-        seen_launches: Number of launches that ``count`` has processed.
-        seen_landings: Number of landings that ``count`` has processed.
+        seen_launches: Number of launches at the last call of ``count``.
+        seen_landings: Number of landings at the last call of ``count``.
     """
 
     control: PrecisionControl = common(default_factory=lambda: PrecisionControl("int4"))
@@ -82,13 +79,7 @@ class RateControl:
         return self.control.precision
 
     def count(self, launches: int, landings: int, step: int) -> None:
-        """Subtract the launches since the last call from the budget, and count the landings.
-
-        Args:
-            launches: Total number of launches so far.
-            landings: Total number of landings so far.
-            step: Number of local steps so far.
-        """
+        """Subtract new launches from the budget, and count new landings. Arguments are totals."""
         for _ in range(landings - self.seen_landings):
             self.landed += 1
             if self.landed == 0:
@@ -97,38 +88,32 @@ class RateControl:
         self.seen_launches, self.seen_landings = launches, landings
 
     def step(self, now: float, spent: Sequence[float], parts: int) -> None:
-        """Measure a local step that has ended, and add its share of processor time to the budget.
+        """Measure the local step that ended at the time ``now``, and add the CPU budget of a step.
 
-        Args:
-            now: Seconds on the worker's clock.
-            spent: Seconds spent on each launch and landing since the last step boundary.
-            parts: Number of parts of the model.
+        ``spent`` contains the duration of each launch and landing in this step, in seconds.
         """
         for seconds in spent:
             cost = 2 * seconds  # a part needs a launch and a landing
-            if self.part_seconds:  # during an outlier another process probably used the processor
+            if self.part_seconds:  # limits outliers, in which another process used the processor
                 cost = min(cost, _MOST_COST_RATIO * self.part_seconds)
             self.part_seconds = _smooth(self.part_seconds, cost)
         if self.stepped_at is not None:
             duration = now - self.stepped_at
-            if self.step_seconds:  # a longer time probably contains an evaluation
+            if self.step_seconds:  # limits outliers, which probably contain an evaluation
                 duration = min(duration, 2 * self.step_seconds)
             self.step_seconds = _smooth(self.step_seconds, duration)
         self.stepped_at = now
         added = float(parts)
         if self.part_seconds:
             added = min(added, _MOST_CPU_SHARE * self.step_seconds / self.part_seconds)
-        # The budget of up to three steps accumulates, because parts may be launched two steps after
+        # The budget of three steps may accumulate, because parts may be launched two steps after
         # the strategy has requested them.
         self.budget = min(self.budget + added, 1.0 + 3 * added, 2.0 * parts)
 
     def resize(self, ages: Sequence[int], parts: int, *, late_age: int) -> None:
         """Grow the window if no part is late, shrink it if more than 1/4 of the parts are late.
 
-        Args:
-            ages: Local steps since the launch of each part in flight.
-            parts: Number of parts of the model.
-            late_age: Smallest age in local steps at which a part is late.
+        ``ages`` are the local steps since the launch of each part in flight.
         """
         late = sum(age >= late_age for age in ages)
         if late > parts // _LATE_SHARE:
@@ -138,26 +123,18 @@ class RateControl:
             self.probing = False
         else:
             growth = max(1, self.window // 2) if self.probing else 1
-            # With twice the number of parts, a round can decide the next launch of a part that is
-            # still in flight. This launch then follows the landing immediately.
+            # The largest window is twice the number of parts. A round can then decide the next
+            # launch of a part that is still in flight, and this launch follows its landing at once.
             self.window = min(2 * parts, self.window + growth)
 
     def pass_steps(self, step: int, parts: int, *, chooses: bool) -> float | None:
-        """Return the measured number of local steps in a pass, or start the measurement again.
+        """Return the measured number of local steps in a pass.
 
-        It starts again in every call while the window still grows fast. The result therefore
-        describes only passes after the growth.
+        The result is None if the measurement has fewer than two passes or eight steps. The
+        measurement starts again while the window still grows fast.
 
-        Args:
-            step: Number of local steps so far.
-            parts: Number of parts of the model.
-            chooses: True if the rate control also chooses the precision.
-
-        Returns:
-            The mean number of local steps in a pass. None if the measurement has less than two
-            passes or eight steps. 1 if ``chooses`` is set and nothing limits the launches, because
-            fewer bits would not help then. Nothing limits the launches if the window has its
-            maximum, the budget allows all parts, and ``crowded`` is not set.
+        ``chooses`` is True if the rate control also chooses the precision. The result is then 1 if
+        neither window nor budget limits the launches, because fewer bits would not help.
         """
         widest = self.window == 2 * parts
         unlimited = chooses and widest and self.budget >= parts and not self.crowded
@@ -168,22 +145,14 @@ class RateControl:
         return 1.0 if unlimited else (step - self.start_step) * parts / self.landed
 
     def restart_count(self, step: int) -> None:
-        """Start a new measurement of the steps in a pass, and clear ``crowded``."""
+        """Start a new measurement of the steps in a pass."""
         self.start_step, self.landed, self.crowded = step, 0, False
 
     def choose(self, steps: float, step: int, bits: Mapping[str, float], parts: int) -> bool:
-        """Choose fewer bits if a pass takes too long, and try more bits if it is fast.
+        """Choose fewer bits if a pass takes too long, and more bits if it is fast.
 
-        The measurement of the steps in a pass starts again.
-
-        Args:
-            steps: Mean over the workers of the number of local steps in a pass.
-            step: Number of local steps so far.
-            bits: Bits per element of an update at each precision.
-            parts: Number of parts of the model.
-
-        Returns:
-            True if the precision has changed.
+        ``steps`` is the mean over the workers of the number of local steps in a pass. Returns True
+        if the precision has changed.
         """
         self.restart_count(step)
         changed = self.control.update(steps / TARGET_PASS_STEPS, bits)

@@ -27,12 +27,12 @@ _PAPER_WINDOW = 25  # steps
 
 @dataclass
 class SelSyncState:
-    """State of ``SelSync`` on one worker. The symbols are those of ``SelSync``.
+    """State of ``SelSync`` on one worker.
 
     Attributes:
         change: Computes Δ, the relative change of this worker's smoothed gradient norm.
         controller: Adjusts the threshold δ, which is equal on all workers. None with a fixed δ.
-        decided: Number of steps so far in which the workers decided whether to synchronize.
+        decided: Number of decisions so far.
     """
 
     change: RelativeChange = local()
@@ -44,13 +44,16 @@ class SelSyncState:
 class SelSync(Strategy):
     """Average in the steps in which the gradient norm of any worker changes much.
 
+    Each worker compares Δ, the relative change of its smoothed squared gradient norm m, with a
+    threshold δ, and sends a *flag* (1 or 0) to the others. One flag makes all workers synchronize.
+
     **Update** of the parameters x with the gradient g on each of N workers. T is the optimizer's
-    step, δ is the threshold, and a is a smoothing factor:
+    step:
 
         s = ‖g‖²                                    before clipping, after AMP unscaling
         m_i = (1 − a)·m_{i−1} + a·s,  m_0 = s       a = N/100 unless ``smoothing`` is given
         Δ = |m_i − m_{i−1}| / m_{i−1}               ∞ at the first step, 0/0 = 0
-        flag = Δ ≥ δ, and δ < ∞                     every worker sends its flag in every step
+        flag = Δ ≥ δ, and δ < ∞
         aggregate="parameters":  x ← T(x, g);  if any flag: x ← mean(x)
         aggregate="gradients":   if any flag: g ← mean(g);  x ← T(x, g)
 
@@ -71,18 +74,15 @@ class SelSync(Strategy):
             the recursion above.
         max_interval: Largest number of steps from one synchronization to the next (≥ 1). With 1
             every step synchronizes. None: no limit.
-        warmup_steps: Number of decisions at the start that all synchronize (≥ 0).
-        flags: "blocking": the workers wait for the flags of the current step. If parameters are
-            averaged, the workers send the flags before the optimizer's step and use them after it.
-            "deferred": the workers use the flags of the previous step, which have had a whole step
-            to arrive. The first step then never synchronizes.
+        warmup_steps: Number of steps at the start that all synchronize (≥ 0).
+        flags: "blocking": the workers wait for the flags of the current step. "deferred": the
+            workers use the flags of the previous step, which have usually arrived already. The
+            first step then never synchronizes, and the warm-up begins with the second step.
         optimizer_state: "average" also averages the optimizers' state at each mean of the
             parameters. "local" leaves it different on each worker.
 
-    A non-finite norm counts as Δ = 0 and leaves m unchanged (see ``RelativeChange``). SelSync
-    counts these norms in ``Stats.details["norms_not_finite"]`` and logs the first one. The
-    adjustment of δ depends on the flags only, not on synchronizations by ``warmup_steps`` or
-    ``max_interval``.
+    A non-finite norm counts as Δ = 0 and leaves m unchanged (see ``RelativeChange``).
+    ``Stats.details["norms_not_finite"]`` counts such steps.
 
     *Communication*: nine numbers per worker in each step, and the model (or the gradients) in a
     synchronization. This is about (1 − LSSR) times the communication of BSP. *Memory*: one flat
@@ -135,7 +135,6 @@ class SelSync(Strategy):
     @property
     @override
     def tally_delay(self) -> int:
-        """1 if ``decide`` uses the flags of the previous step, else 0."""
         return int(self.flags == "deferred")
 
     @override
@@ -152,7 +151,7 @@ class SelSync(Strategy):
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
-        """Compute Δ, and return the flag and Δ of this worker. Δ = ∞ is sent as 0."""
+        """Return the flag and Δ of this worker. Δ = ∞ is sent as 0."""
         if not worker.stepping:
             return (0.0, 0.0)
         state: SelSyncState = worker.state
@@ -161,7 +160,7 @@ class SelSync(Strategy):
         smoothing = min(1.0, worker.size / 100) if self.smoothing is None else self.smoothing
         change = state.change.update(worker.gradient_norm_squared, smoothing)
         delta = (self.delta or 0.0) if state.controller is None else state.controller.delta
-        # δ = ∞ must never synchronize, not even at the first step, in which Δ = ∞.
+        # At the first step Δ = ∞. A threshold of ∞ must not set a flag even then.
         flag = change >= delta and delta != math.inf
         worker.record.update(change=change, threshold=delta, flag=flag)
         worker.details["flags"] = worker.details.get("flags", 0) + flag

@@ -1,8 +1,8 @@
 """Streaming averaging: the workers average the model in parts while they compute.
 
 To *launch* a part of the model, every worker sends its update of the part. The part is *in flight*
-until it *lands*: until the mean update of all workers moves the model. A *pass* of the model is
-complete when every part has landed once.
+until it *lands*, that is, until the mean update of all workers moves the model. A *pass* of the
+model is complete when every part has landed once.
 """
 
 import logging
@@ -27,9 +27,9 @@ from offbeat.strategies.rate_control import RateControl
 
 logger = logging.getLogger("offbeat")
 
-# Automatic number of parts. The fixed cost of a launch is that of quantizing a few MB, so parts are
-# large and few. Two parts keep the link busy: it sends one while a worker has not yet noticed that
-# the other has arrived.
+# Automatic number of parts. A launch has a fixed cost, as high as that of quantizing a few MB, so
+# parts are large and few. All but small models have at least two: while a worker has not yet
+# noticed that one part has arrived, the link sends the other.
 _PART_BYTES = 2**22
 _LEAST_PART_BYTES = 2**16  # a model of less than twice this size has one part
 _MOST_AUTO_PARTS = 4
@@ -44,9 +44,8 @@ class StreamingState:
     Attributes:
         rate: Limits the number of parts in flight and chooses the precision.
         launch_steps: For each part, the mean of the workers' local steps at its last launch.
-        gain: Outer gain G of the last landing.
-        pass_steps: Mean number of local steps in a pass of the model. 0 before the first
-            measurement.
+        gain: Newest outer gain G.
+        pass_steps: Mean number of local steps in a pass of the model. 0: unknown.
     """
 
     rate: RateControl
@@ -59,10 +58,10 @@ class StreamingState:
 class StreamingAveraging(Strategy):
     """Average the model in parts, which are in flight while the workers compute.
 
-    **Update**. P is the shared model, which has the same bits on all workers, and x is the local
-    model of one worker. f is a part, w the weight of a worker (1, or 0 if it has nothing new to
-    send), C the quantization at the precision ``wire`` (see ``attach``), and k the number of local
-    steps since the previous launch of f, a mean over the workers:
+    **Update**. P is the shared model, which has the same bits on all workers. x is the local model
+    of one worker. f is a part, w the weight of a worker (1, or 0 if it has nothing new to send), C
+    the quantization at the precision ``wire`` (see ``attach``), and k the workers' mean number of
+    local steps since the previous launch of f:
 
         launch:   u = C(x_f − P_f)
         landing:  D = Σ w·u / Σ w
@@ -72,7 +71,7 @@ class StreamingAveraging(Strategy):
                   x_f ← x_f + Δ − u
 
     The quantization error stays in x_f − P_f, so the next launch of f sends it (error feedback).
-    The error needs no memory, and the next gradient is computed at a point that contains it.
+    The error needs no memory.
 
     The mean D is shorter than the updates of the N workers, because their noise averages out. The
     outer gain G lengthens D to the length of one worker's update, ‖G·D‖² = mean‖u‖²:
@@ -81,8 +80,8 @@ class StreamingAveraging(Strategy):
 
     ``schedule="eager"``: the parts take turns, and the workers launch as many as keep the link
     busy. A part lands at the end of the local step in which its mean arrives, or later if earlier
-    launches have not landed. The default ``wire`` is "int2". With ``wire="auto"`` the precision is
-    chosen during training, so that a pass of the model takes about 2.5 local steps if possible.
+    launches have not landed. The default ``wire`` is "int2". ``wire="auto"`` chooses the precision
+    during training, so that a pass of the model takes about 2.5 local steps if possible.
 
     ``schedule="cyclic"``: the parts take turns, and the workers launch each part once in at most
     β = τ/2 local steps. A part lands just before its next launch. The workers wait if its mean has
@@ -98,11 +97,11 @@ class StreamingAveraging(Strategy):
         schedule: Times of launches and landings: "eager" or "cyclic".
         outer_gain: G ≥ 1, or "auto" for the formula above. With 1 there is no v.
 
-    *Communication*: the updates of one part for each launch, and eleven numbers for each decision
-    to launch one or several parts. Both overlap with computation. *Memory*: P, v, and the quantized
-    messages of the parts in flight, or u and its sum over the workers if ``wire`` is "float32".
-    *State* in checkpoints: P, v, the parts in flight, counters, and the errors from quantizing
-    sums (at most 1/N of a copy of the model).
+    *Communication*: the updates of one part for each launch, and eleven numbers per worker for each
+    decision to launch. Both overlap with computation. *Memory*: P, v, and the quantized messages of
+    the parts in flight, or u and its sum over the workers if ``wire`` is "float32". *State* in
+    checkpoints: P, v, the parts in flight, counters, and the errors from quantizing sums (at most
+    1/N of a copy of the model).
 
     With ``parts=1``, ``outer_gain=1`` and ``wire="float32"`` this is ``AsyncAveraging``, apart from
     the limits on launches in the eager schedule. CSER (Xie et al., 2020) and the delta rule of
@@ -150,7 +149,7 @@ class StreamingAveraging(Strategy):
         return max(least, min(_MOST_AUTO_PARTS, model_bytes // _PART_BYTES))
 
     def _cycle(self, parts: int) -> tuple[int, int]:
-        """Return the steps between two rounds of the cyclic schedule, and the parts in a round."""
+        """Return the steps between two rounds of the cyclic schedule, and the parts per round."""
         steps = self.staleness // 2
         return max(1, steps // parts), -(-parts // min(parts, steps))
 
@@ -161,7 +160,6 @@ class StreamingAveraging(Strategy):
 
     @override
     def due(self, worker: WorkerView) -> float:
-        """Return the number of parts that this worker wants to launch now."""
         if worker.size == 1:
             return 0.0
         if self.schedule == "cyclic":
@@ -182,19 +180,18 @@ class StreamingAveraging(Strategy):
 
     @override
     def decide(self, worker: WorkerView, tally: Tally) -> Launch:
-        """Launch the parts of the schedule, or the mean number that the workers want."""
+        """Launch the parts of the cyclic schedule, or the mean number that the workers want."""
         if self.schedule == "cyclic":
             return Launch(parts=self._cycle(worker.count)[1])
         stepping = max(1, tally.stepping)
         pass_steps = tally.votes[0] / stepping
         if math.isfinite(pass_steps):
             self._use_pass_steps(worker, pass_steps)
-        # Mean of the workers' requests, rounded to the nearest integer.
         number = max(1, int(tally.wanted / stepping + 0.5))
         return Launch(number, worker.state.rate.precision if worker.precision is None else None)
 
     def _use_pass_steps(self, worker: WorkerView, steps: float) -> None:
-        """Process the mean number of local steps in a pass, and choose an automatic precision."""
+        """Store the mean number of local steps in a pass, and adapt an automatic precision."""
         state: StreamingState = worker.state
         rate, first, changed = _up_to_date(worker), not state.pass_steps, False
         if worker.precision is None:
@@ -217,8 +214,8 @@ class StreamingAveraging(Strategy):
         elif mean > 0:
             state.gain = min(max(math.sqrt(sent / mean), 1.0), math.sqrt(worker.size))
         step = steps / max(1, tally.stepping)
-        # The mean local step decreases when the fastest workers run out of data. The factor of the
-        # momentum must not exceed 1 then.
+        # The mean step of the workers may decrease when the fastest ones run out of data. The decay
+        # must not exceed 1 then.
         decay = math.exp(min(0.0, state.launch_steps[part] - step) / _MOMENTUM_STEPS)
         state.launch_steps[part] = step
         return decay, (state.gain - 1) * (1 - decay)
@@ -232,8 +229,9 @@ class StreamingAveraging(Strategy):
             return
         rate = _up_to_date(worker)
         rate.step(worker.clock, worker.spent, worker.count)
-        # Smallest age at which a part is late. Workers are about half a step apart, and the second
-        # message of a sum starts at a step boundary.
+        # A part that is in flight at this age is late. Over an idle link it lands within two steps,
+        # because workers are about half a step apart. Some precisions need a second message, which
+        # starts at a step boundary, and thus one more step.
         late_age = 3 if (worker.precision or rate.precision) in worker.two_stages else 2
         rate.resize(worker.ages, worker.count, late_age=late_age)
         worker.details.update(window=rate.window, pass_steps=state.pass_steps)
@@ -242,7 +240,7 @@ class StreamingAveraging(Strategy):
 
 
 def _up_to_date(worker: WorkerView) -> RateControl:
-    """Return the rate control of the worker, with all launches and landings counted."""
+    """Count all launches and landings so far, and return the worker's rate control."""
     rate: RateControl = worker.state.rate
     rate.count(worker.launches, worker.landings, worker.step)
     return rate

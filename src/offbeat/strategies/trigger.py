@@ -24,9 +24,8 @@ class RelativeChange:
         Δ_i = |m_i − m_{i−1}| / m_{i−1}         Δ_0 = ∞, 0/0 = 0
 
     A non-finite norm gives Δ = 0 and leaves m unchanged, because gradients overflow occasionally
-    under a GradScaler. After more than two non-finite norms in a row m is outdated: the model may
-    have diverged, and a checkpoint may have been loaded. The next finite norm then counts as
-    step 0, so its Δ is ∞.
+    under a GradScaler. After more than two non-finite norms in a row the next finite norm counts as
+    step 0, because m is outdated.
 
     Args:
         window: Number of steps in the finite window (second formula). None: the first formula.
@@ -43,12 +42,7 @@ class RelativeChange:
     not_finite: int = 0
 
     def update(self, squared: float, smoothing: float) -> float:
-        """Add the squared norm of a step and return Δ (≥ 0, possibly ∞).
-
-        Args:
-            squared: Squared gradient norm s.
-            smoothing: Weight a of the new norm, in (0, 1].
-        """
+        """Add the squared norm s of a step and return Δ (≥ 0, possibly ∞). ``smoothing`` is a."""
         if not math.isfinite(squared):
             self.not_finite += 1
             return 0.0
@@ -83,13 +77,12 @@ class ThresholdController:
         log δ ← log δ + γ_i·(fired − (1 − target_lssr))          afterwards
         γ_i = max(0.1, 2/√i)
 
-    This is the Robbins-Monro recursion for a quantile of the largest Δ among the workers. Because δ
-    stays in [1e-12, 1e12], the share of steps in which no trigger fires converges to
-    ``target_lssr`` at a rate 1/steps. δ is equal on all workers.
+    This is the Robbins-Monro recursion for a quantile of the largest Δ among the workers. While δ
+    is inside [1e-12, 1e12], the share of steps in which no trigger fires converges to
+    ``target_lssr`` at a rate 1/steps.
 
-    SelSync can also synchronize without a trigger (``warmup_steps`` and ``max_interval``). These
-    steps do not count as ``fired``. Otherwise each of them would raise δ, until no Δ reached δ for
-    thousands of steps.
+    A synchronization without a trigger (``warmup_steps`` and ``max_interval`` of SelSync) does not
+    count as ``fired``. It would raise δ until no Δ reached δ for thousands of steps.
 
     Attributes:
         target_lssr: Target for the share of steps in which no trigger fires, in (0, 1).
@@ -102,12 +95,7 @@ class ThresholdController:
     steps: int = 0
 
     def update(self, fired: bool, change: float) -> None:
-        """Adjust δ after a step.
-
-        Args:
-            fired: True if the trigger of any worker fired.
-            change: Mean of the workers' Δ, where Δ = ∞ counts as 0.
-        """
+        """Adjust δ after a step. ``change`` is the mean of the workers' Δ; Δ = ∞ counts as 0."""
         if self.steps == 0:
             if change > 0:
                 self.delta, self.steps = change, 1

@@ -1,9 +1,10 @@
 """Background tasks: components that exchange messages between workers outside of the strategy.
 
-``DataInjection`` is an example: its workers send each other training samples. The synchronizer
-tells a task when the strategy may block this worker. A blocked worker takes no steps. Meanwhile the
-task must not make another worker wait for this worker's next step. Otherwise both workers could
-wait for each other forever (``data/exchange.py`` explains this deadlock).
+``DataInjection`` is an example: its workers send each other training samples. The strategy may
+block this worker, for example until another worker has taken a step. If that worker waited for
+samples of this worker's next step, both would wait forever. Therefore a task is notified when the
+strategy may block. During that time it must not make other workers wait for this worker's next
+step. See ``data/exchange.py``.
 """
 
 from collections.abc import Callable
@@ -35,15 +36,11 @@ class BackgroundTask(Protocol):
 class BackgroundTasks:
     """The background tasks of one synchronizer.
 
-    Args:
-        team: The workers and their connections. ``team.twin()`` opens separate connections between
-            the same workers for a task.
+    Attributes:
+        team: The workers. ``team.twin()`` opens separate connections between them for a task.
         details: The dictionary ``Stats.details``, to which a task adds its totals.
         step: Function that returns the number of training steps so far.
-
-    Attributes:
-        add_error: Reason why no task can be added to this synchronizer. If it is not empty, ``add``
-            raises an AttachError with this message.
+        add_error: Reason why no task can be added, for the AttachError of ``add``. Usually empty.
         any: True if there is at least one task.
     """
 
@@ -54,11 +51,7 @@ class BackgroundTasks:
         self._closed = False
 
     def add(self, task: BackgroundTask) -> None:
-        """Add ``task``.
-
-        Raises:
-            AttachError: ``add_error`` is not empty, or the synchronizer is finished or detached.
-        """
+        """Add ``task``, or raise AttachError if ``add_error`` is set or training has ended."""
         if self.add_error:
             raise AttachError(self.add_error)
         if self._closed:
@@ -67,22 +60,22 @@ class BackgroundTasks:
         self.any = True
 
     def set_blocking(self, blocking: bool) -> None:
-        """Call ``set_blocking`` of all tasks."""
+        """Notify all tasks; see ``BackgroundTask.set_blocking``."""
         for task in self._tasks:
             task.set_blocking(blocking)
 
     def pause(self) -> None:
-        """Call ``pause`` of all tasks."""
+        """Notify all tasks; see ``BackgroundTask.pause``."""
         for task in self._tasks:
             task.pause()
 
     def resume(self) -> None:
-        """Call ``resume`` of all tasks."""
+        """Notify all tasks; see ``BackgroundTask.resume``."""
         for task in self._tasks:
             task.resume()
 
     def finish(self) -> None:
-        """Call ``finish`` of all tasks. No further task can be added."""
+        """End all tasks. A collective. No further task can be added."""
         self._closed = True
         for task in self._tasks:
             task.finish()

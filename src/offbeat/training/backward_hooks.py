@@ -1,7 +1,7 @@
 """Gradient hooks that report complete buckets of gradients while backward still runs.
 
-A *bucket* is a group of parameters whose gradients are sent in one message. A bucket that is
-reported early can be sent while backward computes the next one.
+A *bucket* is a group of parameters whose gradients are sent in one message. A reported bucket can
+be sent while backward computes the next one.
 """
 
 from collections.abc import Callable
@@ -15,21 +15,20 @@ from offbeat.transport.host import Host
 
 
 class BackwardHooks:
-    """Reports the buckets of one optimizer's gradients, in order and except the last.
+    """Reports each bucket of one optimizer once it and all earlier buckets are complete.
 
-    A bucket is reported when this bucket and all earlier ones are complete. The last bucket is not
-    reported, because backward ends with it anyway. With gradient accumulation, a step has several
-    backward passes, and a bucket is complete during the last one. The hooks expect as many passes
-    as in the previous step, and 1 in the first step. In a step with more passes, buckets are
-    reported too early, so the receiver must detect gradients that change afterwards. In a step with
-    fewer passes, no bucket is reported.
+    The last bucket is not reported, because backward ends with it anyway.
+
+    With gradient accumulation a step has several backward passes, and a bucket is complete during
+    the last one. The hooks expect as many passes as in the previous step, and 1 in the first step.
+    If a step has more passes, buckets are reported too early. The receiver must therefore detect
+    gradients that change after the report. If a step has fewer passes, no bucket is reported.
 
     Args:
-        optimizer: The optimizer and its parameters.
-        host: Clock and threads of this worker. The hooks report the progress of each step's
-            computation to it. Only a simulated host uses these reports.
-        ready: Function that receives the index of a complete bucket. If the function returns False,
-            all hooks are removed.
+        optimizer: The optimizer.
+        host: Receives the progress of each step's computation, which only a simulation uses.
+        ready: Called with the index of each complete bucket. If it returns False, all hooks are
+            removed.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class BackwardHooks:
 
     def _report(self) -> bool:
         """Report the next bucket. Returns False if the hooks were removed."""
-        # Progress in passes; a pass is one forward and one backward computation.
+        # Progress in passes. A pass is one forward and one backward computation.
         before_backward = self._passes - 1 + FORWARD_SHARE
         progress = before_backward + (1 - FORWARD_SHARE) * self._shares[self._next]
         self._host.computed(progress / self._passes)

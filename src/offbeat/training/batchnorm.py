@@ -21,34 +21,31 @@ def recalibrate_batchnorm(
 ) -> None:
     """Recompute the running statistics of the BatchNorm layers of ``model`` on some batches.
 
-    Averaging the models of several workers also averages their running statistics. That mean
-    differs from the statistics of the mean model, because each worker measured its statistics with
-    its own parameters. The difference matters if the workers' models were far apart. For each layer
-    with running statistics, over the K batches that are used:
+    A mean model has the mean of the workers' running statistics. These are not the statistics of
+    the mean model, because each worker measured them with its own parameters. The difference
+    matters if the workers' models were far apart. For each layer with running statistics, and the K
+    batches that are used:
 
         running_mean = 1/K Σ mean(batch k)
         running_var  = 1/K Σ var(batch k)        unbiased, as in training
 
-    All other modules run in evaluation mode (no Dropout), and no gradients are computed. Afterwards
-    each module returns to its mode (``train()`` or ``eval()``), and each layer to its momentum.
-    After an error the old statistics are restored. ``loader`` is read only if a layer has running
-    statistics.
+    All other modules run in evaluation mode (no Dropout), without gradients. Afterwards each module
+    returns to its mode. After an error the old statistics are restored.
 
-    Not a collective, unless the model has ``SyncBatchNorm`` layers: each worker changes only its
-    own model. Inside ``consensus()``, for example for an evaluation, the new statistics are
-    discarded when the context ends. After ``finish()`` they remain. Then call this function on all
-    workers with the same batches, or only on the worker that saves the model.
+    Not a collective, unless the model has ``SyncBatchNorm`` layers. Inside ``consensus()`` the new
+    statistics last until the context ends. After ``finish()`` they are permanent: call this
+    function with the same batches on all workers, or only on the worker that saves the model.
 
     Args:
         model: The model.
         loader: Batches of training data, as the model receives them in training.
         batches: Largest number of batches to use (≥ 1).
-        forward: Function of the model and a batch that runs the model on the batch. None: the model
-            receives the batch, or the first element of a batch that is a tuple or list, after
-            a move to the device of the statistics.
+        forward: ``forward(model, batch)`` runs the model on a batch. None: the model is called with
+            the batch or, if the batch is a tuple or list, with its first element. That tensor is
+            moved to the device of the model's statistics.
 
     Raises:
-        TypeError: ``batches`` is not an integer; or ``forward`` is None and a batch does not begin
+        TypeError: ``batches`` is not an integer. Or ``forward`` is None and a batch does not begin
             with a tensor.
         ValueError: ``batches`` is smaller than 1, or the loader is empty.
     """
@@ -93,7 +90,7 @@ def _input_of(batch: Any) -> Tensor:
     inputs = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(inputs, Tensor):
         raise TypeError(
-            f"a batch is a {type(batch).__name__} that does not begin with a tensor: say with "
-            "forward=lambda model, batch: ... how it enters the model"
+            f"a batch is a {type(batch).__name__} that does not begin with a tensor: give "
+            "forward=lambda model, batch: ..., a function that runs the model on it"
         )
     return inputs

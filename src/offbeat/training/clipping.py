@@ -1,11 +1,12 @@
 """Gradient clipping on an attached model.
 
 A strategy that averages or measures gradients must receive them before they are clipped. If it
-averages them, the mean over the workers is then clipped, and not each worker's gradient. Training
-loops and frameworks call ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_``, which know
-nothing about the strategy. Therefore both functions are replaced while a model is attached whose
-gradients are averaged or measured. The replacements pass the gradients of one optimizer to the
-strategy and then call torch's function. For the gradients of several optimizers they only warn.
+averages them, the mean over the workers is clipped, not each worker's gradient.
+
+Training loops and frameworks call ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_``, which
+know nothing about the strategy. Both functions are therefore replaced while gradients are averaged
+or measured. A replacement passes the gradients to the strategy and then calls torch's function. If
+one call clips the gradients of several optimizers, the replacement warns and only clips.
 """
 
 import sys
@@ -26,9 +27,10 @@ _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 
 
 class _Clipped(NamedTuple):
-    """Identity and version of the smallest gradient of an optimizer, directly after a clip.
+    """The smallest gradient of an optimizer, and its version, directly after a clip.
 
-    A comparison with the present gradient shows a replacement or a change after the clip.
+    If the parameter has another gradient tensor later, the training loop has skipped the step. If
+    only the version differs, the gradient was changed after the clip.
     """
 
     parameter: nn.Parameter
@@ -39,12 +41,9 @@ class _Clipped(NamedTuple):
 class Clipping:
     """Passes gradients to the strategy before ``clip`` or torch's functions clip them.
 
-    A training loop may clip and then skip the step, for example because the norm is too large. If
-    the next call of ``prepare`` finds new gradient tensors, it counts the skipped step.
-
-    Args:
-        iteration: Passes the training steps of this worker to the strategy.
-        worker: Model and optimizers of this worker.
+    A training loop may clip and then skip the step, for example because the norm is too large. The
+    next call of ``prepare`` then finds new gradient tensors (after ``zero_grad(set_to_none=True)``)
+    and counts the skipped step.
     """
 
     def __init__(self, iteration: Iteration, worker: Worker) -> None:
@@ -76,10 +75,7 @@ class Clipping:
             self._unwatch()
 
     def prepare(self, index: int) -> None:
-        """Pass the gradients of optimizer ``index`` to the strategy, before a clip or a step.
-
-        Before that, count the previous step if the training loop skipped it after a clip.
-        """
+        """Pass the gradients of optimizer ``index`` to the strategy, before a clip or a step."""
         clipped = self._clipped.get(index)
         if clipped is not None:
             parameter, gradient, version = clipped
@@ -103,8 +99,7 @@ class Clipping:
     def clip(self, optimizers: Sequence[AttachedOptimizer], max_norm: float) -> Tensor:
         """Scale the gradients of ``optimizers`` so that their total norm is at most ``max_norm``.
 
-        Returns:
-            The total L2 norm before clipping, a 0-dimensional tensor.
+        Returns the total L2 norm before clipping, a 0-dimensional tensor.
         """
         for each in optimizers:
             self.prepare(each.index)
@@ -131,16 +126,10 @@ class Clipping:
             self._clipped[index] = _Clipped(smallest, smallest.grad, smallest.grad._version)
 
     def before_torch_clip(self, indices: Sequence[int]) -> bool:
-        """Call ``prepare`` before a function of torch clips gradients, or return False.
+        """Call ``prepare`` before torch clips gradients of the optimizers ``indices``.
 
-        ``prepare`` is not called if training has ended, if the model is the consensus, or with
-        several optimizers. The last case gives a warning.
-
-        Args:
-            indices: Indices of the optimizers that own the gradients.
-
-        Returns:
-            True if ``prepare`` was called. The caller must then call ``clipped``.
+        Returns True if the caller must call ``clipped`` after the clip. Returns False without
+        ``prepare`` after the end of training, in a consensus, and for several optimizers at once.
         """
         if not self._iteration.active or self._iteration.shows_consensus:
             return False

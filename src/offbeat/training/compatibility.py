@@ -1,15 +1,14 @@
-"""Checks of the arguments of ``attach``, which raise an error with a remedy and send nothing.
+"""Checks of the arguments of ``attach``. They send nothing.
 
-They reject combinations of options that do not work, and tensors that cannot be synchronized. The
-options that a strategy supports depend on what its method ``averages()`` returns:
+They reject options that do not work together, and tensors that cannot be synchronized. Each error
+names a remedy. What a strategy supports depends on the result of its method ``averages()``:
 
-- ``SharedModel``: the workers average models. A *launch* sends the updates of a part of the model.
-  All workers apply the mean update, or an outer step along it, to a *shared model*, which is the
-  same on all workers.
+- ``SharedModel``: the workers average models, part by part. To *launch* a part is to start its
+  averaging. The strategy is *blocking* if workers wait for each mean, and *eager* if a mean takes
+  effect as soon as it arrives.
 - ``Gradients``: the workers average gradients.
-- ``CustomFlow``: the strategy communicates by code of its own, as the baselines do (FedAvg, SSP,
-  Downpour, EASGD). It supports neither a ``wire`` other than "float32" nor ``node_group``,
-  ``min_workers`` or ``non_finite="exclude"``.
+- ``CustomFlow``: the strategy has its own communication code, as the baselines FedAvg, SSP,
+  Downpour and EASGD have.
 """
 
 import math
@@ -51,18 +50,13 @@ def require_abilities(
 ) -> None:
     """Raise unless ``strategy`` supports the given options of ``attach``.
 
-    Args:
-        strategy: The strategy.
-        wire: Precision at which the workers send updates or gradients.
-        non_finite: Handling of NaN and infinity: "raise", "warn" or "exclude".
-        nodes: True if ``node_group`` is given.
-        sharded: True if ``fully_shard`` has sharded the model.
-        elastic: True if ``min_workers`` is given.
-        optimizers: Number of optimizers.
+    ``nodes`` is True if ``node_group`` is given, ``elastic`` if ``min_workers`` is given, and
+    ``sharded`` if ``fully_shard`` has sharded the model. ``optimizers`` is their number.
 
     Raises:
         AttachError: the strategy does not support an option, or two options exclude each other.
-        ValueError: ``wire`` or ``non_finite`` is unknown, or does not work with this strategy.
+        ValueError: the value of ``wire`` or ``non_finite`` is unknown, or does not work with this
+            strategy.
     """
     require_precision(wire)
     require_choice("non_finite", non_finite, ("raise", "warn", "exclude"))
@@ -142,10 +136,6 @@ def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
     """Raise unless ``seconds`` can be the time-out of an operation: 1 ms to 365 days.
 
     Some backends do not accept a longer time-out.
-
-    Raises:
-        TypeError: ``seconds`` is not a number.
-        ValueError: ``seconds`` is out of the range.
     """
     require_number(name, seconds)
     if _YEAR_SECONDS < seconds < math.inf:
@@ -159,11 +149,9 @@ def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
 
 
 def require_usable(model: nn.Module) -> None:
-    """Raise unless every parameter and buffer of ``model`` can be read and written in place.
+    """Raise AttachError unless every parameter and buffer can be read and written in place.
 
-    Raises:
-        AttachError: a tensor cannot, the model is inside FSDP, or inference mode is enabled. The
-            message contains the reason and the remedy.
+    Also raise if ``model`` contains modules of FSDP, or if inference mode is enabled.
     """
     if torch.is_inference_mode_enabled():
         raise AttachError("attach() inside torch.inference_mode(): leave it, nothing trains there")
@@ -178,18 +166,11 @@ def require_usable(model: nn.Module) -> None:
 
 
 def require_distinct_memory(tensors: Mapping[str, Tensor], strategy: Strategy) -> None:
-    """Raise if two parameters begin at the same address and ``strategy`` would add to both.
+    """Raise AttachError if two parameters begin at the same address and ``strategy`` adds to both.
 
-    A strategy that takes steps while a mean is computed adds to the parameters when the mean has
-    arrived. To add twice to the same memory is wrong. A strategy that waits for the mean overwrites
-    the parameters instead, and to write the same values twice does no harm.
-
-    Args:
-        tensors: Parameters by name.
-        strategy: The strategy.
-
-    Raises:
-        AttachError: two parameters begin at the same address, and the strategy would add to both.
+    A strategy that trains while a mean is computed adds an update to the parameters when the mean
+    arrives. Shared memory would receive the update twice. A strategy that waits for the mean
+    overwrites the parameters, which is harmless if done twice.
     """
     averages = strategy.averages()
     if not isinstance(averages, SharedModel) or averages.blocking:
@@ -205,7 +186,7 @@ def require_distinct_memory(tensors: Mapping[str, Tensor], strategy: Strategy) -
 
 
 def _unusable(tensor: Tensor) -> str | None:
-    """Return the reason why ``tensor`` cannot be synchronized, with a remedy. None: it can."""
+    """Return why ``tensor`` cannot be synchronized, with a remedy. None if it can."""
     if is_sharded(tensor):
         return f"it is a DTensor, divided among workers: {_DIVIDED}"
     if is_lazy(tensor):
@@ -243,7 +224,8 @@ def _shares_memory_with_itself(tensor: Tensor) -> bool:
         largest += stride * (size - 1)
     else:
         return False
-    # Rare: the dimensions overlap, but all addresses may still differ. Compute all of them.
+    # The dimensions overlap, but all offsets may still differ. For example, sizes (3, 2) with
+    # strides (2, 3) have the offsets 0, 2, 4, 3, 5, 7. This is rare, so compute all offsets.
     offsets = torch.zeros(1, dtype=torch.int64)
     for stride, size in dims:
         offsets = (offsets[:, None] + stride * torch.arange(size)).reshape(-1)

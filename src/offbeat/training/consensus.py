@@ -1,9 +1,10 @@
 """Consensus: replace the local model by the mean over all workers.
 
 The replacement is temporary (for an evaluation) or permanent (at the end of training). *Follower
-modules*, such as a moving average (EMA) of the weights, are averaged in a consensus only. A *round*
-is one decision of all workers what to average next; each worker sends a vote. A *view* is a period
-with the same workers; in elastic training a new view begins when a worker joins or is lost.
+modules*, such as a moving average (EMA) of the weights, are averaged in a consensus only.
+
+In a *round* all workers vote, and so decide together whether to average. A *view* is a period with
+the same workers. In elastic training a new view begins when a worker joins or is lost.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +33,9 @@ Snapshot = tuple[list[Tensor], list[Tensor]]
 class FollowerModules:
     """The follower modules of an attached model.
 
-    All workers start from rank 0's modules. Each worker then changes its own modules, and every
-    consensus averages them with equal weights. (Integer buffers are combined as in the model.)
-
-    Args:
-        team: The workers.
+    All workers start from rank 0's values. Each worker then updates its own modules. A consensus
+    averages all parameters, also frozen ones, with equal weights. Buffers are combined as in the
+    model.
     """
 
     def __init__(self, team: Team) -> None:
@@ -51,16 +50,10 @@ class FollowerModules:
         self._mean = ExactMean(self._team, self._replica)
 
     def check(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
-        """Raise unless ``modules`` can be added. Sends nothing.
+        """Raise TypeError or AttachError if ``modules`` cannot be added. Sends nothing.
 
-        Args:
-            model: The attached model.
-            modules: The new follower modules.
-
-        Raises:
-            TypeError: an object is not a module.
-            AttachError: a module shares tensors with the model or with a follower module that was
-                added before, or cannot be written in place.
+        They must not share tensors with ``model`` or with follower modules that were added before,
+        and it must be possible to write their tensors in place.
         """
         if not all(isinstance(m, nn.Module) for m in modules):
             raise TypeError(f"follow() takes modules, got {modules!r}")
@@ -77,8 +70,7 @@ class FollowerModules:
     def add(self, modules: Sequence[nn.Module]) -> None:
         """Add ``modules`` and copy rank 0's values of them to all workers. A collective.
 
-        Raises:
-            MismatchError: another worker gave different modules.
+        Raises MismatchError if another worker gave different modules.
         """
         container = nn.ModuleList(modules)
         new = Replica(container, container.parameters())
@@ -89,9 +81,8 @@ class FollowerModules:
     def average(self, *, final: bool) -> None:
         """Replace the modules by their mean over the workers. A collective.
 
-        Args:
-            final: True if the mean is permanent. False: the caller must hold a snapshot, because a
-                failure may leave some tensors averaged.
+        With ``final`` the mean is permanent. Otherwise the caller must hold a snapshot, because a
+        failure may leave some tensors averaged.
         """
         size = self._team.size
         if size == 1 or not self._replica.everything():
@@ -115,20 +106,13 @@ class FollowerModules:
 class Consensus:
     """Swaps the local model for the mean over all workers, and back.
 
-    Args:
-        worker: This worker.
-        iteration: Training steps of this worker.
-        tasks: Background tasks. They are notified before and after the barrier of a consensus, at
-            which all workers wait until none of them takes a step.
-        shards: This worker's shards of the model. None: the model is not sharded.
-
     Attributes:
         followers: The follower modules.
-        change_view: Function that receives a CommunicationError and begins the next view. None: the
-            training is not elastic, and the error ends it.
+        change_view: Called with a CommunicationError to begin the next view. None: the training is
+            not elastic, and the error ends it.
         distance: Measurement of the distance between the workers' models. None: no measurement.
-        ended: True if the model of this worker is the final mean. Set before the last barrier, so
-            other workers may not have the final mean yet.
+        ended: True if the model of this worker is the final mean. Other workers may not have the
+            final mean yet.
     """
 
     def __init__(
@@ -144,10 +128,10 @@ class Consensus:
         self.change_view: Callable[[CommunicationError], object] | None = None
         self.distance: Distance | None = None
         self.ended = False
-        self._versions: list[int] = []  # version counters of the parameters, see note_parameters
+        self._versions: list[int] = []  # see note_parameters
 
     def _retry(self, function: Callable[[], T]) -> T:
-        """Call ``function``. In elastic training repeat it in the next view after a failure."""
+        """Call ``function``. In elastic training call it again in the next view after a failure."""
         while True:
             try:
                 return function()
@@ -159,26 +143,21 @@ class Consensus:
     # -- changes outside of a step ---------------------------------------------------------------
 
     def step_ended(self) -> None:
-        """Handle the end of a training step, which has changed the model."""
+        """Handle the end of a training step."""
         self.ended = False
         self.note_parameters()
 
     def note_parameters(self) -> None:
-        """Store the version counters of the parameters, and set ``worker.touched`` to False.
-
-        Torch increments the version counter of a tensor at each write. Called after ``attach``, a
-        step, a consensus, and the loading of a checkpoint.
-        """
+        """Store the parameters' version counters, which torch increments at each write."""
         self._worker.touched = False
         self._versions = self._worker.replica.versions()
 
     def check_parameters(self) -> None:
         """Set ``worker.touched``: True if the parameters changed since ``note_parameters``.
 
-        Called before a consensus. For example, schedule-free optimizers change the parameters
-        between steps, in ``eval()`` and ``train()``. A worker without new steps usually has weight
-        0 in the mean. With ``touched`` the worker has its full weight, so that the mean contains
-        the change.
+        For example, schedule-free optimizers change the parameters in ``eval()`` and ``train()``.
+        A worker without new steps usually has weight 0 in the mean. With ``touched`` it has its
+        full weight, so that the mean contains the change.
 
         Raises:
             AttachError: a parameter of the model was replaced by another one.
@@ -206,22 +185,18 @@ class Consensus:
         return last
 
     def before_save(self) -> None:
-        """Call ``complete_operations``. In elastic training repeat it after a failure."""
+        """Call ``complete_operations``. In elastic training call it again after a failure."""
         self._retry(self.complete_operations)
 
     def complete_operations(self) -> None:
-        """Wait for all operations that the strategy has started, so that its state can be saved.
-
-        A collective. Blocks. Background tasks are not notified.
-        """
+        """Wait for all operations of the strategy, so that its state can be saved. A collective."""
         flow = self._iteration.flow
         flow.before_save(lambda: self._iteration.wait_for_all(finishing=False))
 
     def replace_by_mean(self) -> Snapshot:
         """Replace model and follower modules by their mean over all workers. A collective. Blocks.
 
-        Returns:
-            The local values, which the caller later passes to ``restore``.
+        Returns the local values, for ``restore``.
         """
         return self._retry(lambda: self._show(self._wait_for_all(finishing=False)))
 
@@ -248,7 +223,7 @@ class Consensus:
         self.note_parameters()
 
     def finish(self) -> None:
-        """Replace model and followers by their mean permanently, and end tasks. A collective."""
+        """Replace the model by the mean permanently, and end background tasks. A collective."""
         try:
             self._retry(self._finish)
         except EndedError:
@@ -269,6 +244,6 @@ class Consensus:
         self._average(last, final=True)
         self.ended = True
         if self.change_view is not None:
-            # No worker may leave before all have the final mean. If a worker is lost before, the
-            # others compute the mean again in a new view.
+            # No worker may leave before all have the final mean. If a worker is lost before that,
+            # the others compute the mean again in a new view.
             worker.barrier("the end of training")

@@ -31,9 +31,9 @@ _SHOWN = 4  # largest number of differences in one warning
 def describe(
     strategy: Strategy, replica: Replica, optimizers: Sequence[AttachedOptimizer]
 ) -> list[str]:
-    """Return lines of text that must be equal on all workers.
+    """Describe strategy, optimizers and model in lines that must be equal on all workers.
 
-    They describe the strategy, the optimizers, and each tensor of the model.
+    Tensors are described by name, shape and dtype, not by their values.
     """
     lines = [
         f"optimizer {each.index}: {type(each.optimizer).__name__} with {len(each.parameters)} "
@@ -44,10 +44,10 @@ def describe(
 
 
 def settings_of(model: nn.Module, optimizers: Sequence[AttachedOptimizer]) -> Settings:
-    """Return settings by name. A difference between the workers is allowed, and gives a warning.
+    """Return settings by name that may differ between the workers, but cause a warning if they do.
 
-    They are the versions of offbeat and torch, the plain values in each parameter group of the
-    optimizers, and the mode of each module (``train()`` or ``eval()``).
+    They are the versions of offbeat and torch, the optimizers' hyper-parameters, and the mode of
+    each module (``train()`` or ``eval()``).
     """
     settings = {"the version of offbeat": _own_version(), "the version of torch": torch.__version__}
     for each in optimizers:
@@ -91,16 +91,10 @@ def require_consistency(
 ) -> None:
     """Compare ``lines`` and ``settings`` between the workers. A collective.
 
-    The workers exchange hashes first, and the texts only if the hashes differ.
-
-    Args:
-        communicator: Communicator of all workers.
-        lines: Lines of this worker. If they differ, every worker raises an error.
-        settings: Settings of this worker, by name. If they differ, every worker warns.
+    If the settings differ, every worker warns. Texts are exchanged only if their hashes differ.
 
     Raises:
-        MismatchError: a worker's lines differ from those of rank 0. Raised on every worker. The
-            message names the rank and the first different line.
+        MismatchError: a worker's lines differ from those of rank 0. Raised on every worker.
     """
     what = "comparison of the models"
     settings = settings or {}
@@ -123,7 +117,7 @@ def require_consistency(
 
 
 def versioned(lines: Sequence[str]) -> list[str]:
-    """Return ``lines`` with ``PROTOCOL`` in an additional first line."""
+    """Return ``lines`` after a first line with the ``PROTOCOL`` version."""
     return [f"protocol {PROTOCOL}", *lines]
 
 
@@ -132,15 +126,10 @@ def _hash(text: bytes) -> bytes:
 
 
 def difference(lines: Sequence[Sequence[str]], rank: int, first: int) -> str:
-    """Describe the first difference between the lines of ``rank`` and those of rank ``first``.
+    """Describe the first difference between the lines of the workers ``rank`` and ``first``.
 
-    Args:
-        lines: The ``versioned`` lines of every worker, in rank order.
-        rank: Rank of the worker that is compared.
-        first: Rank of the worker that it is compared with.
-
-    Returns:
-        A sentence that contains both lines. Empty if there is no difference.
+    ``lines`` has the ``versioned`` lines of every worker, in rank order. The result is empty if
+    there is no difference.
     """
     pairs = itertools.zip_longest(lines[rank], lines[first], fillvalue="nothing more")
     for i, (other, reference) in enumerate(pairs):
@@ -174,5 +163,6 @@ def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
     for bucket in make_buckets(tensors):
         bucket.pack()
         team.communicator.broadcast(bucket.flat, what="copy of rank 0's model").wait()
-        # On rank 0, too: in a node the other workers have received the values of the first one.
+        # Not only on other ranks. "Rank 0" may be a node of several workers, and these take the
+        # values of the node's first worker.
         bucket.unpack()

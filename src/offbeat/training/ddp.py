@@ -1,12 +1,12 @@
 """Switches off DistributedDataParallel (DDP) around an attached model, and rejects DeepSpeed.
 
 Frameworks such as Lightning wrap a model in DDP, which averages all gradients in every step. Under
-a strategy this communication is switched off, or the strategy would save nothing. It does not
-matter if the model is wrapped before ``attach``, or after it and before the first step. DeepSpeed
-cannot be switched off.
+a strategy this communication is switched off, or the strategy would save nothing. The model may be
+wrapped before ``attach``, or between ``attach`` and the first step.
 
-One kind of wrapper stays active: DDP over the workers of one machine, when each of these workers
-is attached in a separate group with its counterparts on other machines.
+DDP stays active if it runs inside one machine and ``attach`` runs across machines. For example,
+DDP runs over ranks 0, 1 on the first machine and over ranks 2, 3 on the second machine, and
+``attach`` runs over ranks 0, 2 and over ranks 1, 3.
 """
 
 import gc
@@ -40,13 +40,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def require_no_engine(model: nn.Module) -> None:
-    """Raise if the model is inside a DeepSpeed engine.
+    """Raise AttachError if a DeepSpeed engine holds a parameter of ``model``.
 
     An engine averages gradients, or shards them and the optimizer's state. This cannot be switched
     off.
-
-    Raises:
-        AttachError: an engine holds a parameter of ``model``.
     """
     module = sys.modules.get("deepspeed.runtime.engine")  # no engine exists before its import
     if module is None:
@@ -63,24 +60,16 @@ def require_no_engine(model: nn.Module) -> None:
 class DDPSuppressor:
     """Switches off each DistributedDataParallel over parameters of ``model``, until ``remove``.
 
-    A later wrapper is switched off at its first forward pass. A wrapper stays active if its process
-    group has only this worker in common with ``group``. For example, two machines have the ranks
-    0, 1 and 2, 3. DDP runs over 0, 1 and over 2, 3, and ``attach`` over 0, 2 and over 1, 3. DDP
-    keeps the models of ranks 0 and 1 equal only if both ``attach`` groups compute equal means.
-    Therefore the strategy must be repeatable; see ``require_repeatable``.
-
-    Args:
-        model: The attached model.
-        group: The ``group`` argument of ``attach``.
-        strategy: The strategy.
-        wire: The ``wire`` argument of ``attach``.
+    A wrapper that is made later is switched off at its first forward pass. A wrapper stays active
+    if its process group has only this worker in common with the ``group`` of ``attach``. In the
+    example above, ranks 0 and 1 then need equal models, although they average in different groups.
+    Therefore the strategy must pass ``require_repeatable``.
 
     Attributes:
         steps: Function that returns the number of training steps so far.
 
     Raises:
-        AttachError: an existing wrapper cannot be switched off, or its group or the strategy does
-            not allow it to stay active.
+        AttachError: an existing wrapper can neither be switched off nor stay active.
     """
 
     def __init__(
@@ -111,7 +100,7 @@ class DDPSuppressor:
         return not self._parameters.isdisjoint(map(id, module.parameters()))
 
     def _registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        """Handle ``module`` if it is a new wrapper. Torch calls this for every new submodule."""
+        """Prepare a new wrapper. Torch calls this whenever any module registers a submodule."""
         if not isinstance(module, DistributedDataParallel) or submodule is None:
             return
         if not self._concerns(submodule):
@@ -154,7 +143,7 @@ class DDPSuppressor:
             if used:
                 raise AttachError(
                     f"the model is inside a DistributedDataParallel with {name}, whose reduction "
-                    "cannot be switched off: leave that away, or attach without the wrapper"
+                    "cannot be switched off: do not use it, or attach without the wrapper"
                 )
         logger.info("DistributedDataParallel around the attached model is switched off")
         self._suppressed.append(wrapper)
@@ -178,17 +167,10 @@ def _switch_off(wrapper: DistributedDataParallel, args: object = None) -> None:
 
 
 def require_repeatable(strategy: Strategy, wire: Precision) -> None:
-    """Raise if the result of training depends on when messages arrive.
+    """Raise AttachError if the result of training depends on when messages arrive.
 
-    The workers of one machine must keep equal models although each averages in another group. The
-    groups do not communicate with each other, and messages arrive at different times in each.
-
-    Args:
-        strategy: The strategy.
-        wire: The ``wire`` argument of ``attach``: the precision of messages.
-
-    Raises:
-        AttachError: the result depends on when messages arrive.
+    The workers of one machine average in different groups, and messages arrive at different times
+    in each group. The models on the machine must nevertheless remain equal.
     """
     if not repeatable(strategy):
         raise AttachError(

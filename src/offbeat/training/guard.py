@@ -7,16 +7,16 @@ from offbeat.training.background import BackgroundTasks
 
 
 class Guard:
-    """Context around all communication of this worker.
+    """Context around the communication of this worker.
 
-    All workers must start the same operations in the same order. An exception that leaves the
-    context may have skipped some of them, and a later operation would be combined with another
-    operation on the other workers. Therefore the context raises when it is entered again: the same
-    exception if it is an OffbeatError, otherwise an OffbeatError that names it. An example is a
-    Ctrl-C after which the user of a notebook runs the next cell.
+    All workers must start the same operations in the same order. After an exception inside the
+    context, this worker may have skipped some operations. Its next operation would then be combined
+    with a different operation of the other workers. Therefore the context raises if it is entered
+    after an exception: the same exception if it was an OffbeatError, otherwise an OffbeatError that
+    names it. An example is Ctrl-C in a notebook: the next cell raises.
 
-    In elastic training the context can be entered again after a CommunicationError. A worker was
-    lost or asks to join, and all workers then begin a new order of operations together.
+    In elastic training the context can be entered again after a CommunicationError, because the
+    workers then open new connections.
 
     Attributes:
         failure: The exception after which the context cannot be entered. None if there was none.

@@ -33,18 +33,10 @@ def hook_optimizer(
 ) -> list[Removable]:
     """Call ``clipping.before_step`` before and ``iteration.complete`` after every optimizer step.
 
-    In a step with a closure, ``before_step`` is called after the closure. The hooks raise an
-    AttachError if the optimizer calls its closure more than once in a step, or if it contains an
-    inner optimizer that steps outside of ``optimizer.step``.
-
-    Args:
-        attached: The optimizer and its index.
-        iteration: The training steps of this worker.
-        clipping: Passes the gradients to the strategy.
-        record_loss: Called with the return value of the closure, if ``step`` was given a closure.
-
-    Returns:
-        The hooks, to be removed at the end.
+    In a step with a closure, ``before_step`` is called after the closure, and ``record_loss``
+    receives the closure's return value. The hooks raise an AttachError if the optimizer calls its
+    closure more than once in a step, or if it contains an inner optimizer that steps outside of
+    ``optimizer.step``.
     """
     optimizer, index = attached.optimizer, attached.index
     in_step = False
@@ -107,13 +99,9 @@ def hook_optimizer(
 class ScalerHooks:
     """Hooks on ``unscale_`` and ``step`` of a GradScaler, which report steps to ``iteration``.
 
-    They count a training step even if the scaler skips ``optimizer.step``. A scaler does so on each
-    worker whose gradients overflowed, and the hooks of the optimizer do not fire then. Without this
-    count the next step of that worker would be averaged with the current step of the others.
-
-    Args:
-        scaler: The scaler.
-        iteration: The training steps of this worker.
+    A scaler skips ``optimizer.step`` on each worker whose gradients overflowed. The hooks of the
+    optimizer do not fire then, so these hooks count the skipped step. Otherwise the next step of
+    that worker would be averaged with the current step of the other workers.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, iteration: Iteration) -> None:

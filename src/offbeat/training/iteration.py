@@ -1,14 +1,15 @@
 """Iterations of a training loop. One iteration is one step of every optimizer, in any order.
 
 Hooks on the user's optimizers call ``prepare`` before and ``complete`` after each optimizer step.
-``Iteration`` passes these events to the *flow*, the code that runs the strategy, and tells it when
-all optimizers have stepped.
+``Iteration`` passes these events to the *flow*, the code that runs the strategy.
 
-Words of this module: A *node* is a group of workers that average their gradients in every step and
-count as one worker for the strategy. A *bucket* is a group of parameters whose gradients are sent
-in one message. A *view* is a period with the same workers; in elastic training a new view begins
-when a worker joins or is lost. A *consensus* replaces the local model by the mean over all workers,
-temporarily or at the end of training.
+Words of this module:
+
+- *node*: a group of workers that average their gradients in every step and count as one worker.
+- *bucket*: a group of parameters whose gradients are sent in one message.
+- *round*: all workers vote, and so decide together whether to average now.
+- *consensus*: the local model is replaced by the mean over all workers.
+- *view*: a period with the same workers. A new view begins when a worker joins or is lost.
 """
 
 import contextlib
@@ -32,14 +33,13 @@ class Recovery(Protocol):
     """Begins the next view in elastic training. ``elastic.views.Views`` implements it."""
 
     def require_current_view(self) -> None:
-        """Raise CommunicationError if a new view must begin, as when a worker asks to join."""
+        """Raise CommunicationError if a new view must begin, e.g. because a worker asks to join."""
 
     def __call__(self, error: CommunicationError) -> bool:
         """End this view because of ``error`` and begin the next one, or raise.
 
-        Returns:
-            True if this worker has received the model of a worker that was ahead. If a step is
-            about to begin, this worker must skip it.
+        Returns True if another worker had made more progress and has sent its model to this worker.
+        The local gradients then belong to the old model, so the current step must be skipped.
         """
 
 
@@ -61,19 +61,19 @@ class Iteration:
     Args:
         flow: Runs the strategy.
         worker: This worker.
-        tasks: Background tasks, which are notified when the worker may block.
-        completed: Called after each iteration, with True if a mean took effect in it.
+        tasks: Notified when this worker may block.
+        completed: Called after each iteration, with True if the workers synchronized in it.
         node: Averages inside the node. None: this worker is a node by itself.
 
     Attributes:
         active: False once training has ended. The hooks then do nothing.
-        guard: Context around all communication, which cannot be entered again after a failure.
+        guard: Context around communication. It raises if it is entered after a failure.
         recover: Begins the next view after a failure. None: a failure ends training.
-        gradient_monitors: Functions called in ``prepare``, before the flow replaces an optimizer's
-            gradients. Arguments: the optimizer, the factor by which a GradScaler has scaled the
-            gradients, and True for the last optimizer of the iteration.
-        model_monitors: Functions called after all optimizers have stepped, and before
-            ``flow.step_ended``.
+        gradient_monitors: Functions called in ``prepare``, before the flow changes the gradients.
+            Arguments: the optimizer; the factor by which a GradScaler has scaled the gradients (1
+            if unscaled); True for the last optimizer of the iteration.
+        model_monitors: Functions called after all optimizers have stepped, before the flow averages
+            models.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Iteration:
         self._host = worker.team.host
         self.recover: Recovery | None = None
         self._failure: CommunicationError | None = None  # raised during backward, handled later
-        # Indices of optimizers in this iteration:
-        self._prepared: set[int] = set()  # prepared, and not stepped yet
-        self._stepped: set[int] = set()  # stepped, or skipped their step
-        self._averaged: set[int] = set()  # not stepped yet, and the gradients are the node's mean
-        self._order: list[int] = []  # prepared in this iteration, in order
-        self._synced = False  # True if the workers averaged gradients in this iteration
-        self._skipped = True  # True while all steps of this iteration were skipped
+        # Indices of the optimizers that, in this iteration, are
+        self._prepared: set[int] = set()  # prepared, and have not stepped yet
+        self._stepped: set[int] = set()  # complete: they have stepped or skipped their step
+        self._averaged: set[int] = set()  # averaged in the node, and have not stepped yet
+        self._order: list[int] = []  # prepared, in this order
+        self._synced = False  # True if the workers synchronized before a step of this iteration
+        self._skipped = True  # False once an optimizer has really stepped in this iteration
         self._last_order = [each.index for each in worker.optimizers]
         self._groups: list[list[list[Tensor]]] = [
             [list(group["params"]) for group in each.optimizer.param_groups]
@@ -108,26 +108,24 @@ class Iteration:
         ]
         parameters = [p for groups in self._groups for group in groups for p in group]
         self._frozen = [p for p in parameters if not p.requires_grad]
-        self._forbidden = ""  # name of the context in which the model is the consensus, or empty
+        self._forbidden = ""  # "consensus()" while the model is the consensus; see forbid_steps
         self._backward: BackwardHooks | None = None
         self.choose_overlap()
 
     def choose_overlap(self) -> None:
         """Set ``worker.overlaps_backward``: True if the flow may average gradients during backward.
 
-        Called before a flow starts. The value is False for a single worker and with several
-        optimizers (see ``watch_backward``). In a node of several workers it is False, too, because
-        the strategy averages the mean gradients of the nodes, which exist only after backward.
+        False in a node: the flow averages the node's mean gradients, which exist only after
+        backward. False with several optimizers, see ``watch_backward``.
         """
         worker, alone = self._worker, self.node is None
         worker.overlaps_backward = worker.size > 1 and len(worker.optimizers) == 1 and alone
 
     def watch_backward(self) -> None:
-        """Install hooks that report complete buckets during backward, if the receiver wants them.
+        """Install hooks that report complete buckets to the node or the flow during backward.
 
-        The receiver is the node or, without one, the flow. With several optimizers there are no
-        hooks: a backward pass may add gradients to parameters of any of them, and the workers might
-        send their buckets in different orders.
+        With several optimizers there are no hooks. Backward might complete the buckets of different
+        optimizers in a different order on each worker, but all workers must send in the same order.
         """
         wants = self.flow.wants_buckets and self._worker.overlaps_backward
         if self.node is not None:
@@ -142,7 +140,7 @@ class Iteration:
             self._backward.report_all()
 
     def _bucket_ready(self, bucket: int) -> bool:
-        """Pass a complete bucket on. Returns False if no further bucket should be reported."""
+        """Pass a bucket to the node or the flow. Returns False to receive no further bucket."""
         if not self.active or self._failure is not None:
             return False
         with self.guard:
@@ -153,7 +151,8 @@ class Iteration:
             except CommunicationError as error:
                 if self.recover is None:
                     raise
-                # The next view replaces the model, which must not change while backward runs.
+                # The next view replaces the model, which must not change during backward. So the
+                # next view begins later, in ``prepare``.
                 self._failure = error
                 return False
 
@@ -169,10 +168,10 @@ class Iteration:
         return index in self._prepared
 
     def average_in_node(self, index: int) -> None:
-        """Call ``node.average`` for optimizer ``index``, once per step. Without a node do nothing.
+        """Average inside the node, once per step of optimizer ``index``. Without a node do nothing.
 
-        With a GradScaler this happens before the gradients are unscaled, so that all workers of a
-        node detect the same overflow.
+        With a GradScaler, call this before the gradients are unscaled. All workers of the node then
+        detect the same overflow and skip the same steps.
         """
         if self.node is None or not self.active or index in self._averaged:
             return
@@ -190,16 +189,12 @@ class Iteration:
     def prepare(self, index: int, *, loss_scale: float = 1.0) -> None:
         """Pass the gradients of optimizer ``index`` to the flow. May block.
 
-        Called before the optimizer steps, or already before its gradients are clipped or (for some
-        strategies) unscaled. Further calls before ``complete`` do nothing.
+        Call this before the gradients are clipped, at the latest before the step. Further calls
+        before ``complete`` do nothing. ``loss_scale`` is the factor by which a GradScaler has
+        scaled the gradients; only the monitors use it.
 
-        Args:
-            index: Index of the optimizer.
-            loss_scale: Factor by which a GradScaler has scaled the gradients, for the monitors.
-
-        Raises:
-            AttachError: the optimizer has other parameters than at ``attach``, frozen ones became
-                trainable, or the model is the consensus.
+        Raises AttachError if the optimizer has other parameters than at ``attach``, a frozen
+        parameter became trainable, or the model is the consensus.
         """
         if not self.active or index in self._prepared:
             return
@@ -265,9 +260,8 @@ class Iteration:
     def complete(self, index: int, *, skipped: bool = False) -> None:
         """Report a step of optimizer ``index`` to the flow. The last optimizer ends the iteration.
 
-        Args:
-            index: Index of the optimizer.
-            skipped: True for a step that a GradScaler or the training loop skipped. It also counts.
+        ``skipped`` is True if a GradScaler or the training loop skipped the step. A skipped step
+        counts like any other.
         """
         if not self.active:
             return
@@ -317,13 +311,13 @@ class Iteration:
 
     @property
     def shows_consensus(self) -> bool:
-        """True inside the context ``forbid_steps``, in which the model is the consensus."""
+        """True while the model is the consensus (inside ``forbid_steps``)."""
         return bool(self._forbidden)
 
     def require_boundary(self, what: str) -> None:
-        """Raise AttachError in the middle of an iteration; ``what`` names the rejected call.
+        """Raise AttachError in the middle of an iteration, that is, after its first ``prepare``.
 
-        An iteration begins when the gradients of the first optimizer are prepared.
+        ``what`` names the rejected call.
         """
         if self._stepped or self._prepared:
             raise AttachError(
@@ -334,14 +328,9 @@ class Iteration:
     def wait_for_all(self, *, finishing: bool) -> Round:
         """Wait at a barrier until all workers have reached it.
 
-        Until then some workers may still take steps. Each of their rounds, in which all workers
-        decide what to average, needs a vote from this worker. The flow sends these votes.
-
-        Args:
-            finishing: True at the end of training.
-
-        Returns:
-            The last round, in which no worker takes a step.
+        Until then other workers may still take steps. Each of their rounds needs a vote of this
+        worker, which the flow sends. ``finishing`` is True at the end of training. Returns the last
+        round, in which no worker takes a step.
         """
         if self.node is not None:
             self.node.pause(self._last_order[0])
@@ -349,9 +338,9 @@ class Iteration:
 
     @contextlib.contextmanager
     def forbid_steps(self, where: str) -> Iterator[None]:
-        """Return a context in which training steps raise an error that names ``where``.
+        """Context for the time in which the model is the consensus: training steps raise an error.
 
-        The caller enters it while the model is the consensus.
+        ``where`` is the user's call that the error names.
         """
         self._forbidden = where
         try:

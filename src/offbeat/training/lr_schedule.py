@@ -29,9 +29,6 @@ class LinearScalingWarmup(LRScheduler):
         warmup_steps: Number W of scheduler steps until n·η is reached (≥ 0). [2] uses 50,000.
         last_epoch: Index of the last scheduler step; see ``LRScheduler``.
 
-    Raises:
-        ValueError: ``workers`` < 1 or ``warmup_steps`` < 0.
-
     Source: [1] Goyal et al., arXiv 1706.02677, §2.1-2.2. [2] "Asynchronous SGD without gradient
     delay for efficient distributed training", ICLR 2019 submission, §5.
     """

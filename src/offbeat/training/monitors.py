@@ -37,19 +37,16 @@ class GradientChange:
     finite norm counts as the first step. With ``node_group`` N is the number of nodes, and g_i is
     the mean gradient of the node.
 
-    *State*: m. A checkpoint does not contain m, so m starts again at every ``attach``.
+    *State*: m. It starts again at every ``attach``, because a checkpoint does not contain it.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._change, self._squared = worker, RelativeChange(), 0.0
 
     def __call__(self, optimizer: AttachedOptimizer, loss_scale: float, last: bool) -> None:
-        """Add the gradients of one optimizer to the measurement of this step.
+        """Add the gradients of one optimizer, which a GradScaler has scaled by ``loss_scale``.
 
-        Args:
-            optimizer: The optimizer.
-            loss_scale: Factor by which a GradScaler has scaled the gradients.
-            last: True for the last optimizer of the step, which completes the measurement.
+        The ``last`` optimizer of the step completes the measurement.
         """
         self._squared += self._worker.squared_norm(optimizer.gradients()) / loss_scale**2
         if last:
@@ -63,11 +60,11 @@ class _Request:
     """A measurement that this worker has requested.
 
     Attributes:
-        able: Handle of a sum over the workers: the number of workers that can take part. It
-            completes when all workers have requested the measurement.
+        able: Number of workers that can take part. This sum over the workers completes when all
+            workers have requested the measurement.
         models: Copy of this worker's model at the request. None: this worker cannot take part, or
             copies its model later.
-        step: Number of local steps since ``attach``, at the request.
+        step: Number of this worker's local steps at the request.
     """
 
     able: Handle[Tensor]
@@ -76,30 +73,30 @@ class _Request:
 
 
 class Distance:
-    """Measures the distance between the workers' models every n local steps, or less often.
+    """Measures the distance between the workers' models at every n-th local step, or less often.
 
-    **Measured** for the averaged parameters x_n of N workers, after the optimizers have stepped and
+    **Measured** for the averaged parameters x_i of N workers, after the optimizers have stepped and
     before the strategy averages models at the end of the step:
 
-        distance          Σ_n ‖x_n − x̄‖ / N,  x̄ = Σ_n x_n / N
+        distance          Σ_i ‖x_i − x̄‖ / N,  x̄ = Σ_i x_i / N
         distance_largest  max ‖x_a − x_b‖ over all pairs
+        distance_step     number of this worker's local steps when x_i was copied
 
-    Workers block for a measurement only at a barrier. At every n-th local step a worker requests a
-    measurement: it sends one number in the background. When all workers have requested the
-    measurement, each of them sends a copy of its model in the background. There are two cases:
+    At every n-th local step a worker requests a measurement: it sends one number. When all workers
+    have requested the measurement, each worker sends a copy of its model. Everything is sent in the
+    background. The time of the copy depends on ``in_step``:
 
-    - Workers take equally many steps between two synchronizations (``in_step``). Each worker copies
-      its model at the request, so all copies belong to the same step. If the previous measurement
-      is not complete on some worker by then, this one is skipped.
-    - Workers proceed independently, for example under a parameter server. The same step may come
-      much later on a slow worker than on a fast one. Each worker copies its model when it notices
-      that all workers have requested the measurement, in a later step or at a barrier. It requests
-      the next measurement after this one is complete, and at least n steps after the last request.
+    - True: workers take equally many steps between two synchronizations. A worker copies its model
+      at its request, so all copies belong to the same step. If some worker has not completed the
+      previous measurement by then, this one is skipped.
+    - False: workers proceed independently, and a slow worker may reach the same step much later. A
+      worker copies its model after all workers have requested the measurement, so all copies belong
+      to about the same time. It requests the next measurement after this one is complete.
 
-    At a barrier, before the mean model is computed in a *consensus*, all workers wait for each
-    other. Measurements in progress are then completed, and the steps are counted from 0 again. If a
-    measurement fails, for example because a worker lags behind by more than the time-out, a warning
-    is logged and measurements end. Training continues.
+    Workers block for a measurement only at a barrier, such as the start of a consensus. There the
+    measurements in progress are completed, and steps are counted from 0 again. If a measurement
+    fails, for example because of a time-out, a warning is logged and no more distances are
+    measured. Training continues.
 
     *Communication* of a measurement, on separate connections that ``Stats`` does not count: one
     number; the model once (all-to-all, in which worker k receives the k-th part of all models); and
@@ -107,7 +104,6 @@ class Distance:
     compares N(N−1)/2 pairs of model parts, each of 1/N of the parameters.
 
     Args:
-        worker: This worker.
         every: Number n of local steps between two measurements (≥ 1).
         in_step: True if workers take equally many steps between two synchronizations.
         communicator: Connects the same workers. Only measurements use it, so that a failed
@@ -118,16 +114,16 @@ class Distance:
         self, worker: Worker, every: int, *, in_step: bool, communicator: Communicator
     ) -> None:
         self._worker, self._every, self._in_step = worker, every, in_step
-        # All workers must start the operations of one communicator in the same order. A worker may
-        # request a measurement before or after another one sends its model for the previous one,
-        # so requests and models need a communicator each.
+        # All workers must start the operations of one communicator in the same order. But one
+        # worker may send its model before it requests the next measurement, and another worker
+        # after that. So requests and models use different communicators.
         self._requesting, self._sending = communicator, communicator.twin()
         self._active = True
         self._groups = group_tensors(p for _, p in worker.replica.parameters if p.numel())
         self._steps = 0  # number of local steps since the last barrier
         self._next = every  # value of _steps at the next request
         self._requested = 0  # number of requests so far
-        self._requests: deque[_Request] = deque()  # those for which no model was sent yet
+        self._requests: deque[_Request] = deque()  # requests for which no model was sent yet
         self._free = True  # False while a copy of this worker's model exists
         self._step = 0  # number of local steps at the copy
         self._parts: list[Handle[Tensor]] | None = None  # parts of all models, in flight
@@ -202,11 +198,7 @@ class Distance:
         return copies
 
     def _advance(self, *, wait: bool = False) -> None:
-        """Advance the measurements in progress as far as possible.
-
-        Args:
-            wait: True to block until all of them are complete.
-        """
+        """Advance the measurements in progress. With ``wait`` block until all are complete."""
         while True:
             if self._squares is not None:
                 if not wait and not self._squares.done():
@@ -228,7 +220,7 @@ class Distance:
                 return
 
     def _answer(self, request: _Request) -> None:
-        """Send the model for a request of all workers, unless some of them cannot take part."""
+        """Send the model, if all workers can take part in the requested measurement."""
         if request.able.wait().item() < self._worker.size:
             self._free = self._free or request.models is not None
             return
@@ -251,11 +243,9 @@ class Distance:
 
 
 def _squares(parts: list[Tensor], workers: int) -> Tensor:
-    """Return ‖x_n − x̄‖² for every worker, then ‖x_a − x_b‖² for every pair, over ``parts`` only.
+    """Return ‖x_i − x̄‖² for every worker, then ‖x_a − x_b‖² for every pair, over ``parts`` only.
 
-    Args:
-        parts: Tensors that each consist of one equal-sized piece of every model x_n, in rank order.
-        workers: Number of workers, N.
+    Each of the ``parts`` consists of one equal-sized piece of every model x_i, in rank order.
     """
     total = torch.zeros(workers + workers * (workers - 1) // 2, dtype=torch.float64)
     for part in parts:

@@ -71,8 +71,8 @@ class StepHooksEnabled:
     """Makes the step hooks of one optimizer fire, although torch has not wrapped its ``step``.
 
     ``Optimizer.__init__`` wraps the ``step`` of the optimizer's class in a function that runs the
-    hooks. Some classes, such as timm's Lookahead, do not call ``Optimizer.__init__``. In this case
-    the constructor wraps the ``step`` of the given optimizer alone. Otherwise it does nothing.
+    hooks. Some classes, such as timm's Lookahead, do not call ``Optimizer.__init__``. Then this
+    class wraps the ``step`` of the given optimizer alone.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -100,11 +100,7 @@ class StepHooksEnabled:
 
 
 def require_own_state(optimizers: Iterable[Optimizer]) -> None:
-    """Raise if the ``state`` attribute of an optimizer may not be its complete state.
-
-    Raises:
-        AttachError: an optimizer contains another one, which may have a separate state.
-    """
+    """Raise AttachError if an optimizer contains another one, which may have a separate state."""
     for optimizer in optimizers:
         if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
             raise AttachError(
@@ -114,7 +110,7 @@ def require_own_state(optimizers: Iterable[Optimizer]) -> None:
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return inner optimizers with hooks: attributes that share parameters with ``optimizer``."""
+    """Return the optimizers that are attributes of ``optimizer`` and share parameters with it."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return [
         value
@@ -135,9 +131,9 @@ _WRAPPER: Any = Optimizer.profile_hook_step(_no_step)
 def ends_nested_step(optimizer: Optimizer) -> bool:
     """Return True if the step that ends now runs inside another step of the same optimizer.
 
-    Call this function in a step hook. A ``step`` may call ``super().step()``. Once the program has
-    made an optimizer of the base class, torch has wrapped both methods, and the hooks fire for both
-    calls. This function counts torch's wrappers that run for this optimizer on the call stack.
+    Call this in a step hook. If a ``step`` calls ``super().step()``, torch may have wrapped both
+    methods, and the hooks then fire for both calls. This function counts torch's wrappers for this
+    optimizer on the call stack.
     """
     frame, steps = sys._getframe(1), 0
     while frame is not None:
@@ -150,7 +146,7 @@ def ends_nested_step(optimizer: Optimizer) -> bool:
 def may_nest_steps(optimizer: Optimizer) -> bool:
     """Return True if ``optimizer.step`` may call another ``step`` of the same object.
 
-    A quick test for most optimizers. ``ends_nested_step`` is exact, and slower.
+    A quick test that is False for most optimizers. ``ends_nested_step`` is exact, and slower.
     """
     kind: object = type(optimizer)
     return _count_steps(kind) + ("step" in vars(optimizer)) > 1

@@ -10,14 +10,9 @@ from offbeat.telemetry import Records, Stats, open_sinks
 class StatsRecorder:
     """Adds each step of a worker to its ``Stats`` and writes the step's record.
 
-    The time from the end of one step (or ``restart``) to the end of the next step counts as
-    computing time, except for the time blocked in communication and the time inside ``paused``. The
-    account must not count a wait inside ``paused`` (see ``Account.paused``), because it would be
-    subtracted twice.
-
-    Args:
-        worker: The worker.
-        log: Destination of the records: a path, a sink, a list of them, or None for no records.
+    The computing time of a step is the time since the end of the previous step, without the time
+    blocked in communication and without the time inside ``paused``. Pause the account, too, if you
+    communicate inside ``paused`` (``Account.paused``): a wait would otherwise be subtracted twice.
 
     Attributes:
         stats: The totals. A checkpoint that is loaded replaces them.
@@ -31,7 +26,7 @@ class StatsRecorder:
         self.restart()
 
     def restart(self) -> None:
-        """Start to measure the next step now. Time and bytes since the last step are ignored."""
+        """Start the next step now. Time and bytes since the last step are not counted."""
         self._clock = self._host.now()
         self._counted = (self._account.wait_seconds, self._account.payload_bytes)
 
@@ -60,8 +55,7 @@ class StatsRecorder:
     def count_step(self, *, synced: bool) -> None:
         """Count a completed step and write its record.
 
-        Args:
-            synced: True if a mean of models or gradients took effect in this step.
+        ``synced`` is True if a mean of models or gradients took effect in this step.
         """
         stats, worker = self.stats, self._worker
         start, before = self._clock, self._counted

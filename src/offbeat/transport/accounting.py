@@ -21,10 +21,9 @@ class Account:
             (≥ 1). Each of them counts 1/``senders`` of the bytes.
 
     Attributes:
-        wait_seconds: Sum of the seconds that ``waited`` has counted. ``Accounting`` calls it with
-            the time for which this worker was blocked in ``Handle.wait``.
-        before_waiting: Functions that ``Accounting`` calls before this worker waits for a
-            collective. They receive the handle of the collective.
+        wait_seconds: Time for which this worker waited for others.
+        before_waiting: Functions to call before this worker waits for a collective. Their argument
+            is the handle of the collective.
     """
 
     def __init__(self, senders: int = 1) -> None:
@@ -37,15 +36,15 @@ class Account:
     def payload_bytes(self) -> int:
         """Bytes of the tensors that were passed to operations, divided by ``senders``.
 
-        The quotient is rounded down. In a simulation, the bytes of a placeholder tensor are those
-        of the tensor that it represents. A tensor counts once, however many workers receive it. A
-        broadcast counts on its source only. Received tensors do not count.
+        A tensor counts once, however many workers receive it. A broadcast counts on its source
+        only. Received tensors do not count. In a simulation, a small tensor that represents a large
+        one counts with the size of the large one.
         """
         return self._bytes // self._senders
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context in which nothing is counted, for set-up and evaluation."""
+        """Return a context in which nothing is counted, as during set-up and evaluation."""
         previous, self._paused = self._paused, True
         try:
             yield
@@ -53,12 +52,12 @@ class Account:
             self._paused = previous
 
     def sent(self, payload_bytes: int) -> None:
-        """Add ``payload_bytes`` to the bytes sent, unless counting is paused."""
+        """Add to the bytes sent, unless counting is paused."""
         if not self._paused:
             self._bytes += payload_bytes
 
     def waited(self, seconds: float) -> None:
-        """Add ``seconds`` to the waiting time, unless counting is paused."""
+        """Add to the waiting time, unless counting is paused."""
         if not self._paused:
             self.wait_seconds += seconds
 
@@ -66,8 +65,8 @@ class Account:
 class Accounting(Wrapper):
     """A communicator that counts the bytes and the waiting time of its operations.
 
-    Background tasks use ``inner`` directly, which counts nothing. They call ``Account.sent`` for
-    bytes that must be counted. A twin (second communicator) adds to the same account.
+    A twin (second communicator) adds to the same account. Background tasks use ``inner`` instead,
+    so that their waits are not counted.
 
     Args:
         inner: Communicator that carries out the operations.
@@ -90,8 +89,6 @@ class Accounting(Wrapper):
 
 
 class _Timed(Handle[T]):
-    """A handle that adds the time for which it blocks to the account."""
-
     def __init__(self, handle: Handle[T], communicator: Accounting, collective: bool) -> None:
         self._handle, self._communicator, self._collective = handle, communicator, collective
 

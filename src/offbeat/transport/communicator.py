@@ -1,9 +1,9 @@
 """The communicator: the interface through which a worker exchanges tensors with the others.
 
 An operation (a sum, a broadcast, a message, …) is described by an ``Operation`` object.
-``Communicator.start`` starts it and returns a ``Handle``. The worker can compute until it calls
-``Handle.wait``, which blocks until the operation has ended. A *collective* is an operation in which
-all workers take part. On one communicator all workers start the same collectives in the same order.
+``Communicator.start`` starts it and returns a ``Handle``. ``Handle.wait`` blocks until the
+operation has ended. In between, the worker can compute. A *collective* is an operation in which all
+workers take part. On one communicator all workers start the same collectives in the same order.
 """
 
 from abc import ABC, abstractmethod
@@ -34,16 +34,17 @@ class Communicator(ABC):
     """Starts operations between the workers of one group.
 
     Tensors are one-dimensional and contiguous. In one operation they have the same shape and dtype
-    on all workers. The terms of a sum are added in an unspecified order, but all workers receive
+    on all workers. The order of additions in a sum is unspecified, but all workers receive
     bit-identical results.
 
     A subclass implements ``start``, ``twin`` and ``close`` and sets the attributes below. Most of
     the other methods are shorthands: ``sum(x, what="…")`` is ``start(Sum(tensor=x, what="…"))``.
+    ``operation.py`` describes their arguments; ``what`` names the operation in error messages.
 
     Attributes:
         rank: Rank of this worker, from 0 to ``size`` - 1.
         size: Number of workers.
-        timeout_seconds: Time limit of an operation that is not ``patient``.
+        timeout_seconds: Time limit of an operation, except those started with ``patient=True``.
         host: Clock and background threads of this worker.
     """
 
@@ -65,16 +66,16 @@ class Communicator(ABC):
     def twin(self) -> "Communicator":
         """Return a second communicator between the same workers. A collective.
 
-        Operations of the two communicators never mix. So two threads of a worker can each use one
-        communicator, without a common order of operations.
+        Each communicator has its own order of operations. So two threads of a worker can each use
+        one of them.
         """
 
     @abstractmethod
     def close(self, *, together: bool = False) -> None:
         """Release connections, threads and descriptors, including those of all twins.
 
-        Operations that have not ended fail, on this worker and on the workers that take part in
-        them. A second call has no effect.
+        Operations that have not ended fail, here and on the other workers that take part in them.
+        A second call has no effect.
 
         Args:
             together: True if all workers close and all operations have ended. The call is then a
@@ -83,14 +84,7 @@ class Communicator(ABC):
 
     @final
     def sum(self, tensor: Tensor, *, what: str, tail: int = 0) -> Handle[Tensor]:
-        """Start replacing ``tensor`` by its sum over the workers.
-
-        Args:
-            tensor: Summed in place.
-            what: Name of the operation in error messages.
-            tail: Number of elements at the end of ``tensor`` that are not model data. Used only to
-                count bytes in simulations in which one element represents many; see ``Host.scale``.
-        """
+        """Start replacing ``tensor`` by its sum over the workers."""
         return self.start(Sum(what=what, tensor=tensor, tail=tail))
 
     @final
@@ -110,10 +104,7 @@ class Communicator(ABC):
 
     @final
     def exchange(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
-        """Start an all-to-all: send chunk k of ``tensor`` to worker k; see ``operation.Exchange``.
-
-        The result is a new tensor that consists of the chunks received, in rank order.
-        """
+        """Start an all-to-all: send chunk k of ``tensor`` to worker k."""
         return self.start(Exchange(what=what, tensor=tensor))
 
     @final
@@ -125,28 +116,14 @@ class Communicator(ABC):
     def receive(
         self, tensor: Tensor, *, source: int, tag: int = 0, what: str, patient: bool = False
     ) -> Handle[Tensor]:
-        """Start receiving a message of worker ``source`` into ``tensor``.
-
-        Args:
-            tensor: Overwritten with the message.
-            source: Rank of the sender.
-            tag: The ``tag`` with which the sender sends the message.
-            what: Name of the operation in error messages.
-            patient: True to wait without a time limit, as a server does for requests.
-        """
+        """Start receiving a message into ``tensor``; see ``operation.Receive``."""
         return self.start(
             Receive(what=what, tensor=tensor, source=source, tag=tag, patient=patient)
         )
 
     @final
     def await_promise(self, promise: Promise[T], *, what: str, patient: bool = False) -> Handle[T]:
-        """Return a handle that waits for another thread of this worker to fulfil ``promise``.
-
-        Args:
-            promise: Promise to wait for.
-            what: Name of the operation in error messages.
-            patient: True to wait without a time limit, as background threads do.
-        """
+        """Return a handle that waits until another thread of this worker fulfils ``promise``."""
         return self.start(Await(what=what, promise=promise, patient=patient))
 
     @final
@@ -169,12 +146,9 @@ class Communicator(ABC):
 
 
 class Wrapper(Communicator):
-    """Base class of communicators that change or observe the operations of another communicator.
+    """Base class of communicators that change or observe the operations of ``inner``.
 
     A subclass overrides ``start``. It also overrides ``twin`` if twins must be wrapped, too.
-
-    Args:
-        inner: Communicator that carries out the operations.
     """
 
     def __init__(self, inner: Communicator) -> None:
@@ -203,12 +177,8 @@ class Wrapper(Communicator):
 class Transport(Protocol):
     """Factory of communicators. ``attach(group=…)`` accepts it in place of a process group.
 
-    The simulator and ``offbeat.join`` provide transports. Tests use transports that inject faults.
+    The simulator and ``offbeat.join`` provide transports.
     """
 
     def make_communicator(self, timeout_seconds: float) -> Communicator:
-        """Open a new communicator between the workers. A collective.
-
-        Args:
-            timeout_seconds: Time limit of one operation.
-        """
+        """Open a communicator, in which this is the time limit of an operation. A collective."""

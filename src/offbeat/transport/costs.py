@@ -1,8 +1,15 @@
 """Formulas for the duration and the traffic of messages and collectives.
 
 Symbols: size in bytes (M), bandwidth in bytes per second (B), latency in seconds (α), number of
-workers (N). A message takes α + M/B (Hockney, "The communication challenge for MPP", Parallel
-Computing 20(3), 1994). Adding tensors is assumed to take no time.
+workers (N). Adding tensors is assumed to take no time.
+
+Sources:
+
+* Messages: Hockney, "The communication challenge for MPP", Parallel Computing 20(3), 1994.
+* All-reduce: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+  workstations", JPDC 69(2), 2009. They show that no all-reduce sends fewer bytes than the ring.
+* All others: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in
+  MPICH", IJHPCA 19(1), 2005.
 """
 
 import math
@@ -13,14 +20,11 @@ NODE_BANDWIDTH, NODE_LATENCY = "100Gbit/s", "10us"
 """Default bandwidth and latency of the network between the processes of one node (machine)."""
 
 FORWARD_SHARE = 1 / 3
-"""Share of forward in the compute time of forward and backward, if backward takes twice as long."""
+"""Share of the forward pass in a step's computation. The backward pass takes twice as long."""
 
 
 def message_seconds(size_bytes: float, bytes_per_second: float, latency_seconds: float) -> float:
-    """Return the duration of one message from one worker to another: α + M/B.
-
-    Source: Hockney 1994.
-    """
+    """Return the duration of one message from one worker to another: α + M/B."""
     _require_cost(size_bytes, bytes_per_second, latency_seconds)
     return latency_seconds + size_bytes / bytes_per_second
 
@@ -31,11 +35,7 @@ def all_reduce_seconds(
     """Return the duration of a ring all-reduce: 2(N−1)·(α + M/(N·B)).
 
     The ring does N−1 steps of reduce-scatter and N−1 steps of all-gather. In each step every worker
-    sends one N-th of the tensor. With many workers the bandwidth term approaches 2M/B, and the
-    latency term 2(N−1)·α grows linearly.
-
-    Source: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations", JPDC 69(2), 2009.
+    sends one N-th of the tensor.
     """
     _require_cost(size_bytes, bytes_per_second, latency_seconds, workers)
     chunk_bytes = size_bytes / workers
@@ -47,11 +47,7 @@ def broadcast_seconds(
 ) -> float:
     """Return the duration of a broadcast along a binomial tree: ⌈log₂ N⌉·(α + M/B).
 
-    In each step every worker that has the tensor sends it to one worker that lacks it, if any. So
-    the number of workers that have the tensor doubles in each step, except possibly in the last.
-
-    Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in
-    MPICH", IJHPCA 19(1), 2005.
+    In each step every worker that has the tensor sends it to one that lacks it, until all have it.
     """
     _require_cost(size_bytes, bytes_per_second, latency_seconds, workers)
     return _tree_rounds(workers) * (latency_seconds + size_bytes / bytes_per_second)
@@ -60,10 +56,7 @@ def broadcast_seconds(
 def reduce_seconds(
     size_bytes: float, workers: int, bytes_per_second: float, latency_seconds: float
 ) -> float:
-    """Return the duration of a reduction to one worker along a binomial tree: ⌈log₂ N⌉·(α + M/B).
-
-    Source: Thakur, Rabenseifner & Gropp 2005.
-    """
+    """Return the duration of a reduction along a binomial tree to one root: ⌈log₂ N⌉·(α + M/B)."""
     return broadcast_seconds(size_bytes, workers, bytes_per_second, latency_seconds)
 
 
@@ -72,10 +65,8 @@ def all_gather_seconds(
 ) -> float:
     """Return the duration of a ring all-gather of M bytes from *each* worker: (N−1)·(α + M/B).
 
-    In the first step every worker sends its own tensor to the next worker in the ring. In each
-    later step it forwards the tensor that it received in the step before.
-
-    Source: Thakur, Rabenseifner & Gropp 2005 (there with n = N·M bytes in total).
+    In each of N−1 steps every worker sends one tensor of M bytes to the next worker in the ring:
+    first its own, then the one that it received last.
     """
     _require_cost(size_bytes, bytes_per_second, latency_seconds, workers)
     return (workers - 1) * (latency_seconds + size_bytes / bytes_per_second)
@@ -86,20 +77,14 @@ def all_to_all_seconds(
 ) -> float:
     """Return the duration of an all-to-all of M bytes from each worker: (N−1)·(α + M/(N·B)).
 
-    In step k = 1, …, N−1 every worker sends M/N bytes to the worker whose rank is larger by k
-    (modulo N).
-
-    Source: Thakur, Rabenseifner & Gropp 2005 (pairwise exchange).
+    In step k = 1, …, N−1 worker r sends M/N bytes to worker (r + k) mod N.
     """
     _require_cost(size_bytes, bytes_per_second, latency_seconds, workers)
     return (workers - 1) * (latency_seconds + size_bytes / workers / bytes_per_second)
 
 
 def all_reduce_bytes(size_bytes: float, workers: int) -> float:
-    """Return the bytes that each worker sends in a ring all-reduce: 2(N−1)/N·M.
-
-    Source: Patarasuk & Yuan 2009, who show that no all-reduce algorithm sends fewer.
-    """
+    """Return the bytes that each worker sends in a ring all-reduce: 2(N−1)/N·M."""
     _require_size(size_bytes, workers)
     return 2 * (workers - 1) / workers * size_bytes
 
@@ -107,10 +92,7 @@ def all_reduce_bytes(size_bytes: float, workers: int) -> float:
 def broadcast_bytes(size_bytes: float, workers: int) -> float:
     """Return the bytes that a worker sends in a broadcast, averaged over workers: (N−1)/N·M.
 
-    N−1 workers receive M bytes once. In a binomial tree the root sends ⌈log₂ N⌉·M bytes, and the
-    leaves send nothing.
-
-    Source: Thakur, Rabenseifner & Gropp 2005.
+    Each of N−1 workers receives M bytes once.
     """
     _require_size(size_bytes, workers)
     return (workers - 1) / workers * size_bytes
@@ -119,33 +101,25 @@ def broadcast_bytes(size_bytes: float, workers: int) -> float:
 def reduce_bytes(size_bytes: float, workers: int) -> float:
     """Return the bytes that a worker sends in a reduction, averaged over workers: (N−1)/N·M.
 
-    N−1 workers send M bytes once. The root only receives.
-
-    Source: Thakur, Rabenseifner & Gropp 2005.
+    Each of N−1 workers sends M bytes once.
     """
     return broadcast_bytes(size_bytes, workers)
 
 
 def all_gather_bytes(size_bytes: float, workers: int) -> float:
-    """Return the bytes that each worker sends in a ring all-gather of M bytes from each: (N−1)·M.
-
-    Source: Thakur, Rabenseifner & Gropp 2005.
-    """
+    """Return the bytes that each worker sends in an all-gather of M bytes from each: (N−1)·M."""
     _require_size(size_bytes, workers)
     return (workers - 1) * size_bytes
 
 
 def all_to_all_bytes(size_bytes: float, workers: int) -> float:
-    """Return the bytes that each worker sends in an all-to-all of M bytes from each: (N−1)/N·M.
-
-    Source: Thakur, Rabenseifner & Gropp 2005.
-    """
+    """Return the bytes that each worker sends in an all-to-all of M bytes from each: (N−1)/N·M."""
     _require_size(size_bytes, workers)
     return (workers - 1) / workers * size_bytes
 
 
 def _tree_rounds(workers: int) -> int:
-    """Return ⌈log₂ N⌉, computed with integers."""
+    """Return ⌈log₂ N⌉."""
     return (workers - 1).bit_length()
 
 

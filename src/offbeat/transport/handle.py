@@ -1,6 +1,6 @@
 """Handles: the objects with which a worker waits for an operation that it has started.
 
-An operation is a sum over the workers, a message, or the like (see ``transport/operation.py``).
+Operations are sums over the workers, messages and the like; see ``transport/operation.py``.
 """
 
 from abc import ABC, abstractmethod
@@ -16,30 +16,29 @@ U = TypeVar("U")
 
 
 class Handle(ABC, Generic[T]):
-    """An operation that was started. ``wait`` returns its result."""
+    """An operation that was started."""
 
     @abstractmethod
     def done(self) -> bool:
         """Return True if the operation has ended or failed. Never blocks.
 
-        For a message (``send``, ``receive``), gloo returns False until ``wait`` has returned.
+        For a message (send or receive) over gloo, it returns False until ``wait`` has returned.
         """
 
     @abstractmethod
     def wait(self) -> T:
         """Block until the operation has ended, and return its result.
 
-        Exception: for a collective with NCCL, only the current CUDA stream waits. This method may
-        return before the collective has ended.
+        For a collective with NCCL, only the current CUDA stream waits: the method may return before
+        the collective has ended.
 
         Raises:
-            CommunicationError: The operation failed, or the communicator was closed. The text
-                names this rank and, if they are known, the failed operation and the missing ranks.
-            CommunicationTimeout: This or another operation exceeded ``timeout_seconds``.
+            CommunicationError: The operation failed, or the communicator was closed.
+            CommunicationTimeout: This or an earlier operation exceeded ``timeout_seconds``.
         """
 
     def then(self, function: Callable[[T], U]) -> "Handle[U]":
-        """Return a handle whose first ``wait`` computes its result, ``function(self.wait())``."""
+        """Return a handle with the result ``function(self.wait())``, computed on the first wait."""
         return _Then(self, function)
 
 
@@ -62,7 +61,7 @@ class _Then(Handle[U]):
 
 
 class Completed(Handle[T]):
-    """The handle of an operation that has already ended with ``result``."""
+    """The handle of an operation that has already ended."""
 
     def __init__(self, result: T) -> None:
         self._result = result
@@ -79,18 +78,18 @@ class Completed(Handle[T]):
 class UnexplainedError(CommunicationError):
     """An operation of a background thread failed, and the cause is not known yet.
 
-    To find the cause, the training thread checks which workers still run. Only this thread may do
-    so, and only once. It calls ``explain`` when it learns of the failure.
+    Finding the cause means checking which workers still run. Only the training thread may do so: it
+    calls ``explain`` when it learns of the failure.
     """
 
     @abstractmethod
     def explain(self) -> CommunicationError:
-        """Find the cause, and return the error to raise. Blocks. Call on the training thread."""
+        """Find the cause, and return the error to raise. Blocks."""
 
 
 def explained(error: Exception) -> Exception:
-    """Return the error that the training thread should raise, given a background thread's error.
+    """Return the error that the training thread should raise for a background thread's error.
 
-    Returns ``error.explain()`` (which blocks) for an ``UnexplainedError``, else ``error``.
+    Blocks for an ``UnexplainedError``.
     """
     return error.explain() if isinstance(error, UnexplainedError) else error

@@ -1,8 +1,7 @@
 """The host of a worker: its clock and its background threads.
 
-This module has the interface and the implementation with real time and threads. The simulator has
-an implementation in which time is *virtual*: a number that the simulator advances. The host is
-separate from the communicator, so that a communicator can be wrapped without wrapping the clock.
+``Host`` is the interface. ``ThreadHost`` implements it with real time and threads. The simulator
+implements it with *virtual time*, a number that the simulator advances.
 """
 
 import threading
@@ -17,7 +16,7 @@ T = TypeVar("T")
 
 
 class Promise(ABC, Generic[T]):
-    """A result that one thread of a worker will pass to another (elsewhere called a future).
+    """A future: a result that one thread of a worker will pass to another.
 
     ``Communicator.await_promise`` waits for it.
     """
@@ -34,7 +33,7 @@ class Promise(ABC, Generic[T]):
     @property
     @abstractmethod
     def result(self) -> T:
-        """The result. May be read only once ``fulfilled`` is True."""
+        """The result. Must not be read before ``fulfilled`` is True."""
 
 
 class Host(ABC):
@@ -42,8 +41,8 @@ class Host(ABC):
 
     Attributes:
         scale: Number of model parameters that one exchanged float32 element represents (≥ 1). It is
-            1 for real training. A simulation may exchange small placeholder tensors in place of a
-            large model; see ``transport/placeholder_tensors.py``.
+            1 in real training. A simulation may exchange small tensors in place of a large model;
+            see ``transport/placeholder_tensors.py``.
     """
 
     scale: float = 1.0
@@ -54,7 +53,7 @@ class Host(ABC):
 
     @abstractmethod
     def sleep(self, seconds: float, what: str) -> None:
-        """Pause the calling thread. ``what`` names the pause in the simulator's timeline."""
+        """Pause the calling thread. ``what`` names the pause in a simulation's timeline."""
 
     @abstractmethod
     def spawn(self, activity: Callable[[], None], *, what: str) -> None:
@@ -65,15 +64,18 @@ class Host(ABC):
         """Return a new promise between threads of this worker."""
 
     def computed(self, progress: float) -> None:  # noqa: B027 - optional
-        """Report that the share ``progress`` of the current step is computed, in (0, 1].
+        """Report that a fraction of the current step's computation is done.
 
-        The simulator lets virtual time pass until then. 1 ends the step. A real host does nothing.
+        The simulator advances virtual time accordingly. A real host does nothing.
+
+        Args:
+            progress: Fraction, in (0, 1]. 1 ends the step.
         """
 
     def register_totals(self, totals: Callable[[], object]) -> None:  # noqa: B027 - optional
         """Register a function that returns this worker's totals (bytes, waiting time, …).
 
-        The simulator calls it to report the totals of all workers. A real host does nothing.
+        The simulator reports them for all workers. A real host does nothing.
         """
 
 
@@ -100,7 +102,7 @@ class ThreadPromise(Promise[T]):
         return self._results[0]
 
     def wait(self, seconds: float) -> bool:
-        """Block for at most ``seconds``. Return True once the promise is fulfilled, else False."""
+        """Block for at most ``seconds``. Return True if the promise is fulfilled."""
         return self._event.wait(seconds)
 
 

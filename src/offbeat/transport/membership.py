@@ -20,13 +20,11 @@ class View:
     """One composition of the workers. The rank of this worker is ``communicator.rank``.
 
     Attributes:
-        number: 0 for the first view, and larger for each later view. A number is skipped if not all
-            members of its view could connect.
+        number: Number of the view: 0 for the first, and larger for each later one.
         members: Identity of each worker, by rank; ascending. The identity of a worker is its rank
-            in view 0, or an unused number if it joined later.
+            in view 0, or a new number if it joined later.
         communicator: Communicator between these members.
-        newcomers: Identities of the members that joined later and were in no earlier view. They do
-            not have the model yet.
+        newcomers: Identities of the members that have just joined and need the model.
     """
 
     number: int
@@ -38,9 +36,9 @@ class View:
 class Membership(Protocol):
     """Interface through which a member of one view agrees on the next view.
 
-    A view change can begin on any member: an operation fails, or ``change_requested`` returns True.
-    This member closes the communicator of the view and calls ``next_view``. The closed connections
-    make operations of the other members fail, and so these members do the same.
+    Any member can begin a view change: if an operation fails or ``change_requested`` returns True,
+    it closes the communicator of the view and calls ``next_view``. The closed connections make
+    operations of the other members fail, so these members do the same.
     """
 
     @property
@@ -50,7 +48,7 @@ class Membership(Protocol):
     def change_requested(self) -> bool:
         """Return True if a worker asks to join, or another member has left or begun a view change.
 
-        May return True late. Never blocks. It is called in every step, so it must be fast.
+        The answer may be late. Never blocks, and is fast enough to call in every step.
         """
 
     def next_view(self, *, view: int, step: int) -> View:
@@ -60,7 +58,7 @@ class Membership(Protocol):
 
         Args:
             view: Number of the view that ends.
-            step: Number of steps that this worker has taken, for error messages.
+            step: Steps that this worker has taken, for error messages.
 
         Raises:
             EndedError: The other members have finished the training.
@@ -70,8 +68,7 @@ class Membership(Protocol):
     def leave(self, *, ended: bool) -> None:
         """Announce that this worker leaves permanently, so that no view change waits for it.
 
-        Called just before the worker closes its communicator for the last time. May block for about
-        a second.
+        The worker closes its communicator afterwards. May block for about a second.
 
         Args:
             ended: True if all members have reached the end of training. From then on no worker can
@@ -84,13 +81,12 @@ class HasMembership(Protocol):
     """A communicator with a ``membership`` attribute.
 
     Attributes:
-        membership: Membership of the communicator's view. None if there are no view changes, so
-            that the first failure ends the training.
+        membership: Membership of the communicator's view; None if the training is not elastic.
     """
 
     membership: Membership | None
 
 
 def membership_of(communicator: Communicator) -> Membership | None:
-    """Return ``communicator.membership``, or None if the communicator has no such attribute."""
+    """Return ``communicator.membership``, or None if there is no such attribute."""
     return communicator.membership if isinstance(communicator, HasMembership) else None

@@ -1,7 +1,7 @@
 """Operations between workers: objects that are passed to ``Communicator.start``.
 
-Code that concerns all operations (counting bytes, recording, failing the k-th operation in a test)
-needs to wrap only ``start``.
+All operations pass through this one method. A wrapper of ``start`` can thus count, record or delay
+every operation; see ``transport/accounting.py``.
 """
 
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ class Operation(Generic[R]):
     """True if all workers must start the operation; False for messages and promises."""
 
     def sent_bytes(self, rank: int, scale: float = 1.0) -> int:
-        """Return the size in bytes of the data that worker ``rank`` contributes.
+        """Return the size in bytes of the tensor that worker ``rank`` sends; 0 if it sends none.
 
         Args:
-            rank: Rank of the worker that starts the operation.
-            scale: ``Host.scale``. It exceeds 1 if a simulation uses a small tensor as placeholder
-                for a large one. The result is then the size of the large tensor.
+            rank: Rank of this worker.
+            scale: Number of model parameters that one float32 element represents
+                (``Host.scale``): 1 in real training, possibly more in a simulation.
         """
         return 0
 
@@ -47,8 +47,8 @@ class _OnTensor(Operation[R]):
     Attributes:
         tensor: Tensor of this worker. ``Sum``, ``Maximum``, ``Broadcast`` and ``Receive`` overwrite
             it with the result. The other operations only read it.
-        tail: Number of elements at the end of ``tensor`` that are not model data. Each of them
-            counts as one element, whatever ``Host.scale`` is.
+        tail: Number of elements at the end of ``tensor`` that are not model data. In a simulation,
+            ``Host.scale`` does not apply to them.
     """
 
     tensor: Tensor
@@ -74,7 +74,8 @@ class Gather(_OnTensor[list[Tensor]]):
 class Exchange(_OnTensor[Tensor]):
     """All-to-all: divide ``tensor`` into one equal chunk per worker, and send chunk k to worker k.
 
-    The result is a new tensor of the same shape. Its chunk k was sent by worker k.
+    The result is a new tensor of the chunks received, in rank order. With two workers that hold
+    ``[a0, a1]`` and ``[b0, b1]``, worker 0 receives ``[a0, b0]`` and worker 1 ``[a1, b1]``.
     """
 
 
@@ -106,7 +107,7 @@ class Receive(_OnTensor[Tensor]):
         source: Rank of the sender.
         tag: The ``tag`` of the sender's ``Send``.
         patient: True to wait without a time limit, as a server does for requests. The operation
-            then fails only when its connection is lost or closed.
+            then fails only if its connection is lost or closed.
     """
 
     collective: ClassVar[bool] = False
@@ -123,13 +124,12 @@ class Receive(_OnTensor[Tensor]):
 class Await(Operation[R]):
     """Wait until another thread of this worker fulfils ``promise``. Sends nothing.
 
-    It is an operation so that its time limit, errors and waiting time are handled like those of
-    all other operations.
+    This is an operation because it needs the same time limit, errors and accounting of waiting
+    time as the others.
 
     Attributes:
-        promise: Promise to wait for.
         patient: True to wait without a time limit, as background threads do. The wait then fails
-            only when the connections of this worker are closed.
+            only if the connections of this worker are closed.
     """
 
     collective: ClassVar[bool] = False

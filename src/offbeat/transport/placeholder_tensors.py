@@ -8,8 +8,8 @@ allocating the model (see ``offbeat.plan``). It uses two kinds of placeholder:
 * A *blank tensor*, which has the shape and thus the ``nbytes`` of the large tensor. All its
   elements share one address.
 
-So a message in float32 represents ``scale`` times its ``nbytes``, unless the tensor is blank. All
-other messages represent their ``nbytes``: most data other than the model have another dtype.
+In messages, float32 tensors that are not blank are therefore taken for model data, and their bytes
+are multiplied by ``scale``. All other tensors count their ``nbytes``.
 """
 
 import torch
@@ -22,7 +22,7 @@ def bytes_of(tensor: Tensor, scale: float, tail: int = 0) -> int:
     Args:
         tensor: Tensor that is sent.
         scale: Number of parameters that each float32 element represents (``Host.scale``).
-        tail: Number of elements at the end of ``tensor`` that each represent one element.
+        tail: Number of elements at the end of ``tensor`` to which ``scale`` does not apply.
     """
     if scale == 1 or tensor.dtype != torch.float32 or is_blank(tensor):
         return tensor.nbytes
@@ -30,9 +30,9 @@ def bytes_of(tensor: Tensor, scale: float, tail: int = 0) -> int:
 
 
 def blank(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Return a tensor of this shape that occupies eight bytes of memory. It cannot be written to.
+    """Return a tensor of this shape that occupies eight bytes of memory. It must not be written to.
 
-    The eight bytes store the size of the tensor in bytes. ``storage_bytes`` reads this number.
+    The eight bytes hold the size that the tensor represents, for ``storage_bytes``.
     """
     size = torch.Size(shape).numel() * dtype.itemsize
     return torch.full((1,), size, dtype=torch.int64).view(dtype)[:1].expand(*shape)
@@ -41,23 +41,22 @@ def blank(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
 def blank_list(like: Tensor, count: int) -> list[Tensor]:
     """Return a list of ``count`` blank tensors with the shape and dtype of ``like``.
 
-    They share one storage, for which ``storage_bytes`` returns the size of all of them together.
+    They share one storage. ``storage_bytes`` returns the size of all of them together.
     """
     parts = blank(count, *like.shape, dtype=like.dtype)
     return [parts[0]] * count
 
 
 def is_blank(tensor: Tensor) -> bool:
-    """Return True for blank tensors and views of them, if they have two or more elements."""
+    """Return True for blank tensors, and views of them, with two or more elements."""
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def storage_bytes(tensor: Tensor, scale: float) -> int:
     """Return the bytes of memory that real training needs for the storage of ``tensor``.
 
-    The storage of a blank tensor counts with the size of the large tensor. Other storages in
-    float32, bfloat16 and float16 count as model data, ``scale`` times their own bytes. Storages of
-    all other dtypes count their own bytes.
+    For a blank tensor this is the size that it represents. Other tensors in float32, bfloat16 and
+    float16 are taken for model data, whose bytes are multiplied by ``scale``.
 
     Args:
         tensor: Tensor, or a view of one. The whole storage counts.

@@ -25,8 +25,7 @@ class SingleCommunicator(Communicator):
     """A communicator of one worker, with which a script also runs on a single process.
 
     Args:
-        timeout_seconds: Time limit of a wait that is not ``patient`` for a promise (a result that
-            another thread of this process will provide).
+        timeout_seconds: Time limit of waits for other threads of this process.
     """
 
     rank = 0

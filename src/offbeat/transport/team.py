@@ -16,14 +16,14 @@ from offbeat.transport.membership import Membership, View, membership_of
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A node: processes of one machine that act as a single worker towards other nodes.
+    """Processes of one machine that act as a single worker towards other nodes.
 
     Attributes:
         everyone: Communicator between all processes of all nodes.
         inside: Communicator between the processes of this node.
-        sharded: True if the processes of a node divide the model among them: each process holds
-            one shard, and averages it with the processes of other nodes that hold the same shard.
-            False if every process holds the whole model.
+        sharded: True if each process of a node holds one shard of the model, as under
+            ``fully_shard``. It averages this shard with the processes of other nodes that hold the
+            same shard. False if every process holds the whole model.
     """
 
     everyone: Communicator
@@ -50,11 +50,11 @@ class Team:
     Attributes:
         view: Number of the current view; 0 if the training is not elastic.
         members: Identity of each worker, by rank. The identity is the worker's rank in the first
-            view (view 0), or an unused number if the worker joined later. It never changes.
+            view (view 0), or a new number if the worker joined later. It never changes. Example:
+            after worker 1 of 3 is lost, ``members`` is (0, 2).
         communicator: Communicator between the workers. It adds its bytes and waits to ``account``.
         account: Bytes sent and time waited in all views.
         membership: Interface for agreeing on the next view; None if the training is not elastic.
-        node: Node of this process; None if the process is a worker by itself.
     """
 
     communicator: Accounting
@@ -82,7 +82,7 @@ class Team:
         self.communicator = Accounting(view.communicator, self.account)
 
     def enter(self, view: View) -> None:
-        """Replace the current view, which the caller has closed, by ``view``."""
+        """Replace the current view by ``view``. The caller has closed the current one."""
         self.account.before_waiting.clear()
         self._set_view(view)
 
@@ -103,9 +103,9 @@ class Team:
 
     @property
     def identity(self) -> int:
-        """Number that identifies this process in all views.
+        """Number of this process in all views.
 
-        Without a node it is the worker's number in ``members``. With a node it is the rank of the
+        Without a node it is this worker's entry in ``members``. With a node it is the rank of the
         process among all processes of all nodes.
         """
         return self.members[self.rank] if self.node is None else self.node.everyone.rank
@@ -128,8 +128,7 @@ class Team:
     def over_shards(self, *values: float) -> list[float]:
         """Return the sum of each value over the processes of this node, if the model is sharded.
 
-        With a sharded model this is a collective of the node, which blocks. Without, it returns the
-        values themselves.
+        A collective of the node; blocks. If the model is not sharded, returns the values.
         """
         if self.node is None or not self.node.sharded:
             return list(values)
@@ -141,15 +140,15 @@ class Team:
     def agree(self, *values: float) -> list[float]:
         """Return the maximum of each value over the processes of this node.
 
-        Values that may differ between the processes (times, for example) thus become equal on all
-        of them. A collective of the node, which blocks. Without a node it returns the values.
+        This makes values equal that may differ between the processes, such as times. A collective
+        of the node; blocks. Without a node, returns the values.
         """
         if self.node is None:
             return list(values)
         inside = self.node.inside
         own = torch.tensor(values, dtype=torch.float64, device=inside.control_device)
         started = self.host.now()
-        # With NCCL it is tolist() that blocks.
+        # With NCCL, wait() returns early, and tolist() blocks.
         largest: list[float] = inside.maximum(own, what="agreement of a node").wait().tolist()
         self.account.waited(self.host.now() - started)
         return largest
@@ -162,8 +161,8 @@ class Team:
     def twin(self) -> "Team":
         """Return a team of the same workers with a second communicator and the same account.
 
-        Two threads of a worker can each use one of the teams; see ``Communicator.twin``. In elastic
-        training the second team has no ``membership``. A collective.
+        Two threads of a worker can each use one of the teams; see ``Communicator.twin``. The second
+        team has no ``membership``. A collective.
         """
         return Team(self.communicator.inner.twin(), account=self.account, node=self.node)
 

@@ -20,7 +20,7 @@ def cut_by_tensors(
     Args:
         tensors: The tensors, in order.
         parts: Number of parts, at most the number of tensors.
-        sizes: Bytes of each tensor. None: its bytes in the dtype in which it is summed.
+        sizes: Bytes of each tensor. None: in the dtype of the sum, which is float32 for half types.
     """
     if sizes is None:
         sizes = [staged_bytes(tensor) for tensor in tensors]
@@ -36,16 +36,15 @@ def cut_by_tensors(
 def cut_by_bytes(tensors: Sequence[Tensor], parts: int) -> list[Callable[[], list[Tensor]]]:
     """Cut a list of tensors into parts of about equal bytes, which may begin inside a tensor.
 
-    A tensor that is not contiguous in memory is not divided. Parts may then differ by the size of
-    this tensor. There may be fewer parts than ``parts``.
+    A tensor that is not contiguous in memory is not divided, so parts may differ by its size.
 
     Args:
         tensors: The tensors, in order. Empty tensors are left out.
-        parts: Number of parts (≥ 1).
+        parts: Number of parts (≥ 1). The result may have fewer parts.
 
     Returns:
-        A function for each part, which returns tensors or views into them. It makes the views anew
-        at each call, because the tensors' memory changes if a module is moved to another device.
+        A function for each part, which returns tensors or views into them. Each call makes new
+        views, because a tensor's memory changes if its module is moved to another device.
     """
     sizes = [staged_bytes(tensor) for tensor in tensors]
     total, done = sum(sizes), 0  # done: bytes of the tensors before the current one

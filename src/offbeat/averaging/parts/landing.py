@@ -9,7 +9,7 @@ from offbeat.averaging.buckets import Bucket
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import Host
 
-# A link counts as slow if sums arrive at a lower rate. A link of about 5 Gbit/s reaches this rate.
+# A link is slow if sums arrive at a lower rate. A link of about 5 Gbit/s reaches this rate.
 _SLOW_BYTES_PER_SECOND = 400e6
 
 
@@ -34,7 +34,7 @@ class Landing:
 def bucket_landing(handle: Handle[Tensor], bucket: Bucket, total: float) -> Landing:
     """Return a landing that replaces the tensors of ``bucket`` by their sum divided by ``total``.
 
-    The sum must arrive in the staging tensor of ``bucket``, the flat copy of its tensors.
+    The sum must arrive in ``bucket.flat``.
     """
     return Landing(
         handle,
@@ -48,9 +48,9 @@ def land(landings: Sequence[Landing], host: Host) -> None:
     """Wait for all sums and write their results. If a sum fails, no tensor changes.
 
     Over a fast link the results are written after the last sum has arrived. Over a slow link the
-    worker writes the results that have arrived while it waits for the others. It uses ``swap``, so
-    that these results can be undone if a later sum fails. This takes twice the processor time, but
-    the worker has nothing else to do meanwhile.
+    worker writes results while it waits for the next ones. It writes them with ``swap``, which can
+    be undone if a later sum fails. ``swap`` takes twice the time of ``write``, but the worker would
+    otherwise be idle.
 
     Args:
         landings: The landings, in the order in which their sums were started.
@@ -71,7 +71,7 @@ def land(landings: Sequence[Landing], host: Host) -> None:
                 written.append(early)
             sums = landing.handle.wait()
             now = host.now()
-            # Another scale than 1 means a simulation, whose small placeholders are written fast.
+            # A scale other than 1 means a simulation with small placeholders, written quickly.
             slow = host.scale == 1 and sums.nbytes < (now - before) * _SLOW_BYTES_PER_SECOND
             before = now
             if landing.swap is not None:

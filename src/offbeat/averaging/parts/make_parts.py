@@ -16,19 +16,13 @@ from offbeat.strategies.base import Outer, SharedModel
 def make_parts(worker: Worker, shared: SharedModel) -> list[Part]:
     """Make the parts of a model that is equal on all workers.
 
-    There are two kinds of parts. With ``shared.error_feedback`` the quantization error stays in the
-    local model. These parts have about equal bytes and may begin inside a tensor. Without it, a
-    part consists of whole tensors.
+    With ``shared.error_feedback`` the quantization error stays in the local model. The parts then
+    have about equal bytes and may begin inside a tensor. Without it, a part consists of whole
+    tensors.
 
-    A node is a group of workers on one machine that act as one towards other nodes. If each worker
-    of a node holds shards of the model, it cuts these shards, and averages them with the worker of
-    every other node that holds the same shards. All workers of the node then have the same number
-    of parts, some of which may be empty. Parts of whole tensors contain the same parameters as
-    without shards. Parts of equal bytes are cut from each worker's own shards.
-
-    Args:
-        worker: This worker.
-        shared: The number and kind of the parts.
+    A *node* is a group of processes on one machine. If they divide the model among them, each one
+    cuts its own shards. All processes of a node have the same number of parts, because they must
+    launch together. So some of these parts may be empty.
 
     Raises:
         ValueError: there are more parts than parameter tensors, without ``error_feedback``.
@@ -56,12 +50,10 @@ def make_parts(worker: Worker, shared: SharedModel) -> list[Part]:
 def _tensor_groups(
     tensors: Sequence[Tensor], sizes: Sequence[float], parts: int
 ) -> list[Callable[[], Sequence[Tensor]]]:
-    """Return the tensors of each part, if no tensor is divided.
+    """Return the tensors of each part. No tensor is divided.
 
-    Args:
-        tensors: Parameters in order. A shard may be empty.
-        sizes: Bytes of each parameter, over all of its shards.
-        parts: Number of parts.
+    ``sizes`` are the bytes of each parameter over all of its shards, equal on all processes of a
+    node. So all of them put the same parameters into a part, even if their own shard is empty.
     """
     present = [(tensor, size) for tensor, size in zip(tensors, sizes, strict=True) if size]
     if not present:
@@ -107,7 +99,7 @@ def _make_part(
         tensors,
         name=name,
         # A worker with non-finite values sends an update of 0 or returns to P. Both require P. A
-        # single worker sends nothing. Without P it computes the same bits as ordinary training.
+        # single worker needs no P. Its training has the same bits as training without offbeat.
         anchored=worker.size > 1
         and not shared.blocking
         and (worker.excludes or (worker.guarded and shared.eager)),

@@ -8,8 +8,8 @@ that contributes nothing, for example because it has taken no step, has the weig
 Floating-point buffers may be averaged together with a part.
 
 The *wire* sums tensors over the workers, and may quantize them. Two subclasses differ in the place
-of the quantization errors. In a ``SnapshotPart`` the wire stores them, and a worker that does not
-store P sends x instead of u. In an ``UpdatePart`` they stay in x.
+of the quantization errors: in a ``SnapshotPart`` the wire stores them, in an ``UpdatePart`` they
+stay in x. A ``SnapshotPart`` need not store P. It then sends x instead of u.
 """
 
 from abc import ABC, abstractmethod
@@ -33,8 +33,7 @@ from offbeat.transport.team import Team
 _SHARED_BYTES = 2**20  # buffers of at most this total size share a message with parameters
 
 Tensors = Callable[[], Sequence[Tensor]]
-"""Function that returns tensors. A part calls it repeatedly, because a module may replace its
-buffers or be moved to another device."""
+"""Function that returns the present tensors, because a module may replace its tensors."""
 
 
 @dataclass(init=False, eq=False)
@@ -45,9 +44,8 @@ class Part(ABC):
         team: The workers.
         wire: Sums the parameters over the workers.
         parameters: Function that returns the parameters of this part, or views into parameters.
-        name: Name of the part, which identifies its quantization errors; unique.
-        buffers: Function that returns floating-point buffers to send with this part. They are
-            never quantized.
+        name: Unique name of the part. The wire stores quantization errors under this name.
+        buffers: Function that returns the floating-point buffers to average with this part.
         outer: The outer step of P along D, which may have a momentum v. None: P ← P + D.
         step: Number of local steps so far.
         share_bucket: True if small buffers may share a bucket, and so a message, with parameters.
@@ -63,14 +61,14 @@ class Part(ABC):
         in_flight: True from the launch to the landing.
         weight: Σ w over the workers in the last launch, valid after ``wait``.
         launched_step: Local step of the last launch.
-        synced_step: Local step up to which all changes of x were sent, or undone by ``restore``.
+        synced_step: Newest local step whose change of x is synchronized, or undone by ``restore``.
         launched_seconds: Time of the last launch on this worker's clock.
         arrived_seconds: Time at which this worker found that the sums had arrived. None: not yet.
         buckets: Buckets that contain parameters, followed by buckets that contain only buffers.
         parameter_buckets: Number of buckets that contain parameters.
         keeps_base: True if this worker stores P, so that ``restore`` is possible.
-        sent_squared: ‖u‖² of this worker at the last landing. Only an ``UpdatePart`` measures it.
-        mean_squared: ‖D‖² of the last landing. Only an ``UpdatePart`` measures it.
+        sent_squared: ‖u‖² of this worker at the last landing. 0 in a ``SnapshotPart``.
+        mean_squared: ‖D‖² of the last landing. 0 in a ``SnapshotPart``.
     """
 
     base: list[Tensor]
@@ -116,12 +114,12 @@ class Part(ABC):
         self._total: Handle[float] = Completed(0.0)
         self._own_weight = 0.0
         self._handles: list[Handle[Any]] = []  # operations in flight
-        self._waited = True  # True if every operation that was started has been waited for
+        self._waited = True  # False from the launch until ``wait`` has ended
 
     # -- tensors ---------------------------------------------------------------------------------
 
     def _groups(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        """Return the parameters and the buffers, as they are now, in one group for each bucket."""
+        """Return the present parameters and the present buffers, in one group for each bucket."""
         parameters = (t for t in self._find_parameters() if t.numel())
         buffers = (t for t in self._find_buffers() if t.numel())
         limit = self._bucket_bytes
@@ -159,7 +157,7 @@ class Part(ABC):
                 bucket.replace([], group)
 
     def squared_norm(self) -> float:
-        """Return ‖x‖² of the parameters of this part."""
+        """Return ‖x‖² of this part, without buffers."""
         self._refresh_tensors()
         return squared_norm(p.detach() for b in self.buckets for p in b.parameters)
 
@@ -184,21 +182,20 @@ class Part(ABC):
         """Start the sums over the workers. Never waits for ``total`` or ``outer_step``.
 
         Args:
-            total: Σ w over the workers.
+            total: Σ w over the workers, by which the sums of updates and buffers are divided.
             weight: w of this worker. With 0 the worker sends an update of 0.
             step: Number of local steps so far.
             what: Name of the operations in error messages.
-            buffer_weight: Weight of this worker's buffers. None: ``weight``. The sum of the buffers
-                is divided by ``total``. So a worker that counts in ``total``, but sends an update
-                of 0, should still send its buffers.
+            buffer_weight: Weight of this worker's buffers. None: ``weight``. It may be 1 with a
+                ``weight`` of 0, if the worker counts in ``total``.
             precision: Precision of the parameters in this launch, only for an ``UpdatePart``. None:
                 the precision of the wire.
-            outer_step: Factors μ and a of the outer step P ← P + η·(D + a·v), where v ← μ·v + D and
-                η is ``outer.lr``; only for an ``UpdatePart``. None: both are ``outer.momentum``.
+            outer_step: μ and a in the outer step v ← μ·v + D, P ← P + η·(D + a·v), only for an
+                ``UpdatePart``. η is ``outer.lr``. None: both are ``outer.momentum``.
         """
 
     def _begin(self, total: Handle[float], weight: float, step: int) -> None:
-        # Two launches of the same part in flight would both contain the same local steps.
+        # Two launches of one part in flight at the same time would contain the same local steps.
         assert not self.in_flight, "a part must land before it is launched again"
         self._refresh_tensors()
         self._total, self._own_weight, self._handles, self._waited = total, weight, [], False
@@ -215,7 +212,7 @@ class Part(ABC):
         return self.in_flight and self.arrived_seconds is not None
 
     def wait(self) -> None:
-        """Wait until all sums of this part have arrived. Does not change P or the model."""
+        """Wait until all sums of this part have arrived. P and the model do not change."""
         if self._waited:
             return
         self.weight = self._total.wait()
@@ -231,11 +228,8 @@ class Part(ABC):
     def land(self, step: int, *, extra: Sequence[Landing] = ()) -> None:
         """Wait for the sums, then move P and the model, unless Σ w is 0.
 
-        If a sum fails, P and the model do not change.
-
-        Args:
-            step: Number of local steps so far.
-            extra: Further sums, which land together with this part.
+        If a sum fails, P and the model do not change. A ``step`` greater than that of the launch
+        means that the model has changed since. ``extra`` are sums that land with this part.
         """
         assert self.in_flight, "a part that was not launched cannot land"
         self.wait()
@@ -251,13 +245,9 @@ class Part(ABC):
         self.in_flight = False
 
     def show(self, step: int) -> None:
-        """Change the model as if the part had landed. Waits. P and the sums do not change.
+        """Wait, then change the model as ``land`` would. P and the sums do not change.
 
-        Used when the mean of all models replaces the model temporarily. The caller then restores
-        the local model.
-
-        Args:
-            step: Number of local steps so far.
+        The caller restores the model afterwards.
         """
         if self.in_flight:
             self.wait()
@@ -270,17 +260,14 @@ class Part(ABC):
 
         Args:
             moved: True if the model has changed since the launch. The model keeps this change.
-            show: True to change only the model, and not P, v and the sums.
+            show: True to change only the model. P, v and the sums do not change.
         """
 
     def restore(self, step: int) -> None:
         """x ← P, or x ← P + u while an ``UpdatePart`` is in flight. Buffers ← ``buffer_base``.
 
-        Local steps that were not sent are lost. If the part is in flight, its landing then gives
-        x = P, provided that no further step is taken before the landing.
-
-        Args:
-            step: Number of local steps so far.
+        Local steps that were not sent are lost. If the part is in flight and no step follows, the
+        landing gives x = P. ``step`` is the number of local steps so far.
         """
         assert self.keeps_base, "P is not stored"
         self._refresh_tensors()
@@ -293,33 +280,27 @@ class Part(ABC):
         self.synced_step = step
 
     def _restored(self, index: int) -> None:  # noqa: B027
-        """Prepare a part in flight for its landing, after x ← P in bucket ``index``."""
+        """Prepare a part in flight for its landing, after ``restore`` of parameters."""
 
     def _restored_buffers(self, index: int) -> None:  # noqa: B027
-        """Prepare a part in flight for its landing, after buffers of a bucket were restored."""
+        """Prepare a part in flight for its landing, after ``restore`` of buffers."""
 
     def _write_buffers(self, index: int, sent: Tensor | None, *, show: bool) -> None:
-        """Write the mean of the buffers; see ``PartBucket.write_buffers``.
-
-        Args:
-            index: Index of the bucket.
-            sent: Buffers that this worker has sent. None if it has taken no step since then.
-            show: True to leave ``buffer_base`` unchanged.
-        """
+        """Write the mean of the buffers of a bucket; see ``PartBucket.write_buffers``."""
         bucket = self.buckets[index]
         bucket.write_buffers(sent, self.weight)
         if bucket.buffers and self.buffer_base and not show:
             torch.div(bucket.buffer_values, self.weight, out=self.buffer_base[index])
 
     def before_save(self) -> None:
-        """Wait for the sums in flight. Then ``sums`` and ``own`` are valid for a checkpoint."""
+        """Wait for the sums in flight, and make ``sums`` and ``own`` valid for a checkpoint."""
         self.wait()
 
     def after_load(self) -> None:  # noqa: B027
         """Continue from the fields that were loaded from a checkpoint."""
 
     def release(self) -> None:
-        """Free the staging tensors, unless the part is in flight or ``sums`` is not empty."""
+        """Free the buckets' flat tensors, unless the part is in flight or ``sums`` holds them."""
         if not self.in_flight and not self.sums:
             for bucket in self.buckets:
                 bucket.release()

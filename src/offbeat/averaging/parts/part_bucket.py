@@ -1,7 +1,7 @@
 """Buckets of a part of the model.
 
-A part is a group of parameters that is averaged separately, and may include floating-point buffers.
-A bucket copies them into one flat *staging tensor*, which is summed over the workers.
+A part is a group of parameters that is averaged separately. Floating-point buffers may be averaged
+with it. A bucket copies tensors into one flat *staging tensor*, which is summed over the workers.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,7 @@ from offbeat.averaging.buckets import Bucket, add_clamped, as_real, unpack
 
 
 class PartBucket(Bucket):
-    """A bucket of parameters, followed by floating-point buffers.
-
-    Args:
-        parameters: Parameters of one dtype and device.
-        buffers: Buffers of the same dtype and device.
-    """
+    """A bucket of parameters, followed by floating-point buffers of the same dtype and device."""
 
     def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         super().__init__([*parameters, *buffers])
@@ -42,37 +37,32 @@ class PartBucket(Bucket):
         return self.flat[self._split :]
 
     def parameters_of(self, flat: Tensor) -> Tensor:
-        """Return the parameters' section of ``flat``, which has the staging tensor's layout."""
+        """Return the values of the parameters in ``flat``, which has the bucket's layout."""
         return flat[: self._split]
 
     def buffers_of(self, flat: Tensor) -> Tensor:
-        """Return the buffers' section of ``flat``, which has the staging tensor's layout."""
+        """Return the values of the buffers in ``flat``, which has the bucket's layout."""
         return flat[self._split :]
 
     def copy_parameters(self, dtype: torch.dtype | None = None) -> Tensor:
         """Copy the parameters to a new flat tensor. Overwrites the staging tensor.
 
-        Args:
-            dtype: Dtype of the new tensor. None: the dtype of the staging tensor.
+        ``dtype``: that of the new tensor. None: that of the staging tensor.
         """
         self.pack()
         return self.parameter_values.to(dtype or self.flat.dtype, copy=True)
 
     def copy_buffers(self) -> Tensor:
-        """Copy the buffers to a new flat tensor, maybe empty. Overwrites the staging tensor."""
+        """Copy the buffers to a new flat tensor. Overwrites the staging tensor."""
         self.pack()
         return self.buffer_values.clone()
 
     def write_buffers(self, sent: Tensor | None, weight: float) -> None:
-        """Write the mean of the buffers over the workers.
-
-        The staging tensor holds the sum Σ w·b over the workers. The mean is this sum divided by
-        ``weight``. If ``sent`` is None, the buffers become the mean. Otherwise each buffer changes
-        by mean − sent, but at most to the mean (see ``add_clamped``). So changes since the launch
-        are kept.
+        """Write the mean of the buffers: the staged sum over the workers, divided by ``weight``.
 
         Args:
-            sent: Values of this worker at the launch, 1-D. None if it has taken no step since then.
+            sent: Values of the buffers at the launch, 1-D. The buffers keep their changes since
+                then, see ``add_clamped``. None: the buffers become the mean.
             weight: Σ w, the sum of the workers' weights.
         """
         if not self.buffers:

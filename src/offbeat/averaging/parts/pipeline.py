@@ -48,12 +48,12 @@ class PipelineState:
 
     Attributes:
         parts: The parts of the shared model.
-        next_part: Index of the part that is launched next.
+        next_part: Index of the part that the next round launches first.
         in_flight: Indices of the parts in flight, the oldest first.
-        fresh_step: Local step of the newest launch that has landed; at first, of the view's start.
+        fresh_step: Local step of the newest launch that has landed. Before the first landing: the
+            local step at which the pipeline was made.
         flight_seconds: Seconds from launch to arrival, summed over all landings.
-        queue: Launches that were decided and have not started, for example because the first of
-            them concerns a part that is still in flight.
+        queue: Launches that were decided and have not started, the oldest first.
         spent: Seconds spent on each launch and landing since the last step boundary, without waits.
             Empty unless ``lands="arrived"``.
     """
@@ -70,19 +70,14 @@ class PipelineState:
 class Pipeline:
     """Launches and lands the parts of one worker in the order that the rounds decide.
 
-    Args:
-        worker: This worker.
-        strategy: The strategy, whose ``outer_step`` is called for each launch.
-        shared: Return value of ``strategy.averages()``.
-        view: The ``WorkerView`` that the strategy reads. The pipeline updates the fields about
-            parts, launches and landings.
-        check: Policy for non-finite contributions.
+    ``shared`` gives the number and kind of the parts, and the time of their landing. The pipeline
+    updates the fields of ``view`` about parts, launches and landings.
 
     Attributes:
         state: State for checkpoints.
         changed: True if a part was queued, launched or landed since the flow reset this flag.
         report_non_finite: True if the next vote must report non-finite values, because a part was
-            non-finite at its launch and this worker's vote had not reported that.
+            found non-finite at its launch, after the vote.
     """
 
     def __init__(
@@ -106,7 +101,7 @@ class Pipeline:
 
     @property
     def next_part(self) -> Part:
-        """The part that is launched next."""
+        """The part that the next round launches first."""
         return self.state.parts[self.state.next_part]
 
     @property
@@ -116,23 +111,19 @@ class Pipeline:
 
     @property
     def unsynced(self) -> bool:
-        """True if the model contains local changes not sent, or with ``lands=0`` not landed."""
+        """True if the model contains local changes that were not sent (``lands=0``: not landed)."""
         step = self._worker.step
         return self._worker.touched or any(step > part.synced_step for part in self.parts)
 
     def step_skipped(self) -> None:
-        """Do not count the current step as unsynchronized, because it has not changed the model."""
+        """Do not count the current step as unsynchronized: it has not changed the model."""
         step = self._worker.step
         for part in self.parts:
             if part.synced_step == step - 1:
                 part.synced_step = step
 
     def arrived(self) -> int:
-        """Return the number of parts that can land now. Never blocks.
-
-        Parts land in the order of their launches. So a part does not count if an older one has not
-        arrived.
-        """
+        """Return the number of parts that can land now, in the order of launches. Never blocks."""
         count = 0
         for index in self.state.in_flight:
             if not self.parts[index].arrived():
@@ -162,8 +153,8 @@ class Pipeline:
         """Launch the queued parts, in order.
 
         Args:
-            wait: True to land a queued part first if it is still in flight. False to stop at such a
-                part, and to leave it and the rest of the queue to a later call.
+            wait: What to do if a queued part is still in flight. True: wait until it has landed,
+                then launch it. False: leave it and the rest of the queue to a later call.
         """
         while self.state.queue:
             queued = self.state.queue[0]
@@ -177,7 +168,7 @@ class Pipeline:
             self._update_view()
 
     def _update_view(self) -> None:
-        """Tell the strategy which parts are in flight, and set ``changed``."""
+        """Update the strategy's view, and set ``changed``."""
         state, view, self.changed = self.state, self._view, True
         view.in_flight_steps = [self.parts[i].launched_step for i in state.in_flight]
         view.ready = not self.next_part.in_flight
@@ -189,8 +180,8 @@ class Pipeline:
         began = worker.team.host.now()
         weight = buffer_weight = round.own.weight
         if shared.eager and worker.guarded and worker.size > 1 and not self.finite(part):
-            # The vote has announced this worker's weight and not reported the part. The worker
-            # sends an update of 0. With the policy "exclude" it also sends restored buffers.
+            # The vote has announced this worker's weight, so it cannot drop out of the mean. It
+            # sends an update of 0. With "exclude" it also sends its restored buffers.
             weight = 0.0
             buffer_weight = buffer_weight if worker.excludes else 0.0
             self._apply_non_finite_policy()
@@ -208,13 +199,13 @@ class Pipeline:
             outer_step=outer_step,
         )
         if not shared.blocking:
-            # A blocking part is synced when it lands: if a worker is lost before, the local model
-            # still contains the steps, and no other model contains them.
+            # With lands=0 a part is synchronized only when it lands: if a worker is lost before, no
+            # other model contains the local steps.
             part.synced_step = worker.step
         self._spend(began)
 
     def _apply_non_finite_policy(self) -> None:
-        """Handle a part that is non-finite at its launch, which the vote has not reported."""
+        """Apply the policy to a part that was found non-finite at its launch, after the vote."""
         if self._worker.excludes:
             self._check.exclude_late(self._worker.step)
             self.restore()
@@ -222,7 +213,7 @@ class Pipeline:
             self.report_non_finite = True
 
     def _spend(self, began: float) -> None:
-        """Record the duration of a launch or landing that began at ``began`` seconds."""
+        """Record the duration of a launch or landing that began at time ``began``."""
         if self._shared.eager:
             self.state.spent.append(self._worker.team.host.now() - began)
 
@@ -236,7 +227,7 @@ class Pipeline:
                 allowed only if P is not stored.
         """
         state, view, worker = self.state, self._view, self._worker
-        view.step = worker.step  # ``outer_step`` may be called now
+        view.step = worker.step  # for ``outer_step``, which may be called now
         part = self.parts[state.in_flight[0]]
         if not self._shared.blocking:
             part.wait()
@@ -262,12 +253,7 @@ class Pipeline:
             view.mean_squared = keep * view.mean_squared + mean
 
     def _optimizer_state_with(self, part: Part) -> list[Landing]:
-        """Start the mean of the optimizers' state, which lands together with the last part.
-
-        Returns:
-            The sums in flight. Empty if ``part`` is not the last part, if no worker contributes, or
-            if the strategy does not average the state.
-        """
+        """Start the mean of the optimizers' state if ``part`` is the last part, and return it."""
         if not self._shared.optimizer_state or part is not self.parts[-1]:
             return []
         own, total = part.weights()
@@ -282,20 +268,18 @@ class Pipeline:
             part.release()
 
     def show(self) -> None:
-        """Change the model as if all parts in flight had landed. Waits for them.
+        """Wait, then change the model as if all parts in flight had landed.
 
-        Used when the mean of all models replaces the model temporarily. The caller then restores
-        the local model.
+        The caller restores the model afterwards.
         """
         self._view.step = self._worker.step
         for index in self.state.in_flight:
             self.parts[index].show(self._worker.model_version)
 
     def restore(self) -> None:
-        """``Part.restore`` for all parts, and reset optimizer state that is not finite.
+        """Call ``Part.restore`` for all parts, and reset optimizer state that is not finite.
 
-        Does nothing if a part does not store P. More than one part may be non-finite, so all parts
-        are restored.
+        Does nothing if P is not stored.
         """
         if all(part.keeps_base for part in self.parts):
             for part in self.parts:
@@ -303,12 +287,10 @@ class Pipeline:
             self._worker.forget_non_finite()
 
     def average_residuals(self) -> None:
-        """x ← P + mean(x − P), where the residuals x − P are sent in int8.
+        """x ← P + η·mean(x − P), where x − P is sent in int8, and η is the outer learning rate.
 
-        Requires error feedback and that no part is in flight. Residuals are quantized in blocks of
-        512 elements, with an error of at most 1/254 of the largest residual in the block. The sum
-        of the residuals may be quantized once more.
-        Both errors are small compared to the model, because residuals are small compared to P.
+        Requires error feedback, and that no part is in flight. int8 is precise enough: its error is
+        small compared to x − P, which is small compared to the model.
         """
         worker = self._worker
         for index, part in enumerate(self.parts):

@@ -28,16 +28,15 @@ class SnapshotPart(Part):
     has the learning rate η and the Nesterov momentum μ:
 
         P stored:    D = Σ w·(s − P) / Σ w;  v ← μ·v + D;  P ← P + η·(D + μ·v)
-        otherwise:   P = Σ w·s / Σ w         the same result with η = 1, μ = 0
+        otherwise:   P = Σ w·s / Σ w         the same as above with η = 1, μ = 0
         landing:     x ← x + (P − s)         keeps the local steps since the launch
                      x ← P                   if there are no local steps since the launch
 
-    Floating-point buffers are averaged. After local steps since the launch they change by the mean
-    minus the sent value, but each element stays between its value and the mean. So a variance stays
-    positive.
+    Floating-point buffers are averaged, too. If they have changed since the launch, they keep the
+    change as in ``add_clamped``.
 
-    P is stored if there is an outer step, if the wire is lossy, or with ``anchored``. Differences
-    to P are small, and so are their quantization errors.
+    P is stored if there is an outer step, if the wire is lossy, or with ``anchored``. A lossy wire
+    needs P because the quantization error of s − P is much smaller than that of s.
 
     Args:
         anchored: True to store P in any case.
@@ -140,7 +139,7 @@ class SnapshotPart(Part):
         self.arrived_seconds = self._team.host.now()
 
     def _plain_landings(self) -> Iterator[Landing]:
-        """Yield the landings x ← Σ w·s / Σ w of all buckets. If Σ w = 0, they write nothing."""
+        """Yield the landings x ← Σ w·s / Σ w. If Σ w = 0, they write nothing."""
         for handle, bucket in zip(self._handles, self.buckets, strict=True):
             if self.weight:
                 yield bucket_landing(handle, bucket, self.weight)

@@ -26,7 +26,7 @@ from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.team import Team
 
 Squares = NDArray[np.float64]
-"""The two numbers ‖D‖² and ‖u‖² of the pieces of one bucket that have landed so far."""
+"""‖D‖² and ‖u‖², each summed over the pieces of one bucket that have landed so far."""
 
 
 @dataclass(init=False, eq=False)
@@ -40,15 +40,15 @@ class UpdatePart(Part):
                   P ← P + Δ
                   x ← x + Δ − u
 
-    μ and a may differ between launches. If the wire quantizes, u and the sum are stored encoded,
-    except for a checkpoint. On a CPU, a landing decodes them piece by piece, and moves P, v and x
-    while a piece is in the processor's cache. On a GPU, a piece is a whole bucket.
+    μ and a may differ between launches. On a CPU, a landing decodes u and the sum piece by piece,
+    and moves P, v and x while a piece is in the processor's cache. On a GPU, a piece is a whole
+    bucket.
 
     The arguments are those of ``Part``.
 
     Attributes:
-        fade: μ of the last launch whose sums were received.
-        ahead: a of the last launch whose sums were received.
+        fade: μ of the last launch whose sums have arrived.
+        ahead: a of the last launch whose sums have arrived.
 
     *Memory*, in copies of the part: P, and v if there is an outer momentum. In flight, u and the
     sum are stored, too, encoded at the precision of the launch.
@@ -139,12 +139,7 @@ class UpdatePart(Part):
             self._updates, self._own_buffers = [], []
 
     def _write_bucket(self, i: int, show: bool) -> None:
-        """v ← μ·v + D; P ← P + Δ; x ← x + Δ − u, in pieces. With ``show`` only x changes.
-
-        Compiled kernels need contiguous float32 tensors on the CPU, and neither ``show`` nor a
-        simulated model. They decode and apply a piece in one pass if its u and its sum are encoded
-        as integers.
-        """
+        """v ← μ·v + D; P ← P + Δ; x ← x + Δ − u, in pieces. With ``show`` only x changes."""
         update, base = self._updates[i], self.base[i]
         view = FlatView(self.buckets[i].parameters)
         total, limit = update.wait(), piece_elements(base.numel(), base.device)
@@ -179,7 +174,7 @@ class UpdatePart(Part):
         i: int,
         start: int,
     ) -> None:
-        """shift ← Δ − u for one piece, in one pass. Moves P and v, and adds to ``squares``."""
+        """Compute shift ← Δ − u of one piece in one pass. Moves P and v, adds to ``squares``."""
         piece = slice(start, start + shift.numel())
         base = self.base[i]
         velocity = self.velocity[i][piece] if self.velocity else base[:0]
@@ -200,7 +195,7 @@ class UpdatePart(Part):
         start: int,
         show: bool,
     ) -> None:
-        """Decode one piece of the sum and of u, then scratch[0] ← Δ − u.
+        """Compute scratch[0] ← Δ − u of one piece.
 
         Unless ``show`` is set, this moves P and v, and adds to ``squares``.
         """
@@ -225,10 +220,10 @@ class UpdatePart(Part):
         shift.sub_(sent)
 
     def _outer_shift(self, shift: Tensor, velocity: Tensor, show: bool) -> None:
-        """shift ← Δ, where ``shift`` contains D. Moves v, unless ``show`` is set.
+        """Replace D in ``shift`` by Δ. Moves v, unless ``show`` is set.
 
-        Each product is rounded before it is added. ``kernels.apply_mean`` does the same, so both
-        give the same bits.
+        Each product is rounded before it is added, as in ``kernels.apply_mean``, so both give the
+        same bits.
         """
         if velocity.numel():
             moved = shift + self.fade * velocity

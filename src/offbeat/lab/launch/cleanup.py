@@ -1,4 +1,4 @@
-"""Cleanup that runs to its end despite Ctrl-C."""
+"""Cleanup that a single Ctrl-C cannot interrupt."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 def run_cleanup(clean: Callable[[], object]) -> None:
     """Call ``clean``. If Ctrl-C or another exception interrupts it, call it again and re-raise.
 
-    Two calls are enough, because a second signal ends the command line immediately.
+    Two calls are enough, because a second Ctrl-C ends the program at once.
     """
     try:
         clean()

@@ -20,18 +20,18 @@ class Cluster:
     """An emulated cluster on this machine, whose links have a limited rate.
 
     Each node is a network namespace for one worker. A bridge in a further namespace connects the
-    nodes. A token bucket filter (``tc … tbf``) limits the rate at both ends of each link. Traffic
-    never leaves these namespaces. Requires root and iproute2.
+    nodes. A token bucket filter (``tc … tbf``) limits the rate at both ends of each link. Requires
+    root and iproute2.
 
-    The class is a context manager: it creates the namespaces on entry and removes them on exit.
+    A context manager: entering creates the namespaces, leaving removes them.
 
     Args:
         workers: Number of nodes (1 to 200).
         bits_per_second: Rate of each link in each direction (1e3 to 1e12).
 
     Raises:
-        ValueError: an argument is out of its range.
-        OffbeatError: namespaces cannot be created here (raised on entry).
+        ValueError: An argument is out of its range.
+        OffbeatError: Entering failed, because namespaces cannot be created here.
     """
 
     interface = "link0"
@@ -50,7 +50,7 @@ class Cluster:
 
     @staticmethod
     def why_not() -> str | None:
-        """Try to create a namespace. Return why rate-limited links are impossible here, or None."""
+        """Return why rate-limited links are impossible here, or None if they are possible."""
         if sys.platform != "linux":
             return "network namespaces need Linux"
         if os.geteuid() != 0:
@@ -61,7 +61,7 @@ class Cluster:
         probe = f"{_PREFIX}-{os.getpid()}-probe"
         try:
             _run("ip", "netns", "add", probe)
-        except OffbeatError as error:  # root in a container without the capability
+        except OffbeatError as error:  # e.g. in a container that may not create namespaces
             return str(error)
         finally:
             run_cleanup(lambda: _run("ip", "netns", "delete", probe, check=False))
@@ -128,8 +128,8 @@ class Cluster:
         self, namespace: str, device: str, bits_per_second: float, verb: str = "add"
     ) -> None:
         # The bucket (burst) must hold what the link sends between two timer ticks of the kernel
-        # (4 ms at 250 Hz), and at least two segments of 64 kB, the largest that Linux sends. A
-        # queue of 100 ms is typical of a small switch.
+        # (4 ms at 250 Hz), and at least two segments of the largest size, 64 kB. A queue of 100 ms
+        # is typical of a small switch.
         burst = max(131072, int(bits_per_second / 8 * 0.004))
         _run(
             *("tc", "-n", namespace, "qdisc", verb, "dev", device, "root", "tbf"),

@@ -1,9 +1,9 @@
 """A server process that forks workers, so that torch is imported once instead of once per worker.
 
 A new interpreter needs two to three seconds of processor time to import torch and its optimizers. A
-forked process inherits the imported modules and shares their memory. The server starts with the
-first worker and serves all later runs of the process that started it, the *client*. The client does
-not fork workers itself: it may have threads, and forking a process with threads is not safe.
+forked process inherits the imported modules and shares their memory. The *client*, the process that
+runs jobs, starts one server for all its workers. It does not fork workers itself: it may have
+threads, and forking a process with threads is not safe.
 
 Protocol over a socket pair: the client sends the length of a request, with three file descriptors
 (status pipe, standard output, standard error) attached, then the request as JSON. The server writes
@@ -46,12 +46,15 @@ _SERVER_ENDED = -signal.SIGKILL  # the kernel kills the workers together with th
 
 
 def prepare_worker() -> None:
-    """Set up a new process: own process group, default SIGINT, on Linux death with the parent."""
-    # In its own process group, the worker does not receive the terminal's Ctrl-C. The worker gets
-    # no session of its own, because Linux divides processor time between sessions first. One of
-    # two sessions that share a core may get no time for seconds.
+    """Set up this new process: create a process group, and restore the default action of SIGINT.
+
+    On Linux, the process also ends together with its parent.
+    """
+    # In a new process group, the worker does not receive the terminal's Ctrl-C. A new session would
+    # do the same. But Linux divides processor time between sessions first, so that one of two
+    # sessions that share a core may get no time for seconds.
     os.setpgid(0, 0)
-    # A background job of a shell script ignores SIGINT, and its children inherit that.
+    # Background jobs of a shell script ignore SIGINT, and their children inherit this.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":  # the kernel kills this process when its parent ends
         with contextlib.suppress(OSError, AttributeError):
@@ -61,13 +64,11 @@ def prepare_worker() -> None:
 class ForkedProcess:
     """A forked worker, with ``pid``, ``poll`` and ``wait`` similar to ``subprocess.Popen``.
 
-    The constructor waits until the server has sent the process id.
-
     Args:
         pipe: Read end of the status pipe. Closed once the exit status has arrived.
 
     Raises:
-        OffbeatError: the server has ended or has not answered within two minutes.
+        OffbeatError: The server has ended or has not sent the process id within two minutes.
     """
 
     def __init__(self, pipe: int) -> None:
@@ -90,7 +91,7 @@ class ForkedProcess:
     def wait(self) -> int:
         """Wait at most 10 s for a killed or ending process, and return its exit status.
 
-        If the server does not report a status in time, return that of a process killed by SIGKILL.
+        If no status arrives in time, returns that of a process killed by SIGKILL.
         """
         if self._status is None:
             status = self._read(_END_SECONDS)
@@ -104,7 +105,7 @@ class ForkedProcess:
             os.close(self._pipe)
 
     def _read(self, seconds: float) -> int | None:
-        """Wait for the next integer from the status pipe. Return None if none arrives in time."""
+        """Return the next integer from the status pipe, or None if none arrives in time."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._pipe, selectors.EVENT_READ)
             if not selector.select(seconds):
@@ -174,12 +175,12 @@ def fork_worker(
     Args:
         argument: Result of ``train.encode``.
         environment: Environment of the worker. Variables that libraries read on import, such as
-            ``OMP_NUM_THREADS``, have no effect: the server imported the libraries earlier.
-        out: File descriptor of the worker's standard output.
-        errors: File descriptor of the worker's standard error.
+            ``OMP_NUM_THREADS``, have no effect, because the server has imported the libraries.
+        out: File descriptor for standard output.
+        errors: File descriptor for standard error.
 
     Raises:
-        OffbeatError: the server has ended or has not answered within two minutes.
+        OffbeatError: The server has ended or has not answered within two minutes.
     """
     global _client
     with _lock:
@@ -194,7 +195,7 @@ def fork_worker(
 
 @atexit.register
 def stop() -> None:
-    """Stop the server and its workers, if it runs. ``fork_worker`` can start a new one later."""
+    """Stop the server, if it runs, and its workers. ``fork_worker`` can start a new one."""
     global _client
     if _client is not None:
         _client.stop()
@@ -206,12 +207,12 @@ def stop() -> None:
 
 def serve(channel: socket.socket) -> None:
     """Fork a worker for each request and report its exit status, until the client has ended."""
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # a first optimizer doubles the imported modules
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports many more modules
     if not sys.flags.safe_path:
         del sys.path[0]  # the server's start directory; a worker inserts its own
-    # numpy reinitializes its threads in the child.
+    # The warning is about numpy's threads, which numpy starts anew in the child.
     warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
-    gc.freeze()  # workers' garbage collectors skip these objects, whose memory stays shared
+    gc.freeze()  # workers' garbage collectors skip these objects, so their memory stays shared
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -243,7 +244,8 @@ def serve(channel: socket.socket) -> None:
             for file in (out, errors):
                 os.close(file)
             running[pid] = status
-            with contextlib.suppress(OSError):  # so that the client can already kill the group
+            # The client may kill the group before the worker itself has called setpgid.
+            with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
             _write(status, pid)
     for pid in running:

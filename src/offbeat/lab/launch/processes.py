@@ -36,9 +36,8 @@ class WorkerError(OffbeatError):
 def run_job(job: Job, on_event: Callable[[Event], None], cluster: Cluster | None = None) -> None:
     """Run ``job`` on one process per worker and end every process before returning or raising.
 
-    On Ctrl-C or SIGTERM during a job with checkpoints, the workers get 10 s to save a last
-    checkpoint, unless none has started training or one has taken its last step. ``on_event`` then
-    receives ``Stopped``, or ``NotSaved`` with the reason.
+    On Ctrl-C or SIGTERM during the training of a job with checkpoints, the workers get 10 s to save
+    a last checkpoint. ``on_event`` then receives ``Stopped``, or ``NotSaved`` with the reason.
 
     Args:
         job: Configuration of the run.
@@ -46,7 +45,7 @@ def run_job(job: Job, on_event: Callable[[Event], None], cluster: Cluster | None
         cluster: Emulated network with a node for each worker. None: use the loopback interface.
 
     Raises:
-        WorkerError: a worker failed or was killed. The message has its rank and its error.
+        WorkerError: A worker failed or was killed. The message has its rank and its error.
     """
     with _temporary_folder() as folder:
         path = None if job.checkpoints is None else f"{folder}/stop"
@@ -92,7 +91,7 @@ class _Run:
         os.set_blocking(events.fileno(), False)
 
     def start(self, cluster: Cluster | None, rank: int, argument: str, out: IO[bytes]) -> None:
-        """Start worker ``rank``: on its node of the cluster, or else as a fork if possible."""
+        """Start worker ``rank``: on its node of the cluster, or else by a fork if possible."""
         argv = [sys.executable, "-m", "offbeat.lab.train", argument]
         interface = "lo" if cluster is None else cluster.interface
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface}
@@ -116,18 +115,14 @@ class _Run:
         return [worker.poll() for worker in self._workers]
 
     def _read(self) -> list[bytes]:
-        """Return the complete lines that have arrived."""
+        """Return the complete lines that have arrived. Never blocks."""
         while chunk := self._events.read(1 << 16):
             self._buffer += chunk
         *lines, self._buffer = self._buffer.split(b"\n")
         return lines
 
     def wait(self) -> None:
-        """Pass on events until all workers have ended.
-
-        Raises:
-            WorkerError: a worker failed.
-        """
+        """Pass on events until all workers have ended. Raises WorkerError if one failed."""
         deadline: float | None = None
         with selectors.DefaultSelector() as selector:
             selector.register(self._events, selectors.EVENT_READ)
@@ -178,8 +173,8 @@ class _Run:
 def _failure(statuses: list[int | None], folder: Path) -> WorkerError:
     """Return the error of a worker that was killed, or else of the failed worker of lowest rank.
 
-    The text is the last line on standard error that begins with "error: ". ``train.main`` writes
-    it, but threads of other packages, such as torchft's servers, may write further lines.
+    The text is the last line on standard error that begins with "error: ", which ``train.main``
+    writes. Other packages may write further lines.
     """
     for rank, status in enumerate(statuses):
         if status is not None and status < 0:

@@ -41,7 +41,7 @@ class Runner(Protocol):
         """Description of the hardware."""
 
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
-        """Run ``job`` to its end and pass the events of rank 0, its progress, to ``on_event``."""
+        """Run ``job`` to its end, and pass the events of rank 0 to ``on_event``."""
 
 
 class Loopback(Runner):
@@ -65,13 +65,13 @@ class Loopback(Runner):
 class ShapedLinks(Cluster, Loopback):
     """Runs each worker as a process on a node of an emulated ``Cluster`` with rate-limited links.
 
-    The baseline ``ideal`` runs over loopback instead. Its training time excludes communication, so
-    slow links would only make the run take longer.
+    The baseline ``ideal`` runs over loopback instead, because its training time excludes
+    communication.
 
     Args:
         workers: Number of nodes (1 to 200).
         bits_per_second: Rate of each link in each direction.
-        later: Rate after rank 0 has taken half of its steps. None: the rate does not change.
+        later: Rate in bits per second after half of the steps. None: the rate does not change.
     """
 
     def __init__(self, workers: int, bits_per_second: float, later: float | None = None) -> None:
@@ -99,9 +99,9 @@ class ShapedLinks(Cluster, Loopback):
 def call_at_half(
     act: Callable[[], None], on_event: Callable[[Event], None]
 ) -> Callable[[Event], None]:
-    """Return an event handler that calls ``act`` once, when half of the steps have been taken.
+    """Return an event handler that calls ``act`` once, after half of the steps.
 
-    It passes every event to ``on_event``.
+    It passes all events to ``on_event``.
     """
     half = math.inf
 
@@ -121,8 +121,8 @@ def call_at_half(
 class ExternalLauncher(Runner):
     """Runs jobs on processes that torchrun or another launcher has started, this one included.
 
-    The default process group must exist. Rank 0 calls ``run`` for each job and ``end`` after the
-    last one. Meanwhile, every other rank is in one call of ``follow``.
+    The default process group must exist. Rank 0 calls ``run`` for each job, then ``end``. Every
+    other rank calls ``follow`` once.
     """
 
     simulated = False
@@ -152,7 +152,7 @@ class ExternalLauncher(Runner):
             train_worker(Job(**values), lambda event: None)
 
     def end(self) -> None:
-        """End ``follow`` on the other ranks. Not to be called after a failed job."""
+        """End ``follow`` on the other ranks. Must not be called after a failed job."""
         _from_rank_0(None)
 
 
@@ -167,7 +167,7 @@ class VirtualCluster(Runner):
 
     Attributes:
         network: Simulated network between the workers.
-        compute: Time of the workers' steps in virtual time.
+        compute: Computing time of the workers' steps.
         last: Simulation of the last job; None before the first.
     """
 

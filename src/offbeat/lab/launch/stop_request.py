@@ -17,13 +17,17 @@ _INTEGER = struct.Struct("q")
 class StopRequest:
     """A file through which another process of this machine asks the workers of a run to stop.
 
-    The file holds the requested step (0: no request), followed by one number for each worker: 0
-    before it starts, then the step that it is taking, 2⁶² once it has taken its last step, and −1
-    once it has saved. A worker writes the number of a step before it begins the step. To stop the
-    run, the requester reads these numbers and writes their maximum as the requested step. Worker
-    and requester hold a lock on the file meanwhile. Therefore no worker can have passed the
-    requested step, and every worker saves after exactly this step. Workers of an asynchronous
-    strategy may be far apart when the request is made. The slower ones continue to that step.
+    The file holds the requested step (0: no request), then one number for each worker:
+
+    * 0 before the worker starts,
+    * the step that it is taking; the worker writes the number before it begins the step,
+    * 2⁶² once it has taken its last step,
+    * −1 once it has saved.
+
+    The requester writes the maximum of these numbers as the requested step. A lock on the file
+    keeps workers from beginning a step meanwhile. So no worker has passed the requested step, and
+    all save after exactly this step. Example: three workers are in steps 7, 9 and 8. The requested
+    step is 9, and the first and the last worker continue to it.
 
     Args:
         path: Path of the file; created if it does not exist.
@@ -37,23 +41,19 @@ class StopRequest:
             os.ftruncate(self._file, _INTEGER.size * (1 + workers))
 
     def may_continue(self, rank: int, step: int, *, last: int, seconds: float) -> bool:
-        """Write the worker's progress. Return False if the worker must save and exit now.
+        """Report the worker's progress. Return False if the worker must save and exit now.
 
-        A worker calls this before its first step and after each step. Once a stop is requested,
-        the call only compares ``step`` with the requested step.
+        A worker calls this before its first step and after each step. If the result is True, it
+        takes its next step or, after the ``last`` one, finishes.
 
         Args:
             rank: Rank of the calling worker.
             step: Number of steps that it has taken.
             last: Number of steps of the run.
-            seconds: Maximum time to wait for the lock.
-
-        Returns:
-            True if the worker may take its next step or, after the ``last`` one, finish. False if a
-            stop was requested and the worker has taken the requested number of steps.
+            seconds: Longest time to wait for the lock.
 
         Raises:
-            CommunicationTimeout: another process holds the lock for longer than ``seconds``.
+            CommunicationTimeout: The lock was not free within ``seconds``.
         """
         try:
             with self._lock(seconds):
@@ -70,7 +70,7 @@ class StopRequest:
     def wait_until_all_saved(self, rank: int, seconds: float) -> None:
         """Report that worker ``rank`` has saved, and wait at most ``seconds`` for the others.
 
-        If a worker exited earlier, it would break connections that others still need for saving.
+        An earlier exit would break connections that others still need for saving.
         """
         self._write(1 + rank, _SAVED)
         deadline = time.monotonic() + seconds
@@ -78,15 +78,11 @@ class StopRequest:
             time.sleep(0.01)
 
     def request(self, seconds: float) -> int | None:
-        """Ask all workers to save and exit.
-
-        Args:
-            seconds: Maximum time to wait for the lock.
+        """Ask all workers to save and exit. Waits at most ``seconds`` for the lock.
 
         Returns:
-            The step after which the workers exit; −1 if all workers have already saved. None if no
-            request was made: no worker has started, a worker has taken its last step, or the lock
-            was not free within ``seconds``.
+            The step after which the workers exit; −1 if all have already saved. None if no request
+            was made: no worker has started, one has taken its last step, or the lock was not free.
         """
         try:
             with self._lock(seconds):
@@ -110,7 +106,7 @@ class StopRequest:
 
     @contextmanager
     def _lock(self, seconds: float) -> Iterator[None]:
-        """Hold the file's lock, which the kernel releases when a process ends."""
+        """Hold the lock on the file. The kernel releases it if the process ends."""
         deadline = time.monotonic() + seconds
         while True:
             try:

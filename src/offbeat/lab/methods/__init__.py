@@ -2,5 +2,5 @@
 
 Baselines are ``ideal`` (BSP timed without communication, in ``lab/ideal.py``) and *peers*: methods
 of torch and other packages, which run their own code. ``pip install 'offbeat[peers]'`` installs
-those packages.
+these packages.
 """

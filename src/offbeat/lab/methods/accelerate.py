@@ -17,7 +17,7 @@ from offbeat.lab.recipes import Task
 
 @dataclass(frozen=True, kw_only=True)
 class AccelerateLocalSGD(Peer):
-    """Local SGD of Hugging Face's Accelerate: ``accelerator.prepare`` and ``LocalSGD``.
+    """Local SGD of Hugging Face's Accelerate: ``Accelerator.prepare`` and ``LocalSGD``.
 
     Args:
         period: Number H of steps between two averages of the models (≥ 1). Accelerate's name is
@@ -35,9 +35,7 @@ class AccelerateLocalSGD(Peer):
 
 
 class _Accelerated(TrainingLoop):
-    """Training loop as in Accelerate's documentation."""
-
-    differ = True  # the parameters differ between workers
+    differ = True
 
     def __init__(self, name: str, task: Task, lr_scale: float, period: int) -> None:
         from accelerate import Accelerator
@@ -68,7 +66,7 @@ class _Accelerated(TrainingLoop):
     def finish(self) -> None:
         before = self._now()
         with explain_failures(f"the end of {self._name}"):
-            self._local.__exit__(None, None, None)  # averages once more
+            self._local.__exit__(None, None, None)  # averages the models
         self._seconds += self._now() - before
         super().finish()
 
@@ -78,7 +76,7 @@ class _Accelerated(TrainingLoop):
 
 
 def _reset_state() -> None:
-    """Clear Accelerate's global state, so that the next run of a comparison starts without it."""
+    """Clear Accelerate's global state for the next run of a comparison."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -87,7 +85,7 @@ def _reset_state() -> None:
 
 @contextmanager
 def _launch_environment() -> Iterator[None]:
-    """Set the environment variables of ``accelerate launch`` inside the context."""
+    """Return a context with the environment variables that ``accelerate launch`` sets."""
     _reset_state()
     variables = {
         "RANK": dist.get_rank(),
@@ -97,7 +95,7 @@ def _launch_environment() -> Iterator[None]:
         "MASTER_ADDR": os.environ.get("MASTER_ADDR", worker_address()),
         "MASTER_PORT": os.environ.get("MASTER_PORT", 0),
         "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": torch.get_num_threads(),  # Accelerate would otherwise set one thread
+        "OMP_NUM_THREADS": torch.get_num_threads(),  # otherwise Accelerate would set one thread
     }
     before = dict(os.environ)
     os.environ.update({name: str(value) for name, value in variables.items()})

@@ -1,8 +1,8 @@
 """Interface between the training loop of a run and the method that trains the model.
 
-A ``Method`` trains on one worker. ``Attached`` is the method of all strategies of this package. A
-``Baseline`` has the settings of something that strategies are compared with, and its ``start``
-creates the ``Method``. A *task* is what one worker trains: model, optimizer, loss, data, schedule.
+A *task* is what one worker trains: model, optimizer, loss, data and schedule. A ``Method`` trains
+it. ``Attached`` is the method for strategies of this package. A *baseline* is another algorithm, to
+compare strategies with: ``Baseline`` has its settings and creates its ``Method``.
 """
 
 from abc import ABC, abstractmethod
@@ -29,20 +29,20 @@ class Method(ABC):
     @property
     @abstractmethod
     def seconds(self) -> float:
-        """Training seconds of this worker so far: computing and waiting, without evaluations."""
+        """Training seconds of this worker so far, without evaluations."""
 
     @property
     def step_seconds(self) -> float | None:
-        """Duration of a step that is final only after ``finish``, or None.
+        """Duration of a step if ``seconds`` is defined as step · duration; else None.
 
-        If it is not None, the final value replaces all earlier training seconds by step · duration.
+        The duration is final only after ``finish``, and then applies to earlier steps, too.
         """
         return None
 
     @property
     @abstractmethod
     def stats(self) -> Stats:
-        """Totals of this worker, such as its waiting time. A total that is not measured is zero."""
+        """Totals of this worker, such as its waiting time; zero where not measured."""
 
     @abstractmethod
     def train(self, batch: Any) -> None:
@@ -50,10 +50,10 @@ class Method(ABC):
 
     @abstractmethod
     def consensus(self) -> AbstractContextManager[None]:
-        """Give all workers the same model, for an evaluation inside the context. A collective.
+        """Return a context in which all workers have the same model, for evaluations. A collective.
 
-        At the end of the context, each worker gets its own model back. The time in the context does
-        not count as training time.
+        At the end of the context, each worker gets its local model back. The time in the context
+        does not count as training time.
         """
 
     @abstractmethod
@@ -62,13 +62,7 @@ class Method(ABC):
 
 
 class Attached(Method):
-    """Trains a task with a strategy of this package.
-
-    Args:
-        task: Task whose model the strategy is attached to.
-        lr_scale: Factor on the learning rate.
-        sync: The synchronizer that ``attach`` returned.
-    """
+    """Trains a task with a strategy of this package, by the result of ``attach``."""
 
     def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
         self._task, self._lr_scale, self.sync = task, lr_scale, sync
@@ -114,10 +108,7 @@ SAVING = ("checkpoints", "save_every", "resume")
 
 
 class Baseline(ABC):
-    """Settings of training that is not a strategy for ``attach``, to compare strategies with.
-
-    Subclasses are frozen dataclasses. ``start`` creates the ``Method`` that trains.
-    """
+    """Settings of an algorithm to compare strategies with. Subclasses are frozen dataclasses."""
 
     name: ClassVar[str]
     """Name on the command line, such as ``torch:ddp``."""
@@ -128,11 +119,7 @@ class Baseline(ABC):
 
     @classmethod
     def require(cls) -> None:
-        """Raise unless the packages that the baseline needs are installed.
-
-        Raises:
-            ImportError: a package is missing. The message says how to install it.
-        """
+        """Raise ImportError unless the packages that the baseline needs are installed."""
         return
 
     @abstractmethod
@@ -150,7 +137,7 @@ class Baseline(ABC):
             task: The task, on its device.
             lr_scale: Factor on the learning rate.
             under: Function that attaches a strategy to the task, for baselines based on a strategy.
-            batches: Function that returns a new iterable over this worker's batches, beginning with
-                the first one, on the model's device.
-            timeout_seconds: Time-out of operations between workers.
+            batches: Function that returns a new iterable over this worker's batches, from the
+                first, on the model's device.
+            timeout_seconds: Time limit of operations between workers.
         """

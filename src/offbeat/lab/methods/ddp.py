@@ -1,4 +1,4 @@
-"""Methods of torch as baselines: DistributedDataParallel (DDP), post-local SGD, accumulation."""
+"""Methods of torch as baselines: DDP, post-local SGD and gradient accumulation."""
 
 import inspect
 from contextlib import nullcontext
@@ -28,20 +28,14 @@ class OverDDP(Peer):
     """Base class of methods that wrap the model in DistributedDataParallel (DDP).
 
     Args:
-        sync_buffers: True to broadcast rank 0's buffers, such as BatchNorm's statistics, at the
-            start of a forward pass, as DDP does by default. DDP skips the broadcast if the previous
-            forward pass was under ``no_sync`` or ``no_grad``.
+        sync_buffers: True to broadcast rank 0's buffers, such as BatchNorm's statistics, before a
+            forward pass. DDP skips this if the previous forward pass was under ``no_sync``.
     """
 
     sync_buffers: bool = True
 
     def wrap(self, task: Task, *, one_bucket: bool = False) -> DistributedDataParallel:
-        """Return the task's model, wrapped in DistributedDataParallel.
-
-        Args:
-            task: The task.
-            one_bucket: True to put all gradients into one bucket.
-        """
+        """Return the task's model in DDP, with all gradients in one bucket if ``one_bucket``."""
         options: dict[str, Any] = {}
         if one_bucket:
             options["bucket_cap_mb"] = _ONE_BUCKET_MB
@@ -61,7 +55,7 @@ class DDP(OverDDP):
             matrices). None: no compression.
         rank: Rank of PowerSGD's matrices (≥ 1). None: 1.
         warmup_steps: Number of steps without compression before PowerSGD starts (≥ 2). None: a
-            tenth of the run, which torch recommends, but at least 2.
+            tenth of the run (torch's recommendation), at least 2.
     """
 
     name: ClassVar[str] = "torch:ddp"
@@ -98,7 +92,7 @@ def _bf16(
 ) -> torch.futures.Future[torch.Tensor]:
     """Call torch's bf16 hook under another name.
 
-    The hook works with gloo, too, but without NCCL DDP rejects a hook named ``bf16_compress_hook``.
+    Without NCCL, DDP rejects a hook with the name ``bf16_compress_hook``, although it works.
     """
     return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
 
@@ -108,8 +102,7 @@ class PostLocal(OverDDP):
     """Post-local SGD: DDP during a warm-up, then local steps and periodic averages of the models.
 
     torch's ``PeriodicModelAverager`` averages the models. After the warm-up no gradients are
-    averaged. By default torch would still average them inside each machine;
-    ``post_local_gradient_allreduce=False`` switches that off.
+    averaged, not even inside a machine (``post_local_gradient_allreduce=False``).
 
     Args:
         period: Number H of steps between two averages of the models (≥ 2).
@@ -136,9 +129,7 @@ class PostLocal(OverDDP):
 
 
 class _Averaging(TrainingLoop):
-    """Training loop that calls torch's averager after each step."""
-
-    differ = True  # the parameters differ between workers
+    differ = True
 
     def __init__(
         self,
@@ -162,11 +153,11 @@ class Accumulate(OverDDP):
     """Gradient accumulation: DDP with ``no_sync``, one optimizer step for several batches.
 
     Each worker computes gradients on ``steps`` batches. Then the optimizer steps with the mean
-    gradient over these batches and all workers, at the learning rate of the first of them. The
-    learning-rate schedule counts batches. The last optimizer step may have fewer batches.
+    gradient over these batches and all workers. The learning-rate schedule counts batches. The step
+    uses the learning rate of the first of its batches.
 
     Args:
-        steps: Number of batches per optimizer step (≥ 1).
+        steps: Number of batches per optimizer step (≥ 1). The last optimizer step may have fewer.
     """
 
     name: ClassVar[str] = "torch:accumulate"
@@ -178,8 +169,6 @@ class Accumulate(OverDDP):
 
 
 class _Accumulating(TrainingLoop):
-    """Training loop that steps the optimizer with the mean gradient of ``window`` batches."""
-
     def __init__(
         self,
         name: str,

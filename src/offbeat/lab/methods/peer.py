@@ -1,7 +1,7 @@
 """Base classes of *peers*: methods of torch and other packages, which run their own code.
 
-A peer trains a *task*: model, optimizer, loss, data and schedule. ``Peer`` has its settings,
-``TrainingLoop`` does the training.
+A peer trains a *task*: model, optimizer, loss, data and schedule. ``Peer`` has its settings, and
+``TrainingLoop`` trains.
 """
 
 import importlib.util
@@ -66,14 +66,10 @@ class Peer(Baseline):
 
     @abstractmethod
     def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> "TrainingLoop":
-        """Create the training loop for the task's model. Called by ``start``. A collective."""
+        """Create the training loop. A collective."""
 
     def require_cpu(self, task: Task) -> None:
-        """Raise unless the model is on the CPU.
-
-        Raises:
-            OffbeatError: the model is on another device, which this peer does not support here.
-        """
+        """Raise OffbeatError unless the model is on the CPU."""
         device = device_of(task.model)
         if device.type != "cpu":
             raise OffbeatError(
@@ -85,17 +81,15 @@ class Peer(Baseline):
 class TrainingLoop(Method):
     """An ordinary training loop around a model, timed with the wall clock.
 
-    The public methods are described in ``Method``. Subclasses override those with an underscore.
-
     Args:
         name: Name of the method, for error messages.
         task: The task.
         lr_scale: Factor on the learning rate.
-        module: The task's model, possibly wrapped.
+        module: The task's model, or a wrapper of it such as DDP.
 
     Attributes:
-        differ: True if the parameters may differ between workers. Evaluations then use the mean of
-            the parameters.
+        differ: True if the parameters may differ between workers. Evaluations and the end of the
+            training then use the mean of the parameters.
     """
 
     differ = False
@@ -117,7 +111,7 @@ class TrainingLoop(Method):
     @property
     @override
     def stats(self) -> Stats:
-        """Steps and seconds. The waiting time and the sent bytes of a peer are unknown."""
+        """Steps and seconds. The waiting time and bytes sent are unknown, and zero here."""
         return Stats(steps=self._step, details={"seconds": self._seconds})
 
     @override
@@ -130,13 +124,13 @@ class TrainingLoop(Method):
             self._task.advance()
 
     def _learn(self, batch: Any) -> int:
-        """Train on a batch. Return how many batches' gradients the optimizer has applied now."""
+        """Train on a batch. Return how many batches the optimizer has now applied (0: no step)."""
         self._task.loss(self._module, batch).backward()
         self._take_step()
         return 1
 
     def _take_step(self) -> None:
-        """Clip the gradient and step the optimizer at the scaled learning rate."""
+        """Clip the gradient if required, and step the optimizer at the scaled learning rate."""
         task = self._task
         with task.scaled_lr(self._lr_scale):
             if task.clip_norm is not None:
@@ -170,7 +164,7 @@ class TrainingLoop(Method):
             self._close()
 
     def _average(self, when: str) -> None:
-        """Average the parameters if they may differ, and replace the buffers by those of rank 0."""
+        """Average the parameters if they may differ, and copy the buffers of rank 0."""
         model = self._task.model
         with explain_failures(f"{when} of {self._name}"), torch.no_grad():
             if self.differ:
@@ -181,24 +175,20 @@ class TrainingLoop(Method):
                 dist.broadcast(buffer, src=0)
 
     def _close(self) -> None:
-        """Release the resources of the method. A collective. Does not count as training time."""
+        """Release the resources of the method. A collective."""
 
     def _now(self) -> float:
         device = device_of(self._task.model)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # queued kernels belong to the training time
+            torch.cuda.synchronize(device)  # the time of queued kernels counts, too
         return time.perf_counter()
 
 
 @contextmanager
 def explain_failures(what: str) -> Iterator[None]:
-    """Convert errors of other packages to ``CommunicationError`` with the rank and the operation.
+    """Convert RuntimeError and TimeoutError of other packages to ``CommunicationError``.
 
-    Args:
-        what: Description of the operation, such as "batch 3 of torch:ddp".
-
-    Raises:
-        CommunicationError: for a RuntimeError or TimeoutError that is not an OffbeatError.
+    The new message has the rank and the operation ``what``, such as "batch 3 of torch:ddp".
     """
     try:
         yield
@@ -215,8 +205,8 @@ def explain_failures(what: str) -> Iterator[None]:
 def worker_address() -> str:
     """Return the IPv4 address at which the other workers reach this one.
 
-    If ``GLOO_SOCKET_IFNAME`` is set, it is the address of that network interface. Otherwise it is
-    the address from which packets to ``MASTER_ADDR`` are sent.
+    It is the address of the network interface ``GLOO_SOCKET_IFNAME``. If this is not set, it is the
+    address from which packets to ``MASTER_ADDR`` are sent.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -30,7 +30,7 @@ def parse_method(text: str) -> Strategy | Baseline:
     """Return the strategy or baseline that ``text`` names, with its settings.
 
     Raises:
-        ValueError, TypeError: a name is unknown or a setting is invalid; see ``parse_strategy``.
+        ValueError, TypeError: A name is unknown or a setting is invalid.
     """
     if not is_baseline(text):
         return parse_strategy(text)
@@ -45,7 +45,7 @@ def parse_method(text: str) -> Strategy | Baseline:
 
 
 def is_baseline(text: str) -> bool:
-    """Return True if ``text`` names ``ideal`` or has a peer's prefix. The rest may be invalid."""
+    """Return True if ``text`` names a baseline. Its settings may be invalid."""
     return is_ideal(text) or is_peer(text)
 
 
@@ -55,16 +55,12 @@ def is_ideal(text: str) -> bool:
 
 
 def is_peer(text: str) -> bool:
-    """Return True if ``text`` has the prefix of a peer. The rest of it may be invalid."""
+    """Return True if ``text`` begins with a peer's prefix. The rest may be invalid."""
     return text.strip().startswith(PREFIXES)
 
 
 def require_virtual(text: str) -> None:
-    """Raise unless the method that ``text`` names can run in the simulator.
-
-    Raises:
-        ValueError: the method needs real processes.
-    """
+    """Raise ValueError unless the method that ``text`` names can run in the simulator."""
     method = parse_method(text)
     if isinstance(method, Baseline) and not method.simulated:
         raise ValueError(f"{text} runs its own code on real processes, not on simulated workers")

@@ -1,7 +1,7 @@
 """LocalSGD and DiLoCo of the package torchft, as baselines.
 
-torchft coordinates *replica groups* of workers. Each group has a manager, and a *lighthouse* server
-tells the managers which groups take part. Here every worker is a replica group of its own.
+torchft coordinates *replica groups* of workers. Each group has a *manager*. The *lighthouse*, a
+server, tells the managers which groups take part. Here every worker is a separate replica group.
 """
 
 import logging
@@ -53,11 +53,11 @@ class TorchftDiLoCo(Peer):
             is ``sync_every``.
         outer_lr: Learning rate of the outer optimizer (> 0).
         outer_momentum: Nesterov momentum of the outer optimizer, in [0, 1). 0: no momentum.
-        fragments: Number of contiguous parts of the model of about equal size, synchronized in
-            turn (≥ 1, divides the period).
+        fragments: Number of parts of the model, of about equal size, that are synchronized in turn
+            (≥ 1, divides the period).
         delay: Number of steps from the start of a fragment's all-reduce to the use of its result
             (≥ 0, less than period / fragments). torchft's name is ``fragment_sync_delay``.
-        mixing: Weight of the local parameters when they are combined with the result, in [0, 1].
+        mixing: Weight of the local parameters when they are mixed with the result, in [0, 1].
             torchft's name is ``fragment_update_alpha``.
     """
 
@@ -113,10 +113,10 @@ class TorchftDiLoCo(Peer):
 
 
 def fragments_of(model: nn.Module, number: int) -> list[nn.Module]:
-    """Divide the parameters, in their order, into non-empty parts with about equally many elements.
+    """Divide the parameters, in their order, into ``number`` non-empty parts of about equal size.
 
     Raises:
-        ValueError: the model has fewer parameter tensors than parts.
+        ValueError: The model has fewer than ``number`` parameter tensors.
     """
     parameters = list(model.parameters())
     if len(parameters) < number:
@@ -135,12 +135,8 @@ def fragments_of(model: nn.Module, number: int) -> list[nn.Module]:
 class Group:
     """torchft's servers on this worker: a store, a manager, and on rank 0 the lighthouse.
 
-    The constructor starts them, and is a collective. After a failed all-reduce, torchft continues
-    with the remaining workers. Here such a failure is an error, because all runs of a comparison
-    must train with all workers.
-
-    Args:
-        timeout_seconds: Time-out of every operation.
+    Creating it is a collective. torchft can continue after a failed all-reduce. Here that is an
+    error, because all runs of a comparison must train with all workers.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -182,11 +178,7 @@ class Group:
         )
 
     def require_all_workers(self) -> None:
-        """Raise unless the last all-reduce succeeded.
-
-        Raises:
-            CommunicationError: the all-reduce failed on this worker.
-        """
+        """Raise CommunicationError if the last all-reduce failed on this worker."""
         error = self.manager.errored()
         if error is not None:
             raise CommunicationError(
@@ -206,7 +198,7 @@ class Group:
 class _Managed(TrainingLoop):
     """Training loop of a torchft method, which acts in hooks of the optimizer's step."""
 
-    differ = True  # the parameters differ between workers
+    differ = True
 
     def __init__(self, name: str, task: Task, lr_scale: float, group: Group, method: Any) -> None:
         super().__init__(name, task, lr_scale, task.model)
@@ -218,7 +210,7 @@ class _Managed(TrainingLoop):
         try:
             super()._optimize()
         except RuntimeError:
-            # If an all-reduce failed, raise an error with the cause. torchft only counts failures.
+            # If an all-reduce failed, raise an error with the cause. torchft's has only a count.
             self._group.require_all_workers()
             raise
         self._group.require_all_workers()

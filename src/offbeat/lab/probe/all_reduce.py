@@ -17,13 +17,8 @@ def measure_all_reduce(
 ) -> AllReduce | None:
     """Measure small and large all-reduces for about ``seconds``. A collective.
 
-    Rank 0 chooses the sizes and the number of all-reduces and broadcasts them.
-
-    Args:
-        communicator: Communicator of all workers.
-        noise: Floats to sum. An all-reduce sums a prefix of them.
-        scratch: Buffer of the same size, overwritten with the sums.
-        seconds: Available time.
+    Rank 0 chooses the sizes and the number of all-reduces and broadcasts them. Each all-reduce sums
+    a prefix of ``noise`` (float32) into ``scratch``, a buffer of the same size.
 
     Returns:
         The result on rank 0, None on the other ranks.

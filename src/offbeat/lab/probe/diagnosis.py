@@ -16,14 +16,13 @@ def find_warnings(ranks: Sequence[Rank], pairs: Sequence[Pair]) -> list[str]:
 
     - a rank that uses another network interface than rank 0;
     - a rank that uses the loopback interface, although there are several hosts;
-    - a rank that sends or receives at less than half of the median over the send and receive rates
-      of all ranks. A rank's send (receive) rate is the upper median over the ranks to (from) which
-      its links were measured. With fewer than two such links the rate is not judged, because one
-      link does not show which end is slow;
+    - a rank that sends or receives at less than half of the median rate. ``rate_of`` computes the
+      two rates of each rank from its measured links. The median is over these rates of all ranks.
+      A rate from a single link is ignored, because it does not show which end is slow;
     - a pair whose latency is over 5 times the median over all pairs. If both directions were
       measured, the lower latency counts.
 
-    If links between hosts were measured, only those are used for rates and latencies.
+    If links between hosts were measured, rates and latencies of other links are ignored.
     """
     warnings = []
     first = ranks[0].interface.partition(" (")[0]

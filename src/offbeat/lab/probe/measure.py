@@ -1,4 +1,4 @@
-"""The measurement of a probe: each pair of workers in turn, then all-reduces of all workers."""
+"""Measures the network: each pair of workers in turn, then all-reduces of all workers."""
 
 import dataclasses
 import json
@@ -37,10 +37,9 @@ def probe(
 
     Args:
         size_bytes: Maximum message size (≥ 1024). On slow links the messages are smaller.
-        seconds: Target duration. A fast network needs less. A very slow one takes longer, because
-            each pair transfers at least two messages of 16 KiB.
-        seed: Seed of the payload and, among more than 8 workers, of the choice of pairs.
-        timeout_seconds: Time-out of each operation. If one exceeds it, the probe fails.
+        seconds: Target duration. A fast network needs less time, a very slow one more.
+        seed: Seed of the payload and, with more than 8 workers, of the choice of pairs.
+        timeout_seconds: Time-out of each operation between workers.
 
     Raises:
         TypeError, ValueError: an argument has another type or is out of its range.
@@ -59,8 +58,8 @@ def probe(
     communicator = TorchCommunicator(None, timeout_seconds=timeout_seconds)
     _barrier(communicator)
     started = time.perf_counter()
-    # The payload is noise, because some network tunnels compress. It has a normal distribution,
-    # because floats of random bits would include denormal numbers, which are slow to add.
+    # The payload is noise, because some network tunnels compress data. Its floats are normally
+    # distributed: random bits would include denormal numbers, which are slow to add.
     noise = torch.randn(size_bytes // 4, generator=torch.Generator().manual_seed(seed))
     scratch = torch.empty_like(noise)
     order = choose_pairs(communicator.size, seed)
@@ -103,8 +102,8 @@ def probe(
 def choose_pairs(size: int, seed: int = 0) -> list[tuple[int, int]]:
     """Return the pairs (source, destination) to measure among ``size`` workers.
 
-    Up to 8 workers, these are all pairs. With more workers, each worker r sends to r + 1, to r − 1
-    and to one further worker that is drawn with ``seed``.
+    With up to 8 workers, these are all pairs. With more, each worker r sends to r + 1, to r − 1 and
+    to one other worker that is drawn with ``seed``.
     """
     if size <= _ALL_PAIRS_UP_TO:
         return [(a, b) for a in range(size) for b in range(size) if a != b]

@@ -3,11 +3,15 @@
 Latency and bandwidth are defined as in the simulator, where a message takes
 latency + bytes / bandwidth. The measured values can therefore be passed to the simulator.
 
-Protocol: the measuring worker sends an 8-byte request that contains the size of the payload that
-follows. The size is 0 for a *ping*, a request without a payload. The other worker answers each
-request and each payload with 8 bytes. A request of −1 ends the measurement and is not answered.
-Each worker posts a receive before the other one sends. Otherwise the sender would first wait for
-gloo's notification that the receiver is ready, and the measured time would include that wait.
+Protocol:
+
+1. The measuring worker sends a request of 8 bytes: the size of the payload that follows. The size
+   is 0 for a *ping*, which has no payload, and −1 to end the measurement.
+2. The other worker answers with 8 bytes, except to −1.
+3. If there is a payload, the measuring worker sends it, and the other worker answers it, too.
+
+Each worker posts its receive before the other one sends. Otherwise the sender would first wait for
+gloo's notification that the receiver is ready, and the measured time would include this wait.
 """
 
 import statistics
@@ -23,9 +27,9 @@ from offbeat.transport.handle import Handle
 from offbeat.units import show_bytes
 
 PINGS = (5, 100)
-"""Minimum and maximum number of small messages (pings) from which a latency is computed."""
+"""Minimum and maximum number of small messages from which a latency is computed."""
 PING_SHARE = 0.15
-"""Share of the available time that may be spent on pings."""
+"""Share of the available time for these small messages."""
 END = -1
 """Request that ends a measurement."""
 
@@ -36,12 +40,9 @@ _REQUEST, _ANSWER, _PAYLOAD = 1, 2, 3  # tags
 
 
 class Link:
-    """Measures the link to another worker, which runs ``serve`` meanwhile.
+    """Measures the link to rank ``peer``, which runs ``serve`` meanwhile.
 
-    Args:
-        communicator: Communicator that connects both workers.
-        peer: Rank of the other worker.
-        payload: Bytes to send. Each message is a prefix of them.
+    Each message is a prefix of ``payload``.
     """
 
     def __init__(self, communicator: Communicator, peer: int, payload: Tensor) -> None:
@@ -49,7 +50,7 @@ class Link:
         self._request, self._answer = torch.zeros(2, 1, dtype=torch.int64)
 
     def _round_trip(self, tensor: Tensor, tag: int, what: str) -> float:
-        """Send ``tensor`` and return the seconds until its answer."""
+        """Send ``tensor`` and return the seconds until the answer."""
         text = f"{what} rank {self._peer}"
         answer = self._communicator.receive(
             self._answer, source=self._peer, tag=_ANSWER, what=f"answer to {text}"
@@ -85,9 +86,9 @@ class Link:
             source=self._communicator.rank,
             destination=self._peer,
             latency_seconds=statistics.median(trips) / 2,
-            # The shortest round trip is subtracted, not the median one. On a busy host the median
-            # is mostly the wait for a processor, which overlaps with the transfer of a long
-            # message. The bound median / 2 is for messages that take hardly longer than a ping.
+            # Subtract the shortest ping, not the median one. On a busy host the median ping is
+            # mostly a wait for a processor, which overlaps with a long transfer. The lower bound
+            # median / 2 is for messages that take hardly longer than a ping.
             bytes_per_second=size / max(median - min(trips), median / 2),
             message_bytes=size,
             repetitions=len(times),
@@ -128,17 +129,14 @@ def repeat(
 ) -> tuple[int, list[float]]:
     """Find a message size that suits the available time, and measure messages of that size.
 
-    The size grows by a factor of 4 as long as three messages of the next size are expected to fit
-    into the remaining time.
+    The size starts at 16 KiB. It grows by a factor of 4, up to ``most_bytes``, as long as three
+    messages of the next size are expected to fit into the remaining time.
 
-    Args:
-        transfer: Function that transfers a number of bytes and returns the seconds.
-        most_bytes: Maximum message size.
-        seconds: Available time.
+    ``transfer`` transfers a given number of bytes and returns the seconds.
 
     Returns:
-        The final size in bytes, and the seconds of each message of that size. The first such
-        message, which warms up the connection, is not included.
+        The final size in bytes, and the seconds of each message of that size except the first,
+        which warms up the connection.
     """
     deadline = time.perf_counter() + seconds
     size = min(_FIRST_BYTES, most_bytes)

@@ -15,8 +15,8 @@ class Rank:
     """One worker.
 
     Attributes:
-        rank: Rank of the worker.
-        host: Name of its host.
+        rank: Rank in the process group.
+        host: Name of the worker's host.
         interface: Network interface and address that gloo uses, as in ``eth0 (10.0.0.1; …)``.
     """
 
@@ -33,8 +33,8 @@ class Pair:
         source: Rank of the sender.
         destination: Rank of the receiver.
         latency_seconds: Half of the median round trip of an 8-byte message.
-        bytes_per_second: ``message_bytes`` / max(m − s, m/2), where m is the median time until a
-            large message is answered, and s is the shortest round trip of an 8-byte message.
+        bytes_per_second: Bandwidth, ``message_bytes`` / max(m − s, m/2). m is the median time until
+            a large message is answered, s the shortest round trip of an 8-byte message.
         message_bytes: Size of the large messages.
         repetitions: Number of the large messages.
     """
@@ -48,7 +48,7 @@ class Pair:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """Source and destination."""
+        """(source, destination)."""
         return self.source, self.destination
 
 
@@ -62,8 +62,8 @@ class AllReduce:
         message_bytes: Size of the large all-reduces.
         repetitions: Number of the large all-reduces.
         algorithm_bytes_per_second: ``message_bytes / seconds``.
-        bus_bytes_per_second: Rate of each link in a ring all-reduce among N workers,
-            2 (N − 1) / N · ``algorithm_bytes_per_second``.
+        bus_bytes_per_second: 2 (N − 1) / N · ``algorithm_bytes_per_second`` with N workers. In a
+            ring all-reduce, this is the rate of each link.
     """
 
     latency_seconds: float
@@ -81,7 +81,7 @@ class Probe:
     Attributes:
         ranks: Workers in rank order.
         pairs: Measured links from one worker to another.
-        possible_pairs: Number of all such links, N (N − 1) among N workers.
+        possible_pairs: Number of all links, measured or not: N (N − 1) among N workers.
         all_reduce: Measured all-reduces among all workers.
         warnings: One line for each anomaly; see ``find_warnings``.
         seed: Seed of the payload and, if not all pairs were measured, of the choice of pairs.
@@ -108,16 +108,8 @@ def rate_of(
     """Return the bytes per second at which ``rank`` sends to or receives from other workers.
 
     It is the upper median over the measured links. With two of them, it is the rate of the faster
-    link, so that one slow partner does not make ``rank`` look slow.
-
-    Args:
-        rank: Rank of the worker.
-        direction: "sends" or "receives".
-        pairs: Measured links.
-        least: Minimum number of measured links in this direction.
-
-    Returns:
-        The rate. None if fewer than ``least`` links were measured.
+    link, so that one slow partner does not make ``rank`` look slow. None if ``pairs`` contains
+    fewer than ``least`` links of ``rank`` in this direction.
     """
     end = "source" if direction == "sends" else "destination"
     rates = [pair.bytes_per_second for pair in pairs if getattr(pair, end) == rank]

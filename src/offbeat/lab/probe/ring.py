@@ -10,10 +10,10 @@ from offbeat.errors import CommunicationError
 from offbeat.lab.evaluation import gather
 from offbeat.lab.events import LinkSpeed
 
-_LEAST_SECONDS = 0.3  # of the largest message, much longer than the burst of a rate-limited link
+_LEAST_SECONDS = 0.3  # of the timed messages: much longer than the burst of a rate-limited link
 _FIRST_BYTES, _MOST_BYTES = 2**18, 64 * 2**20
 _PINGS = 12
-_REPETITIONS = 3  # on a machine with other load, a stall seldom affects more than one of them
+_REPETITIONS = 3  # on a busy machine, a stall seldom affects more than one of them
 
 
 def measure_links() -> LinkSpeed:
@@ -21,10 +21,9 @@ def measure_links() -> LinkSpeed:
 
     Requires gloo and at least 2 workers. Usually takes two to three seconds.
 
-    The messages grow until one takes 0.3 s, or up to 64 MiB. Three messages of that size are timed
-    until the slowest worker has finished. With the median time t, the bandwidth is
-    size / max(t − latency, t/2). The latency is the median time of the same exchange with messages
-    of 4 bytes.
+    The messages grow until one takes 0.3 s or has 64 MiB. Three messages of this size are timed
+    until the slowest worker has finished; t is the median. The bandwidth is
+    size / max(t − latency, t/2). The latency is the median time of a message of 4 bytes.
 
     Raises:
         CommunicationError: a worker failed, or did not answer within the group's time-out.

@@ -1,4 +1,4 @@
-"""Tables and lines of text that show the result of a probe. A probe measures the network."""
+"""Tables and lines of text that show the result of a probe, a measurement of the network."""
 
 import statistics
 
@@ -10,8 +10,8 @@ from offbeat.units import show_bandwidth, show_bytes, show_seconds
 def by_rank(result: Probe) -> Table:
     """Return a table with one row per rank.
 
-    A row has the median latency of the links from and to the rank. It also has the bandwidth at
-    which the rank sends and the bandwidth at which it receives; see ``rate_of``.
+    It shows the median latency of the rank's links, and the bandwidths at which the rank sends and
+    receives (``rate_of``).
     """
     rows = []
     for worker in result.ranks:
@@ -56,10 +56,7 @@ def caption(result: Probe) -> str:
 
 
 def summary(result: Probe) -> str:
-    """Return a line about the measured all-reduces.
-
-    It has the latency of a small all-reduce, and the size, duration and bandwidths of a large one.
-    """
+    """Return a line about the measured all-reduces: latency, duration and bandwidths."""
     measured = result.all_reduce
     return (
         f"all-reduce: latency {show_time(measured.latency_seconds)}; "

@@ -28,8 +28,8 @@ def find_recipe(name: str) -> Recipe:
     """Return the recipe called ``name``.
 
     Args:
-        name: Name or alias of a recipe of this package, or ``path/to/file.py`` or
-            ``path/to/file.py:NAME`` for a custom recipe.
+        name: Name or alias of a recipe of this package. For a custom recipe: ``path/to/file.py`` or
+            ``path/to/file.py:NAME``.
 
     Raises:
         ValueError: no recipe has the name (the message lists all names), or the file is invalid.

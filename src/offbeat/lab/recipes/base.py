@@ -1,6 +1,8 @@
-"""A ``Recipe`` builds a ``Task`` from a ``Setup``.
+"""``Recipe``, ``Setup`` and ``Task``.
 
-A ``Setup`` holds the properties of a run. A ``Task`` is everything that one worker needs to train.
+A recipe is a named workload such as ``digits``. For each run, every worker calls ``recipe.build``
+with a setup (number of workers, epochs, seed, data) and gets a task: the model, the data and all
+else that it needs to train.
 """
 
 import math
@@ -28,13 +30,13 @@ Schedule = Callable[[Optimizer, int], LRScheduler]
 
 @dataclass(frozen=True)
 class Setup:
-    """Properties of a run from which a recipe builds a task.
+    """Properties of a run that a recipe needs to build a task.
 
     Attributes:
         workers: Number of workers.
         epochs: Number of passes over the training set, by all workers together.
-        seed: Seed of all random choices. It is equal on all workers, which build the same model.
-        data: Path of the files of the data set, given by ``--data``. None: not given.
+        seed: Seed of all random choices, equal on all workers, so that they build the same model.
+        data: Path of the data set's files, given by ``--data``. None: not given.
     """
 
     workers: int
@@ -48,7 +50,7 @@ class Task:
     """Everything that one worker needs to train. Every worker builds the same task.
 
     If ``steps`` is 0 or ``scheduler`` is a function, ``complete`` must be called before training.
-    The decorator ``recipe`` does that.
+    The decorator ``recipe`` calls it.
 
     Attributes:
         model: The model.
@@ -61,9 +63,9 @@ class Task:
         scheduler: Scheduler of the learning rate, advanced once per step, or a function
             (optimizer, number of steps) → scheduler. None: the learning rate is constant.
         steps: Number of steps of each worker in the whole run. 0: computed from the epochs.
-        clip_norm: Largest norm of the gradient. None: no clipping.
-        readers: Number of processes that load batches ahead, if the model is on a GPU. On a CPU no
-            such processes are started, because they would take cores from the training.
+        clip_norm: Maximum norm of the gradient. None: no clipping.
+        readers: Number of processes that load batches ahead, if the model is on a GPU. On a CPU,
+            such processes would take cores from the training and are not started.
 
     Raises:
         TypeError: ``evaluate`` is not a ``HeldOut``, or ``batch_size`` or ``steps`` is no integer.
@@ -91,7 +93,7 @@ class Task:
 
     @cached_property
     def samples(self) -> Samples:
-        """The training set as an object from which batches can be read."""
+        """The training set, with a method that reads a batch at once."""
         return as_samples(self.dataset)
 
     def complete(self, setup: Setup) -> None:
@@ -110,8 +112,8 @@ class Task:
     def scaled_lr(self, factor: float) -> Iterator[None]:
         """Multiply every learning rate by ``factor`` inside the context, for one optimizer step.
 
-        The rates are restored before the scheduler advances, because some schedulers compute a rate
-        from the previous one.
+        Advance the scheduler outside the context, because some schedulers compute the next rate
+        from the current one.
         """
         groups = self.optimizer.param_groups
         before = [group["lr"] for group in groups]
@@ -133,11 +135,11 @@ class Recipe:
         description: One line for ``offbeat recipes``.
         metric: Name of the metric of ``Task.evaluate`` that is compared with the target.
         higher_is_better: True if larger values of the metric are better.
-        target: Value of the metric. Runs are compared by the time in which they reach it.
+        target: Value of the metric. Runs are compared by the time until they reach it.
         epochs: Default number of passes over the training set, by all workers together.
         build: Function that builds the task of a worker.
-        needs_data: Description of the files that ``--data`` must contain. None: none are needed, or
-            the recipe is a custom one.
+        needs_data: Description of the files that ``--data`` must contain. None for recipes without
+            files, and for custom recipes.
         file: Python file of a custom recipe. None: a recipe of this package.
     """
 
@@ -155,11 +157,8 @@ class Recipe:
 def steps_for(setup: Setup, samples: int, batch_size: int) -> int:
     """Return the number of steps of each worker: ⌈epochs · samples / (batch_size · workers)⌉.
 
-    If all batches are full, all workers together read at least epochs · samples samples in these
-    steps.
-
     Raises:
-        ValueError: ``epochs`` × ``samples`` is less than 1, or there are more than 10⁹ steps.
+        ValueError: epochs · samples is less than 1, or there are more than 10⁹ steps.
     """
     if setup.epochs * samples < 1:
         raise ValueError(f"{setup.epochs:g} epochs are less than one of {samples:,} samples")

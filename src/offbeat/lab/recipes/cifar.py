@@ -1,7 +1,7 @@
 """Recipes for CIFAR-10 and CIFAR-100.
 
-ResNet-101 and VGG11 have the settings of the SelSync paper (Tyagi & Swany, arXiv 2307.07950) unless
-a comment says otherwise. "The paper" means this one.
+ResNet-101 and VGG11 have the settings of the SelSync paper (Tyagi & Swany, arXiv 2307.07950), "the
+paper" in the comments below. The comments name the exceptions.
 """
 
 from collections.abc import Callable
@@ -67,8 +67,8 @@ def cifar_recipe(
 ) -> Recipe:
     """Return a recipe with SGD, momentum 0.9 and 32 samples per worker and step.
 
-    ``model`` is a function from the number of classes to the model. ``milestones`` are the epochs
-    after which the learning rate is divided by ten. None: a warm-up and a cosine decay.
+    ``model`` is a function from the number of classes to the model. After each epoch in
+    ``milestones``, the learning rate is divided by ten. None: a warm-up and a cosine decay.
     """
     batch_size = 32
 
@@ -96,8 +96,8 @@ def cifar_recipe(
     return Recipe(name, description, metric, True, target, epochs, build, needs)
 
 
-# The paper reports 98.5 % for BSP. That cannot be the top-1 accuracy on CIFAR-10, because this
-# network reaches 93 to 95 % when trained from scratch. The target is therefore not the paper's.
+# The target is not the paper's. The paper reports 98.5 % for BSP. This cannot be the top-1 accuracy
+# on CIFAR-10, because this network reaches 93 to 95 % when trained from scratch.
 RESNET101 = cifar_recipe(
     "cifar10:resnet101",
     "ResNet-101 on CIFAR-10, as in the SelSync paper",
@@ -110,8 +110,8 @@ RESNET101 = cifar_recipe(
     milestones=(110, 150),
 )
 
-# "Asynchronous SGD without gradient delay" (ICLR 2019 submission) trains this model for a figure of
-# the discrepancy between workers, but gives no settings. The settings here are those of ResNet-18.
+# "Asynchronous SGD without gradient delay" (ICLR 2019 submission) trains this model, but gives no
+# settings. The settings here are those of ResNet-18.
 RESNET50 = cifar_recipe(
     "cifar10:resnet50",
     "ResNet-50 on CIFAR-10, as for async SGD without delay",
@@ -129,8 +129,8 @@ CNN = cifar_recipe(
     "cifar10:cnn", "small CNN on CIFAR-10", CIFAR10, small_cnn, target=0.8, epochs=20
 )
 
-# The paper reports 90.9 % for BSP. That must be top-5 accuracy, because the top-1 accuracy of this
-# network is below 70 %.
+# The paper reports 90.9 % for BSP. This must be the top-5 accuracy, because the top-1 accuracy of
+# this network is below 70 %.
 VGG11 = cifar_recipe(
     "cifar100:vgg11",
     "VGG11 on CIFAR-100, as in the SelSync paper",

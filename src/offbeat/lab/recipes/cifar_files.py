@@ -1,6 +1,6 @@
 """Reads CIFAR-10 and CIFAR-100 from their files.
 
-The official files are pickles. They are read without executing code that a pickle may contain.
+The official files are pickles. Code that a pickle may contain is not executed.
 """
 
 import math
@@ -24,13 +24,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 class Layout:
     """Names of the files of a data set.
 
-    Attributes:
-        folder: Name of the directory of the official files.
-        archive: Name of a file in NumPy's ``.npz`` format that can replace the directory.
-        train: Names of the files of the training split.
-        test: Name of the file of the test split.
-        labels: Key of the labels in the dictionary of each official file.
-        classes: Number of classes.
+    ``folder`` contains the official files ``train`` and ``test``, which have the labels under the
+    key ``labels``. A file ``archive`` in NumPy's ``.npz`` format can replace the directory.
     """
 
     folder: str
@@ -53,7 +48,7 @@ CIFAR100 = Layout("cifar-100-python", "cifar100.npz", ("train",), "test", b"fine
 
 
 class _Array:
-    """Replaces a NumPy array during unpickling. It stores the pickled state without a check."""
+    """Replaces a NumPy array during unpickling. Stores the pickled state without a check."""
 
     state: tuple[Any, ...] = ()
 
@@ -61,11 +56,7 @@ class _Array:
         self.state = state
 
     def image_bytes(self) -> Bytes:
-        """Check the pickled state, and return it as an array of n×3072 bytes.
-
-        Raises:
-            ValueError: the state is not that of such an array.
-        """
+        """Return the pickled state as an array of n×3072 bytes. Raise if it is anything else."""
         _, shape, dtype, fortran, data = self.state
         n, width = shape
         if not isinstance(dtype, _DType) or dtype.name not in (b"u1", "u1") or width != 3072:
@@ -87,18 +78,14 @@ class _DType:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler of plain values and NumPy arrays. It never calls a function that the file names.
+    """Reads plain values and NumPy arrays, and never calls a function that the file names.
 
     ``_Array`` and ``_DType`` replace NumPy's classes. NumPy receives the pickled data only after
     ``_Array.image_bytes`` has checked it.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the replacement of a class or function of NumPy that the official files use.
-
-        Raises:
-            pickle.UnpicklingError: the file refers to another class or function.
-        """
+        """Return the replacement of a name that the official files use. Raise for other names."""
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
             return lambda *_: _Array()
         if module == "numpy" and name in ("ndarray", "dtype"):
@@ -109,15 +96,12 @@ class _Unpickler(pickle.Unpickler):
 def read_batch(path: Path, labels: bytes, classes: int) -> Split:
     """Read a file of the official "python version": a pickled dictionary of images and labels.
 
-    Args:
-        path: The file.
-        labels: Key of the labels, ``b"labels"`` or ``b"fine_labels"``.
-        classes: Number of classes. Labels are in [0, classes).
+    ``labels`` is the key of the labels, ``b"labels"`` or ``b"fine_labels"``. Labels are in
+    [0, ``classes``).
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is damaged or contains something else, or its pickle refers to a class
-            or function that the official files do not use.
+        ValueError: the file is damaged or is not such a file.
     """
     try:
         with path.open("rb") as file:
@@ -136,9 +120,10 @@ def read_batch(path: Path, labels: bytes, classes: int) -> Split:
 
 
 def read_archive(path: Path, classes: int) -> tuple[Split, Split]:
-    """Read both splits from an ``.npz`` file with x_train, y_train, x_test and y_test.
+    """Return the training and the test split of an ``.npz`` file.
 
-    The names and shapes are those of Keras: images are n×32×32×3 bytes, labels n or n×1 integers.
+    Its arrays have the names and shapes of Keras: x_train and x_test are n×32×32×3 bytes, y_train
+    and y_test are n or n×1 integers.
 
     Raises:
         OSError: the file cannot be read.
@@ -185,13 +170,11 @@ def _checked(
 def load(data: Path | None, layout: Layout, recipe: str) -> tuple[Split, Split]:
     """Load the training and the test split of CIFAR-10 or CIFAR-100.
 
-    Args:
-        data: The official directory, its parent, a directory with the ``.npz`` file, or that file.
-        layout: Names of the files of the data set.
-        recipe: Name of the recipe, for the error message.
+    ``data`` is the official directory, its parent, a directory with the ``.npz`` file, or this
+    file.
 
     Raises:
-        FileNotFoundError: a file does not exist. The message names the file and the directory.
+        FileNotFoundError: ``data`` is None, or a file does not exist.
         ValueError: a file is damaged, or contains something else.
     """
     wanted = f"{layout.folder} or {layout.archive}"

@@ -29,16 +29,9 @@ def classification_task(
 ) -> Task:
     """Return a classification task with cross-entropy loss.
 
-    Args:
-        setup: Properties of the run.
-        make_model: Function that builds the model. It is called after torch's global generator is
-            seeded.
-        optimize: Function that builds the optimizer and the scheduler.
-        train: Training set. A sample is a pair of an image and its label.
-        test: Test set. A sample is such a pair, too.
-        batch_size: Number of samples per worker and step.
-        metrics: Metric name → k of the top-k accuracy.
-        test_batch_size: Largest number of images per batch in an evaluation.
+    ``make_model`` is called after torch's global generator is seeded. ``train`` and ``test``
+    consist of pairs (image, label). ``metrics`` maps the name of a metric to the k of its top-k
+    accuracy.
     """
     torch.manual_seed(setup.seed)
     model = make_model()

@@ -32,13 +32,13 @@ def recipe(
 ) -> Callable[[Callable[[Setup], Task]], Recipe]:
     """Return a decorator that turns a function ``f(setup) -> Task`` into a recipe.
 
-    Every worker calls the function. The generators of torch, NumPy and ``random`` are seeded with
-    the same number on all workers before the call, so that all workers build the same model. The
-    first line of the function's docstring becomes the description of the recipe.
+    Every worker calls the function. Before the call, the generators of torch, NumPy and ``random``
+    are seeded with ``setup.seed``, so that all workers build the same model. The first line of the
+    function's docstring becomes the description of the recipe.
 
     Args:
         metric: Name of the metric of ``Task.evaluate`` that is compared with the target.
-        target: Value of the metric. Runs are compared by the time in which they reach it.
+        target: Value of the metric. Runs are compared by the time until they reach it.
         epochs: Default number of passes over the training set, by all workers together (> 0).
         higher_is_better: True if larger values of the metric are better.
 
@@ -82,8 +82,7 @@ def recipe(
 def explain_errors(file: Path, what: str) -> Iterator[None]:
     """Convert any error inside the context to a ``ValueError`` with the line of ``file``.
 
-    Raises:
-        ValueError: any exception, or ``SystemExit``, was raised inside the context.
+    The message begins with the file, the line and ``what``. ``SystemExit`` is converted, too.
     """
     try:
         yield
@@ -103,14 +102,14 @@ def is_file_recipe(name: str) -> bool:
 
 
 def load_file_recipe(text: str) -> Recipe:
-    """Return the recipe with the address ``text``.
+    """Return the recipe in a Python file.
 
     Args:
         text: ``path/to/file.py:NAME``, or ``path/to/file.py`` if the file has only one recipe.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file raises an error, has no such recipe, or has several without NAME.
+        ValueError: the file raises an error, has no such recipe, or has several and NAME is absent.
     """
     head, _, name = text.removesuffix(SUFFIX).partition(f"{SUFFIX}:")
     path = Path(f"{head}{SUFFIX}")
@@ -132,7 +131,10 @@ def load_file_recipe(text: str) -> Recipe:
 
 @cache
 def _run(path: Path, modified: int) -> dict[str, Recipe]:
-    """Execute a file and return its recipes by name. Executes it again if ``modified`` changes."""
+    """Execute a file and return its recipes by name.
+
+    ``modified`` is its time of modification, a part of the cache's key.
+    """
     if str(path.parent) not in sys.path:  # the file may import modules of its directory
         sys.path.insert(0, str(path.parent))
     name = f"offbeat_recipe_{path.stem}"
@@ -140,7 +142,7 @@ def _run(path: Path, modified: int) -> dict[str, Recipe]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses and pickle search for classes
+    sys.modules[name] = module  # dataclasses and pickle look for classes here
     with explain_errors(path, "it cannot be run"):
         spec.loader.exec_module(module)
     values = vars(module).values()
@@ -153,7 +155,7 @@ def first_samples(dataset: Dataset[Any], count: int) -> Samples:
 
 
 def try_out(recipe: Recipe, task: Task) -> None:
-    """Compute the loss, gradient and metrics of two samples, to find errors before a run starts.
+    """Compute loss, gradient and metrics of two samples, to find errors before a run starts.
 
     Raises:
         ValueError: the computation fails, the loss is not a scalar with a gradient, or

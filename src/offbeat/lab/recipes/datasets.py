@@ -1,4 +1,4 @@
-"""Data sets that read a whole batch at once, and functions on batches."""
+"""Data sets that can read a whole batch at once, and functions on batches."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -15,8 +15,7 @@ class Samples(Dataset[Batch], ABC):
     """Map-style data set of tuples of tensors. Indexing with a list reads a whole batch.
 
     Attributes:
-        labels: Labels of all samples, available without reading the samples. None: there are no
-            labels, or they are not known.
+        labels: Labels of all samples. None: unknown, or there are none.
     """
 
     labels: Tensor | None = None
@@ -41,7 +40,7 @@ class TensorData(Samples):
     Args:
         tensors: Tensors whose first dimension counts samples. If there are several and the last one
             is one-dimensional, it contains the labels.
-        change: Function that transforms every batch, for example for augmentation. None: no change.
+        change: Function that transforms each batch when it is read, for example for augmentation.
     """
 
     def __init__(self, *tensors: Tensor, change: Callable[[Batch], Batch] | None = None) -> None:
@@ -68,7 +67,7 @@ class Collated(Samples):
         return len(self._dataset)
 
     def batch(self, indices: list[int]) -> Batch:
-        """Return the batch at ``indices``. If ``default_collate`` gives a list, return a tuple."""
+        """Return the batch at ``indices``. A list from ``default_collate`` becomes a tuple."""
         fetch = getattr(self._dataset, "__getitems__", None)
         items = fetch(indices) if fetch else [self._dataset[index] for index in indices]
         batch: Any = default_collate(items)
@@ -78,9 +77,9 @@ class Collated(Samples):
 def labels_of(dataset: Any) -> Tensor | None:
     """Return the labels of a data set without reading its samples, or None if they are not found.
 
-    Labels are found in the attribute ``labels`` or ``targets``, which many data sets of torchvision
-    have, and in the last of several tensors of a ``TensorDataset`` if it is one-dimensional. For a
-    ``Subset``, they are the labels of its samples.
+    Looks at the attributes ``labels`` and ``targets``, which many data sets of torchvision have.
+    The labels of a ``TensorDataset`` are its last tensor, if there are several and the last one is
+    one-dimensional. A ``Subset`` has the labels of its samples.
     """
     if isinstance(dataset, Subset):
         labels = labels_of(dataset.dataset)
@@ -112,17 +111,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def load_batches(dataset: Samples, batches: list[list[int]], readers: int = 0) -> DataLoader[Batch]:
     """Return a loader of the given batches in order. It does not use torch's global generator.
 
-    Args:
-        dataset: Data set to read.
-        batches: Sample indices of each batch.
-        readers: Number of processes that read batches ahead. 0: the calling thread reads.
+    ``batches`` has the sample indices of each batch. ``readers`` processes read batches ahead; 0:
+    the calling thread reads.
     """
     return DataLoader(
         dataset,
         batch_size=None,
         sampler=batches,
         num_workers=readers,
-        generator=torch.Generator(),  # by default a loader draws from torch's global generator
+        generator=torch.Generator(),  # otherwise the loader draws from torch's global generator
     )
 
 

@@ -15,7 +15,7 @@ from offbeat.lab.recipes.files import share_tensors
 
 @share_tensors
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return 1437 training images and their labels, and 360 test images and their labels.
+    """Return 1437 training images, their labels, 360 test images and their labels.
 
     Images are n×1×8×8, in [0, 1].
     """
@@ -30,15 +30,15 @@ def _read() -> tuple[Tensor, Tensor]:
     package = find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         raise ImportError("the digits recipe needs scikit-learn: pip install 'offbeat[recipes]'")
-    # Read the file directly, because importing scikit-learn takes about as long as importing torch.
-    # The file has one line per image: 64 pixels from 0 to 16, and the label.
+    # Read the file directly: importing scikit-learn takes about as long as importing torch. The
+    # file has one line per image: 64 pixels from 0 to 16, and the label.
     file = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     lines = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
     return lines[:, :-1].reshape(-1, 1, 8, 8) / 16, lines[:, -1].to(torch.int64)
 
 
 def make_model() -> nn.Module:
-    """Return two convolutions with BatchNorm and two linear layers: 151,498 parameters, 0.6 MB."""
+    """Return a CNN of two convolutions and two linear layers: 151,498 parameters, 0.6 MB."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.BatchNorm2d(32),

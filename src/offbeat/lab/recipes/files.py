@@ -1,4 +1,4 @@
-"""Find data files, and share the loaded tensors between the workers of one process."""
+"""Functions that find data files and share the loaded tensors among the workers of a process."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,15 +13,10 @@ T = TypeVar("T")
 
 
 def require_directory(data: Path | None, recipe: str, needs: str) -> Path:
-    """Return ``data``, or raise if it is None. Does not check that the directory exists.
-
-    Args:
-        data: Path given by ``--data``, or None.
-        recipe: Name of the recipe, for the error message.
-        needs: Description of the files that the recipe needs, for the error message.
+    """Return ``data``, the path given by ``--data``. Does not check that it exists.
 
     Raises:
-        FileNotFoundError: ``data`` is None.
+        FileNotFoundError: ``data`` is None. The message names the recipe and the files it needs.
     """
     if data is None:
         raise FileNotFoundError(f"the {recipe} recipe needs --data DIR with {needs}")
@@ -32,7 +27,7 @@ def find_file(folder: Path, names: Sequence[str]) -> Path:
     """Return the path of the first of ``names`` that exists in ``folder``.
 
     Raises:
-        FileNotFoundError: none of the files exists. The message names the files and the folder.
+        FileNotFoundError: none of the files exists.
     """
     for name in names:
         if (folder / name).is_file():
@@ -43,10 +38,7 @@ def find_file(folder: Path, names: Sequence[str]) -> Path:
 def not_found(wanted: str, folder: Path, *, several: bool) -> FileNotFoundError:
     """Return an error that says that ``wanted`` is not in ``folder``.
 
-    Args:
-        wanted: The file names, as text.
-        folder: Directory in which the files were expected.
-        several: True if ``wanted`` names alternatives.
+    ``several`` is True if ``wanted`` names two or more files, of which one would suffice.
     """
     missing = "but neither is there" if several else "but it is not there"
     problem = missing if folder.exists() else "which does not exist"
@@ -56,9 +48,9 @@ def not_found(wanted: str, folder: Path, *, several: bool) -> FileNotFoundError:
 def share_tensors(load: Callable[P, T]) -> Callable[P, T]:
     """Decorate ``load`` with a cache, so that all workers in one process share the loaded tensors.
 
-    Simulated workers are threads of one process, and would hold one copy each without the cache.
-    They run one at a time, so the cache needs no lock. The cache stores weak references. When the
-    last task that uses the tensors is deleted, they are freed. A later call loads them again.
+    Simulated workers are threads of one process. Without the cache, each would hold a copy. They
+    run one at a time, so the cache needs no lock. It holds weak references: the tensors are freed
+    when no task uses them any more, and a later call loads them again.
 
     Args:
         load: Function that returns tensors and plain values, in nested tuples. Its result must
@@ -88,11 +80,7 @@ def _weaken(value: Any) -> Any:
 
 
 def _resolve(value: Any) -> Any:
-    """Invert ``_weaken``.
-
-    Raises:
-        ReferenceError: a tensor has been freed.
-    """
+    """Invert ``_weaken``. Raise ReferenceError if a tensor has been freed."""
     if isinstance(value, tuple):
         return tuple(map(_resolve, value))
     if not isinstance(value, weakref.ref):

@@ -13,25 +13,26 @@ from torch.utils.data import Dataset
 from offbeat.lab.recipes.datasets import Samples, as_samples, load_batches, to_device
 
 Share = dict[str, list[float]]
-"""One worker's results: score name → list of the sums of the score over each of its batches."""
+"""Results of one worker: name of a score → one sum of the score for each batch of the worker."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out samples and scores. The metrics are computed from the mean of each score.
+    """Held-out samples and scores, with which a model is evaluated.
 
-    N workers can divide the evaluation. Each evaluates every N-th batch with ``share``, and
-    ``combine`` adds the sums of all workers. A call of the object evaluates all batches itself.
+    A *score* has one value per sample, such as the sample's loss. The metrics are computed from the
+    mean of each score over all samples. With N workers, each evaluates every N-th batch
+    (``share``), and ``combine`` adds up their results. To evaluate on one worker, call the object.
 
     Attributes:
         dataset: The samples.
         scores: Function (model in evaluation mode, batch on the model's device) → dictionary from
             score name to a tensor with one value per sample.
-        batch_size: Largest number of samples per batch. With N workers, a batch also has at most
-            ⌈samples/N⌉ samples.
+        batch_size: Maximum number of samples per batch. With N workers, a batch has at most
+            ⌈samples/N⌉.
         readers: Number of processes that read batches ahead. Used only if the model is on a GPU.
-        metrics: Function from the mean of each score to the metrics, both as dictionaries by name.
-            None: the means are the metrics.
+        metrics: Function from the means of the scores to the metrics, for example from the mean
+            loss to the perplexity. Both are dictionaries by name. None: the means are the metrics.
     """
 
     dataset: Dataset[Any]
@@ -42,14 +43,11 @@ class HeldOut:
 
     @cached_property
     def samples(self) -> Samples:
-        """The data set as an object from which batches can be read."""
+        """The data set, with a method that reads a batch at once."""
         return as_samples(self.dataset)
 
     def batches(self, rank: int = 0, size: int = 1) -> list[list[int]]:
-        """Return a list of sample indices for each batch of worker ``rank``.
-
-        ``size`` is the number of workers.
-        """
+        """Return the sample indices of each batch of worker ``rank`` among ``size`` workers."""
         every = [*range(len(self.samples))]
         at_once = min(self.batch_size, -(-len(every) // size))
         return [every[i : i + at_once] for i in range(0, len(every), at_once)][rank::size]
@@ -57,10 +55,9 @@ class HeldOut:
     def share(
         self, model: nn.Module, rank: int = 0, size: int = 1, *, most: int | None = None
     ) -> Share:
-        """Evaluate the batches of worker ``rank``. With ``most``, evaluate only the first ``most``.
+        """Evaluate all batches, or the first ``most``, of worker ``rank`` among ``size`` workers.
 
-        ``size`` is the number of workers. If no error is raised, the model is in training mode
-        afterwards. Torch's random state on the CPU does not change.
+        Afterwards, the model is in training mode. Torch's random state on the CPU does not change.
 
         Raises:
             ValueError: ``scores`` did not return one value per sample.
@@ -86,8 +83,8 @@ class HeldOut:
     def combine(self, shares: Sequence[Share]) -> dict[str, float]:
         """Return the metrics over all samples, from the shares of all workers in rank order.
 
-        The sums are added in the order of the batches. The same batches therefore give the same
-        bits with any number of workers.
+        The sums are added in the order of the batches, so that the same batches give the same bits
+        with any number of workers.
         """
         count = len(self.samples)
         means = {}
@@ -108,8 +105,8 @@ def accuracy(
 
     Args:
         dataset: Pairs of an input and its label.
-        names: Metric name → k. If k is at least the number of classes, the metric is 1.
-        batch_size: Largest number of inputs per batch.
+        names: Metric name → k, such as ``{"top-5 accuracy": 5}``.
+        batch_size: Maximum number of inputs per batch.
         readers: Number of processes that read batches ahead. Used only if the model is on a GPU.
     """
 

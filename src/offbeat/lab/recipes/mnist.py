@@ -57,8 +57,7 @@ def read_split(folder: Path, images: str, labels: str) -> tuple[Tensor, Tensor]:
 
     Raises:
         FileNotFoundError: a file does not exist, neither plain nor gzipped.
-        ValueError: a file is not an IDX file, the images are not 28×28, the numbers of images and
-            labels differ, or a label is above 9.
+        ValueError: a file is not such a file, or the numbers of images and labels differ.
     """
     paths = [find_file(folder, (name, f"{name}.gz")) for name in (images, labels)]
     x, y = (read_idx(path) for path in paths)
@@ -76,7 +75,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def make_model() -> nn.Module:
-    """Return two strided convolutions and two linear layers: 207,178 parameters, 0.8 MB."""
+    """Return a CNN of two convolutions and two linear layers: 207,178 parameters, 0.8 MB."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 5, stride=2, padding=2),
         nn.ReLU(),
@@ -91,7 +90,7 @@ def make_model() -> nn.Module:
 
 @share_tensors
 def load(data: Path | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return training images (n×1×28×28, normalized) and labels, test images and labels."""
+    """Return training images (n×1×28×28, normalized), their labels, test images, their labels."""
     folder = require_directory(data, "mnist", f"{', '.join(FILES)} (each may end in .gz)")
     (train_x, train_y), (test_x, test_y) = (
         read_split(folder, *files) for files in (FILES[:2], FILES[2:])

@@ -32,14 +32,14 @@ def decay_at(
 ) -> LRScheduler:
     """Return a scheduler that multiplies the learning rate by ``factor`` at each milestone.
 
-    Milestones are numbers of samples that all workers together have read. For N workers the rate
-    therefore decays after the same number of samples as for one worker, in N times fewer steps.
+    A milestone is a number of samples that all workers together have read. For example, with 4
+    workers and batches of 32, milestone 12,800 is reached after 100 steps.
 
     Args:
         optimizer: The optimizer.
         milestones: Numbers of samples in ascending order.
         factor: Factor on the learning rate at each milestone.
-        samples_per_step: Samples that all workers read in one step: batch size × number of workers.
+        samples_per_step: Samples that all workers read in a step: batch size × number of workers.
     """
     return LambdaLR(optimizer, lambda t: factor ** bisect_right(milestones, t * samples_per_step))
 

@@ -1,4 +1,4 @@
-"""Recipe ``stdlib-lm``: a byte-level language model of the source text of Python's library."""
+"""Recipe ``stdlib-lm``: a byte-level language model of the source of Python's standard library."""
 
 import math
 import sysconfig
@@ -24,8 +24,8 @@ TEST_WINDOWS = 256  # number of test samples, evenly spaced in the test text
 def load() -> tuple[Tensor, Tensor]:
     """Return the training and the test samples: windows of CONTEXT + 1 bytes, uint8.
 
-    Every tenth file belongs to the test text. The files are sorted by path, and tests, installed
-    packages and small files are skipped. The same version of Python thus gives the same data.
+    The files are sorted by path, and every tenth file belongs to the test text. Installed packages,
+    tests and small files are skipped. The same version of Python therefore gives the same data.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
@@ -50,7 +50,7 @@ def _windows(text: bytearray) -> Tensor:
 
 
 def bits_per_byte(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return the mean cross-entropy over the bytes of each sample, in bits."""
+    """Return the mean cross-entropy of each sample, in bits per byte."""
     return {"bits per byte": (token_losses(model, batch) / math.log(2)).mean(1)}
 
 

@@ -32,7 +32,7 @@ def read_words(path: Path, vocabulary: dict[str, int], *, grow: bool) -> Tensor:
     Args:
         path: UTF-8 text file with words separated by white space.
         vocabulary: Word → number. Contains ``<unk>``.
-        grow: True to add unknown words to the vocabulary, False to replace them by ``<unk>``.
+        grow: True: add unknown words to the vocabulary. False: replace them by ``<unk>``.
 
     Raises:
         ValueError: the file is empty or not UTF-8 text.
@@ -55,10 +55,10 @@ def read_words(path: Path, vocabulary: dict[str, int], *, grow: bool) -> Tensor:
 
 
 def windows(words: Tensor) -> Tensor:
-    """Cut a text into samples of CONTEXT + 1 words that overlap by one word.
+    """Cut a text into samples of CONTEXT + 1 words.
 
-    The last words are dropped if they do not fill a sample. Each remaining word except the first is
-    predicted exactly once.
+    Adjacent samples overlap by one word, so that each word except the first is predicted exactly
+    once. The last words are dropped if they do not fill a sample.
 
     Raises:
         ValueError: the text has fewer words than a sample.
@@ -85,15 +85,12 @@ def load(data: Path | None) -> tuple[Tensor, Tensor, int]:
 
 
 def nats_per_word(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return the mean cross-entropy over the words of each sample, in nats.
-
-    The key of the result is ``METRIC``, under which ``perplexity`` reads the mean over all samples.
-    """
+    """Return the mean cross-entropy of each sample in nats per word, for ``perplexity``."""
     return {METRIC: token_losses(model, batch).mean(1)}
 
 
 def perplexity(means: dict[str, float]) -> dict[str, float]:
-    """Return exp(mean cross-entropy), with the mean limited to 100 to prevent an overflow."""
+    """Return exp(mean cross-entropy). The mean is limited to 100, to prevent an overflow."""
     return {METRIC: math.exp(min(means[METRIC], 100.0))}
 
 
@@ -101,9 +98,9 @@ def build(setup: Setup) -> Task:
     """Build the task.
 
     In the paper, the learning rate decays every 2000 steps of 16 workers with batches of 20. Here
-    it decays every 640,000 samples, for any number of workers. Gradients are clipped at norm 2,
-    as in the paper's published code. The paper does not mention clipping, but without it the loss
-    is NaN after a few dozen steps.
+    it decays after as many samples (640,000), for any number of workers. Gradients are clipped at
+    norm 2, as in the paper's published code. The paper does not mention clipping, but without it
+    the loss is NaN after a few dozen steps.
     """
     train, test, words = load(setup.data)
     torch.manual_seed(setup.seed)

@@ -38,7 +38,7 @@ __all__ = [
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Return all tables as Markdown, with captions, notes and the final values of other metrics."""
+    """Return the tables as Markdown, with captions, notes and the final values of other metrics."""
     parts = [table(results).markdown(), *(f"{note}\n" for note in notes(results))]
     more = (times_to_targets(results), differences(results))
     parts += [extra.markdown() for extra in more if extra is not None]

@@ -1,9 +1,9 @@
 """Correction of times for a machine whose speed changes during a comparison.
 
-The *local step time* is the time of a training step without communication. A *calibrated* run has
-measured the local step time before the training and at each evaluation (``Result.turns``). The
-times of such a run are rescaled as if the local step time had been constant. The *ideal* is the
-baseline ``ideal``: BSP timed without communication.
+The *local step time* is the time of a training step without communication. A *calibrated* run
+measured it before the training and at each evaluation (``Result.turns``). This module rescales the
+times of such a run as if the local step time had been constant. The *ideal* is the baseline
+``ideal``: BSP timed without communication.
 """
 
 import math
@@ -20,20 +20,14 @@ def is_calibrated(results: Sequence[Result]) -> bool:
 
 
 def on_one_clock(results: Sequence[Result], step_seconds: float | None = None) -> list[Result]:
-    """Rescale the times of calibrated runs to a machine of constant speed.
+    """Rescale the times of calibrated runs, and of the ideal, to a machine of constant speed.
 
-    All calibrated runs with the same seed are rescaled to the same local step time:
-
-    - the step time of the ideal's run with this seed, if there is one,
-    - otherwise the mean over all calibrations with this seed.
-
-    The times of the ideal become steps · local step time. Other runs without calibrations are
-    unchanged. If no run is calibrated and ``step_seconds`` is None, nothing changes.
+    Other runs do not change. If no run is calibrated and ``step_seconds`` is None, nothing changes.
 
     Args:
         results: Results of one comparison.
-        step_seconds: Local step time to which the runs of all seeds are rescaled. None: the one
-            described above.
+        step_seconds: Local step time to which the runs of all seeds are rescaled. None: for each
+            seed the step time of the ideal or, without the ideal, the mean over all calibrations.
     """
     by_seed = _step_seconds(results) if is_calibrated(results) else {}
     scaled = []
@@ -55,8 +49,8 @@ def _step_seconds(results: Sequence[Result]) -> dict[int, float]:
         turns.setdefault(run.job.seed, []).extend(turn.step_seconds for turn in run.turns)
     by_seed = {seed: statistics.fmean(times) for seed, times in turns.items() if times}
     ideals = [run for run in results if run.is_ideal]
-    # If the ideal ran with several factors on the learning rate, the run whose factor is nearest to
-    # 1 comes last, and its step time replaces those of the others.
+    # The ideal may have run with several factors on the learning rate. The run whose factor is
+    # nearest to 1 comes last, so its step time counts.
     for run in sorted(ideals, key=lambda run: abs(math.log(run.job.lr_scale)), reverse=True):
         by_seed[run.job.seed] = step_of(run)
     return by_seed
@@ -66,7 +60,7 @@ def at_constant_speed(run: Result, step_seconds: float) -> Result:
     """Rescale a calibrated run to a machine whose local step time is always ``step_seconds``.
 
     Between two calibrations, the time is multiplied by ``step_seconds`` / a, where a is the mean of
-    the two local step times that were measured.
+    the two measured local step times.
     """
     measured = {turn.step: turn.step_seconds for turn in run.turns}
     points, last_step, last_seconds, now = [], 0, 0.0, 0.0

@@ -1,7 +1,7 @@
 """Tables of a comparison of methods besides the main one: targets, differences and links.
 
 A *method* is a strategy or a baseline. The *ideal* is the baseline ``ideal``: BSP (averaging of
-gradients in every step) timed without communication. It is the limit of the speed-up.
+gradients in every step) timed without communication. It is the speed-up limit.
 """
 
 import statistics
@@ -19,12 +19,8 @@ def times_to_targets(results: Sequence[Result], *, ranges: bool = True) -> Table
     """Return a table of the seconds in which each method reaches three common targets.
 
     A target is a share, such as 95 %, of the ideal's final metric. A cell has the method's median
-    seconds over the seeds and, in brackets, the ideal's seconds divided by the method's in percent.
-    If not all runs reached the target, the cell says how many did.
-
-    Args:
-        results: Results of one comparison.
-        ranges: True to show the range over the seeds after each median.
+    seconds and, with ``ranges``, their range over the seeds. In brackets it has the ideal's median
+    divided by the method's. If not all runs reached the target, the cell says how many did.
 
     Returns:
         The table, or None if the comparison has no run of the ideal.
@@ -62,10 +58,9 @@ def _time_to(row: Row, ideal: Row, target: float, *, ranges: bool) -> str:
 def differences(results: Sequence[Result]) -> Table | None:
     """Return a table of the differences between each method and a reference.
 
-    The reference is the ideal or, if the ideal was not run, the first method. The differences in
-    the final metric and in the training time are taken between runs with the same seed. Their cells
-    have the mean over the seeds and its 95 % confidence interval (Student's t). Two more columns
-    have the share of the ideal and the number of seeds. Methods that share fewer than two seeds
+    The reference is the ideal or, if the ideal was not run, the first method. The table has the
+    differences in the final metric and in the training time between runs with the same seed: their
+    mean and its 95 % confidence interval (Student's t). Methods that share fewer than two seeds
     with the reference are left out.
 
     Returns:
@@ -104,7 +99,7 @@ def _difference(values: Sequence[float], form: str, unit: str = "") -> str:
 def links(results: Sequence[Result]) -> Table | None:
     """Return a table of the bandwidth and latency that the runs measured before and after training.
 
-    A cell has the median over the seeds. Methods whose runs did not measure are left out.
+    A cell has the median over the seeds. Methods without measurements are left out.
 
     Returns:
         The table, or None if no run measured its links.

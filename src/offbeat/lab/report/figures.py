@@ -1,7 +1,8 @@
 """Figures of a comparison: curves, speeds relative to the ideal, and split of the training time.
 
-A *row* is a method with its runs over the seeds. The *ideal* is the baseline ``ideal``: BSP timed
-without communication. A *peer* is a method of torch or another package.
+A *method* is a strategy or a baseline. A *row* is a method with its runs over the seeds. The
+*ideal* is the baseline ``ideal``: BSP timed without communication. A *peer* is a method of torch or
+another package.
 """
 
 import math
@@ -16,7 +17,7 @@ from offbeat.lab.report.rows import SHARES, Row, ideal_of, rows_of, targets_of
 from offbeat.lab.report.tables import caption
 from offbeat.lab.results import Result
 
-_WIDTH, _FONT = 4.4, 9  # inches and points: readable 350 pixels wide, as on a telephone
+_WIDTH, _FONT = 4.4, 9  # inches and points: readable at a width of 350 pixels, as on a telephone
 _WRAP = 26  # largest number of characters per line of a label
 
 
@@ -80,7 +81,7 @@ Curve = tuple[list[float], list[float], list[float], list[float]]
 
 
 def curve_of(row: Row) -> Curve:
-    """Return medians and ranges over the seeds, for as many evaluations as all runs have."""
+    """Return medians and ranges over the seeds, up to the last evaluation that all runs have."""
     columns = [*zip(*(run.points for run in row.runs), strict=False)]
     metrics = [[point.metric for point in column] for column in columns]
     return (
@@ -95,8 +96,7 @@ def shares(results: Sequence[Result]) -> str | None:
     """Return a figure of each method's speed relative to the ideal, as SVG.
 
     The relative speed is the ideal's time to a target, divided by the method's. Each target is a
-    share of the ideal's final metric (``SHARES``). There is no mark for a target that a run of the
-    method or of the ideal did not reach.
+    share of the ideal's final metric (``SHARES``). Targets that a run did not reach have no mark.
 
     Returns:
         The figure, or None if the ideal was not run.
@@ -132,18 +132,14 @@ _COLOURS = ("C0", "C1", "C3", "C7")
 
 
 def time_split(row: Row, rows: Sequence[Row]) -> dict[str, float]:
-    """Split a row's training time into parts.
+    """Return the median fraction of the training time for each part in ``PARTS``.
 
+    - Waiting is measured by Offbeat's strategies.
     - Computing is the time that the ideal takes for as many steps, at most the time not waited.
-    - Waiting was measured by Offbeat's strategies.
     - Other work is the rest: encoding, averaging, hooks.
 
-    The waiting time of a peer is unknown, so "waiting and other" is one part. Without the ideal,
-    computing and other work cannot be separated. Computing is then all time not spent waiting, and
-    the whole time of a peer is "waiting and other".
-
-    Returns:
-        Fraction of the training time by name in ``PARTS``, as the median over seeds.
+    The waiting time of a peer is unknown, so the peer has one part "waiting and other". Without the
+    ideal, other work counts as computing, and the whole time of a peer as "waiting and other".
     """
     ideal = ideal_of(rows)
     step_seconds = None
@@ -210,7 +206,7 @@ def _name_rows(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _wrapped(name: str) -> str:
-    """Break a name into lines of at most ``_WRAP`` characters, if possible after punctuation."""
+    """Break a name into lines of at most ``_WRAP`` characters, preferably after punctuation."""
     lines, rest = [], name
     while len(rest) > _WRAP:
         cut = max(rest.rfind(mark, 0, _WRAP) for mark in ",: ") + 1

@@ -28,8 +28,7 @@ class Interval:
 def interval_of(values: Sequence[float]) -> Interval:
     """Return mean ± t·s/√n for n approximately normal values with standard deviation s.
 
-    Raises:
-        ValueError: there are fewer than two values, which have no spread.
+    Here t is ``t_quantile(n - 1)``. Raises ValueError if n < 2.
     """
     if len(values) < 2:
         raise ValueError(f"an interval needs at least two values, got {len(values)}")
@@ -41,8 +40,7 @@ def interval_of(values: Sequence[float]) -> Interval:
 def t_quantile(degrees: int) -> float:
     """Return the 97.5 % quantile of Student's t with this number of degrees of freedom.
 
-    Above 30 degrees it is computed by an asymptotic expansion about the normal quantile
-    (Abramowitz & Stegun, 26.7.5).
+    Above 30 degrees of freedom it is an asymptotic expansion (Abramowitz & Stegun, 26.7.5).
     """
     if degrees <= len(_T):
         return _T[degrees - 1]

@@ -12,7 +12,7 @@ from offbeat.lab.results import Result, public_job
 
 
 def page(results: Sequence[Result]) -> str:
-    """Return the HTML page of a comparison. It has no figures if matplotlib is not installed.
+    """Return the HTML page of a comparison, without figures if matplotlib is not installed.
 
     Raises:
         ImportError: Jinja2 is not installed.
@@ -51,7 +51,7 @@ def page(results: Sequence[Result]) -> str:
 
 
 def drawings(results: Sequence[Result]) -> list[tuple[str, str]]:
-    """Return (title, SVG figure) for each figure of the page; none without matplotlib."""
+    """Return (title, SVG) of each figure of the page; an empty list without matplotlib."""
     try:
         drawn = [
             (f"{results[0].metric} against seconds".capitalize(), figures.curves(results)),
@@ -68,7 +68,7 @@ def configurations(
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
     """Return the configuration that all runs share, and the settings in which they differ.
 
-    The differing settings are grouped by the run's label, which is the method with its options.
+    The second item lists the differing settings of each run, by label (method with its options).
     """
     jobs = [public_job(run.job) for run in results]
     shared = {

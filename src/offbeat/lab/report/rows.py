@@ -16,7 +16,7 @@ _LR_SCALE = "--lr-scale "
 
 @dataclass(frozen=True)
 class Row:
-    """A method with its runs over the seeds.
+    """A method (strategy or baseline) with its runs over the seeds.
 
     Attributes:
         name: Strategy or baseline with its options, except the options that all rows share.
@@ -24,8 +24,8 @@ class Row:
             results of the best factor.
         tried: Number of runs of the method, over all factors and seeds.
         lr_scale: Best factor on the learning rate; None if only one was tried.
-        at_edge: True if the best factor is the smallest or largest factor that was tried. A factor
-            beyond it may then be better.
+        at_edge: True if the best factor is the smallest or largest one tried. A factor beyond it
+            may then be better.
     """
 
     name: str
@@ -59,8 +59,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
 
     Times are corrected for changes of the machine's speed (``on_one_clock``). If a method was run
     with several factors on the learning rate, its row shows the factor with the best mean final
-    metric over the seeds. Among equally good factors it is the one nearest to 1. Factors that were
-    run with fewer seeds than another factor are not considered.
+    metric over the seeds. Only the factors with the most seeds are considered.
     """
     results = on_one_clock(results)
     shared = common_options(results)
@@ -77,7 +76,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
 
 
 def _method(result: Result) -> str:
-    """Return the strategy and its options, without the factor on the learning rate."""
+    """Return the method with its options, except the factor on the learning rate."""
     options = [text for text in result.job.options if not text.startswith(_LR_SCALE)]
     return " ".join([result.strategy, *options])
 
@@ -96,13 +95,13 @@ def _row(name: str, runs: list[Result], scales: set[float]) -> Row:
 
 
 def _score(runs: Sequence[Result]) -> float:
-    """Return the mean final metric, negated if lower is better, or −∞ if a value is not finite."""
+    """Return the mean final metric, negated if lower is better; −∞ if a value is not finite."""
     finals = [run.final if run.higher_is_better else -run.final for run in runs]
     return statistics.fmean(finals) if all(map(math.isfinite, finals)) else -math.inf
 
 
 def common_options(results: Sequence[Result]) -> tuple[str, ...]:
-    """Return the options that the methods of all results share, such as ``--wire int8``."""
+    """Return the options that all results share, such as ``--wire int8``."""
     first, *others = (result.job.options for result in results)
     common = tuple(text for text in first if all(text in options for options in others))
     if any(result.lr_scales for result in results):
@@ -116,7 +115,7 @@ def ideal_of(rows: Sequence[Row]) -> Row | None:
 
 
 def share_of_ideal(row: Row, rows: Sequence[Row]) -> float | None:
-    """Return the ideal's seconds to the recipe's target divided by the row's; None if unknown."""
+    """Return the ideal's seconds to the recipe's target, divided by the row's; None if unknown."""
     ideal = ideal_of(rows)
     if ideal is None or not ideal.seconds_to_target or not row.seconds_to_target:
         return None
@@ -128,10 +127,9 @@ SHARES = (0.95, 0.98, 0.995)
 
 
 def targets_of(ideal: Row) -> dict[float, float]:
-    """Return the target metric of each share in ``SHARES``.
+    """Return the target value of the metric for each share in ``SHARES``.
 
-    The target is share · m if higher is better and m / share otherwise, where m is the ideal's
-    median final metric.
+    It is share · m if higher is better, else m / share, where m is the ideal's median final metric.
     """
     final = statistics.median(run.final for run in ideal.runs)
     up = ideal.runs[0].higher_is_better

@@ -1,8 +1,8 @@
 """The main table of a comparison, its caption and its notes.
 
-The *ideal* is the baseline ``ideal``: BSP timed without communication. A *peer* is a method of
-torch or another package. LSSR is the share of steps without synchronization. A *target* is a value
-of the metric, set by the recipe.
+A *method* is a strategy or a baseline. The *ideal* is the baseline ``ideal``: BSP timed without
+communication. A *peer* is a method of torch or another package. *LSSR* is the share of steps
+without synchronization. The *target* is a value of the metric, set by the recipe.
 """
 
 import statistics
@@ -52,12 +52,8 @@ CLOCK_MEANS = (
 def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
     """Return the main table: one row per method, medians over seeds, "-" for unknown values.
 
-    Speed-up is relative to the first row that is not the ideal. If the ideal was run, there is a
-    column ``SHARE``. If several learning rates were tried, there are the columns ``TUNED``.
-
-    Args:
-        results: Results of one comparison.
-        ranges: True to show the range over the seeds after each median.
+    The speed-up is relative to the first row that is not the ideal. With ``ranges``, the table also
+    shows the ranges over the seeds.
     """
     rows = rows_of(results)
     base = next((row.seconds_to_target for row in rows if not row.is_ideal), None)
@@ -89,13 +85,9 @@ def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
 
 
 def spread(values: Sequence[float | None], form: str, ranges: bool, unit: str = "") -> str:
-    """Return a cell with the median and range of ``values``, or "-" if a value is unknown.
+    """Return a cell with the median and, with ``ranges``, the range of ``values`` over the seeds.
 
-    Args:
-        values: One value per seed.
-        form: Format specification of a number, such as ".2f".
-        ranges: True to show the range if there are several values.
-        unit: Text to append.
+    The cell is "-" if a value is unknown. ``form`` is the format of a number, such as ".2f".
     """
     known = [value for value in values if value is not None]
     if len(known) < len(values):
@@ -114,7 +106,7 @@ def percent(share: float | None) -> str:
 def _has_lssr(result: Result) -> bool:
     """Return True if all workers synchronize in the same steps, so that LSSR has a meaning.
 
-    Also return True for peers, and for custom strategies that cannot be imported here.
+    Also returns True for peers, and for custom strategies that cannot be imported here.
     """
     try:
         strategy = parse_strategy(result.strategy)
@@ -127,7 +119,7 @@ def _has_lssr(result: Result) -> bool:
 
 
 def _not_reached(runs: Sequence[Result]) -> str:
-    """Return the cell for a row of which not all runs reached the target."""
+    """Return the cell of a row in which some runs did not reach the target."""
     reached = sum(run.time_to_target_seconds is not None for run in runs)
     return f"not reached, {reached} of {len(runs)}" if reached else "not reached"
 
@@ -162,9 +154,9 @@ def notes(results: Sequence[Result]) -> list[str]:
 
 
 def other_metrics(results: Sequence[Result]) -> list[tuple[str, str]]:
-    """Return (row's name, text) with the final values of metrics other than the main one.
+    """Return (name of the row, text) with the final values of metrics other than the main one.
 
-    The values are medians over seeds with their ranges. Rows without other metrics are left out.
+    Rows without other metrics are left out.
     """
     lines = []
     for row in rows_of(results):
@@ -179,7 +171,7 @@ def other_metrics(results: Sequence[Result]) -> list[tuple[str, str]]:
 
 
 def caption(results: Sequence[Result]) -> str:
-    """Return a caption: recipe, target, workers, network, machine, seeds and common options."""
+    """Return a caption with recipe, target, workers, network, machine, seeds and common options."""
     first = results[0]
     job = first.job
     most = len({run.job.seed for run in results})

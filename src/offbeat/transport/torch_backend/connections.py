@@ -1,7 +1,7 @@
 """The process groups of a communicator: opening them, handling the first failure, closing them.
 
-A communicator and its twins (communicators between the same workers, with process groups of their
-own) share one ``Connections`` object, because a lost worker ends all of them.
+A *twin* is a second communicator between the same workers, with separate process groups. A
+communicator and its twins share one ``Connections`` object, because a lost worker ends all of them.
 """
 
 import atexit
@@ -24,22 +24,22 @@ from offbeat.transport.torch_backend.failure_detection import LivenessCheck
 from offbeat.transport.torch_backend.process_groups import GroupFactory, OpeningError, ranks_text
 from offbeat.transport.torch_backend.receiver_thread import ReceiverThread
 
-_SETTLE_SECONDS = 0.5  # time in which operations should fail after their connections were closed
+_SETTLE_SECONDS = 0.5  # time in which operations should fail after their sockets were closed
 _ABANDON_SECONDS = 1.0  # time after which close() stops waiting for a thread blocked in gloo
-_EXIT_SECONDS = 5.0  # time for which Python waits for such a thread at exit
+_EXIT_SECONDS = 5.0  # longest time for which Python waits for such a thread at exit
 
 
 class PendingOperation(Protocol):
     """An operation that was started and not yet waited for."""
 
     def done(self) -> bool:
-        """Return True if the backend reports that the operation has ended."""
+        """Return True if the operation is known to have ended."""
 
     def failed(self) -> bool:
-        """Return True if the backend reports that the operation has failed."""
+        """Return True if the operation is known to have failed."""
 
     def running(self) -> bool:
-        """Return True while a thread of the backend executes the operation."""
+        """Return True if a thread of the backend may still execute the operation."""
 
     def abandon(self) -> None:
         """Drop the reference to the backend's operation."""
@@ -49,12 +49,10 @@ class PendingOperation(Protocol):
 class Channel:
     """The process groups of one communicator.
 
-    ``Connections.close`` sets both attributes to None. Otherwise handles that the caller still
-    holds would keep the groups alive.
-
     Attributes:
-        collectives: Group for collectives.
-        messages: Gloo group for messages; the group ``collectives`` if that uses gloo, too.
+        collectives: Group for collectives; None after ``Connections.close``.
+        messages: Gloo group for messages, the same as ``collectives`` if that uses gloo; None after
+            ``Connections.close``.
     """
 
     collectives: Any
@@ -68,7 +66,7 @@ class Failure:
     Attributes:
         what: Name of the operation.
         seconds: Time from the start of the operation to its failure.
-        timed_out: True if the time limit of the operation ran out.
+        timed_out: True if the cause is that an operation exceeded its time limit.
         reason: First line of the backend's error message, or "".
     """
 
@@ -81,12 +79,12 @@ class Failure:
 class Connections:
     """The process groups of a communicator and its twins, from opening to closing.
 
-    This class detects lost workers, and turns the first failure of an operation into the error that
-    all later operations raise.
+    After the first failed operation, all later operations raise an equal error. It names the
+    workers that are lost or do not answer.
 
     Args:
-        factory: Factory that opens the groups. If ``factory.lost`` is None, lost workers are found
-            by a ``LivenessCheck``.
+        factory: Factory that opens the groups. If ``factory.lost`` is None, a ``LivenessCheck``
+            finds lost workers.
         backend: Backend of the groups for collectives.
         host: Host that runs this worker's background threads.
         timeout_seconds: Time limit of one operation.
@@ -97,9 +95,8 @@ class Connections:
     Attributes:
         closed: True once ``close`` was called.
         pending: Operations that were started and not yet waited for.
-        blocked_threads: Threads, other than the main thread, that wait in the backend for a
-            message.
         receiver: Thread that waits for messages on behalf of the main thread.
+        blocked_threads: Other threads that wait in the backend for a message.
     """
 
     def __init__(
@@ -161,9 +158,9 @@ class Connections:
     def poll(self) -> bool:
         """Close all sockets if an operation has failed or a worker is lost or has left.
 
-        Most blocked operations call this method periodically. Without closed sockets two kinds of
-        operations would block until their time limit: those that wait for a healthy worker while a
-        third worker is lost, and those whose data queue behind data of a failed operation.
+        Most waits call this method every 0.1 s. Closing the sockets ends operations that would
+        otherwise block until their time limit. Example: this worker waits for worker 1, which waits
+        for the lost worker 2.
 
         Returns:
             True if the sockets were closed more than 0.5 s ago. The caller then stops waiting,
@@ -182,7 +179,7 @@ class Connections:
                 groups.close_connections(group)
 
     def error_after_close(self, what: str) -> CommunicationError:
-        """Return the error to raise if operation ``what`` is started or awaited after ``close``."""
+        """Return the error to raise if an operation is started or waited for after ``close``."""
         if self._make_error is not None:
             return self._make_error()
         return CommunicationError(
@@ -192,15 +189,15 @@ class Connections:
     def failure(
         self, what: str, started: float, error: RuntimeError, *, patient: bool = False
     ) -> CommunicationError:
-        """Close all sockets, and return the error to raise for a failed operation; see ``explain``.
+        """Return the error to raise for a failed operation; see ``explain``.
 
         Args:
             what: Name of the operation.
-            started: Time at which the operation started, by ``time.perf_counter``.
+            started: Start of the operation, by ``time.perf_counter``.
             error: Error of the backend.
             patient: True if the operation has no time limit.
         """
-        error.__traceback__ = None  # the traceback would keep a process group alive
+        error.__traceback__ = None  # it would keep a process group alive
         elapsed = time.perf_counter() - started
         timed_out = not patient and elapsed >= 0.95 * self.timeout_seconds
         return self.explain(Failure(what, elapsed, timed_out, _first_line(error)))
@@ -208,16 +205,16 @@ class Connections:
     def explain(self, failure: Failure) -> CommunicationError:
         """Close all sockets, and return the error to raise for a failure.
 
-        The first call on the training thread finds out which workers are missing, which may block
-        for ``liveness_seconds``, but not after ``close``. All later calls return an equal error.
-        Before that, a call on a background thread returns an ``UnexplainedError``.
+        The first call on the training thread runs the liveness check, which may block for about
+        ``liveness_seconds``. All later calls return an equal error. A call on a background thread
+        before that returns an ``UnexplainedError``.
         """
-        with self._failing:  # report the time-out rather than the failures that it causes
+        with self._failing:  # a time-out is reported rather than the failures that it causes
             first = failure if failure.timed_out else self._first_failure or failure
             self._first_failure = failure = first
         if self.host.in_background and self._make_error is None:
-            # Only the training thread runs the liveness check. That thread may be blocked on a
-            # worker that is blocked on the lost worker. Closing the sockets ends this deadlock.
+            # Only the training thread runs the liveness check. It may be blocked, for example on a
+            # worker that waits for the lost worker. Closing the sockets unblocks it.
             if not self.closed:
                 self._close_sockets()
             return _BackgroundError(self, failure)
@@ -237,8 +234,8 @@ class Connections:
                 f": no answer from {ranks_text(silent)}, busy elsewhere or stuck "
                 "(one that skips a step under a GradScaler needs attach(..., scaler=scaler))"
             )
-            # A silent worker has not closed its sockets. So the cause is a time-out: of this
-            # operation, or of one on another worker, which then closed its sockets.
+            # No worker is lost. So the first failure was a time-out, here or on another worker,
+            # which then closed its sockets.
             failure = replace(failure, timed_out=True)
         if not self.closed:
             self._exit_reasons.publish("failed")
@@ -250,14 +247,15 @@ class Connections:
     def _missing(self) -> tuple[list[int], list[int]]:
         """Return the lost ranks and the silent ranks (those that do not answer).
 
-        In elastic training no rank is reported as silent here. The next view excludes such workers.
+        In elastic training no rank counts as silent: the next view excludes such workers.
         """
         return (self._lost(), []) if self._liveness is None else self._liveness.missing()
 
     def _lost_first(self, lost: list[int]) -> str:
         """Return a text that names the ranks that were lost first, with their exit reasons.
 
-        Workers with the exit reason "failed" were lost because another worker was lost before.
+        A worker with the exit reason "failed" was not the first: its operation failed because of
+        another worker.
         """
         reasons = self._exit_reasons.read(lost)
         if reasons is None:
@@ -286,7 +284,7 @@ class Connections:
         """Let pending operations fail, wait for the threads, and release the groups.
 
         Args:
-            together: True if all workers close. No exit reason is then published here.
+            together: True if all workers close. Then no exit reason is published.
         """
         if self.closed:
             return
@@ -307,6 +305,7 @@ class Connections:
         for channel in self._channels:
             groups.destroy_nccl_group(channel.collectives)
             references = [channel.collectives]
+            # Otherwise handles that the caller still holds would keep the groups alive.
             channel.collectives = channel.messages = None
             groups.drop_references(references, in_background=stuck)
         self._channels.clear()
@@ -322,7 +321,7 @@ class Connections:
             while thread is not current and thread.is_alive() and time.perf_counter() < deadline:
                 thread.join(0.2)
                 if thread.is_alive():
-                    self._close_sockets()  # again, as the thread may have started an operation
+                    self._close_sockets()  # the thread may have started another operation
                     closed_at = self._closed_at or time.perf_counter()
                     waited = time.perf_counter() - closed_at
                     if thread in self.blocked_threads and waited > _ABANDON_SECONDS:
@@ -330,7 +329,7 @@ class Connections:
                         break
 
     def _is_stuck(self) -> bool:
-        """Return True if an operation still runs although its connections were closed."""
+        """Wait at most 0.5 s until no operation runs. Return True if one still runs."""
         deadline = time.perf_counter() + _SETTLE_SECONDS
         while any(operation.running() for operation in list(self.pending)):
             if time.perf_counter() > deadline:
@@ -359,7 +358,7 @@ class Closeable(Protocol):
 def close_at_exit(resource: Closeable) -> None:
     """Call ``resource.close()`` when Python exits, unless ``resource`` was garbage-collected.
 
-    At exit Python would abort if a thread were still inside gloo or the store.
+    At exit, Python would abort if a thread were still inside gloo or the store.
     """
     reference = weakref.ref(resource)
 
@@ -373,6 +372,6 @@ def close_at_exit(resource: Closeable) -> None:
 
 
 def _first_line(error: RuntimeError) -> str:
-    """Return the first line of the backend's message, without source path and general advice."""
+    """Return the first line of the backend's message, without the source path and advice."""
     line = str(error).splitlines()[0]
     return line.rpartition("] ")[2].partition(". This is typically")[0][:200]

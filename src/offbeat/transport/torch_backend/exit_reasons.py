@@ -1,4 +1,4 @@
-"""Exit reasons: a worker that leaves publishes the reason, which a lost connection cannot tell."""
+"""Exit reasons: a worker that leaves publishes why. A lost connection alone does not tell."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, cast
@@ -13,18 +13,17 @@ _POLL_SECONDS = 1.0  # time between two checks of the alarm
 
 
 class ExitReasons:
-    """The exit reasons of the workers of one communicator, in the store of their process group.
+    """The exit reasons of the workers of one communicator, in a store that all of them can read.
 
-    A worker that closes before the others and without a failure publishes "gave up". A worker whose
-    operation failed publishes "failed". A killed worker, and one that closes together with all
-    others, publishes nothing. The reasons have two uses:
+    A worker publishes "failed" if one of its operations failed, and "gave up" if it closes alone
+    without a failure. A killed worker publishes nothing. The reasons have two uses:
 
-    * When one worker is lost, operations fail on all others. An error can name the worker that was
-      lost first: only the others publish "failed".
+    * Error messages name the worker that was lost first. If worker 2 is killed, operations fail on
+      workers 0 and 1, and both publish "failed". So worker 2, without a reason, is the cause.
     * A worker that waits for a healthy worker learns that a third worker has left or failed.
 
     Args:
-        store: Store of ``torch.distributed`` that only these workers use, for this purpose only.
+        store: Store of ``torch.distributed`` that is used for nothing else.
         rank: Rank of this worker.
     """
 
@@ -33,7 +32,7 @@ class ExitReasons:
         self._poll = KeyPoll(store, _ALARM, _POLL_SECONDS)
 
     def publish(self, reason: ExitReason) -> None:
-        """Publish the exit reason of this worker, if the store answers within about a second."""
+        """Publish the exit reason of this worker. Blocks for at most about a second."""
 
         def write() -> bool:
             self._store.set(self._key(self._rank), reason)
@@ -43,10 +42,7 @@ class ExitReasons:
         self._within_limit(write)
 
     def read(self, ranks: Iterable[int]) -> dict[int, ExitReason] | None:
-        """Return the exit reasons of those ``ranks`` that have published one.
-
-        Returns None if the store does not answer.
-        """
+        """Return the published exit reasons of ``ranks``, or None if the store does not answer."""
 
         def read() -> dict[int, ExitReason]:
             keys = {rank: self._key(rank) for rank in ranks}
@@ -59,10 +55,7 @@ class ExitReasons:
         return self._within_limit(read)
 
     def any_published(self) -> bool:
-        """Return True if a worker has published a reason. Never blocks.
-
-        A background thread asks the store at most once a second, so the answer may be late.
-        """
+        """Return True if a worker has published a reason. May be late. Never blocks."""
         return self._poll.found()
 
     def close(self) -> None:
@@ -75,7 +68,7 @@ class ExitReasons:
     def _within_limit(self, function: Callable[[], T]) -> T | None:
         """Return ``function()``, or None if the store does not answer within a second.
 
-        A store that has not answered counts as lost and is not asked again.
+        After that, the store is not asked again.
         """
         if self._poll.store_lost:
             return None

@@ -1,12 +1,12 @@
 """The liveness check: after a failed operation, find out which workers are lost or do not answer.
 
-An operation that fails on one worker soon fails on all workers that communicate, so these all run
-the check. Each of them sends a message to every other worker, which is in one of three states:
+When an operation fails on one worker, operations soon fail on all workers that communicate, and all
+of these run the check. Each sends a message to every other worker and waits for a message from it.
+The other worker is
 
-* *alive*: The worker runs the check, too, so its message arrives at once.
-* *lost*: The worker's process has ended or closed the group, so the connection breaks.
-* *silent*: The worker computes, is stuck or cannot be reached, so no message arrives in time. If
-  the connection breaks only near the time limit, the worker also counts as silent.
+* *alive*: it runs the check, too, so its message arrives.
+* *lost*: its process has ended or has closed the group, so the connection breaks.
+* *silent*: it computes, is stuck or cannot be reached, so no message arrives in time.
 """
 
 import queue
@@ -19,7 +19,7 @@ import torch
 
 from offbeat.transport.torch_backend.process_groups import Group, close_connections
 
-_GRACE_SECONDS = 0.25  # duration of the check after the first worker was found lost
+_GRACE_SECONDS = 0.25  # longest duration of the check after a worker was found lost
 _MARGIN_SECONDS = 1.0  # delay with which gloo may notice its time limit
 PeerState = Literal["alive", "lost", "silent"]
 
@@ -27,9 +27,7 @@ PeerState = Literal["alive", "lost", "silent"]
 class LivenessCheck:
     """Checks the other workers over a gloo group that is used for nothing else.
 
-    Args:
-        group: A gloo group of all workers.
-        seconds: Time in which the message of another worker must arrive.
+    The message of another worker must arrive within ``seconds``.
     """
 
     def __init__(self, group: Group, seconds: float) -> None:
@@ -39,7 +37,7 @@ class LivenessCheck:
         self._threads: list[threading.Thread] = []
 
     def close(self) -> None:
-        """Close the group. Workers that check this one from now on find it lost."""
+        """Close the group. Workers that check this one later find it lost."""
         group, self._group = self._group, None
         if group is not None and any(thread.is_alive() for thread in self._threads):
             close_connections(group)  # at exit, Python would abort if a thread were inside gloo
@@ -50,15 +48,14 @@ class LivenessCheck:
     def missing(self) -> tuple[list[int], list[int]]:
         """Check all other workers. Return the ranks of the lost and the ranks of the silent ones.
 
-        Blocks until all workers have answered or are lost, or for about ``seconds``. When a worker
-        is found lost, blocks for at most 0.25 s more, because the cause of the failure is known.
-        Workers that have not answered by then count as silent. The threads of the check continue,
-        so that a worker that checks later still finds this one alive.
+        Blocks for about ``seconds`` at most. Once a worker is found lost, the cause of the failure
+        is known, so the check ends 0.25 s later. Workers that have not answered by then count as
+        silent. The group stays open, so a worker that checks later still finds this one alive.
         """
         group = self._group
         peers = [] if group is None else [r for r in range(group.size()) if r != group.rank()]
         answers: queue.SimpleQueue[tuple[int, PeerState]] = queue.SimpleQueue()
-        for peer in peers:  # a thread for each, so that a silent worker does not delay the others
+        for peer in peers:  # one thread each, so that a silent worker does not delay the others
             thread = threading.Thread(
                 target=self._check, args=(group, peer, answers), name=f"liveness of {peer}"
             )
@@ -89,6 +86,7 @@ class LivenessCheck:
             message = group.recv([torch.zeros(1)], peer, 0)
             message.wait(timedelta(seconds=self._seconds))
         except RuntimeError:
+            # An error near the time limit is a time-out rather than a broken connection.
             broken = time.perf_counter() - started < 0.9 * self._seconds
             answers.put((peer, "lost" if broken else "silent"))
         else:

@@ -1,7 +1,6 @@
 """Finds the network interface and the IPv4 address over which gloo and NCCL communicate.
 
-Rank 0 logs them when training begins, because a wrong interface is a frequent reason for slow
-communication.
+They are shown to the user, because a wrong interface is a frequent reason for slow communication.
 """
 
 import os
@@ -12,7 +11,7 @@ from types import ModuleType
 fcntl: ModuleType | None
 try:
     import fcntl
-except ImportError:  # on Windows, where the address of an interface is not known
+except ImportError:  # on Windows, where this module does not find addresses of interfaces
     fcntl = None
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -42,10 +41,9 @@ def gloo_address() -> str:
 def interface_in_use(backend: str) -> str:
     """Return a text for logs: the interface, its address, and the setting that selected it.
 
-    For example ``eth0 (10.0.0.1; from GLOO_SOCKET_IFNAME)``. A part that cannot be determined is
-    replaced by an explanation. gloo and NCCL use the interface named by the environment variables
-    ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``. If its variable is not set, gloo uses the
-    address to which this host's name resolves, and NCCL chooses an interface.
+    For example ``eth0 (10.0.0.1; from GLOO_SOCKET_IFNAME)``. The environment variables
+    ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` select the interface. Without them, gloo uses
+    the address to which this host's name resolves, and NCCL chooses an interface.
 
     Args:
         backend: "gloo" or "nccl".

@@ -1,9 +1,9 @@
 """Opening and closing of the process groups that Offbeat uses besides the user's.
 
-To open a group, its members exchange their network addresses through a store. Gloo groups are
-constructed directly, without registering them in ``torch.distributed``: torch names a registered
-group by the number of existing groups. A group opened after another one was destroyed would thus
-get a name that was used before, and would find outdated addresses in the store.
+To open a group, its members exchange their network addresses through a store. This module
+constructs gloo groups directly, without registering them in ``torch.distributed``: torch names a
+registered group after its members and the number of existing groups. After a group was destroyed, a
+new one could get a name that was used before, and would find outdated addresses in the store.
 """
 
 import atexit
@@ -23,21 +23,22 @@ import torch.distributed as dist
 
 _UNUSED_TAG = 2**15  # message tag with which no worker sends
 _GIVEN_UP = "given up"  # key in the store: rank of a member that has given up opening the group
-_POLL_SECONDS = 0.0005, 0.05  # pause between two reads of the store: the first, and the longest
+_POLL_SECONDS = 0.0005, 0.05  # pauses between reads of the store: the first, and the longest
 _MARGIN_SECONDS = 1.0  # delay with which gloo may notice its time limit
 _numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 """For each set of members (global ranks), the counter that makes the keys of their groups unique.
 
-The members open the same groups in the same order, so that their counters are equal.
+The members open the same groups in the same order, so their counters agree.
 """
 _abandoned: list[tuple[threading.Thread, float]] = []
 """Threads that are blocked in gloo, each with a deadline (monotonic clock)."""
 
 
 def abandon_thread(thread: threading.Thread, deadline: float) -> None:
-    """Register a thread that is blocked in gloo. At exit Python waits for it until ``deadline``.
+    """Register a thread that is blocked in gloo. At exit, Python waits for it until ``deadline``.
 
-    ``deadline`` is a time on the monotonic clock.
+    Python would abort if the thread returned from gloo during shutdown. ``deadline`` is a time of
+    ``time.monotonic``.
     """
     _abandoned[:] = [(other, limit) for other, limit in _abandoned if other.is_alive()]
     _abandoned.append((thread, deadline))
@@ -45,7 +46,6 @@ def abandon_thread(thread: threading.Thread, deadline: float) -> None:
 
 @atexit.register
 def _join_abandoned() -> None:
-    """Wait for abandoned threads. Python would abort if one returned from gloo during shutdown."""
     for thread, deadline in _abandoned:
         thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -69,14 +69,13 @@ class Group(Protocol):
 
 
 class OpeningError(RuntimeError):
-    """A group cannot be opened, because not all of its members take part."""
+    """A group cannot be opened, because a member does not take part."""
 
 
 class GroupFactory:
     """Opens any number of process groups of the same members.
 
-    All members call ``open`` and ``new_store`` in the same order, so that they use the same keys in
-    the store.
+    All members call ``open`` and ``new_store`` in the same order, and so use the same keys.
 
     Args:
         store: Store in which the members exchange addresses.
@@ -85,13 +84,13 @@ class GroupFactory:
         name: Prefix of the keys that the groups use in ``store``.
         numbers: Counter that makes the key prefixes of ``new_store`` unique.
         opening_seconds: Time limit of ``open``, unless its argument ``timeout_seconds`` is less.
-        lost: Function that returns the ranks of members whose processes have ended; None if this
-            is not monitored.
-        abandoned_key: Key in ``store`` that a member creates when it gives up opening groups. Then
-            ``open`` raises OpeningError. "" if there is no such key.
+        lost: Function that returns the ranks of members whose processes have ended; None if they
+            are not monitored.
+        abandoned_key: Key in ``store`` that a member creates when it gives up. ``open`` then raises
+            OpeningError. "": no key.
 
     Attributes:
-        backend: Backend of the user's group, "gloo" or "nccl". Collectives use the same.
+        backend: Backend for collectives, "gloo" or "nccl".
         store: The part of the store that the latest group uses; None before the first group.
     """
 
@@ -122,11 +121,9 @@ class GroupFactory:
 
     @classmethod
     def among(cls, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> "GroupFactory":
-        """Return a factory for those members of ``group`` that have these ranks in it.
+        """Return a factory for the members of ``group`` with these ranks in it, this one included.
 
-        Args:
-            group: Process group; None is the default group.
-            ranks: Ranks of the members, including this process.
+        None is the default group.
         """
         parent: Any = dist.group.WORLD if group is None else group
         global_ranks = dist.get_process_group_ranks(parent)
@@ -139,10 +136,10 @@ class GroupFactory:
         return factory
 
     def new_store(self) -> Any:
-        """Return a new, empty store that only the members use.
+        """Return a new, empty store for the members.
 
-        It is a part of the store given to ``__init__``, with a new key prefix. The members' k-th
-        calls of this method return the same prefix.
+        It is a part of the factory's store, with a new key prefix. The prefix of the k-th call is
+        the same on all members.
         """
         name = f"{self._name}/{next(self._numbers)}"
         return dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
@@ -150,17 +147,17 @@ class GroupFactory:
     def open(self, backend: str, timeout_seconds: float) -> Group:
         """Open a new group. A collective of the members. Blocks.
 
-        The members first wait for each other by polling the store. If they waited in the backend, a
-        Ctrl-C would be delayed, and an error would not name the missing ranks.
+        The members first wait for each other by polling the store. If they waited in the backend,
+        Ctrl-C would be delayed, and errors would not name the missing ranks.
 
         Args:
             backend: "gloo" or "nccl".
-            timeout_seconds: Time limit of the group's operations. Also the time limit of this
-                method, unless ``opening_seconds`` is less.
+            timeout_seconds: Time limit of the group's operations. Also limits the opening, unless
+                ``opening_seconds`` is less.
 
         Raises:
-            OpeningError: A member did not arrive or connect in time, has ended or has given up.
-            RuntimeError: The store does not answer, or a member left while the group was opened.
+            OpeningError: A member has ended, has given up, or did not arrive or connect in time.
+            RuntimeError: The store does not answer, or the backend failed.
         """
         self.store = self.new_store()
         opening_seconds = min(self._opening_seconds, timeout_seconds)
@@ -172,15 +169,16 @@ class GroupFactory:
                 group.set_timeout(timedelta(seconds=timeout_seconds))
             return group
         except BaseException as error:
-            if not isinstance(error, dist.DistNetworkError):  # else the store does not answer
+            # A DistNetworkError means that the store does not answer.
+            if not isinstance(error, dist.DistNetworkError):
                 with contextlib.suppress(RuntimeError):
                     self.store.set(_GIVEN_UP, str(self.rank))
             raise
 
     def _make(self, backend: str, limit: timedelta) -> Group:
         if backend == "gloo":
-            # With ``lost``, the calling thread polls the store while gloo uses it. So gloo gets a
-            # separate connection to the store.
+            # With ``lost``, the calling thread polls the store while gloo uses it, so each needs
+            # its own connection to the store.
             store = self.store if self.lost is None else self.store.clone()
             return cast(Group, dist.ProcessGroupGloo(store, self.rank, self.size, limit))
         group = dist.new_group(
@@ -189,9 +187,9 @@ class GroupFactory:
         return cast(Group, group)
 
     def _in_thread(self, make: Callable[[], Group], timeout_seconds: float) -> Group:
-        """Call ``make`` in a thread, and return its result. Abandon the thread if a member dies.
+        """Call ``make`` in a thread, and return its result. Abandon the thread if a member ends.
 
-        Gloo would wait for the dead member until the time limit or longer.
+        Without the thread, gloo would wait for that member until the time limit or longer.
         """
         results: list[Group] = []
         errors: list[RuntimeError] = []
@@ -220,7 +218,7 @@ class GroupFactory:
         return results.pop()
 
     def _require_members(self) -> None:
-        """Raise OpeningError if a member is known to have ended or given up."""
+        """Raise OpeningError if a member has ended or given up."""
         if self.lost is not None and (lost := self.lost()):
             raise OpeningError(f"{ranks_text(lost)} died")
         if self._abandoned_key and self._store.check([self._abandoned_key]):
@@ -249,10 +247,10 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def close_connections(group: Group) -> None:
-    """Close the connections of a group if it uses gloo. Its operations then fail on all workers.
+    """Close the connections of a gloo group. Its operations then fail on all workers.
 
-    Gloo's abort does not end running operations. Instead this function receives a message that no
-    worker sends, with a limit of 1 ms: gloo closes a connection on which a receive has timed out.
+    Gloo's abort does not end running operations. But gloo closes a connection on which a receive
+    times out. So this function receives a message that no worker sends, with a limit of 1 ms.
     """
     if not isinstance(group, dist.ProcessGroupGloo):
         return
@@ -267,7 +265,7 @@ def destroy_nccl_group(group: Group) -> None:
     """Destroy an NCCL group that contains all processes. Does nothing to other groups.
 
     A gloo group ends with its last reference. An NCCL group of some processes remains until torch
-    is shut down: torch would give its name to the next group (see the top of this file).
+    is shut down, because torch would give its name to the next group; see the module docstring.
     """
     if isinstance(group, dist.ProcessGroup) and group.size() == dist.get_world_size():
         dist.destroy_process_group(group)
@@ -276,10 +274,8 @@ def destroy_nccl_group(group: Group) -> None:
 def drop_references(references: list[Group], *, in_background: bool) -> None:
     """Clear a list that holds the last references to groups, so that gloo frees the groups.
 
-    Args:
-        references: List of groups.
-        in_background: True to clear the list in a thread. This is needed if an operation of the
-            groups still runs, because gloo then blocks until the time limit of the operation.
+    If an operation still runs, gloo blocks until the time limit of the operation. ``in_background``
+    clears the list in a thread.
     """
     if not in_background:
         references.clear()

@@ -1,9 +1,9 @@
 """A thread that waits for messages on behalf of the main thread, so that Ctrl-C stays responsive.
 
-Python handles Ctrl-C on the main thread, and only when the main thread is not blocked inside gloo.
-For a collective the main thread therefore repeats waits of 0.1 s: a collective continues after a
-wait has timed out. A message is lost if the wait for it times out. So a second thread waits for the
-message, without interruption.
+Python handles Ctrl-C on the main thread, and only when that thread is not blocked inside gloo. For
+a collective the main thread therefore repeats waits of 0.1 s, between which it handles Ctrl-C. This
+is impossible for a message, because gloo loses a message when a wait for it times out. So a second
+thread waits for the message without a pause, and the main thread waits for the second thread.
 """
 
 import queue
@@ -14,16 +14,16 @@ SLICE_SECONDS = 0.1
 """Longest time for which the main thread blocks without handling signals such as Ctrl-C."""
 
 CLOSED = "the connections are closed"
-"""Text of the error of a wait that was given up because the connections are closed."""
+"""Error text of a wait that was given up because the connections are closed."""
 
-_STUCK_SECONDS = 0.5  # time limit of close() if gloo may never release the thread
+_STUCK_SECONDS = 0.5  # time limit of close() if the thread may be stuck in gloo
 
 _Job = tuple[Callable[[], object], list[Exception], threading.Lock]
-"""Function to call, list for its error, and lock that is released when it has ended."""
+"""Function to call, list for its error, and lock that is released at its end."""
 
 
 class ReceiverThread:
-    """Runs blocking waits for the main thread, one at a time. The first wait starts the thread."""
+    """Runs blocking waits for the main thread, one at a time."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -40,7 +40,7 @@ class ReceiverThread:
 
         Raises:
             RuntimeError: ``poll`` returned True.
-            Exception: Any error that ``wait`` raised.
+            Exception: ``wait`` raised it.
         """
         if self._thread is None:
             self._thread = threading.Thread(
@@ -59,7 +59,7 @@ class ReceiverThread:
             raise errors.pop()
 
     def close(self, seconds: float) -> None:
-        """End the thread. Wait for this at most ``seconds``, or 0.5 s if a wait was given up."""
+        """End the thread. Blocks for at most ``seconds``, or 0.5 s if a wait was given up."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(min(seconds, _STUCK_SECONDS) if self._stuck else seconds)

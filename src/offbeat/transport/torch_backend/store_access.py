@@ -6,21 +6,22 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_SLICES = 20  # call_within() waits this many times; a suspension of the process uses up one only
+_SLICES = 20  # number of short waits in call_within()
 _CLOSE_SECONDS = 1.0  # time limit of KeyPoll.close()
 
 
 def call_within(seconds: float, function: Callable[[], T]) -> T:
     """Call ``function``, which accesses a store, in a thread, and return its result.
 
-    Without the thread an unreachable store would block the caller until TCP gives up, for minutes.
+    Without the thread, an unreachable store would block the caller for minutes, until TCP gives up.
 
     Args:
-        seconds: Time limit. A suspension of this process uses up at most 1/20 of it.
+        seconds: Time limit. If this process is suspended (SIGSTOP) meanwhile, that uses up at most
+            1/20 of the limit.
         function: Function to call. At the time limit its thread is abandoned.
 
     Raises:
-        RuntimeError: ``function`` raised an error, or exceeded the time limit.
+        RuntimeError: ``function`` raised it, or exceeded the time limit.
     """
     results: list[T] = []
     errors: list[RuntimeError] = []
@@ -50,7 +51,7 @@ class KeyPoll:
         interval_seconds: Least time between two checks (> 0).
 
     Attributes:
-        store_lost: True once an access has failed or ``close`` was called. Then checks have ended.
+        store_lost: True once an access has failed or ``close`` was called. No checks follow.
     """
 
     def __init__(self, store: Any, key: str, interval_seconds: float) -> None:
@@ -61,10 +62,7 @@ class KeyPoll:
         self._last_check = time.monotonic()
 
     def found(self) -> bool:
-        """Return True if a check has found the key. Starts the next check if it is due.
-
-        Never blocks.
-        """
+        """Return True if a check has found the key. Starts a check if one is due. Never blocks."""
         now = time.monotonic()
         idle = self._thread is None or not self._thread.is_alive()
         due = now - self._last_check > self._interval_seconds
@@ -78,9 +76,9 @@ class KeyPoll:
         return self._found
 
     def close(self) -> None:
-        """Stop polling, and wait for a running check for at most a second.
+        """Stop polling, and wait at most a second for a running check.
 
-        Python would abort at exit with a thread inside the store.
+        At exit, Python would abort if a thread were inside the store.
         """
         self.store_lost = True
         if self._thread is not None:

@@ -1,7 +1,6 @@
 """The communicator of real processes, over ``torch.distributed`` with gloo or NCCL.
 
-It opens process groups of its own, so that its operations never mix with those of the user's
-script.
+It opens separate process groups, so that its operations never mix with those of the user's script.
 """
 
 import contextlib
@@ -50,14 +49,14 @@ class TorchCommunicator(Communicator):
     """A communicator over process groups of ``torch.distributed``.
 
     Args:
-        group: Process group whose members take part; None is the default group. A ``GroupFactory``
-            may be passed instead, which opens groups of the members.
+        group: Process group whose members take part, or a ``GroupFactory``; None is the default
+            group.
         timeout_seconds: Time limit of an operation. A ``patient`` operation has none.
-        liveness_seconds: After a failure the workers check which of them still answer. A worker
-            that does not answer in this time is reported as missing.
+        liveness_seconds: Time in which a worker must answer the check that follows a failure. One
+            that does not is reported as missing.
         closing_seconds: Longest time for which ``close`` waits for threads.
-        host: Clock and background threads; None creates a new host. A thread that uses several
-            communicators needs the same host for all of them.
+        host: Clock and background threads; None creates a new host. All communicators that a
+            background thread uses must have the host that started the thread.
 
     Raises:
         AttachError: This process is not a member of the group.
@@ -118,7 +117,7 @@ class TorchCommunicator(Communicator):
         return _Work(self._connections, work, result, operation, started, patient)
 
     def _launch(self, operation: Operation[Any]) -> tuple[dist.Work, Any]:
-        """Start the operation in the backend. Return the backend's handle and the result."""
+        """Start the operation. Return the backend's handle and the object for its result."""
         group, messages = self._channel.collectives, self._channel.messages
         match operation:
             case Sum(tensor=tensor):
@@ -145,7 +144,7 @@ class TorchCommunicator(Communicator):
 
     @override
     def twin(self) -> Communicator:
-        """Return a communicator with process groups of its own. ``close`` of either closes both."""
+        """Return a communicator with separate groups. Closing one of the two closes both."""
         twin = object.__new__(TorchCommunicator)
         twin.__dict__.update(self.__dict__)
         twin._channel = self._connections.open_channel()
@@ -183,11 +182,11 @@ class _Work(Handle[Any]):
         return self._work is None or self._work.is_completed()
 
     def running(self) -> bool:
-        """Return True if this is a collective that has not completed."""
+        """Return True for a collective that has not ended; False for a message."""
         return self._collective and not self.done()
 
     def failed(self) -> bool:
-        """Return True if this collective has failed. Returns False for messages and with NCCL."""
+        """Return True for a gloo collective that has failed; False for a message and with NCCL."""
         if not self._collective or self._connections.backend != "gloo" or self._work is None:
             return False
         try:
@@ -215,9 +214,9 @@ class _Work(Handle[Any]):
         return self._result
 
     def _block(self) -> None:
-        """Wait for the backend. With gloo, a Ctrl-C acts within 0.1 s; see ``receiver_thread``."""
+        """Block until the operation ends. Over gloo, Ctrl-C acts within 0.1 s."""
         if not self._collective:
-            # Without a limit, gloo would use the one with which the group was opened.
+            # Without a limit, gloo would use that of the group.
             limit = timedelta(seconds=self._connections.timeout_seconds)
             limit = _FOREVER if self._patient else limit
             if needs_receiver_thread():
@@ -238,7 +237,7 @@ class _Work(Handle[Any]):
                     self._wait(_SLICE)
                     return
                 except RuntimeError:
-                    if self.done():  # the operation failed, or ended just after the time-out
+                    if self.done():  # it failed, or ended just after this wait
                         self._wait()
                         return
                 if self._connections.poll():
@@ -246,11 +245,11 @@ class _Work(Handle[Any]):
 
     def _wait(self, *limit: timedelta) -> None:
         assert self._work is not None
-        # Not in a local variable: the traceback of a Ctrl-C would keep the operation alive.
+        # No local variable: the traceback of a Ctrl-C would keep the operation alive.
         self._work.wait(*limit)
 
     def abandon(self) -> None:
-        """Drop the reference to the backend's operation, so that its process group can end."""
+        """Drop the reference to the backend's operation, which keeps its process group alive."""
         self._work = None
 
 

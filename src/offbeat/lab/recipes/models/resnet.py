@@ -58,7 +58,7 @@ class Bottleneck(Block):
 
 
 class ResNet(nn.Module):
-    """Residual network whose first layer is a 3×3 convolution without stride or pooling.
+    """Residual network for small images: its first layer is a 3×3 convolution without stride.
 
     Args:
         block: ``BasicBlock`` or ``Bottleneck``.

@@ -18,7 +18,7 @@ def conv_norm(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Seque
 
 
 def _stack(widths: Sequence[int | str], *, norm: bool) -> list[nn.Module]:
-    """Return a 3×3 convolution with ReLU for each width. "pool" halves the image size."""
+    """Return a 3×3 convolution with ReLU for each width, and pooling by 2 for each "pool"."""
     layers: list[nn.Module] = []
     inputs = 3
     for width in widths:
@@ -35,14 +35,12 @@ def _stack(widths: Sequence[int | str], *, norm: bool) -> list[nn.Module]:
 
 
 def vgg11(classes: int) -> nn.Sequential:
-    """Return VGG11 without BatchNorm; 129,176,036 parameters with 100 classes.
+    """Return VGG11 without BatchNorm: images (n×3×H×W) → logits (n×classes).
 
-    The classifier has two hidden layers of 4096, as in the original network for ImageNet. Adaptive
-    pooling resizes the feature maps to the 7×7 inputs of the classifier, as in torchvision. Images
-    can therefore have any size from 32×32.
-
-    Returns:
-        Network from images (n×3×H×W) to logits (n×classes).
+    The classifier has two hidden layers of 4096, as in the original network for ImageNet. Its
+    inputs are 7×7 feature maps. Adaptive pooling resizes the feature maps to this size, as in
+    torchvision, so that images can have any size from 32×32. 129,176,036 parameters with 100
+    classes.
 
     Source: Simonyan & Zisserman, arXiv 1409.1556, configuration A.
     """
@@ -69,10 +67,9 @@ def vgg11(classes: int) -> nn.Sequential:
 
 
 def small_cnn(classes: int) -> nn.Sequential:
-    """Return five convolutions with BatchNorm for 32×32 images; 279,466 parameters, 10 classes.
+    """Return a small CNN with BatchNorm: images (n×3×H×W) → logits (n×classes).
 
-    Returns:
-        Network from images (n×3×H×W) to logits (n×classes).
+    Five convolutions; 279,466 parameters with 10 classes.
     """
     return nn.Sequential(
         *_stack(SMALL, norm=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, classes)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 class CausalTransformer(nn.Module):
     """Base class: encoder layers with a causal mask, so that no token attends to later ones.
 
-    Subclasses create the layers ``blocks``, embed the tokens and compute the logits.
+    Subclasses create the layers (``blocks``), embed the tokens and compute the logits.
 
     Args:
-        context: Largest number of tokens in an input of the model.
+        context: Maximum number of tokens in an input.
     """
 
     blocks: nn.ModuleList
@@ -34,11 +34,8 @@ class CausalTransformer(nn.Module):
 class ByteTransformer(CausalTransformer):
     """Transformer over bytes with learned positions and pre-layer normalization.
 
-    Args:
-        context: Largest number of bytes in an input of the model.
-        width: Size of the embedding. Feed-forward blocks are four times as wide.
-        layers: Number of layers.
-        heads: Number of attention heads per layer.
+    An input has up to ``context`` bytes. ``width`` is the size of the embedding. The feed-forward
+    blocks are four times as wide.
     """
 
     def __init__(
@@ -57,7 +54,7 @@ class ByteTransformer(CausalTransformer):
         self.head = nn.Linear(width, 256)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return the logits of each next byte: (batch × length) → (batch × length × 256)."""
+        """Return the logits of each next byte: batch × length → batch × length × 256."""
         positions = torch.arange(text.shape[1], device=text.device)
         x = self.bytes(text.long()) + self.positions(positions)
         logits: Tensor = self.head(self.norm(self.transform(x)))
@@ -67,12 +64,13 @@ class ByteTransformer(CausalTransformer):
 class WordTransformer(CausalTransformer):
     """Transformer over words with sinusoidal positions and post-layer normalization.
 
-    Output layer and embedding do not share weights, and the activation is ReLU, as in the language
-    model of the PyTorch tutorial. The defaults are the settings of the SelSync paper.
+    As in the language model of the PyTorch tutorial, the activation is ReLU, and output layer and
+    embedding do not share weights. The defaults are the settings of the SelSync paper (Tyagi &
+    Swany, arXiv 2307.07950).
 
     Args:
         words: Size of the vocabulary.
-        context: Largest number of words in an input of the model.
+        context: Maximum number of words in an input.
         width: Size of the embedding (even).
         hidden: Width of the feed-forward blocks.
         layers: Number of layers.
@@ -113,7 +111,7 @@ class WordTransformer(CausalTransformer):
         self.register_buffer("positions", waves.flatten(1), persistent=False)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return the logits of each next word: (batch × length) → (batch × length × words)."""
+        """Return the logits of each next word: batch × length → batch × length × words."""
         scale = math.sqrt(self.words.embedding_dim)
         x = self.dropout(self.words(text) * scale + self.positions[: text.shape[1]])
         logits: Tensor = self.head(self.transform(x))
@@ -125,8 +123,8 @@ def token_losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
     Args:
         model: Module that returns the logits of each next token.
-        batch: One tensor of texts (batch × length). The last token of a text is not an input of the
-            model, only a target.
+        batch: One tensor of texts (batch × length). The last token of a text is only a target, not
+            an input of the model.
     """
     return _cross_entropy(model, batch, "none").view(len(batch[0]), -1)
 
