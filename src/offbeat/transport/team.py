@@ -164,7 +164,9 @@ class Team:
         Two threads of a worker can each use one of the teams; see ``Communicator.twin``. The second
         team has no ``membership``. A collective.
         """
-        return Team(self.communicator.inner.twin(), account=self.account, node=self.node)
+        team = Team(self.communicator.inner.twin(), account=self.account, node=self.node)
+        team.view, team.members = self.view, self.members
+        return team
 
     def close(self, *, together: bool = False) -> None:
         """Close all communicators of this process; see ``Communicator.close``."""
