@@ -164,7 +164,9 @@ class Team:
         Two threads of a worker can each use one of the teams; see ``Communicator.twin``. The second
         team has no ``membership``, and its ``view`` is always 0. A collective.
         """
-        return Team(self.communicator.inner.twin(), account=self.account, node=self.node)
+        team = Team(self.communicator.inner.twin(), account=self.account, node=self.node)
+        team.view, team.members = self.view, self.members
+        return team
 
     def close(self, *, together: bool = False) -> None:
         """Close the communicators of this team and of its node; see ``Communicator.close``."""
