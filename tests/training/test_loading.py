@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -158,6 +159,9 @@ def test_a_parameter_server_cannot_start_again() -> None:
 
 
 def copies(rank: int, size: int) -> None:
+    with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
+        scripted = torch.jit.script(make_model())
+    attach(scripted, sgd(scripted), offbeat.BSP()).detach()
     model = make_model()
     sync = attach(model, sgd(model), offbeat.BSP())
     file = io.BytesIO()
@@ -170,5 +174,5 @@ def copies(rank: int, size: int) -> None:
 
 
 def test_copies_of_an_attached_model_are_independent() -> None:
-    """They can be pickled, and loading into them concerns nobody."""
+    """They can be pickled, and loading into them has no effect. TorchScript can be attached."""
     simulated(copies, workers=1)

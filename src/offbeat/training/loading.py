@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -51,6 +52,7 @@ class LoadDetection:
         self._hooks: list[RemovableHandle] = [
             module.register_load_state_dict_post_hook(_Hook(self._note))
             for module in model.modules()
+            if not isinstance(module, torch.jit.ScriptModule)  # does not support this hook
         ]
 
     def _note(self) -> None:

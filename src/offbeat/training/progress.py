@@ -62,7 +62,8 @@ class Progress:
             MismatchError: a worker ends training that has taken more steps than another worker had
                 at its ``consensus``, and has never called ``consensus``. Raised on every worker.
         """
-        reports = self._gather(finishing=finishing, model=0)
+        what = "comparison of the progress"
+        reports = self._gather(what, finishing=finishing, model=0)
         if not 0 < sums.finishing < self._worker.size:
             return
         for rank, one in enumerate(reports):
@@ -79,7 +80,7 @@ class Progress:
 
     def compare_final(self) -> None:
         """Compare the models after the final mean. A collective."""
-        reports = self._gather(finishing=True, model=self._checksum())
+        reports = self._gather("the end of training", finishing=True, model=self._checksum())
         differing = [str(i) for i, each in enumerate(reports) if each.model != reports[0].model]
         if differing and self._worker.team.everyone.rank == 0:
             logger.warning(
@@ -101,7 +102,7 @@ class Progress:
                 worker.rank,
             )
 
-    def _gather(self, *, finishing: bool, model: int) -> list[_Report]:
+    def _gather(self, what: str, *, finishing: bool, model: int) -> list[_Report]:
         worker = self._worker
         communicator, rates = worker.team.everyone, self._rates()
         text = json.dumps(rates).encode()
@@ -115,7 +116,6 @@ class Progress:
         if communicator.size == 1:
             return [own]
         numbers = torch.tensor(astuple(own), dtype=torch.int64, device=communicator.control_device)
-        what = "comparison of the progress"
         gathered = communicator.gather(numbers, what=what).wait()
         reports = [_Report(*each.tolist()) for each in gathered]
         # A worker that has joined has not warned yet; all workers must take the same branch.
