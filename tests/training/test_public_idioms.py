@@ -201,3 +201,9 @@ def test_a_script_without_a_process_group_trains_alone(text: str, tmp_path: Path
     sync.finish()
     if exact:
         torch.testing.assert_close(flat(model), flat(plain))
+
+
+def test_a_node_of_a_single_process_is_that_process() -> None:
+    model = make_model()
+    with attach(model, sgd(model), "bsp", node_group="auto") as sync:
+        assert sync.size == 1
