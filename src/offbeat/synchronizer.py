@@ -43,9 +43,11 @@ from offbeat.training.consensus import Consensus
 from offbeat.training.consistency import copy_rank_0, describe, require_consistency, settings_of
 from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
+from offbeat.training.loading import LoadDetection
 from offbeat.training.monitors import Distance, GradientChange
 from offbeat.training.optimizers import unwrapped_optimizer
 from offbeat.training.stats_recorder import StatsRecorder
+from offbeat.training.unfinished import UnfinishedWarning
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.team import Team
 
@@ -102,7 +104,8 @@ class Synchronizer:
         flow = flow_of(strategy, worker)
         self._iteration = Iteration(flow, worker, self._tasks, self._completed, node)
         self._recorder = StatsRecorder(worker, log)
-        self._consensus = Consensus(worker, self._iteration, self._tasks, shards)
+        loading = LoadDetection(model, worker, self._iteration)
+        self._consensus = Consensus(worker, self._iteration, self._tasks, shards, loading)
         self._views: Views | None = None
         if not joining:
             flow.start()
@@ -110,7 +113,7 @@ class Synchronizer:
             self._make_elastic(wire, lines, min_workers, joining=joining)
         self._iteration.watch_backward()
         self._clipping = Clipping(self._iteration, worker)
-        self._hooks: list[Removable] = [*hooks, self._clipping]
+        self._hooks: list[Removable] = [*hooks, self._clipping, loading]
         for each in optimizers:
             record_loss = self._recorder.record_loss
             self._hooks += hook_optimizer(each, self._iteration, self._clipping, record_loss)
@@ -118,8 +121,12 @@ class Synchronizer:
         self._attached_objects: tuple[Any, ...] = (model, *(each.optimizer for each in optimizers))
         attached.update(self._attached_objects)
         self._host.register_totals(lambda: self.stats)
+        self._unfinished = UnfinishedWarning(self, self.rank)
+        if team.everyone.size == 1:
+            self._unfinished.cancel()
+        self._iteration.guard.on_failure = self._unfinished.cancel
         self._recorder.restart()
-        self._consensus.note_parameters()
+        self._consensus.note_start()
 
     def _make_elastic(
         self, wire: Precision, lines: Sequence[str], min_workers: int, *, joining: bool
@@ -183,6 +190,7 @@ class Synchronizer:
         """Update the totals after an iteration. ``synced`` is True if it applied a mean."""
         self._recorder.count_step(synced=synced)
         self._consensus.step_ended()
+        self._unfinished.steps += 1
 
     # -- every step --------------------------------------------------------------------------
 
@@ -308,17 +316,20 @@ class Synchronizer:
         Parameters, floating-point buffers and complex buffers become the mean. Signed integer
         buffers become their maximum. All other buffers (masks, bytes) become those of rank 0.
 
-        Call other collectives, such as ``dist.barrier()``, inside this context only. Elsewhere they
-        may deadlock: one worker waits in ``dist.barrier()``, while another worker waits for its
-        message in a step and never reaches the barrier.
+        To evaluate on one rank, test ``sync.rank`` inside the context; no barrier is needed. The
+        other workers leave the context and train until they need this one, and then wait for at
+        most ``timeout_seconds``. A collective of your own is safe inside this context only, and
+        only if every worker enters it: ``finish`` does not answer it.
 
         Raises:
             AttachError: after ``finish`` or ``detach``, or inside another ``consensus``. Or a
-                parameter of the model was replaced by another one.
+                parameter of the model was replaced by another one, or ``load_state_dict`` has
+                changed the model after its first step.
+            MismatchError: another worker has trained to its end and never called this.
         """
         self._require_active("consensus()")
         self._iteration.require_own_model("consensus()")
-        self._consensus.check_parameters()
+        self._consensus.check_parameters("consensus()")
         with self._recorder.paused():
             with self._iteration.guard, self._team.account.paused():
                 local = self._consensus.replace_by_mean()
@@ -338,7 +349,7 @@ class Synchronizer:
         if not self._active:
             return
         self._iteration.require_own_model("finish()")
-        self._consensus.check_parameters()
+        self._consensus.check_parameters("finish()", finishing=True)
         with self._iteration.guard:
             self._consensus.finish()
         self._recorder.count_remainder()
@@ -356,6 +367,7 @@ class Synchronizer:
 
     def _end(self, *, together: bool) -> None:
         self._active = False
+        self._unfinished.cancel()
         self._iteration.close()
         self._tasks.close()
         if self._consensus.distance is not None:
@@ -417,6 +429,7 @@ class Synchronizer:
             return consensus_of(flow, self.stats)
         self._require_active("state_dict()")
         self._iteration.require_boundary("state_dict()")
+        self._consensus.accept_loaded("state_dict()")
         with self._iteration.guard:
             self._consensus.before_save()
         return state_of(self._iteration.flow, self.stats)
@@ -456,7 +469,7 @@ class Synchronizer:
         if self._views is not None:
             self._views.record()
         self._recorder.restart()
-        self._consensus.note_parameters()
+        self._consensus.note_start()
 
 
 def background_tasks_of(sync: Synchronizer) -> BackgroundTasks:

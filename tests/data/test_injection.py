@@ -792,7 +792,8 @@ def test_bad_arguments(changes: dict[str, Any], error: type[Exception], words: s
         construct(**changes)()
 
 
-def test_no_process_group() -> None:
+def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(offbeat.AttachError, match="init_process_group"):
         DataInjection([], 0.5, 0.5)
 

@@ -392,7 +392,7 @@ def counted(rank: int, size: int, text: str) -> tuple[dict[str, Any], bool]:
 
 @pytest.mark.parametrize("text", ["bsp", "local:period=1", "diloco:period=2", "async:staleness=2"])
 def test_exclusions_are_counted(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    """All workers count them; each logs the first one."""
+    """All workers count them; each logs the first one, and the number at the end."""
     for rank, (details, finite) in enumerate(simulated(counted, text, workers=3)):
         assert finite
         assert details["non_finite_excluded"] == 3
@@ -402,6 +402,11 @@ def test_exclusions_are_counted(text: str, caplog: pytest.LogCaptureFixture) -> 
         f"rank {rank}: rank 0 would contribute NaN or infinity to the mean at step "
         f"{4 if 'diloco' in text else 3}: excluded; later ones are counted in Stats.details as "
         "non_finite_excluded"
+        for rank in range(3)
+    ]
+    assert sorted(r.getMessage() for r in caplog.records if "were excluded" in r.getMessage()) == [
+        f"rank {rank}: 3 contributions with NaN or infinity were excluded from the means of this "
+        "training"
         for rank in range(3)
     ]
 

@@ -1,5 +1,6 @@
 """Late, dead and stuck workers: the error names them, in finite time."""
 
+import itertools
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle, explained
 from offbeat.transport.host import Promise
 from offbeat.transport.single_process import SingleCommunicator
+from offbeat.transport.torch_backend.process_groups import GroupFactory, OpeningError
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from transport.communicators import meet
 from workers import run
@@ -68,6 +70,20 @@ def test_a_worker_that_does_not_open_its_connections_is_named() -> None:
     assert "timeout_seconds=0.5" in text
     assert KNOB in text
     assert 0.45 <= seconds < 10
+
+
+def test_a_member_that_ended_because_of_another_is_not_blamed() -> None:
+    """Rank 1 died. Rank 2 has noticed, given up and ended before rank 0 looks."""
+    store = dist.HashStore()
+
+    def opening(rank: int, lost: list[int]) -> str:
+        factory = GroupFactory(store, rank, 3, "test", itertools.count(), lost=lambda: lost)
+        with pytest.raises(OpeningError) as caught:
+            factory.open("gloo", 5)
+        return str(caught.value)
+
+    assert opening(2, [1]) == "rank 1 died"
+    assert opening(0, [2]) == "rank 2 has given up: rank 1 died"
 
 
 # -- operations -----------------------------------------------------------------------------------

@@ -21,7 +21,9 @@ from typing import Any
 from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.rounds import Rounds
 from offbeat.averaging.votes import Round
+from offbeat.averaging.waiting import WaitingWarning
 from offbeat.averaging.worker import AttachedOptimizer, Worker
+from offbeat.errors import AttachError
 from offbeat.strategies.base import Strategy
 
 
@@ -75,6 +77,16 @@ class Flow(ABC):
             common: Result of ``common_values`` of the most advanced worker in the previous view.
                 None: start without values of a previous view.
         """
+
+    def model_loaded(self) -> None:
+        """Start again from values that were loaded into the model before the first step.
+
+        Sends nothing. Raises AttachError if the flow cannot do this.
+        """
+        raise AttachError(
+            f"{self.strategy} does not support model.load_state_dict() after attach(): load before "
+            "attach(), or use offbeat.load()"
+        )
 
     def keep_local(self, before: "Flow") -> None:  # noqa: B027
         """Copy this worker's local values from ``before``, its flow in the previous view."""
@@ -138,6 +150,7 @@ class Flow(ABC):
             The last round, in which no worker steps.
         """
         self.pause(finishing=finishing)
+        warning = None if finishing else WaitingWarning(self.worker)
         while True:
             for optimizer in self.voters(order):
                 round, self._pending = self._pending, None
@@ -149,6 +162,8 @@ class Flow(ABC):
                     self.worker.record.clear()
                     self.worker.wire.discard_interval()
                     return round
+                if warning is not None:
+                    warning(sums)
                 self.act(round)
 
     def pause(self, *, finishing: bool) -> None:  # noqa: B027

@@ -119,6 +119,10 @@ class ModelFlow(Flow):
         self.state = ModelFlowState(self.pipeline.state, view, checked_step=worker.step)
 
     @override
+    def model_loaded(self) -> None:
+        self.start()
+
+    @override
     def keep_local(self, before: Flow) -> None:
         assert isinstance(before, ModelFlow)
         keep_local_values(self.state.view.state, before.state.view.state)

@@ -5,6 +5,7 @@ then has a ``membership``: the interface through which the workers agree on who 
 """
 
 import logging
+import os
 import uuid
 
 import torch.distributed as dist
@@ -36,22 +37,28 @@ def open_communicator(
 
     Args:
         group: Process group of ``torch.distributed``, or a ``Transport`` that makes the
-            communicator. None is the default process group.
+            communicator. None is the default process group. If there is none, and the environment
+            variable ``WORLD_SIZE`` is 1 or not set, this process is the only worker.
         timeout_seconds: Time limit of one operation.
         what: Name of the caller, for error messages.
         elastic: True if the communicator must have a ``membership``.
 
     Raises:
-        AttachError: ``torch.distributed`` is not initialised; this process is not a member of the
-            group; or a ``membership`` is needed, and the group or transport cannot provide one.
+        AttachError: ``torch.distributed`` is not initialised and ``WORLD_SIZE`` > 1; this process
+            is not a member of the group; or a ``membership`` is needed, and the group or transport
+            cannot provide one.
         CommunicationError: A worker did not open its connections in time.
         TypeError: The transport did not return a communicator.
     """
     make = getattr(group, "make_communicator", None)
     if make is None and not (dist.is_available() and dist.is_initialized()):
+        size = os.environ.get("WORLD_SIZE", "1")
+        if group is None and size == "1" and not elastic:
+            logger.info("%s without a process group: this process trains alone", what)
+            return SingleCommunicator(timeout_seconds)
         raise AttachError(
             "torch.distributed is not initialised: call torch.distributed.init_process_group() "
-            f"before {what}, and start the script with torchrun"
+            f"before {what}, and start the script with torchrun (here: WORLD_SIZE={size})"
         )
     if group is None:  # in a simulation the default group is a transport
         make = getattr(dist.group.WORLD, "make_communicator", None)

@@ -68,6 +68,8 @@ def open_nodes(
     if hasattr(transport, "make_communicator"):
         return _open_by_transport(transport, node_group, timeout_seconds)
     everyone = open_communicator(group, timeout_seconds, what="offbeat.attach()")
+    if transport is None:  # a single process
+        return everyone, None
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(everyone.close)
         assert group is None or isinstance(group, dist.ProcessGroup)

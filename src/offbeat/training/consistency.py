@@ -56,7 +56,7 @@ def settings_of(model: nn.Module, optimizers: Sequence[AttachedOptimizer]) -> Se
             settings[f"the number of parameters of {where}"] = str(len(group["params"]))
             for name, value in group.items():
                 if name != "params" and _is_plain(value):
-                    settings[f"{name} of {where}"] = _shown(value)
+                    settings[f"{name} of {where}"] = value_text(value)
     for name, module in model.named_modules():
         shown = f"module {name!r}" if name else "the model"
         settings[f"the mode of {shown}"] = "train()" if module.training else "eval()"
@@ -78,9 +78,10 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _shown(value: object) -> str:
+def value_text(value: object) -> str:
+    """Return the text of a plain value, or of a tensor with one element."""
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(_shown, value))})"
+        return f"({', '.join(map(value_text, value))})"
     if isinstance(value, Tensor):
         value = value.item()
     return f"{value:.8g}" if isinstance(value, float) else str(value)
@@ -110,8 +111,8 @@ def require_consistency(
                 raise MismatchError(message)
     if len(set(hashes)) > 1:
         texts = communicator.gather_bytes(settings_text, what=what)
-        differences = _differences([json.loads(each) for each in texts])
-        message = f"the workers differ, but training continues: {differences}"
+        found = differences({rank: json.loads(each) for rank, each in enumerate(texts)})
+        message = f"the workers differ, but training continues: {found}"
         if communicator.rank == 0:
             logger.warning("%s", message)
         warnings.warn(message, stacklevel=5)  # points to the line that called attach()
@@ -143,18 +144,21 @@ def difference(lines: Sequence[Sequence[str]], rank: int, first: int) -> str:
     return ""
 
 
-def _differences(settings: Sequence[Settings]) -> str:
-    """Describe the settings that differ: each value with the ranks that have it."""
-    differences = []
-    for name in dict.fromkeys(name for each in settings for name in each):
+def differences(settings: Mapping[int, Settings]) -> str:
+    """Describe the settings that differ, given the settings of each rank.
+
+    The text contains each value with the ranks that have it.
+    """
+    found = []
+    for name in dict.fromkeys(name for each in settings.values() for name in each):
         ranks: dict[str, list[str]] = {}
-        for rank, each in enumerate(settings):
+        for rank, each in settings.items():
             ranks.setdefault(each.get(name, "nothing"), []).append(str(rank))
         if len(ranks) > 1:
             values = (f"{value} on rank {', '.join(where)}" for value, where in ranks.items())
-            differences.append(f"{name} is {' and '.join(values)}")
-    more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-    return "; ".join(differences[:_SHOWN]) + more
+            found.append(f"{name} is {' and '.join(values)}")
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join(found[:_SHOWN]) + more
 
 
 def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:

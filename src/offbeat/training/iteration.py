@@ -69,6 +69,8 @@ class Iteration:
     Attributes:
         active: False once training has ended. The hooks then do nothing.
         guard: Context around communication. It raises if it is entered after a failure.
+        accept_loaded: Called before each step, with the name of the caller; see
+            ``LoadDetection.accept``.
         recover: Begins the next view after a failure. None: a failure ends training.
         gradient_monitors: Functions called in ``prepare``, before the flow changes the gradients.
             Arguments: the optimizer; the factor by which a GradScaler has scaled the gradients (1
@@ -87,6 +89,7 @@ class Iteration:
     ) -> None:
         self.flow, self._worker, self.node = flow, worker, node
         self._completed = completed
+        self.accept_loaded: Callable[[str], None] = lambda what: None
         self.active = True
         self.guard = Guard()
         self.model_monitors: list[Callable[[], None]] = []
@@ -202,6 +205,7 @@ class Iteration:
             return
         if self._forbidden:
             self.require_own_model("a training step")
+        self.accept_loaded("a training step")
         worker = self._worker
         optimizer = worker.optimizers[index]
         if not _holds(optimizer.optimizer, self._groups[index]):
@@ -366,3 +370,4 @@ class Iteration:
             self._backward = None
         self.model_monitors, self.gradient_monitors = [], []
         self._completed, self.recover = lambda synced: None, None
+        self.accept_loaded = lambda what: None

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 _UNUSED_TAG = 2**15  # message tag with which no worker sends
-_GIVEN_UP = "given up"  # key in the store: rank of a member that has given up opening the group
+_GIVEN_UP = "given up"  # key in the store: which member has given up opening the group, and why
 _POLL_SECONDS = 0.0005, 0.05  # pauses between reads of the store: the first, and the longest
 _MARGIN_SECONDS = 1.0  # delay with which gloo may notice its time limit
 _numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
@@ -171,8 +171,9 @@ class GroupFactory:
         except BaseException as error:
             # A DistNetworkError means that the store does not answer.
             if not isinstance(error, dist.DistNetworkError):
+                reason = str(error) if isinstance(error, OpeningError) else ""
                 with contextlib.suppress(RuntimeError):
-                    self.store.set(_GIVEN_UP, str(self.rank))
+                    self.store.set(_GIVEN_UP, f"rank {self.rank} has given up: {reason}")
             raise
 
     def _make(self, backend: str, limit: timedelta) -> Group:
@@ -219,12 +220,13 @@ class GroupFactory:
 
     def _require_members(self) -> None:
         """Raise OpeningError if a member has ended or given up."""
-        if self.lost is not None and (lost := self.lost()):
-            raise OpeningError(f"{ranks_text(lost)} died")
         if self._abandoned_key and self._store.check([self._abandoned_key]):
             raise OpeningError("others have given up this view")
+        # Before ``lost``: a member that gave up because another one died has ended, too.
         if self.store.check([_GIVEN_UP]):
-            raise OpeningError(f"rank {int(self.store.get(_GIVEN_UP))} has given up")
+            raise OpeningError(self.store.get(_GIVEN_UP).decode().removesuffix(": "))
+        if self.lost is not None and (lost := self.lost()):
+            raise OpeningError(f"{ranks_text(lost)} died")
 
     def _await_members(self, timeout_seconds: float) -> None:
         deadline, (pause, longest) = time.monotonic() + timeout_seconds, _POLL_SECONDS
