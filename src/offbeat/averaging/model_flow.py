@@ -29,7 +29,8 @@ If ``due`` returns 0, the worker does not vote, and there is nothing to decide. 
 ``due`` is not called before the previous round is decided and its parts are launched. A round is
 decided at the first step boundary after its tally has arrived. The *staleness* of a worker is the
 number of its local steps since the launch of the newest landed part. When it reaches
-``SharedModel.bound``, the worker waits for tallies and parts.
+``SharedModel.bound``, the worker waits for tallies and parts. It requests a round if neither is
+outstanding, even if ``due`` returns 0.
 
 A worker at a barrier takes part in the same rounds: it votes with ``stepping=False``, and launches
 and lands the same parts in the same order. So all workers start the same collectives in the same
@@ -164,6 +165,8 @@ class ModelFlow(Flow):
 
     def _due(self) -> bool:
         self._wanted = float(self.strategy.due(self._view(stepping=True)))
+        if self._waits_at_bound() and self.pipeline.oldest is None and self.worker.size > 1:
+            self._wanted = max(1.0, self._wanted)  # only a launch can reduce the staleness
         return self._wanted > 0
 
     @override
@@ -238,7 +241,7 @@ class ModelFlow(Flow):
 
     def _at_bound(self) -> bool:
         """Return True if the staleness has reached its bound."""
-        return self.worker.step - self.pipeline.state.fresh_step >= self.shared.bound
+        return self.worker.step - self.state.view.fresh_step >= self.shared.bound
 
     def land(self, *, take: bool = True) -> None:
         """Wait for the oldest part in flight and land it; see ``Pipeline.land``."""
@@ -404,7 +407,7 @@ class ModelFlow(Flow):
     def _record_staleness(self) -> None:
         """Record the staleness at the end of a step."""
         worker, histogram = self.worker, self.state.staleness
-        staleness = worker.record["staleness"] = worker.step - self.pipeline.state.fresh_step
+        staleness = worker.record["staleness"] = worker.step - self.state.view.fresh_step
         histogram[staleness] = histogram.get(staleness, 0) + 1
         if staleness > worker.details.get("staleness_max", 0):
             worker.details["staleness_max"] = staleness

@@ -114,6 +114,7 @@ class Worker:
             step=self.step,
             start_step=self.step,
             launch_step=self.step,
+            fresh_step=self.step,
             precision=None if wire.strategy_sets_precision else wire.precision,
             bits={precision: update_bits(precision, size) for precision in ("float32", *_LOSSY)},
             two_stages=frozenset(each for each in lossy if not uses_single_stage(each, size)),

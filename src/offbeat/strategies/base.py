@@ -113,7 +113,8 @@ class SharedModel:
               order of their launches.
         bound: Largest staleness in local steps, with "arrived". The staleness of a worker is the
             number of its local steps since the launch of the newest landed part. At the bound the
-            worker waits until a newer part has landed.
+            worker waits until a newer part has landed. If no part is in flight, it requests a
+            round, even if ``due`` returns 0.
         outer: Outer step, which determines Δ.
         error_feedback: True: the quantization error of an update stays in x, and is sent with the
             next update of the part. The parts have about equal bytes and may begin inside a tensor.
@@ -271,6 +272,8 @@ class WorkerView:
             this number includes the current round.
         launch_step: Local step at which this worker decided the last round that launched a part.
             Before the first such round: the local step at which the view began.
+        fresh_step: Local step at which the newest landed part was launched. Before the first
+            landing: the local step at which the view began.
         in_flight_steps: For each part in flight, the oldest first: the local step of its launch.
         ready: True if the part that is launched next is not in flight.
         gradient_norm_squared: ‖g‖² of the current step before clipping. With several optimizers:
@@ -303,6 +306,7 @@ class WorkerView:
     landings: int = 0
     rounds: int = 0
     launch_step: int = 0
+    fresh_step: int = 0
     in_flight_steps: list[int] = field(default_factory=list)
     ready: bool = transient(default=True)
     gradient_norm_squared: float = transient(default=0.0)
@@ -320,6 +324,11 @@ class WorkerView:
     def since_launch(self) -> int:
         """Number of local steps since ``launch_step``."""
         return self.step - self.launch_step
+
+    @property
+    def staleness(self) -> int:
+        """Number of local steps since ``fresh_step``."""
+        return self.step - self.fresh_step
 
     @property
     def ages(self) -> list[int]:
