@@ -241,10 +241,9 @@ class GradientFlow(Flow):
         if not worker.excludes:
             return 1.0, float(worker.size)
         own = float(not any(bool(b.isnan().any()) for b in worker.replica.float_buffers()))
-        weights = torch.tensor([own], device=worker.team.communicator.control_device)
-        total = float(
-            worker.team.communicator.sum(weights, what="workers with finite buffers").wait()
-        )
+        communicator = worker.team.communicator
+        weights = torch.tensor([own], dtype=torch.float32, device=communicator.control_device)
+        total = float(communicator.sum(weights, what="workers with finite buffers").wait())
         return (own, total) if total else (1.0, float(worker.size))
 
     @override

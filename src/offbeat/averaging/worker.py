@@ -174,4 +174,5 @@ class Worker:
     def barrier(self, what: str) -> None:
         """Wait until all workers have called this. ``what`` names the operation in errors."""
         communicator = self.team.communicator
-        communicator.sum(torch.zeros(1, device=communicator.control_device), what=what).wait()
+        one = torch.zeros(1, dtype=torch.float32, device=communicator.control_device)
+        communicator.sum(one, what=what).wait()

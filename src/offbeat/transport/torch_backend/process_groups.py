@@ -271,7 +271,7 @@ def close_connections(group: Group) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
-                work = group.recv([torch.zeros(1)], peer, _UNUSED_TAG)
+                work = group.recv([torch.zeros(1, device="cpu")], peer, _UNUSED_TAG)
                 work.wait(timedelta(milliseconds=1))
 
 

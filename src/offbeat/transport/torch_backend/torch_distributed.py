@@ -163,7 +163,8 @@ class TorchCommunicator(Communicator):
         try:
             if together and not self._connections.closed:
                 with contextlib.suppress(CommunicationError):  # a lost worker no longer matters
-                    self.sum(torch.zeros(1, device=self.control_device), what="the end").wait()
+                    one = torch.zeros(1, dtype=torch.float32, device=self.control_device)
+                    self.sum(one, what="the end").wait()
         finally:  # also after a Ctrl-C
             self._connections.close(together=together)
 
