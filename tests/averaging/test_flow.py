@@ -293,7 +293,7 @@ def test_deferred_flags_have_a_whole_step_to_arrive() -> None:
     assert seconds_waited(text, "10ms", optimizer_sleeps=False) == 0
 
 
-# -- the bound on the staleness ---------------------------------------------------------------------
+# -- the bound on the staleness --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -101,8 +101,9 @@ def open_elastic(
     backends = {*backends_of(group).values()}
     if backends != {"gloo"}:
         raise AttachError(
-            f"min_workers needs a process group of gloo, got {', '.join(sorted(backends))}, which cannot open groups "
-            "without all workers of the first view (gloo takes tensors on a GPU, too)"
+            f"min_workers needs a process group of gloo, got {', '.join(sorted(backends))}, which "
+            "cannot open groups without all workers of the first view (gloo takes tensors on a "
+            "GPU, too)"
         )
     factory = GroupFactory.of(group)
     rank, size, keys = factory.rank, factory.size, factory.new_store()

@@ -216,7 +216,7 @@ def land(
         squares: Two elements, to which ‖D‖² and ‖u‖² are added.
     """
     keep, forward, rate = np.float32(momentum), np.float32(lookahead), np.float32(lr)
-    divisor = np.float32(weight)
+    inverse = np.float32(1.0 / weight)
     mean, own = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     folded = np.empty(BLOCK, np.float32)
     rows = payloads.shape[0]
@@ -241,7 +241,7 @@ def land(
                     for j in range(width):
                         part[j] = np.float32(np.int8(fields[j] << up & highest)) * step
         for i in range(length):
-            mean[i] /= divisor
+            mean[i] *= inverse
         for i in range(length, BLOCK):  # padding after the last number
             mean[i] = own[i] = np.float32(0)
         for index in range(2):  # as in ``add_squared_norm``

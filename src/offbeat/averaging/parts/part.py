@@ -290,7 +290,7 @@ class Part(ABC):
         bucket = self.buckets[index]
         bucket.write_buffers(sent, self.weight)
         if bucket.buffers and self.buffer_base and not show:
-            torch.div(bucket.buffer_values, self.weight, out=self.buffer_base[index])
+            torch.mul(bucket.buffer_values, 1 / self.weight, out=self.buffer_base[index])
 
     def before_save(self) -> None:
         """Wait for the sums in flight, and make ``sums`` and ``own`` valid for a checkpoint."""

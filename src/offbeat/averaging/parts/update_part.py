@@ -204,7 +204,7 @@ class UpdatePart(Part):
         velocity = self.velocity[i][start : start + shift.numel()] if self.velocity else base[:0]
         total.read(shift, start)
         update.read(sent, start)
-        shift.div_(self.weight)
+        shift.mul_(1 / self.weight)
         if kernels is not None:
             kernels.add_squared_norm(shift.numpy(), squares, 0)
             kernels.add_squared_norm(sent.numpy(), squares, 1)
