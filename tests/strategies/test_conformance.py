@@ -309,9 +309,13 @@ def test_all_end_with_the_same_buffers(row: Row) -> None:
 
 
 def by_hand(rank: int, size: int, text: str, wire: Any, device: str) -> tuple[Tensor, Tensor]:
-    """Train with given gradients. Returns the model before and after; ``device`` is the default."""
+    """Train with given gradients, and with a parameter that has no elements.
+
+    ``device`` is torch's default. Returns the model before and after.
+    """
     with torch.device("cpu"):
         model = make_wide(seed=rank)
+        model[0].empty = nn.Parameter(torch.empty(0, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     with torch.device(device), attach(model, optimizer, text, wire=wire) as sync:
         start = flat(model)
@@ -347,7 +351,10 @@ def test_any_default_dtype_trains(text: str, wire: Any, dtype: torch.dtype) -> N
 
 @first_of_each(ROWS)
 def test_no_internal_tensor_is_on_the_default_device(row: Row) -> None:
-    """Tensors on "meta" have no values, so the first use of one fails."""
+    """Tensors on "meta" have no values, so the first use of one fails.
+
+    A parameter without elements changes nothing.
+    """
     for wire in ["float32"] if row.baseline else ["float32", "int4"]:
         results = simulated(by_hand, row.text, wire, "meta", workers=3)
         expected = simulated(by_hand, row.text, wire, "cpu", workers=3)

@@ -192,8 +192,9 @@ class GradientFlow(Flow):
         if not self.strategy.decide(view, chosen.tally()).parts:
             return False
         view.rounds, view.launch_step, view.launches = 0, view.step, view.launches + 1
-        # A worker with non-finite gradients does not contribute: the mean would be non-finite.
-        contribute = round.own.stepping and self._finite_gradients(index)
+        # Unless the policy is "warn", non-finite gradients are not sent: all would receive them.
+        allowed = not self.worker.guarded or self._finite_gradients(index)
+        contribute = round.own.stepping and allowed
         state.means[index].reduce([], contribute=contribute)
         view.landings += 1
         return True

@@ -118,6 +118,7 @@ class SharedModel:
         outer: Outer step, which determines Δ.
         error_feedback: True: the quantization error of an update stays in x, and is sent with the
             next update of the part. The parts have about equal bytes and may begin inside a tensor.
+            Requires ``outer.lr`` = 1.
             If ``outer`` has momentum, the flow calls ``outer_step`` for each launch. False: the
             error is stored outside the model and added to the next message of the part. The parts
             consist of whole tensors.
@@ -139,6 +140,11 @@ class SharedModel:
             raise ValueError(f'lands must be at least 0, or "arrived"; got {self.lands!r}')
         if self.optimizer_state and not self.blocking:
             raise ValueError(f"optimizer_state requires lands=0, got lands={self.lands!r}")
+        if self.error_feedback and self.outer.lr != 1:
+            raise ValueError(
+                f"error_feedback requires an outer learning rate of 1, got lr={self.outer.lr}. Use "
+                "momentum instead, whose factors outer_step() returns"
+            )
 
     @cached_property
     def blocking(self) -> bool:
@@ -409,11 +415,11 @@ class Strategy(ABC):
         return Launch()
 
     def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
-        """Return μ and a for the landing of ``part``: v ← μ·v + D, then P ← P + η·(D + a·v).
+        """Return μ and a for the landing of ``part``: v ← μ·v + D, then P ← P + D + a·v.
 
         Only called with ``error_feedback`` and ``Outer.momentum`` > 0, once for each launch.
-        ``Outer.lr`` is η. ``tally`` is that of the round that decided the launch. All workers must
-        return the same numbers.
+        ``tally`` is that of the round that decided the launch. All workers must return the same
+        numbers.
         """
         raise NotImplementedError
 

@@ -284,7 +284,7 @@ class Pipeline:
             self._worker.forget_non_finite()
 
     def average_residuals(self) -> None:
-        """x ← P + η·mean(x − P), where x − P is sent in int8, and η is the outer learning rate.
+        """x ← P + mean(x − P), where x − P is sent in int8.
 
         Requires error feedback, and that no part is in flight. int8 is precise enough: its error is
         small compared to x − P, which is small compared to the model.
