@@ -108,25 +108,26 @@ class TorchCommunicator(Communicator):
             raise self._connections.error_after_close(operation.what)
         started = time.perf_counter()
         patient = isinstance(operation, Receive) and operation.patient
-        group = self._group_for(operation)
+        gloo = self._uses_gloo(operation)
         try:
-            work, result = self._launch(operation, group)
+            work, result = self._launch(operation, gloo)
         except RuntimeError as error:
             raise self._connections.failure(
                 operation.what, started, error, patient=patient
             ) from None
-        gloo = group is self._channel.messages
         return _Work(self._connections, work, result, operation, started, patient, gloo)
 
-    def _group_for(self, operation: Operation[Any]) -> Any:
-        """Return the group that executes the operation."""
+    def _uses_gloo(self, operation: Operation[Any]) -> bool:
+        """Return True if the gloo group executes the operation."""
+        if not operation.collective or self._channel.collectives is self._channel.messages:
+            return True
         tensor = getattr(operation, "tensor", None)
-        on_cpu = tensor is not None and tensor.is_cpu and self._cpu_backend == "gloo"
-        gloo = on_cpu or not operation.collective
-        return self._channel.messages if gloo else self._channel.collectives
+        return tensor is not None and tensor.is_cpu and self._cpu_backend == "gloo"
 
-    def _launch(self, operation: Operation[Any], group: Any) -> tuple[dist.Work, Any]:
+    def _launch(self, operation: Operation[Any], gloo: bool) -> tuple[dist.Work, Any]:
         """Start the operation. Return the backend's handle and the object for its result."""
+        # The callers have no local variable for the group: errors would keep it alive.
+        group = self._channel.messages if gloo else self._channel.collectives
         match operation:
             case Sum(tensor=tensor):
                 return group.allreduce([tensor]), tensor
