@@ -295,7 +295,7 @@ def wide_of_two(rank: int, size: int) -> Tensor:
     for step in range(BAD_STEP):
         each = [gradients(model, make_batch(one, step)) for one in range(3)]
         for p, *parts in zip(model.parameters(), *each, strict=True):
-            p.grad = sum(parts) / 3  # type: ignore[assignment]
+            p.grad = sum(parts) * (1 / 3)  # type: ignore[assignment]
         optimizer.step()
     before = flat(model)[::997]
     with attach(model, optimizer, "bsp"):
@@ -374,6 +374,24 @@ def test_a_warning_is_logged_once(text: str, caplog: pytest.LogCaptureFixture) -
         assert one.endswith(f": all workers receive it; non_finite={policies} prevents that")
     assert all(error == "nothing was raised" for _, _, error, _ in results)
     assert not any(model.isfinite().all() for _, model, _, _ in results)
+
+
+def warned(rank: int, size: int, text: str) -> bool:
+    """Return whether the model is finite after a step in which rank 1 has a NaN gradient."""
+    model = make_model(seed=0)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = attach(model, optimizer, text, non_finite="warn")
+    train_step(model, optimizer, make_batch(rank, 0))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan if rank == 1 else 1.0)
+    optimizer.step()
+    sync.detach()
+    return bool(flat(model).isfinite().all())
+
+
+@pytest.mark.parametrize("text", ["bsp", "selsync:delta=inf,warmup_steps=9,aggregate=gradients"])
+def test_with_a_warning_all_workers_receive_the_gradient(text: str) -> None:
+    assert simulated(warned, text, workers=3) == [False] * 3
 
 
 def counted(rank: int, size: int, text: str) -> tuple[dict[str, Any], bool]:

@@ -64,13 +64,17 @@ def pack_mixed(tensors: Sequence[Tensor], flat: Tensor) -> None:
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
-    """tensors ← flat / divisor, in place, each cast to its own dtype. Integers need divisor 1."""
+    """tensors ← flat / divisor, in place, each cast to its own dtype. Integers need divisor 1.
+
+    Here and in all other means, a sum is multiplied by the rounded reciprocal of the divisor. That
+    is how CUDA divides by a number, and a CPU must give the same bits.
+    """
     with torch.no_grad():
         for tensor, part in _with_parts(tensors, flat):
             if divisor == 1:
                 tensor.copy_(part)
             else:
-                torch.div(part, divisor, out=tensor)
+                torch.mul(part, 1 / divisor, out=tensor)
 
 
 def add_to(tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:
@@ -99,7 +103,7 @@ def swap(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
                     scratch[: target.numel()].view(target.shape) if fits else torch.empty_like(new)
                 )
                 previous.append((target, copy.copy_(target)))
-                torch.div(new, divisor, out=target)
+                torch.mul(new, 1 / divisor, out=target)
                 previous[-1] = (target, new.copy_(copy))
         except BaseException:
             for target, values in previous:

@@ -199,8 +199,9 @@ class GradientFlow(Flow):
         if not self.strategy.decide(view, chosen.tally()).parts:
             return False
         view.rounds, view.launch_step, view.launches = 0, view.step, view.launches + 1
-        # A worker with non-finite gradients does not contribute: the mean would be non-finite.
-        contribute = round.own.stepping and self._finite_gradients(index)
+        # Unless the policy is "warn", non-finite gradients are not sent: all would receive them.
+        allowed = not self.worker.guarded or self._finite_gradients(index)
+        contribute = round.own.stepping and allowed
         state.means[index].reduce([], contribute=contribute)
         view.landings += 1
         return True
@@ -248,10 +249,9 @@ class GradientFlow(Flow):
         if not worker.excludes:
             return 1.0, float(worker.size)
         own = float(not any(bool(b.isnan().any()) for b in worker.replica.float_buffers()))
-        weights = torch.tensor([own], device=worker.team.communicator.control_device)
-        total = float(
-            worker.team.communicator.sum(weights, what="workers with finite buffers").wait()
-        )
+        communicator = worker.team.communicator
+        weights = torch.tensor([own], dtype=torch.float32, device=communicator.control_device)
+        total = float(communicator.sum(weights, what="workers with finite buffers").wait())
         return (own, total) if total else (1.0, float(worker.size))
 
     @override

@@ -30,7 +30,8 @@ worker is the number of its local steps since the launch of the newest landed pa
 
 With "arrived", a round is decided at the first step boundary after its tally has arrived. ``due``
 is not called before the previous round is decided and its parts are launched. When the staleness
-reaches ``SharedModel.bound``, the worker waits for tallies and parts.
+reaches ``SharedModel.bound``, the worker waits for tallies and parts. If neither is outstanding, it
+requests a round, even if ``due`` returns 0.
 
 A worker that has reached a *barrier*, where all workers wait for each other, still takes part in
 the rounds of the others. It votes with ``stepping=False``, and launches and lands the same parts in
@@ -169,6 +170,8 @@ class ModelFlow(Flow):
 
     def _due(self) -> bool:
         self._wanted = float(self.strategy.due(self._view(stepping=True)))
+        if self._waits_at_bound() and self.pipeline.oldest is None and self.worker.size > 1:
+            self._wanted = max(1.0, self._wanted)  # only a launch can reduce the staleness
         return self._wanted > 0
 
     @override
@@ -244,7 +247,7 @@ class ModelFlow(Flow):
 
     def _at_bound(self) -> bool:
         """Return True if the staleness has reached its bound."""
-        return self.worker.step - self.pipeline.state.fresh_step >= self.shared.bound
+        return self.worker.step - self.state.view.fresh_step >= self.shared.bound
 
     def land(self, *, take: bool = True) -> None:
         """Wait for the oldest part in flight and land it; see ``Pipeline.land``."""
@@ -413,7 +416,7 @@ class ModelFlow(Flow):
     def _record_staleness(self) -> None:
         """Record the staleness at the end of a step."""
         worker, histogram = self.worker, self.state.staleness
-        staleness = worker.record["staleness"] = worker.step - self.pipeline.state.fresh_step
+        staleness = worker.record["staleness"] = worker.step - self.state.view.fresh_step
         histogram[staleness] = histogram.get(staleness, 0) + 1
         if staleness > worker.details.get("staleness_max", 0):
             worker.details["staleness_max"] = staleness

@@ -116,6 +116,7 @@ class Worker:
             step=self.step,
             start_step=self.step,
             launch_step=self.step,
+            fresh_step=self.step,
             precision=None if wire.strategy_sets_precision else wire.precision,
             bits={precision: update_bits(precision, size) for precision in ("float32", *_LOSSY)},
             two_stages=frozenset(each for each in lossy if not uses_single_stage(each, size)),
@@ -175,4 +176,5 @@ class Worker:
     def barrier(self, what: str) -> None:
         """Wait until all workers have called this. ``what`` names the operation in errors."""
         communicator = self.team.communicator
-        communicator.sum(torch.zeros(1, device=communicator.control_device), what=what).wait()
+        one = torch.zeros(1, dtype=torch.float32, device=communicator.control_device)
+        communicator.sum(one, what=what).wait()

@@ -39,7 +39,7 @@ class AdagradRule(Rule):
     """q ← q + G²;  z ← z − lr·G/(√q + 1e-10), as in ``torch.optim.Adagrad``. ``squares`` is q."""
 
     lr: float = transient(default=1.0)
-    squares: Tensor = field(default_factory=lambda: torch.empty(0))
+    squares: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
 
     @override
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
@@ -62,8 +62,8 @@ class DownpourState(ServerState):
             the end of the warm-up.
     """
 
-    gradients: Tensor = field(default_factory=lambda: torch.empty(0))
-    requested: Tensor = field(default_factory=lambda: torch.empty(0))
+    gradients: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    requested: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     requested_step: int = 0
     steps: int = 0
     push_due: bool = False

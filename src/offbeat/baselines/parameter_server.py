@@ -285,7 +285,7 @@ class ParameterServer:
             return Completed(Answer(0))
         what = f"{request.kind} at the parameter server of rank {server}"
         receive = partial(communicator.receive, source=server, what=what, patient=patient)
-        numbers = torch.zeros(len(Answer._fields), dtype=torch.int64)
+        numbers = torch.zeros(len(Answer._fields), dtype=torch.int64, device="cpu")
         header = receive(numbers, tag=ANSWER if request.pulls else CONTROL)
         if request.pulls and values.numel():
             return receive(values, tag=PULLED).then(lambda _: Answer(*header.wait().tolist()))

@@ -68,7 +68,7 @@ class Request:
 
     def encode(self) -> Tensor:
         """Return the request as three int64 numbers, without ``source``."""
-        return torch.tensor([_KINDS.index(self.kind), self.clock, self.min_clock])
+        return torch.tensor([_KINDS.index(self.kind), self.clock, self.min_clock], device="cpu")
 
     @classmethod
     def decode(cls, header: Tensor, source: int) -> "Request":

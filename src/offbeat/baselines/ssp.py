@@ -32,8 +32,8 @@ class SSPState(ServerState):
         pulling: True if the last request pulls z.
     """
 
-    cache: Tensor = field(default_factory=lambda: torch.empty(0))
-    updates: Tensor = field(default_factory=lambda: torch.empty(0))
+    cache: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    updates: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     clock: int = 0
     fresh_clock: int = 0
     pulling: bool = False

@@ -264,7 +264,7 @@ class Exchange:
         self, peer: _Peer, kind: _Kind, key: Key, *, number: int = 0, data: Tensor | None = None
     ) -> None:
         size = 0 if data is None else data.numel()
-        header = torch.tensor([kind, peer.received, *key, number, size])
+        header = torch.tensor([kind, peer.received, *key, number, size], device="cpu")
         parts = [header] if data is None else [header, data]
         what = f"message about samples to rank {peer.rank}"
         peer.unconfirmed.append(
@@ -354,7 +354,7 @@ class Exchange:
             self._fail(error)
 
     def _receive_message(self, peer: _Peer) -> None:
-        header = torch.zeros(_HEADER, dtype=torch.int64)
+        header = torch.zeros(_HEADER, dtype=torch.int64, device="cpu")
         what = f"a message of rank {peer.rank} about samples"
         self._receive(header, peer, 0, what, patient=True)
         kind, received, barriers, step, number, size = header.tolist()
@@ -362,7 +362,7 @@ class Exchange:
             raise OffbeatError(f"{what} is invalid: {header.tolist()}")
         data = None
         if size:
-            data = torch.empty(size, dtype=torch.uint8)
+            data = torch.empty(size, dtype=torch.uint8, device="cpu")
             self._receive(data, peer, 1, f"samples of rank {peer.rank}", patient=False)
         with self._lock:  # the training thread also changes ``unconfirmed``
             arrived = [peer.unconfirmed.popleft() for _ in range(received - peer.confirmed)]

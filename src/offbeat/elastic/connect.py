@@ -20,7 +20,7 @@ from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import membership_of
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.torch_backend.network_interface import interface_in_use
-from offbeat.transport.torch_backend.process_groups import GroupFactory
+from offbeat.transport.torch_backend.process_groups import GroupFactory, backends_of
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 logger = logging.getLogger("offbeat")
@@ -82,9 +82,9 @@ def open_communicator(
     else:
         communicator = TorchCommunicator(group, timeout_seconds=timeout_seconds)
     if communicator.rank == 0:
-        backend = str(dist.get_backend(group))
-        interface = interface_in_use(backend)
-        logger.info("%d workers over %s on %s", communicator.size, backend, interface)
+        for backend in sorted({*backends_of(group).values()}):
+            interface = interface_in_use(backend)
+            logger.info("%d workers over %s on %s", communicator.size, backend, interface)
     return communicator
 
 
@@ -105,11 +105,12 @@ def open_elastic(
     """
     if dist.get_rank(group) < 0:
         raise AttachError("this process is not a member of the group given to attach()")
-    backend = str(dist.get_backend(group))
-    if backend != "gloo":
+    backends = {*backends_of(group).values()}
+    if backends != {"gloo"}:
         raise AttachError(
-            f"min_workers needs a process group of gloo, got {backend}, which cannot open groups "
-            "without all workers of the first view (gloo takes tensors on a GPU, too)"
+            f"min_workers needs a process group of gloo, got {', '.join(sorted(backends))}, which "
+            "cannot open groups without all workers of the first view (gloo takes tensors on a "
+            "GPU, too)"
         )
     factory = GroupFactory.of(group)
     rank, size, keys = factory.rank, factory.size, factory.new_store()

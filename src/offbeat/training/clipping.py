@@ -110,7 +110,7 @@ class Clipping:
             squared = worker.squared_norm(g for each in optimizers for g in each.gradients())
         parameters = [p for each in optimizers for p in each.parameters if p.grad is not None]
         double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
-        norm = torch.tensor(squared, dtype=torch.float64).sqrt()
+        norm = torch.tensor(squared, dtype=torch.float64, device="cpu").sqrt()
         norm = norm if double else norm.float()
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         for each in optimizers:

@@ -61,7 +61,7 @@ def _tensor_groups(
     if parts > len(present):
         raise ValueError(
             f"the number of parts must be at most {len(present)}, the number of parameter tensors "
-            f"of this model, because a tensor is not divided; got {parts}"
+            f"of this model that are not empty, because a tensor is not divided; got {parts}"
         )
     groups = cut_by_tensors([t for t, _ in present], parts, [size for _, size in present])
     return [_constant(group) for group in groups]

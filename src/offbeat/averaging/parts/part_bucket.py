@@ -70,4 +70,4 @@ class PartBucket(Bucket):
         if sent is None:
             unpack(self.buffer_values, self.buffers, weight)
         else:
-            add_clamped(self.buffers, self.buffer_values / weight, sent)
+            add_clamped(self.buffers, self.buffer_values * (1 / weight), sent)

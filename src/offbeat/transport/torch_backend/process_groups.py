@@ -50,6 +50,16 @@ def _join_abandoned() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Return the backend for each type of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
+
+    ``dist.get_backend`` returns texts such as "cpu:gloo", and "undefined" if the script has named
+    no backend. None is the default group.
+    """
+    devices = dist.BackendConfig(dist.get_backend(group)).get_device_backend_map()
+    return {device: str(backend) for device, backend in devices.items()}
+
+
 class Group(Protocol):
     """The methods of a torch process group that Offbeat uses."""
 
@@ -90,7 +100,8 @@ class GroupFactory:
             OpeningError. "": no key.
 
     Attributes:
-        backend: Backend for collectives, "gloo" or "nccl".
+        cpu_backend: Backend for collectives on CPU tensors. "nccl" cannot execute them.
+        backend: Backend for collectives on other tensors, "gloo" or "nccl".
         store: The part of the store that the latest group uses; None before the first group.
     """
 
@@ -107,7 +118,7 @@ class GroupFactory:
         abandoned_key: str = "",
     ) -> None:
         self.rank, self.size, self.lost = rank, size, lost
-        self.backend = "gloo"
+        self.cpu_backend = self.backend = "gloo"
         self.store: Any = None
         self._store, self._name, self._numbers = store, name, numbers
         self._opening_seconds, self._abandoned_key = opening_seconds, abandoned_key
@@ -132,7 +143,10 @@ class GroupFactory:
         name = f"offbeat/{'-'.join(map(str, members))}"
         rank = ranks.index(dist.get_rank(group))
         factory = cls(store, rank, len(members), name, _numbers[members])
-        factory._members, factory.backend = list(members), str(dist.get_backend(group))
+        factory._members, backends = list(members), backends_of(group)
+        others = [name for device, name in backends.items() if device != "cpu"]
+        factory.backend = others[0] if others else backends["cpu"]
+        factory.cpu_backend = backends.get("cpu", factory.backend)
         return factory
 
     def new_store(self) -> Any:
@@ -259,7 +273,7 @@ def close_connections(group: Group) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
-                work = group.recv([torch.zeros(1)], peer, _UNUSED_TAG)
+                work = group.recv([torch.zeros(1, device="cpu")], peer, _UNUSED_TAG)
                 work.wait(timedelta(milliseconds=1))
 
 
