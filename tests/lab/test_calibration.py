@@ -1,5 +1,7 @@
 """Calibrations measure the machine's speed during a run and do not affect the run."""
 
+import contextlib
+import random
 import time
 from dataclasses import replace
 from typing import Any
@@ -16,6 +18,7 @@ from offbeat.lab.compare import run_and_record
 from offbeat.lab.events import Calibration, Evaluation, Event
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import VirtualCluster
+from offbeat.lab.recipes import Setup
 from offbeat.lab.train import train_worker
 
 METHODS = ("ideal", "streaming:parts=2", "torch:ddp")
@@ -86,6 +89,22 @@ def test_calibrations_do_not_count_as_training_time(
             assert 0.01 < one.step_seconds < 0.1
     last = [one for one in events if isinstance(one, Evaluation)][-1]
     assert 0.09 < last.seconds < wall - 4 * SECONDS
+
+
+def test_the_state_is_restored_after_an_error() -> None:
+    """An interrupted measurement leaves the model and the random state of the run."""
+    task = tiny.build(Setup(workers=1, epochs=1))
+    before = [parameter.clone() for parameter in task.model.parameters()]
+    random.seed(3)
+    expected = random.Random(3).random()
+    with contextlib.suppress(KeyboardInterrupt), step_time._state_restored(task):
+        random.random()
+        with torch.no_grad():
+            next(task.model.parameters()).add_(1)
+        raise KeyboardInterrupt
+    for parameter, value in zip(task.model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+    assert random.random() == expected
 
 
 def test_simulated_workers_do_not_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ can have options of its own, such as ``--wire int8``.
 """
 
 import json
+import os
 import platform
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -211,7 +212,7 @@ def _read_existing(path: Path, job: Job, runner: Runner, ignored: Collection[str
     data = path.read_bytes()
     complete = data.rfind(b"\n") + 1
     if complete < len(data):  # an interrupted write left an incomplete last line
-        path.write_bytes(data[:complete])
+        os.truncate(path, complete)  # in place, so that a crash cannot lose the other lines
     results = read_results(path)
     skipped = _PER_RUN.union(ignored)
 

@@ -121,20 +121,22 @@ def _train_on(task: Task, batch: Any) -> None:
 
 @contextmanager
 def _state_restored(task: Task) -> Iterator[None]:
-    """Restore model, optimizer and random states at the end."""
+    """Restore model, optimizer and random states at the end, also after an error."""
     tensors = [*task.model.parameters(), *task.model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     optimizer = copy.deepcopy(task.optimizer.state_dict())
     states = random.getstate(), np.random.get_state()
     device = device_of(task.model)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    task.optimizer.load_state_dict(optimizer)
-    with torch.no_grad():
-        for tensor, value in zip(tensors, before, strict=True):
-            tensor.copy_(value)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        task.optimizer.load_state_dict(optimizer)
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
 
 
 def calibrate(
