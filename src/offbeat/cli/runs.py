@@ -26,7 +26,12 @@ from offbeat.cli.launcher import (
     require_single_process,
     with_launched_workers,
 )
-from offbeat.cli.options import CompareOptions, SimulateOptions, VirtualClusterOptions
+from offbeat.cli.options import (
+    USUAL_LATENCY,
+    CompareOptions,
+    SimulateOptions,
+    VirtualClusterOptions,
+)
 from offbeat.cli.view import Bar, console, print_narrow_table, print_path
 from offbeat.lab import compare as comparison
 from offbeat.lab import report
@@ -159,7 +164,7 @@ def _file_name(recipe: str) -> str:
 def _virtual_cluster(job: Job, bandwidth: str, options: VirtualClusterOptions) -> VirtualCluster:
     network = Network(
         bandwidth,
-        latency=options.latency,
+        latency=USUAL_LATENCY if options.latency is None else options.latency,
         workers_per_node=options.workers_per_node,
         inside=options.inside,
         inside_latency=options.inside_latency,
