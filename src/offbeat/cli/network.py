@@ -15,7 +15,7 @@ import torch.distributed as dist
 from offbeat.arguments import POSITIVE, require_number
 from offbeat.cli.launcher import is_launched
 from offbeat.cli.options import USUAL_LATENCY, USUAL_WORKERS, PlanOptions
-from offbeat.cli.view import console, print_table
+from offbeat.cli.view import console, print_step_time, print_table
 from offbeat.display.table import Table
 from offbeat.errors import OffbeatError
 from offbeat.lab import probe as probing
@@ -50,11 +50,12 @@ def plan(options: PlanOptions) -> None:
         if int(os.environ["RANK"]) != 0:
             return
     if options.model is not None:
-        model, seconds = measure_recipe(options.model, data=options.data)
+        model, step = measure_recipe(options.model, data=options.data)
         if options.parameters is None:
             question["parameters"] = model
         if options.step_time is None:
-            question["step_time"] = seconds
+            question["step_time"] = step.seconds
+            print_step_time(options.model, step, only_warn=options.as_json)
     answer = make_plan(**question)
     if options.as_json:
         console.print_json(json.dumps(answer.to_dict()))

@@ -32,7 +32,7 @@ from offbeat.cli.options import (
     SimulateOptions,
     VirtualClusterOptions,
 )
-from offbeat.cli.view import Bar, console, print_narrow_table, print_path
+from offbeat.cli.view import Bar, console, print_narrow_table, print_path, print_step_time
 from offbeat.lab import compare as comparison
 from offbeat.lab import report
 from offbeat.lab.job import Job
@@ -42,7 +42,6 @@ from offbeat.lab.results import Result
 from offbeat.lab.step_time import measure_recipe
 from offbeat.lab.stragglers import parse_slow
 from offbeat.simulate import Compute, Network
-from offbeat.units import show_seconds
 
 _MOST_SEEDS = 1000
 
@@ -174,9 +173,9 @@ def _virtual_cluster(job: Job, bandwidth: str, options: VirtualClusterOptions) -
     # Created before the slow measurement of the step time: the constructor finds mistakes.
     compute = Compute(step_time, jitter=options.jitter, slowdown=slowdown)
     if options.step_time is None:
-        _, seconds = measure_recipe(job.recipe, data=job.setup().data)
-        console.print(f"a step of {job.recipe} takes {show_seconds(seconds)} here", highlight=False)
-        compute = replace(compute, step=seconds)
+        _, step = measure_recipe(job.recipe, data=job.setup().data)
+        print_step_time(job.recipe, step)
+        compute = replace(compute, step=step.seconds)
     return VirtualCluster(network, compute)
 
 

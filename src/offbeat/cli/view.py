@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import rich.table
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -24,10 +25,12 @@ from offbeat.lab.events import (
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import find_recipe
 from offbeat.lab.results import Result
+from offbeat.lab.step_time import StepTime
 from offbeat.units import show_seconds
 
 console = Console()
 _WIDE = 100  # columns
+_MOST_SPREAD = 3.0  # ratio of the longest steps to the shortest, above which a warning is printed
 
 
 class Bar:
@@ -121,6 +124,24 @@ def _name(job: Job) -> str:
 def print_path(what: str, path: Path) -> None:
     """Print the path of a written file."""
     console.print(f"{what} {path}", highlight=False, soft_wrap=True)
+
+
+def print_step_time(recipe: str, step: StepTime, *, only_warn: bool = False) -> None:
+    """Print a measured step time. Warn on standard error if its steps differed much."""
+    if not only_warn:
+        time = show_seconds(step.seconds)
+        console.print(
+            f"a step of {recipe} takes {time} here, as measured now; --step-time sets another time",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if step.high > _MOST_SPREAD * step.low:
+        typer.echo(
+            f"warning: measured steps took {show_seconds(step.low)} to {show_seconds(step.high)} "
+            "(10 % and 90 % quantiles), perhaps because other programs were running: set "
+            "--step-time, or measure again on an idle machine",
+            err=True,
+        )
 
 
 def print_table(table: Table, *, texts: int = 1) -> None:
