@@ -41,6 +41,8 @@ def test_plan(call: Call) -> None:
     lines = out.splitlines()
     assert lines[0].startswith("25,000,000 parameters (100.0 MB), 120 ms a step, 16 workers")
     assert "predicted, not measured" in lines[0]
+    assert "speed-up counts steps, not the time to a metric" in out
+    assert "counts steps, not the time to a metric" in one_line(call("plan", "--help")[1])
     (advice,) = (line for line in lines if line.startswith("Try "))
     chosen, reason = re.fullmatch(r"Try (\S+) first: (.+)\.", advice).groups()  # type: ignore[union-attr]
     rows = [line.split()[0] for line in lines if re.match(r"[\w:=,.]+ {2,}\d", line)]

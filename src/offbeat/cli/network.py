@@ -25,6 +25,7 @@ from offbeat.lab.step_time import measure_recipe
 from offbeat.plan import Plan
 from offbeat.plan import plan as make_plan
 from offbeat.plan.planning import check_arguments
+from offbeat.plan.result import SPEED_UP_MEANS
 
 _MOST_WORKERS = 10_000
 _PROBED = ("workers", "bandwidth", "latency", "inside", "inside_latency")
@@ -145,6 +146,7 @@ def _print_plan(answer: Plan) -> None:
     print_table(Table(table.headings[:-1], figures, table.caption))
     for row in table.rows:
         console.print(f"{row[0]}: {row[-1]}", style="dim", highlight=False)
+    console.print(f"\n{SPEED_UP_MEANS}", style="dim", highlight=False)
     advice = f"Try {answer.recommendation.strategy} first: {answer.reason}."
     console.print(f"\n{advice}", highlight=False)
 
