@@ -38,7 +38,7 @@ from offbeat.lab import report
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import Runner, VirtualCluster
 from offbeat.lab.methods.registry import require_virtual
-from offbeat.lab.results import Result
+from offbeat.lab.results import Result, writing
 from offbeat.lab.step_time import measure_recipe
 from offbeat.lab.stragglers import parse_slow
 from offbeat.simulate import Compute, Network
@@ -76,10 +76,12 @@ def simulate(job: Job, options: SimulateOptions, simulated: VirtualClusterOption
     _run_one(job, runner)
     assert runner.last is not None
     if timeline is not None:
-        runner.last.plot(timeline)
+        with writing(timeline):
+            runner.last.plot(timeline)
         print_path("timeline", timeline)
     if as_json is not None:
-        as_json.write_text(runner.last.to_json(), encoding="utf-8")
+        with writing(as_json):
+            as_json.write_text(runner.last.to_json(), encoding="utf-8")
         print_path("json    ", as_json)
 
 

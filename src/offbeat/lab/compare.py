@@ -28,7 +28,7 @@ from offbeat.lab.events import (
 from offbeat.lab.job import Job, method_fields
 from offbeat.lab.launch.runners import Runner
 from offbeat.lab.recipes import find_recipe
-from offbeat.lab.results import Result, public_job, read_results
+from offbeat.lab.results import Result, public_job, read_results, writing
 from offbeat.telemetry import Stats
 
 RESULTS = "results.jsonl"
@@ -264,8 +264,5 @@ def _is_of(result: Result, job: Job, ignored: Collection[str]) -> bool:
 
 
 def _append(path: Path, line: str) -> None:
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line)
-    except OSError as error:  # the error of a full disk does not name the file
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(line)
