@@ -25,6 +25,7 @@ def test_the_bar_shows_the_current_activity(capsys: pytest.CaptureFixture[str]) 
         bar.event(Step(1, 0.5))
         bar.event(Waiting("evaluating"))
         assert shown(bar) == ("bsp", 1, 10, "evaluating …")
+        assert bar._progress.tasks[-1].fields["seconds"] == "0.5 s of training"
         bar.event(Evaluation(2, 1.0, 0.75, {"test accuracy": 0.75}))
         assert shown(bar) == ("bsp", 2, 10, "test accuracy 0.7500")
         bar.event(Waiting("evaluating"))

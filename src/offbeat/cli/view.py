@@ -7,7 +7,7 @@ from typing import Any, Self
 import rich.table
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from offbeat.display.table import Table
 from offbeat.lab.evaluation import MAX_EVALUATIONS
@@ -36,7 +36,8 @@ _MOST_SPREAD = 3.0  # ratio of the longest steps to the shortest, above which a 
 class Bar:
     """A context manager that shows a progress bar for each of several runs, one after the other.
 
-    If the output is not a terminal, a line is printed for each evaluation, too.
+    All seconds are training seconds, as in the tables: they do not count evaluations. If the output
+    is not a terminal, a line is printed for each evaluation, too.
     """
 
     def __init__(self, runs: int = 1) -> None:
@@ -46,7 +47,7 @@ class Bar:
             BarColumn(),
             TextColumn("{task.completed}/{task.total} steps"),
             TextColumn("{task.fields[metric]}"),
-            TimeElapsedColumn(),
+            TextColumn("{task.fields[seconds]}"),
             console=console,
         )
         self._metric = self._name = self._last = ""
@@ -69,7 +70,7 @@ class Bar:
         self._metric = find_recipe(job.recipe).metric
         self._name, self._last = _name(job), ""
         self._task = self._progress.add_task(
-            self._numbered(self._name), total=None, metric="starting the workers"
+            self._numbered(self._name), total=None, metric="starting the workers", seconds=""
         )
 
     def skip(self, result: Result) -> None:
@@ -88,12 +89,12 @@ class Bar:
             case Start():
                 self._progress.update(self._task, total=event.steps, metric="")
             case Step():
-                self._progress.update(self._task, completed=event.step, metric=self._last)
+                self._update(event.step, event.seconds)
             case Waiting():
                 self._progress.update(self._task, metric=f"{event.what} …")
             case Evaluation():
                 self._last = f"{self._metric} {event.metric:.4f}"
-                self._progress.update(self._task, completed=event.step, metric=self._last)
+                self._update(event.step, event.seconds)
                 if not console.is_terminal:
                     self._print(f"step {event.step}  {event.seconds:.1f} s  {self._last}")
             case EvaluationCount() if event.evaluations < MAX_EVALUATIONS:
@@ -112,6 +113,11 @@ class Bar:
                 )
             case NotSaved():
                 self._print(f"no checkpoint was saved at the end: {event.why}")
+
+    def _update(self, step: int, seconds: float) -> None:
+        self._progress.update(
+            self._task, completed=step, metric=self._last, seconds=f"{seconds:.1f} s of training"
+        )
 
     def _print(self, text: str) -> None:
         console.print(f"{self._name}  {text}", soft_wrap=True)
