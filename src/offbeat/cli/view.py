@@ -1,5 +1,7 @@
 """Output of the command line: a progress bar, tables, and paths of written files."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -168,14 +170,52 @@ def print_table(table: Table, *, texts: int = 1) -> None:
 
 
 def print_narrow_table(table: Table) -> None:
-    """Print a table of many columns, and its caption. Headings have one word per line."""
+    """Print a table of many columns, and its caption. Headings have one word per line.
+
+    On a narrow screen, other cells are wrapped before names. Names are wrapped at commas, colons
+    and spaces, and inside settings only if they do not fit otherwise.
+    """
+    heading, *headings = (text.replace(" ", "\n") for text in table.headings)
+    names, *columns = (list(cells) for cells in zip(*table.rows, strict=True))
+    width = console.width - _width(headings, columns)
+    if width < max(map(len, names)):
+        headings = [text.replace("-", "-\n") for text in headings]
+        columns = [[_BREAK.sub("\n", cell) for cell in column] for column in columns]
+        width = max(len(heading), console.width - _width(headings, columns))
     grid = rich.table.Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    first, *others = zip(table.headings, *table.rows, strict=True)
-    grid.add_column(first[0], overflow="fold")  # the only column that is wrapped
-    for heading, *cells in others:
-        width = max(map(len, cells))
-        grid.add_column(heading.replace(" ", "\n"), justify="right", min_width=width)
-    _print(table, grid)
+    grid.add_column(heading, no_wrap=True)
+    for text in headings:
+        grid.add_column(text, justify="right", no_wrap=True)
+    wrapped = ["\n".join(_lines(name, width)) for name in names]
+    _print(
+        Table((heading, *headings), (*zip(wrapped, *columns, strict=True),), table.caption), grid
+    )
+
+
+_BREAK = re.compile(r" (?!(?:s|[kMGT]?B)\b|%)")  # not between a number and its unit
+
+
+def _width(headings: Sequence[str], columns: Sequence[Sequence[str]]) -> int:
+    """Return the width of columns with a space before each."""
+    return sum(
+        1 + max(len(line) for text in (heading, *column) for line in text.split("\n"))
+        for heading, column in zip(headings, columns, strict=True)
+    )
+
+
+def _lines(name: str, width: int) -> list[str]:
+    """Return the name of a method in lines of at most ``width`` characters."""
+    lines = [""]
+    for piece in re.findall(r"--\S+ \S+ ?|[^,: ]*[,: ]|[^,: ]+", name):
+        for part in re.findall(r"[^=]*=|[^=]+", piece) if len(piece) > width else [piece]:
+            while len(part.rstrip()) > width:  # nothing else is left
+                lines.append(part[:width])
+                part = part[width:]
+            if len(lines[-1]) + len(part.rstrip()) <= width:
+                lines[-1] += part
+            else:
+                lines.append(part)
+    return [line.rstrip() for line in lines if line]
 
 
 def _print(table: Table, grid: rich.table.Table) -> None:
