@@ -74,7 +74,7 @@ def test_names_are_not_broken_in_80_columns(
     tuned: bool, with_ideal: bool, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """A line ends after a comma, colon or space. A tuned table has little room; = ends lines, too."""
+    """A line ends after a comma, colon or space; in a tuned table, with less room, also after =."""
     monkeypatch.setattr(view.console, "width", 80)
     results = [make(name, [(100, 0.5)]) for name in NAMES]
     if with_ideal:

@@ -207,7 +207,7 @@ def _lines(name: str, width: int) -> list[str]:
     """Return the name of a method in lines of at most ``width`` characters."""
     lines = [""]
     for piece in re.findall(r"--\S+ \S+ ?|[^,: ]*[,: ]|[^,: ]+", name):
-        for part in re.findall(r"[^=]*=|[^=]+", piece) if len(piece) > width else [piece]:
+        for part in re.findall(r"[^= ]*[= ]|[^= ]+", piece) if len(piece) > width else [piece]:
             while len(part.rstrip()) > width:  # nothing else is left
                 lines.append(part[:width])
                 part = part[width:]

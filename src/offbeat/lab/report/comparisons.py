@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from offbeat.display.table import Table
 from offbeat.lab.probe.tables import show_rate, show_time
-from offbeat.lab.report.intervals import interval_of
+from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat.lab.report.rows import Row, ideal_of, rows_of, share_of_ideal, targets_of
 from offbeat.lab.report.tables import SHARE, has_ideal, percent, spread
 from offbeat.lab.results import Result
@@ -60,7 +60,7 @@ def differences(results: Sequence[Result]) -> Table | None:
 
     The reference is the ideal or, if the ideal was not run, the first method. The table has the
     differences in the final metric and in the training time between runs with the same seed: their
-    mean and its 95 % confidence interval (Student's t). Methods that share fewer than two seeds
+    mean and, with at least three seeds, its 95 % interval. Methods that share fewer than two seeds
     with the reference are left out.
 
     Returns:
@@ -86,12 +86,15 @@ def differences(results: Sequence[Result]) -> Table | None:
     if not cells:
         return None
     caption = (
-        f"Differences from {base.name} with the same seed: mean [95 % interval by Student's t]"
+        f"Differences from {base.name} with the same seed: mean [95 % interval by bootstrap over "
+        f"the seeds, if there are at least {MIN_SEEDS}]"
     )
     return Table(("strategy", SHARE, "seeds", "final", "training time"), tuple(cells), caption)
 
 
 def _difference(values: Sequence[float], form: str, unit: str = "") -> str:
+    if len(values) < MIN_SEEDS:
+        return f"{statistics.fmean(values):{form}}{unit}"
     interval = interval_of(values)
     return f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]{unit}"
 
