@@ -117,7 +117,7 @@ def sharing(rank: int, size: int) -> float:
     with attach(model, sgd(model), "bsp") as sync:
         sync.follow(shared, nn.Sequential(shared, nn.ReLU()))
         nn.init.constant_(shared.weight, 1.0 + 2 * rank)
-    return float(shared.weight)
+    return shared.weight.item()
 
 
 def test_followers_may_share_tensors() -> None:
