@@ -180,7 +180,7 @@ class Synchronizer:
         self._recorder.record(values)
 
     def _completed(self, synced: bool) -> None:
-        """Update the totals after an iteration. ``synced``: a mean took effect in it."""
+        """Update the totals after an iteration. ``synced`` is True if it applied a mean."""
         self._recorder.count_step(synced=synced)
         self._consensus.step_ended()
 
@@ -225,17 +225,18 @@ class Synchronizer:
     def monitor(self, *, distance_every: int | None = None, gradient_change: bool = False) -> None:
         """Add measurements to the telemetry records.
 
-        A collective with ``distance_every``, to be called before the first step.
+        With ``distance_every`` it is a collective, to be called before the first step and before
+        ``load_state_dict``.
 
         Args:
-            distance_every: Number of steps (≥ 1) between two measurements of the distance between
-                the workers' models, equal on all workers. None: no measurement. The results are
-                ``distance``, ``distance_largest`` and ``distance_step`` in the records and in
-                ``Stats.details``. Each measurement sends the model once in the background, and
-                needs memory for two copies of the parameters. See
-                ``offbeat.training.monitors.Distance``.
+            distance_every: Number of steps (≥ 1) from one measurement of the distance between the
+                workers' models to the next. All workers must give the same number. None: no
+                measurement. The results are ``distance``, ``distance_largest`` and
+                ``distance_step`` in the records and in ``Stats.details``. Each measurement sends
+                the model once in the background, and needs memory for two copies of the parameters.
+                See ``offbeat.training.monitors.Distance``.
             gradient_change: True to add ``relative_change`` to each record: SelSync's Δ, the
-                relative change of the squared norm of this worker's gradient from step to step.
+                relative change of this worker's smoothed squared gradient norm from step to step.
                 Costs one pass over the gradients.
 
         Raises:
@@ -376,7 +377,7 @@ class Synchronizer:
     def _require_active(self, what: str) -> None:
         if not self._active:
             advice = "attach again first"
-            if what == "offbeat.save()":  # after another attach(), save() would lack the progress
+            if what == "offbeat.save()":  # a new attach() begins at step 0, without the totals
                 advice = "call it before, or inside consensus()"
             raise AttachError(f"{what} after finish() or detach(): {advice}")
 
@@ -402,10 +403,11 @@ class Synchronizer:
 
         Every worker calls this method at the same step, between two steps, and saves its result.
         Only a worker of the same rank can load it. The result contains neither the model nor the
-        optimizer; ``offbeat.save`` saves everything.
+        optimizer; ``offbeat.save`` saves these, too.
 
-        Inside ``consensus`` and after ``finish`` the result is instead the state of the consensus.
-        It can be loaded with any strategy, ``wire`` and number of workers.
+        Inside ``consensus`` and after ``finish`` the result is the *state of a consensus*: it has
+        the totals, but no state of the strategy. It can be loaded with any strategy, ``wire`` and
+        number of workers.
 
         Raises:
             AttachError: after ``detach``, or in the middle of an iteration.
@@ -460,8 +462,8 @@ class Synchronizer:
 def background_tasks_of(sync: Synchronizer) -> BackgroundTasks:
     """Return the background tasks of ``sync``, to which a component can add a task.
 
-    A background task exchanges messages with other workers outside of the strategy, such as
-    samples.
+    A background task exchanges messages, such as training samples, with other workers. The strategy
+    takes no part in it.
     """
     require_synchronizer(sync)
     return sync._tasks

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -95,6 +96,28 @@ def test_train(call: Call, tmp_path: Path) -> None:
         records = [json.loads(line) for line in lines]
         assert [record["step"] for record in records] == list(range(1, 6))
         assert {record["rank"] for record in records} == {rank}
+
+
+def test_no_thread_of_gloo_is_left_when_a_launched_process_exits() -> None:
+    """Also if the training imports the module whose default arguments are the process group."""
+    program = """
+import os
+import torch
+from offbeat.cli.launcher import real_workers
+from offbeat.lab.job import Job
+
+with real_workers(Job("digits", workers=1), None, lambda: None):
+    import torch.distributed.nn.functional
+print([open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")])
+"""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    code, out, err = ended(
+        *(sys.executable, "-c", program),
+        **{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+    )
+    assert code == 0, err
+    assert "gloo" not in out.splitlines()[-1]
 
 
 @pytest.mark.nightly

@@ -4,6 +4,9 @@ A *flow* drives one strategy through the events of a training step. In a *round*
 together: each sends a *vote*, and all receive the sum of the votes, the *tally*. If gradients are
 averaged in every step, there is nothing to decide. The votes then report, for example, whether a
 worker takes a step and whether its gradients are finite.
+
+At a *barrier* all workers wait for each other, for example before a *consensus*, which replaces the
+local model by the mean over all workers.
 """
 
 import math

@@ -8,8 +8,8 @@ update or an outer step along it. In a *round* all workers decide together what 
 worker sends a *vote* and receives the sum of all votes, the *tally*.
 
 A *node* is a group of workers on one machine that average their gradients in every step and act as
-one worker towards other nodes. A *consensus* replaces the local model by the mean over all workers,
-temporarily or at the end of training.
+one worker towards other nodes. A *consensus* replaces the local model by the weighted mean over all
+workers, temporarily or at the end of training.
 
 The setting ``SharedModel.lands`` of a strategy determines the order of the calls in a local step:
 
@@ -25,15 +25,16 @@ The setting ``SharedModel.lands`` of a strategy determines the order of the call
       launch and land                 launch                          launch
                                                                       due, vote
 
-If ``due`` returns 0, the worker does not vote, and there is nothing to decide. With "arrived",
-``due`` is not called before the previous round is decided and its parts are launched. A round is
-decided at the first step boundary after its tally has arrived. The *staleness* of a worker is the
-number of its local steps since the launch of the newest landed part. When it reaches
-``SharedModel.bound``, the worker waits for tallies and parts.
+If ``due`` returns 0, the worker does not vote, and there is nothing to decide. The *staleness* of a
+worker is the number of its local steps since the launch of the newest landed part.
 
-A worker at a barrier takes part in the same rounds: it votes with ``stepping=False``, and launches
-and lands the same parts in the same order. So all workers start the same collectives in the same
-order.
+With "arrived", a round is decided at the first step boundary after its tally has arrived. ``due``
+is not called before the previous round is decided and its parts are launched. When the staleness
+reaches ``SharedModel.bound``, the worker waits for tallies and parts.
+
+A worker that has reached a *barrier*, where all workers wait for each other, still takes part in
+the rounds of the others. It votes with ``stepping=False``, and launches and lands the same parts in
+the same order. So all workers start the same collectives in the same order.
 """
 
 import math
@@ -201,7 +202,8 @@ class ModelFlow(Flow):
         """Start a round if the strategy requests one. Only with ``lands="arrived"``.
 
         No round starts while another one is in progress, or while a launch is queued. Deciding a
-        round may change the precision, but all workers must start a launch at the same precision.
+        round may change the precision. A launch still queued on some workers would then start at
+        another precision than on the rest.
         """
         if self._pending is None and not self.pipeline.state.queue and self._due():
             self._pending = self.vote(0, stepping=True)
@@ -211,8 +213,8 @@ class ModelFlow(Flow):
 
         Messages reach the workers of a node at different times, but these workers must land the
         same parts and decide in the same step. So a part or a tally counts as arrived when it has
-        arrived on all of them. The clock is the latest of their clocks, and each duration the
-        longest one.
+        arrived on all of them. ``view.clock`` is the latest of their clocks. Each number in
+        ``view.spent``, the duration of a launch or landing, is the longest among them.
         """
         view, team, pipeline = self.state.view, self.worker.team, self.pipeline
         spent, pipeline.state.spent = pipeline.state.spent, []
@@ -275,8 +277,8 @@ class ModelFlow(Flow):
 
         If the worker takes no step, this checks the model. Otherwise, with ``lands="arrived"``, it
         checks the part that is launched next, except with the policy "raise". With other ``lands``
-        it checks the gradients, except with a GradScaler, and also the model if the previous step
-        was not checked.
+        it checks the gradients, unless a GradScaler does. If the previous step was not checked,
+        it also checks the model.
         """
         state, worker = self.state, self.worker
         unchecked, state.checked_step = worker.step - state.checked_step > 1, worker.step
@@ -299,7 +301,10 @@ class ModelFlow(Flow):
 
     @override
     def can_decide(self, round: Round) -> bool:
-        """Return True if the round can be decided now. Waits for its tally only at the bound."""
+        """Return True if the round can be decided now: always, unless ``lands="arrived"``.
+
+        With "arrived", the tally must have arrived. At the bound this method waits for it.
+        """
         if not self.shared.eager:
             return True
         if not self._has_arrived(round) and not self._at_bound():
@@ -350,7 +355,7 @@ class ModelFlow(Flow):
 
     @override
     def pause(self, *, finishing: bool) -> None:
-        """Launch all queued parts. If one is still in flight, wait until it has landed."""
+        """Launch all queued parts. A part still in flight from an earlier launch lands first."""
         self._pausing = True
         self.pipeline.launch_queued(wait=True)
 

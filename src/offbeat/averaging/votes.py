@@ -1,7 +1,8 @@
 """Votes and tallies.
 
 In a *round* all workers decide together what to average, if anything. Each worker sends a *vote*,
-which is a list of numbers. All workers receive the *tally*, the elementwise sum of the votes.
+which is a list of numbers. All workers receive the *tally*, the elementwise sum of the votes. At a
+*barrier* all workers wait for each other. A worker that waits there votes, but takes no step.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ from offbeat.strategies.base import Tally
 from offbeat.transport.handle import Completed, Handle
 
 _NON_FINITE = 4096  # see ``Vote``
-_WRAP = 1024  # view and round are sent modulo this number, so that the sums are exact in float32
+# View and round are sent modulo this number, so that sums over up to 16384 workers are exact in
+# float32.
+_WRAP = 1024
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Vote:
     Attributes:
         weight: Weight of this worker in the mean (≥ 0).
         stepping: True if this worker takes a step in this round.
-        finishing: True if this worker ends training, that is, inside ``Synchronizer.finish``.
+        finishing: True if this worker has called ``Synchronizer.finish`` to end training.
         wanted: Return value of ``Strategy.due``: the number of parts of the model that this worker
             wants to average. 0 if this worker takes no step.
         view: Number of the view. A new view begins when a worker joins or is lost.
@@ -39,8 +42,9 @@ class Vote:
     One number reports non-finite values: 0 if ``finite``, else 1 + 4096·(rank + 1). For example, if
     only rank 2 has non-finite values, the sum over the workers is 1 + 4096·3. ``tally`` splits it
     by ``divmod`` into 3 and 1: one worker, with rank 3 − 1. If several workers have non-finite
-    values, their number is known, but not their ranks. A vote that is sent together with gradients
-    may be summed in float32, which is exact for one such worker with a rank below 4095.
+    values, their number is known, but not their ranks. Votes that are sent together with gradients
+    may be summed in float32. The sum is then exact if only one worker has non-finite values, and
+    its rank is below 4095.
     """
 
     weight: float
@@ -75,7 +79,7 @@ class Vote:
         """Decode the elementwise sums of the encoded votes of all ``workers``.
 
         Raises:
-            OffbeatError: the workers are not in the same round.
+            OffbeatError: the sums show that the workers are not all in this worker's round.
         """
         weight, stepping, finishing, encoded, wanted, view, number, *more = sums
         expected = [self.view % _WRAP * workers, self.round % _WRAP * workers]
@@ -104,7 +108,7 @@ class Sums:
 
     Attributes:
         weight: Sum of the weights.
-        stepping: Number of workers that take a step in this round. 0: all have reached a barrier.
+        stepping: Number of workers that take a step in this round. 0 if all wait at a barrier.
         finishing: Number of workers that end training.
         wanted: Sum of ``Vote.wanted``.
         non_finite: Number of workers with non-finite values.
@@ -155,7 +159,7 @@ class Round(Handle[Sums]):
         return Tally(read)
 
     def flat(self) -> list[float]:
-        """Return the round as plain numbers for a checkpoint. Waits for the sums."""
+        """Return what a checkpoint needs of the round, as plain numbers. Waits for the sums."""
         sums = self.wait()
         weights = [float(self.own.stepping), self.own.weight, sums.weight]
         return [*weights, float(sums.stepping), sums.wanted, *sums.numbers]

@@ -3,7 +3,8 @@
 Symbols: x is a worker's local model, z the server's model. η and λ are the worker's learning rate
 and weight decay. N is the number of workers. G is the sum of the scaled gradients that a worker has
 not pushed yet. The vector z is divided into *shards*, stored on one or more ranks. A ``Rule``
-applies pushes to a shard.
+applies pushes to a shard. At a *barrier*, for example the end of training, all workers wait for
+each other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -93,7 +94,7 @@ class DownpourFlow(ServerFlow):
 
     @override
     def initial_state(self, model: Tensor) -> DownpourState:
-        self._decayed: set[int] = set()  # optimizers (index) whose λx was added in this step
+        self._decayed: set[int] = set()  # indices of optimizers whose λx was added in this step
         self._offsets: dict[int, int] = {}  # offset in G of each parameter, by its id()
         offset = 0
         for tensor in self.tensors:

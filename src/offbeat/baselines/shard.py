@@ -210,7 +210,7 @@ class Shard:
         """
         if request.kind in ("barrier", "wait"):
             if not self._at_barrier[request.source]:
-                # Not the current clock: workers may have taken steps since the barrier.
+                # Answer the clock at the barrier: workers may have taken steps since then.
                 deliver(Answer(self._barrier_clock, reached=True), None)
                 return True
             # Another worker has made a request, so it is alive. Answer, to restart the time-out of

@@ -200,7 +200,7 @@ class DataInjection:
                 self._loaded = self._load(own, exchange)
                 yield self._complete(current, exchange)
         finally:
-            if epoch == self._epoch:  # not if a newer iteration has already begun
+            if epoch == self._epoch:  # False if a newer iteration over the loader has begun
                 self._loaded = None
                 if not self._synced:
                     exchange.end_epoch(epoch)
@@ -272,7 +272,10 @@ class DataInjection:
             self._exchange.set_blocking(blocking)
 
     def pause(self) -> None:
-        """Report that this worker has reached a barrier. If there is a ``sync``, it calls this."""
+        """Report that this worker has reached a *barrier*, where all workers wait for each other.
+
+        If there is a ``sync``, it calls this method.
+        """
         if self._exchange is not None:
             self._exchange.pause(self._steps_taken())
 

@@ -30,8 +30,8 @@ class OffbeatCallback(TrainerCallback):
     checkpoint, ``Trainer.train(resume_from_checkpoint=...)`` continues exactly as the uninterrupted
     run would.
 
-    The Trainer puts DistributedDataParallel around the model. ``offbeat.attach`` switches off its
-    communication.
+    With several processes the Trainer puts DistributedDataParallel around the model.
+    ``offbeat.attach`` switches off its communication.
 
     Args:
         strategy: Strategy, as in ``offbeat.attach``.
@@ -119,7 +119,7 @@ class OffbeatCallback(TrainerCallback):
         if self.sync is None:
             return
         model: nn.Module = kwargs["model"]
-        best = None  # the best model, if the Trainer has loaded it; finish() must not replace it
+        best = None  # copy of the best model, if the Trainer has loaded it: finish() replaces it
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             best = copy.deepcopy(model.state_dict())
         self._leave_consensus()

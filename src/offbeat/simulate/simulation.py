@@ -13,7 +13,7 @@ from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.telemetry import Stats
 from offbeat.units import show_bytes, show_seconds
 
-_MOST_ROWS = 16  # of the table in a notebook
+_MOST_ROWS = 16  # largest number of rows of the table in a notebook
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,7 +1,8 @@
 """Consensus: replace the local model by the mean over all workers.
 
-The replacement is temporary (for an evaluation) or permanent (at the end of training). *Follower
-modules*, such as a moving average (EMA) of the weights, are averaged in a consensus only.
+The replacement is temporary (for an evaluation) or permanent (at the end of training). It begins
+with a *barrier*: all workers wait for each other. *Follower modules*, such as a moving average
+(EMA) of the weights, are averaged in a consensus only.
 
 In a *round* all workers vote, and so decide together whether to average. A *view* is a period with
 the same workers. In elastic training a new view begins when a worker joins or is lost.

@@ -44,10 +44,10 @@ def describe(
 
 
 def settings_of(model: nn.Module, optimizers: Sequence[AttachedOptimizer]) -> Settings:
-    """Return settings by name that may differ between the workers, but cause a warning if they do.
+    """Return settings, by name, that should be equal on all workers. Unequal ones cause a warning.
 
-    They are the versions of offbeat and torch, the optimizers' hyper-parameters, and the mode of
-    each module (``train()`` or ``eval()``).
+    They are the versions of offbeat and torch, the size of each parameter group and those of its
+    hyper-parameters that are plain values, and the mode of each module (``train()`` or ``eval()``).
     """
     settings = {"the version of offbeat": _own_version(), "the version of torch": torch.__version__}
     for each in optimizers:
@@ -91,7 +91,8 @@ def require_consistency(
 ) -> None:
     """Compare ``lines`` and ``settings`` between the workers. A collective.
 
-    If the settings differ, every worker warns. Texts are exchanged only if their hashes differ.
+    If only the settings differ, every worker warns. Texts are exchanged only if their hashes
+    differ.
 
     Raises:
         MismatchError: a worker's lines differ from those of rank 0. Raised on every worker.
@@ -163,6 +164,6 @@ def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
     for bucket in make_buckets(tensors):
         bucket.pack()
         team.communicator.broadcast(bucket.flat, what="copy of rank 0's model").wait()
-        # Not only on other ranks. "Rank 0" may be a node of several workers, and these take the
-        # values of the node's first worker.
+        # Rank 0 unpacks, too. With nodes it is a node of several workers, and the others of them
+        # must get the values of the node's first worker.
         bucket.unpack()

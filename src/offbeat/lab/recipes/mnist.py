@@ -57,7 +57,8 @@ def read_split(folder: Path, images: str, labels: str) -> tuple[Tensor, Tensor]:
 
     Raises:
         FileNotFoundError: a file does not exist, neither plain nor gzipped.
-        ValueError: a file is not such a file, or the numbers of images and labels differ.
+        ValueError: a file is not an IDX file of bytes, or has wrong shapes or labels, or the
+            numbers of images and labels differ.
     """
     paths = [find_file(folder, (name, f"{name}.gz")) for name in (images, labels)]
     x, y = (read_idx(path) for path in paths)

@@ -1,4 +1,4 @@
-"""Tables of a comparison of methods besides the main one: targets, differences and links.
+"""The secondary tables of a comparison of methods: targets, differences and links.
 
 A *method* is a strategy or a baseline. The *ideal* is the baseline ``ideal``: BSP (averaging of
 gradients in every step) timed without communication. It is the speed-up limit.
@@ -20,7 +20,8 @@ def times_to_targets(results: Sequence[Result], *, ranges: bool = True) -> Table
 
     A target is a share, such as 95 %, of the ideal's final metric. A cell has the method's median
     seconds and, with ``ranges``, their range over the seeds. In brackets it has the ideal's median
-    divided by the method's. If not all runs reached the target, the cell says how many did.
+    divided by the method's. If only some runs reached the target, the cell has their number and the
+    best time. If none did, it is "never".
 
     Returns:
         The table, or None if the comparison has no run of the ideal.
@@ -58,10 +59,11 @@ def _time_to(row: Row, ideal: Row, target: float, *, ranges: bool) -> str:
 def differences(results: Sequence[Result]) -> Table | None:
     """Return a table of the differences between each method and a reference.
 
-    The reference is the ideal or, if the ideal was not run, the first method. The table has the
-    differences in the final metric and in the training time between runs with the same seed: their
-    mean and, with at least three seeds, its 95 % interval. Methods that share fewer than two seeds
-    with the reference are left out.
+    The reference is the ideal or, if the ideal was not run, the first method. Runs with the same
+    seed are compared. The table has the share of the ideal, the number of seeds, and the mean
+    difference in the final metric and in the training time, each with its 95 % interval if there
+    are at least three seeds. Methods that share fewer than two seeds with the reference are left
+    out.
 
     Returns:
         The table, or None if no method remains.
@@ -105,7 +107,7 @@ def links(results: Sequence[Result]) -> Table | None:
     A cell has the median over the seeds. Methods without measurements are left out.
 
     Returns:
-        The table, or None if no run measured its links.
+        The table, or None if no run measured its links both before and after training.
     """
     rows = rows_of(results)
     with_ideal = has_ideal(results)

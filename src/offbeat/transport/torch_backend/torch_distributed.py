@@ -245,7 +245,7 @@ class _Work(Handle[Any]):
 
     def _wait(self, *limit: timedelta) -> None:
         assert self._work is not None
-        # No local variable: the traceback of a Ctrl-C would keep the operation alive.
+        # Use no local variable: the traceback of a Ctrl-C would keep it, and so the operation.
         self._work.wait(*limit)
 
     def abandon(self) -> None:
