@@ -636,6 +636,9 @@ def test_the_state_of_other_settings_is_refused() -> None:
         state = DataInjection([], 0.5, 0.5).state_dict()
         with pytest.raises(ValueError, match=r"saved with beta=0\.5, .* has beta=0\.25"):
             DataInjection([], 0.5, 0.25).load_state_dict(state)
+        with pytest.raises(ValueError, match=r"saved with dimension=0, .* has dimension=1"):
+            DataInjection([], 0.5, 0.5, dimension=1).load_state_dict(state)
+        DataInjection([], 0.5, 0.5).load_state_dict(state)
 
     offbeat.simulate(work, workers=1)
 

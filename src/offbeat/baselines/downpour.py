@@ -172,8 +172,8 @@ class DownpourFlow(ServerFlow):
         state, strategy = self.state, self.strategy
         state.steps += 1
         state.unpushed += 1
-        # On rank 0 this push ends the warm-up, for which the other workers wait.
-        warmed_up = state.steps == strategy.warmup_steps
+        # This push of rank 0 ends the warm-up, for which the other workers wait.
+        warmed_up = self.worker.rank == 0 and state.steps == strategy.warmup_steps
         state.push_due = state.push_due or warmed_up or state.steps % strategy.push_every == 0
         state.fetch_due = state.fetch_due or state.steps % strategy.fetch_every == 0
         fetched = self._take()

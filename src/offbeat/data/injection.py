@@ -331,6 +331,7 @@ class DataInjection:
             "alpha": self.alpha,
             "beta": self.beta,
             "seed": self.seed,
+            "dimension": self.dimension,
             "meeting": 0 if exchange is None else exchange.barriers,  # key of earlier versions
             "step": self._step,
             "pending": pending,
@@ -343,7 +344,8 @@ class DataInjection:
         Raises:
             ValueError: The state was saved with other settings.
         """
-        for name in ("alpha", "beta", "seed"):
+        # Earlier versions did not save the dimension.
+        for name in ("alpha", "beta", "seed", *(["dimension"] if "dimension" in state else [])):
             if state[name] != getattr(self, name):
                 raise ValueError(
                     f"the state was saved with {name}={state[name]}, this DataInjection has "

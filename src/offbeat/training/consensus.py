@@ -57,7 +57,8 @@ class FollowerModules:
         """Raise TypeError or AttachError if ``modules`` cannot be added. Sends nothing.
 
         They must not share tensors with ``model`` or with follower modules that were added before,
-        and it must be possible to write their tensors in place.
+        and it must be possible to write their tensors in place. They may share tensors with each
+        other; a shared tensor is averaged once.
         """
         if not all(isinstance(m, nn.Module) for m in modules):
             raise TypeError(f"follow() takes modules, got {modules!r}")

@@ -1,6 +1,5 @@
 """Agreement on the step after which all workers save a checkpoint and exit early."""
 
-import fcntl
 import os
 import struct
 import time
@@ -107,6 +106,8 @@ class StopRequest:
     @contextmanager
     def _lock(self, seconds: float) -> Iterator[None]:
         """Hold the lock on the file. The kernel releases it if the process ends."""
+        import fcntl  # not on Windows, where `offbeat plan` imports this module, too
+
         deadline = time.monotonic() + seconds
         while True:
             try:

@@ -122,5 +122,6 @@ RECIPE = Recipe(
     target=0.98,
     epochs=2,
     build=build,
+    chance=0.1,
     needs_data="the four IDX files, plain or .gz",
 )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from offbeat.display.table import Table
 from offbeat.lab.probe.tables import show_rate, show_time
-from offbeat.lab.report.intervals import interval_of
+from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat.lab.report.rows import Row, ideal_of, rows_of, share_of_ideal, targets_of
 from offbeat.lab.report.tables import SHARE, has_ideal, percent, spread
 from offbeat.lab.results import Result
@@ -61,8 +61,9 @@ def differences(results: Sequence[Result]) -> Table | None:
 
     The reference is the ideal or, if the ideal was not run, the first method. Runs with the same
     seed are compared. The table has the share of the ideal, the number of seeds, and the mean
-    difference in the final metric and in the training time, each with its 95 % confidence interval
-    (Student's t). Methods that share fewer than two seeds with the reference are left out.
+    difference in the final metric and in the training time, each with its 95 % interval if there
+    are at least three seeds. Methods that share fewer than two seeds with the reference are left
+    out.
 
     Returns:
         The table, or None if no method remains.
@@ -87,12 +88,15 @@ def differences(results: Sequence[Result]) -> Table | None:
     if not cells:
         return None
     caption = (
-        f"Differences from {base.name} with the same seed: mean [95 % interval by Student's t]"
+        f"Differences from {base.name} with the same seed: mean [95 % interval by bootstrap over "
+        f"the seeds, if there are at least {MIN_SEEDS}]"
     )
     return Table(("strategy", SHARE, "seeds", "final", "training time"), tuple(cells), caption)
 
 
 def _difference(values: Sequence[float], form: str, unit: str = "") -> str:
+    if len(values) < MIN_SEEDS:
+        return f"{statistics.fmean(values):{form}}{unit}"
     interval = interval_of(values)
     return f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]{unit}"
 
