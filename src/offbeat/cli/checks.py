@@ -108,9 +108,9 @@ def require_distinct(job: Job, strategies: list[str]) -> None:
 
 def require_no_simulator_options(options: VirtualClusterOptions) -> None:
     """Raise ValueError if an option is set that only simulated workers have."""
-    # Real workers have jitter, too: some of their steps are made slower.
+    both = ("step_time", "jitter")
     for field in fields(options):
-        if field.name != "jitter" and getattr(options, field.name) != field.default:
+        if field.name not in both and getattr(options, field.name) != field.default:
             option = f"--{field.name.replace('_', '-')}"
             raise ValueError(f"{option} is for simulated workers; add --simulate, or leave it out")
 
