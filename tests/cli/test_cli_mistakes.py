@@ -208,12 +208,10 @@ SIMULATION = [
             "'local:period=8,warmup_steps=0' and 'local:period=8' are the same; leave one out, .*",
         ),
         ("compare digits -s bsp -s bsp:", "'bsp:' and 'bsp' are the same; .*"),
-        ("compare digits -s bsp --step-time 1ms", "--step-time is for simulated workers; .*"),
+        ("compare digits -s bsp --latency 1ms", "--latency is for simulated workers; .*"),
+        ("compare digits -s bsp --step-time fast", f"'fast' {DURATION}"),
+        ("compare digits -s bsp --slow 0=2", "--jitter and --slow make steps longer than .*"),
         ("compare digits -s bsp --jitter -1", "jitter must be finite and at least 0, got -1.0"),
-        (
-            "compare digits -s bsp --simulate --turns",
-            "--turns: speeds do not vary in virtual time, leave it out",
-        ),
         ("compare digits -s bsp --slow 9=2", "slow 9=2: ranks are 0 to 3"),
         ("compare digits -s bsp --slow 1", "slow must be RANK=FACTOR, as in 1=2, got '1'"),
         ("compare digits -s bsp --slow 1=0.5", "slow 1=0.5: the factor must be at least 1 .*"),
@@ -222,7 +220,6 @@ SIMULATION = [
         ("compare digits -s bsp --max-steps 0", "max_steps must be at least 1, got 0"),
         ("train digits --max-seconds 0", "max_seconds must be positive and finite, got 0.0"),
         ("report .", r"\. is a directory; name its results\.jsonl"),
-        ("compare digits -s bsp --latency 1ms", "--latency is for simulated workers; .*"),
         ("train digits --data /nope", "data /nope: the digits recipe brings its own data"),
         ("train digits -s local:period=8,,", ".*'' is not of the form setting=value"),
         # files
