@@ -104,6 +104,18 @@ def test_an_all_reduce_runs_at_the_shaped_rate(tmp_path: Path) -> None:
 
 
 @needs_namespaces
+@pytest.mark.parametrize(("bits_per_second", "most"), [(10e6, 6056), (200e6, 6056), (1e9, 17000)])
+def test_an_idle_link_passes_at_most_3_percent_of_a_small_model_at_once(
+    bits_per_second: float, most: int
+) -> None:
+    """The burst of the filter, for a message of 600 kB, as the kernel reports it."""
+    with Cluster(1, bits_per_second) as cluster:
+        shown = _run("tc", "-n", cluster._node(0), "-j", "qdisc", "show", "dev", cluster.interface)
+    burst = json.loads(shown)[0]["options"]["burst"]
+    assert 4 * 1500 <= burst <= most < 0.03 * 600_000
+
+
+@needs_namespaces
 def test_everything_is_removed() -> None:
     """No namespace remains after an exit, an exception or the death of a process."""
     here = os.getpid()
