@@ -79,11 +79,11 @@ print(measure_links().bytes_per_second)
 @needs_namespaces
 @pytest.mark.quiet
 def test_links_are_measured_as_they_are_shaped(tmp_path: Path) -> None:
-    """All workers measure the same rate, to within a fifth."""
+    """All workers measure the same rate, to within a fifth: 10 Mbit/s less headers and ACKs."""
     with Cluster(3, 10e6) as cluster:
         measured = on_nodes(cluster, LINKS, str(tmp_path))
     assert len(set(measured)) == 1
-    assert 8 * measured[0] == pytest.approx(10e6, rel=0.2)
+    assert 8 * measured[0] == pytest.approx(9.3e6, rel=0.2)
 
 
 @needs_namespaces
