@@ -72,7 +72,8 @@ class RunCheckpoints:
             The number of evaluations that the saved run chose. None if it has not chosen one.
 
         Raises:
-            CheckpointError: there is no checkpoint, or it belongs to a run with other options.
+            CheckpointError: there is no checkpoint, or it belongs to a run whose options differ in
+                a field outside ``_MAY_DIFFER``.
         """
         if not self._job.resume or self._sync is None:
             return None
@@ -119,7 +120,7 @@ class RunCheckpoints:
         A collective if it returns True.
 
         Args:
-            request: Object through which the run is asked to stop. None: it never is.
+            request: Object through which the run is asked to stop. None: never stop early.
             last: Number of steps of the run.
 
         Returns:
