@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat.lab.report.comparisons import differences, links, times_to_targets
+from offbeat.lab.report.comparisons import differences, links, times_to_targets, tuning
 from offbeat.lab.report.figures import plot
 from offbeat.lab.report.page import page
 from offbeat.lab.report.tables import (
@@ -17,6 +17,7 @@ from offbeat.lab.report.tables import (
     table,
 )
 from offbeat.lab.results import Result
+from offbeat.lab.tuning import without_trials
 
 __all__ = [
     "HEADINGS",
@@ -33,14 +34,17 @@ __all__ = [
     "plot",
     "table",
     "times_to_targets",
+    "tuning",
+    "without_trials",
     "write_report",
 ]
 
 
 def markdown(results: Sequence[Result]) -> str:
     """Return the tables as Markdown, with captions, notes and the final values of other metrics."""
+    chosen, results = tuning(results), without_trials(results)
     parts = [table(results).markdown(), *(f"{note}\n" for note in notes(results))]
-    more = (times_to_targets(results), differences(results))
+    more = (chosen, times_to_targets(results), differences(results))
     parts += [extra.markdown() for extra in more if extra is not None]
     lines = [f"- `{method}`: {values}\n" for method, values in other_metrics(results)]
     if lines:
@@ -59,7 +63,7 @@ def write_report(results: Sequence[Result], output: Path) -> dict[str, Path]:
     paths = {"table": output / "table.md"}
     paths["table"].write_text(markdown(results), encoding="utf-8")
     try:
-        plot(results, output / "plot.png")
+        plot(without_trials(results), output / "plot.png")
         paths["plot"] = output / "plot.png"
     except ImportError:
         pass
