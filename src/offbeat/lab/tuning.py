@@ -3,7 +3,7 @@
 A *method* is a strategy of this package or a baseline. A *trial* is a training run of the search.
 The *ideal* is the baseline ``ideal``, the speed-up limit.
 
-Every method gets the same number of trials, all with one seed that the comparison does not use.
+Every method has the same budget of trials, all with one seed that the comparison does not use.
 ``search`` proposes trials, and ``score_of`` ranks them.
 """
 
@@ -63,8 +63,7 @@ _SETTINGS = {
     "downpour": (Axis("push_every"),),
     "easgd": (Axis("period"),),
 }
-"""Settings to tune, by the name of the strategy. All methods have their learning rate, too, and all
-strategies that support it the wire."""
+"""Settings to tune, by the name of the strategy, besides learning rate and wire."""
 _FIRST = {"local": "period=8", "fedavg": "period=8", "ssp": "staleness=4"}
 """First values of settings that have no default."""
 
@@ -111,7 +110,7 @@ def _axes(text: str, job: Job) -> list[Axis]:
     if isinstance(method, Strategy):
         own = _SETTINGS.get(job.strategy.partition(":")[0], ())
         axes += [axis for axis in own if _is_tunable(axis, getattr(method, axis.name))]
-        if job.wire is None:
+        if job.wire is None and _is_tunable(_WIRE, method.default_wire):
             axes.append(_WIRE)
     return [axis for axis in axes if axis.name not in _fixed(text)]
 
@@ -311,7 +310,7 @@ def choices(results: Sequence[Result]) -> list[Choice]:
 def without_trials(results: Sequence[Result]) -> list[Result]:
     """Return the results that are not trials, the ideal with its chosen learning rate first.
 
-    So that one is the reference of tables and figures.
+    Tables and figures compare with the first ideal.
     """
     trials = [result for result in results if result.trial is not None]
     best = reference(trials).label if any(trial.is_ideal for trial in trials) else None
