@@ -77,6 +77,13 @@ class CompareOptions:
         help="A strategy or baseline, optionally with options for it alone. Can be repeated.",
     )
     seeds: int = option(1, help="Number of seeds.")
+    tune: int | None = option(
+        None,
+        help="Tune each method first, with so many trials on a seed of their own. A trial is "
+        "better if it sooner reaches the final metric of the ideal's best trial, less 2 % of that "
+        "trial's range; the ideal's trials are ranked by their final metric.",
+        unset="no tuning",
+    )
     bandwidth: str | None = option(None, help=SHAPED_LINKS)
     output: Path | None = option(
         None,
@@ -93,13 +100,6 @@ class CompareOptions:
         "1",
         help="Factor on the recipe's learning rate. With several, as in 0.3,1,3, the best one for "
         "each strategy is shown.",
-    )
-    tune: int | None = option(
-        None,
-        help="Tune each method first, with so many trials on a seed of their own. A trial is "
-        "better if it sooner reaches the final metric of the ideal's best trial, less 2 % of that "
-        "trial's range; the ideal's trials are ranked by their final metric.",
-        unset="no tuning",
     )
     turns: bool = option(
         False,

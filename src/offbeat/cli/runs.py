@@ -87,15 +87,6 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
     if seeds > _MOST_SEEDS:
         raise ValueError(f"seeds must be at most {_MOST_SEEDS}, got {seeds}")
     scales = parse_lr_scales(options.lr_scale)
-    first = strategies  # methods as they are before tuning
-    if options.tune is not None:
-        require_integer("tune", options.tune, least=LEAST_BUDGET)
-        if scales != (1.0,):
-            raise ValueError(
-                f"--lr-scale {options.lr_scale}: --tune chooses the learning rate; leave it out, "
-                "or fix it for one strategy, as in -s 'bsp --lr-scale 2'"
-            )
-        first = [untuned(text) for text in with_ideal(strategies)]
     job = replace(
         with_launched_workers(job),
         lr_scale=scales[0],
@@ -109,6 +100,15 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
         if options.turns:
             raise ValueError("--turns: speeds do not vary in virtual time, leave it out")
         require_single_process("--simulate")
+    first = strategies  # methods as they are before tuning
+    if options.tune is not None:
+        require_integer("tune", options.tune, least=LEAST_BUDGET)
+        if scales != (1.0,):
+            raise ValueError(
+                f"--lr-scale {options.lr_scale}: --tune chooses the learning rate; leave it out, "
+                "or fix it for one strategy, as in -s 'bsp --lr-scale 2'"
+            )
+        first = [untuned(text) for text in with_ideal(strategies)]
 
     def check() -> None:
         for scale in scales:
