@@ -1,5 +1,6 @@
 """Options of the test suite."""
 
+import logging
 from collections import Counter
 
 import pytest
@@ -43,3 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if seen[name].bit_count() % 2:
                 item.add_marker(pytest.mark.nightly)
             seen[name] += 1
+
+
+def pytest_unconfigure() -> None:
+    """Silence the reports of trainings that tests leave unfinished, when Python exits."""
+    logging.getLogger("offbeat").disabled = True

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from benchmarks.race.methods import short_name
 from benchmarks.race.slowdown import slowdown, summary
 from benchmarks.run_cache import Row
-from offbeat.lab.report.intervals import interval_of
+from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
 
 SHARES = (0.5, 0.75, 1.0)
 """Shares of the ideal network's time after which the slowdown is shown."""
@@ -75,11 +75,11 @@ def _against_ideal(
         return mean, ""
     ideal = next((one for key, one in ends.items() if key[::2] == (run[0], "ideal")), {})
     pairs = [end - scale * ideal[seed] for seed, end in own.items() if seed in ideal]
-    if len(pairs) < 3:
+    if len(pairs) < MIN_SEEDS:
         return mean, ", ".join(difference % one for one in pairs)
     found = interval_of(pairs)
-    half = (difference % (found.high - found.mean)).removeprefix("+")
-    return mean, f"{difference % found.mean} ± {half}"
+    low, high = difference % found.low, difference % found.high
+    return mean, f"{difference % found.mean} [{low}, {high}]"
 
 
 def _slowdowns(row: Row, ideal: Row, *, less: bool) -> list[float | None]:
@@ -156,9 +156,11 @@ def finals_table(rows: Sequence[Row]) -> str:
                 for row in members
                 if (task, row["cell"]["seed"]) in ideals
             ]
-            if len(pairs) > 1:
+            if len(pairs) >= MIN_SEEDS:
                 found = interval_of(pairs)
-                text = f"{found.mean:+.4f} ± {found.high - found.mean:.4f}"
+                text = f"{found.mean:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
+            elif len(pairs) > 1:
+                text = f"{statistics.mean(pairs):+.4f}"
         link = "" if "ideal" in method else bandwidth
         lines.append(
             f"| {task} | {link} | `{method}` | {statistics.mean(last):.4f} | {text} | "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.race.slowdown import slowdown
 from offbeat.lab.report.clock import on_one_clock, step_of
-from offbeat.lab.report.intervals import interval_of
+from offbeat.lab.report.intervals import MIN_SEEDS, Interval, interval_of
 from offbeat.lab.report.rows import rows_of
 from offbeat.lab.results import Result, read_results
 
@@ -20,8 +20,6 @@ SECONDS = (10.0, 20.0, 30.0)
 """Seconds of the ideal network after which slowdowns are shown."""
 EARLY_SECONDS = (2.0, 4.0, 6.0)
 """The same for cells whose ideal network ends before those."""
-MIN_SEEDS = 3
-"""Least number of seeds for an interval."""
 Curves = dict[str, dict[int, list[tuple[float, float]]]]
 """Method → seed → seconds and metric of each evaluation, for the seeds of the ideal network."""
 Cells = Mapping[str, tuple[Curves, bool]]
@@ -117,10 +115,11 @@ def mean_slowdown(
     return statistics.fmean(known) if known and len(known) == len(found) else None
 
 
-def final_slowdowns(cells: Cells, method: str) -> dict[str, tuple[float, float]]:
-    """Return, by cell, the mean slowdown after the last of its seconds, and half its interval.
+def final_slowdowns(cells: Cells, method: str) -> dict[str, Interval]:
+    """Return, by cell, the mean slowdown after the last of its seconds, and its interval.
 
-    The half is 0 with fewer than three seeds. Cells in which a run never arrives are left out.
+    The interval is empty with fewer than three seeds. Cells in which a run never arrives are left
+    out.
     """
     found = {}
     for cell, (runs, less) in cells.items():
@@ -130,8 +129,8 @@ def final_slowdowns(cells: Cells, method: str) -> dict[str, tuple[float, float]]
         known = [one for one in values if one is not None]
         if known and len(known) == len(values):
             mean = statistics.fmean(known)
-            half = interval_of(known).high - mean if len(known) >= MIN_SEEDS else 0.0
-            found[cell] = mean, half
+            alone = Interval(mean, mean, mean)
+            found[cell] = interval_of(known) if len(known) >= MIN_SEEDS else alone
     return found
 
 

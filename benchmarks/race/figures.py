@@ -262,9 +262,12 @@ def draw_slowdowns(cells: Cells, path: Path) -> None:
         }
         found = final_slowdowns(cells, method)
         axes.errorbar(
-            [mean for mean, _ in found.values()],
+            [one.mean for one in found.values()],
             [order.index(cell) for cell in found],
-            xerr=[half for _, half in found.values()],
+            xerr=[
+                [max(0.0, one.mean - one.low) for one in found.values()],
+                [max(0.0, one.high - one.mean) for one in found.values()],
+            ],
             fmt=MARKERS[number % len(MARKERS)],
             label=short_name(method),
             **drawn,

@@ -64,7 +64,7 @@ def _pieces(corners: Points) -> Iterator[tuple[tuple[float, float], tuple[float,
 def summary(values: Sequence[float | None]) -> str:
     """Return the mean of the values as text; None stands for a run that never arrived.
 
-    With two values their range follows, with more the half width of the 95 % interval. If some
+    With two values their range follows, with more the 95 % interval in brackets. If some
     runs never arrived, the number of those that did follows.
     """
     known = [one for one in values if one is not None]
@@ -75,5 +75,5 @@ def summary(values: Sequence[float | None]) -> str:
         text += f" ({min(known):.2f}–{max(known):.2f})"
     elif len(known) > 2:
         interval = interval_of(known)
-        text += f" ± {interval.high - interval.mean:.2f}"
+        text += f" [{interval.low:.2f}, {interval.high:.2f}]"
     return text if len(known) == len(values) else f"{text}, {len(known)} of {len(values)}"

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.race.curves import (
-    MIN_SEEDS,
     Cells,
     Curves,
     covers,
@@ -20,6 +19,7 @@ from benchmarks.race.curves import (
 from benchmarks.race.methods import DILOCO, is_default, is_peer, short_name
 from benchmarks.race.settings import EARLIER
 from benchmarks.race.slowdown import Points, slowdown, summary
+from offbeat.lab.report.intervals import MIN_SEEDS
 from offbeat.lab.report.rows import rows_of
 
 UNCORRECTED = " †"

@@ -151,8 +151,7 @@ def check_settings(settings: Any) -> None:
     """Raise unless every field of a dataclass has its annotated type and is in its range.
 
     Checks fields of type ``int``, ``float``, ``bool`` and ``Literal[…]``, also together with
-    ``| None``, and fields such as ``int | Literal["auto"]``. Other types are not checked. An
-    ``int`` is compared with ``least`` only.
+    ``| None``, and fields such as ``int | Literal["auto"]``. Other types are not checked.
 
     Raises:
         TypeError: a value has another type.
@@ -185,6 +184,7 @@ def _check(name: str, value: object, kind: Any, within: Range) -> None:
         require_choice(name, value, (*optional, *typing.get_args(kind)))
     elif kind is int:
         require_integer(name, value, least=None if within.least is None else int(within.least))
+        require_number(name, value, within)
     elif kind is float:
         require_number(name, value, within)
     elif kind is bool and not isinstance(value, bool):

@@ -68,7 +68,9 @@ def attach(
         strategy: The algorithm that decides what the workers average and when, for example
             ``offbeat.SelSync()``. None: ``offbeat.StreamingAveraging()``.
         group: Process group of the workers, or a custom transport
-            (``offbeat.transport.communicator.Transport``). None: the default group.
+            (``offbeat.transport.communicator.Transport``). None: the default group. A script
+            without a process group, and without ``WORLD_SIZE`` > 1 in its environment, trains
+            alone, as one worker.
         node_group: Process group of this worker's node: workers that are connected by a fast
             network, for example the GPUs of one machine. "auto": the workers that one torchrun
             command started on this machine. None: every worker is a node by itself.
@@ -114,8 +116,8 @@ def attach(
         calls ``detach``.
 
     Raises:
-        AttachError: for example, there is no process group, the model is attached already, two
-            options exclude each other, or the strategy does not support an option.
+        AttachError: for example, ``WORLD_SIZE`` > 1 without a process group, the model is attached
+            already, two options exclude each other, or the strategy does not support an option.
         MismatchError: the workers differ in the model, the optimizers, the strategy, ``wire``,
             ``non_finite`` or ``min_workers``.
         CommunicationError: another worker failed, or did not call ``attach`` in time.

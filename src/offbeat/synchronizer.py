@@ -43,9 +43,11 @@ from offbeat.training.consensus import Consensus
 from offbeat.training.consistency import copy_rank_0, describe, require_consistency, settings_of
 from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
+from offbeat.training.loading import LoadDetection
 from offbeat.training.monitors import Distance, GradientChange
 from offbeat.training.optimizers import unwrapped_optimizer
 from offbeat.training.stats_recorder import StatsRecorder
+from offbeat.training.unfinished import UnfinishedWarning
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.team import Team
 
@@ -102,7 +104,8 @@ class Synchronizer:
         flow = flow_of(strategy, worker)
         self._iteration = Iteration(flow, worker, self._tasks, self._completed, node)
         self._recorder = StatsRecorder(worker, log)
-        self._consensus = Consensus(worker, self._iteration, self._tasks, shards)
+        loading = LoadDetection(model, worker, self._iteration)
+        self._consensus = Consensus(worker, self._iteration, self._tasks, shards, loading)
         self._views: Views | None = None
         if not joining:
             flow.start()
@@ -110,7 +113,7 @@ class Synchronizer:
             self._make_elastic(wire, lines, min_workers, joining=joining)
         self._iteration.watch_backward()
         self._clipping = Clipping(self._iteration, worker)
-        self._hooks: list[Removable] = [*hooks, self._clipping]
+        self._hooks: list[Removable] = [*hooks, self._clipping, loading]
         for each in optimizers:
             record_loss = self._recorder.record_loss
             self._hooks += hook_optimizer(each, self._iteration, self._clipping, record_loss)
@@ -118,8 +121,12 @@ class Synchronizer:
         self._attached_objects: tuple[Any, ...] = (model, *(each.optimizer for each in optimizers))
         attached.update(self._attached_objects)
         self._host.register_totals(lambda: self.stats)
+        self._unfinished = UnfinishedWarning(self, self.rank)
+        if team.everyone.size == 1:
+            self._unfinished.cancel()
+        self._iteration.guard.on_failure = self._unfinished.cancel
         self._recorder.restart()
-        self._consensus.note_parameters()
+        self._consensus.note_start()
 
     def _make_elastic(
         self, wire: Precision, lines: Sequence[str], min_workers: int, *, joining: bool
@@ -180,9 +187,10 @@ class Synchronizer:
         self._recorder.record(values)
 
     def _completed(self, synced: bool) -> None:
-        """Update the totals after an iteration. ``synced``: a mean took effect in it."""
+        """Update the totals after an iteration. ``synced`` is True if it applied a mean."""
         self._recorder.count_step(synced=synced)
         self._consensus.step_ended()
+        self._unfinished.steps += 1
 
     # -- every step --------------------------------------------------------------------------
 
@@ -225,17 +233,18 @@ class Synchronizer:
     def monitor(self, *, distance_every: int | None = None, gradient_change: bool = False) -> None:
         """Add measurements to the telemetry records.
 
-        A collective with ``distance_every``, to be called before the first step.
+        With ``distance_every`` it is a collective, to be called before the first step and before
+        ``load_state_dict``.
 
         Args:
-            distance_every: Number of steps (≥ 1) between two measurements of the distance between
-                the workers' models, equal on all workers. None: no measurement. The results are
-                ``distance``, ``distance_largest`` and ``distance_step`` in the records and in
-                ``Stats.details``. Each measurement sends the model once in the background, and
-                needs memory for two copies of the parameters. See
-                ``offbeat.training.monitors.Distance``.
+            distance_every: Number of steps (≥ 1) from one measurement of the distance between the
+                workers' models to the next. All workers must give the same number. None: no
+                measurement. The results are ``distance``, ``distance_largest`` and
+                ``distance_step`` in the records and in ``Stats.details``. Each measurement sends
+                the model once in the background, and needs memory for two copies of the parameters.
+                See ``offbeat.training.monitors.Distance``.
             gradient_change: True to add ``relative_change`` to each record: SelSync's Δ, the
-                relative change of the squared norm of this worker's gradient from step to step.
+                relative change of this worker's smoothed squared gradient norm from step to step.
                 Costs one pass over the gradients.
 
         Raises:
@@ -307,17 +316,20 @@ class Synchronizer:
         Parameters, floating-point buffers and complex buffers become the mean. Signed integer
         buffers become their maximum. All other buffers (masks, bytes) become those of rank 0.
 
-        Call other collectives, such as ``dist.barrier()``, inside this context only. Elsewhere they
-        may deadlock: one worker waits in ``dist.barrier()``, while another worker waits for its
-        message in a step and never reaches the barrier.
+        To evaluate on one rank, test ``sync.rank`` inside the context; no barrier is needed. The
+        other workers leave the context and train until they need this one, and then wait for at
+        most ``timeout_seconds``. A collective of your own is safe inside this context only, and
+        only if every worker enters it: ``finish`` does not answer it.
 
         Raises:
             AttachError: after ``finish`` or ``detach``, or inside another ``consensus``. Or a
-                parameter of the model was replaced by another one.
+                parameter of the model was replaced by another one, or ``load_state_dict`` has
+                changed the model after its first step.
+            MismatchError: another worker has trained to its end and never called this.
         """
         self._require_active("consensus()")
         self._iteration.require_own_model("consensus()")
-        self._consensus.check_parameters()
+        self._consensus.check_parameters("consensus()")
         with self._recorder.paused():
             with self._iteration.guard, self._team.account.paused():
                 local = self._consensus.replace_by_mean()
@@ -337,7 +349,7 @@ class Synchronizer:
         if not self._active:
             return
         self._iteration.require_own_model("finish()")
-        self._consensus.check_parameters()
+        self._consensus.check_parameters("finish()", finishing=True)
         with self._iteration.guard:
             self._consensus.finish()
         self._recorder.count_remainder()
@@ -355,6 +367,7 @@ class Synchronizer:
 
     def _end(self, *, together: bool) -> None:
         self._active = False
+        self._unfinished.cancel()
         self._iteration.close()
         self._tasks.close()
         if self._consensus.distance is not None:
@@ -376,7 +389,7 @@ class Synchronizer:
     def _require_active(self, what: str) -> None:
         if not self._active:
             advice = "attach again first"
-            if what == "offbeat.save()":  # after another attach(), save() would lack the progress
+            if what == "offbeat.save()":  # a new attach() begins at step 0, without the totals
                 advice = "call it before, or inside consensus()"
             raise AttachError(f"{what} after finish() or detach(): {advice}")
 
@@ -402,10 +415,11 @@ class Synchronizer:
 
         Every worker calls this method at the same step, between two steps, and saves its result.
         Only a worker of the same rank can load it. The result contains neither the model nor the
-        optimizer; ``offbeat.save`` saves everything.
+        optimizer; ``offbeat.save`` saves these, too.
 
-        Inside ``consensus`` and after ``finish`` the result is instead the state of the consensus.
-        It can be loaded with any strategy, ``wire`` and number of workers.
+        Inside ``consensus`` and after ``finish`` the result is the *state of a consensus*: it has
+        the totals, but no state of the strategy. It can be loaded with any strategy, ``wire`` and
+        number of workers.
 
         Raises:
             AttachError: after ``detach``, or in the middle of an iteration.
@@ -415,6 +429,7 @@ class Synchronizer:
             return consensus_of(flow, self.stats)
         self._require_active("state_dict()")
         self._iteration.require_boundary("state_dict()")
+        self._consensus.accept_loaded("state_dict()")
         with self._iteration.guard:
             self._consensus.before_save()
         return state_of(self._iteration.flow, self.stats)
@@ -454,14 +469,14 @@ class Synchronizer:
         if self._views is not None:
             self._views.record()
         self._recorder.restart()
-        self._consensus.note_parameters()
+        self._consensus.note_start()
 
 
 def background_tasks_of(sync: Synchronizer) -> BackgroundTasks:
     """Return the background tasks of ``sync``, to which a component can add a task.
 
-    A background task exchanges messages with other workers outside of the strategy, such as
-    samples.
+    A background task exchanges messages, such as training samples, with other workers. The strategy
+    takes no part in it.
     """
     require_synchronizer(sync)
     return sync._tasks

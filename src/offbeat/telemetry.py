@@ -332,7 +332,7 @@ class Records:
                 sink.write(record)
             except OSError as error:
                 self._sinks.remove(sink)
-                with contextlib.suppress(OSError):  # closing tries to write buffered records
+                with contextlib.suppress(OSError):  # closing writes buffered records and may fail
                     sink.close()
                 self._warn(sink, f"is no longer written, training continues: {error}")
 

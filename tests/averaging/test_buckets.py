@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -151,6 +152,17 @@ def swapped() -> list[Tensor]:
 SWAPPED = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 
 
+@pytest.mark.parametrize("divisor", [3, 5, 7])
+def test_a_sum_is_multiplied_by_the_rounded_reciprocal(divisor: int) -> None:
+    """CUDA divides by a number in this way."""
+    sums = torch.randn(1000, generator=torch.Generator().manual_seed(divisor))
+    unpacked, swapped = torch.empty(1000), torch.empty(1000)
+    unpack(sums, [unpacked], divisor)
+    swap(sums.clone(), [swapped], divisor)
+    expected = sums.numpy() * (np.float32(1) / np.float32(divisor))
+    assert unpacked.tolist() == swapped.tolist() == expected.tolist()
+
+
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("dtype", SWAPPED, ids=str)
 @pytest.mark.parametrize("divisor", [1.0, 3.0])
@@ -180,7 +192,7 @@ def test_an_interrupted_swap_leaves_the_tensors_as_they_were(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Ctrl-C may happen before or after any of the writes."""
-    divide, pieces = torch.div, 3 + 1 + 1 + 1 + 1 + 1
+    multiply, pieces = torch.mul, 3 + 1 + 1 + 1 + 1 + 1
     count = 0
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -188,12 +200,12 @@ def test_an_interrupted_swap_leaves_the_tensors_as_they_were(
         count -= 1
         if count == 0 and when == "before":
             raise KeyboardInterrupt
-        result = divide(*args, **kwargs)
+        result = multiply(*args, **kwargs)
         if count == 0:
             raise KeyboardInterrupt
         return result
 
-    monkeypatch.setattr(torch, "div", interrupted)
+    monkeypatch.setattr(torch, "mul", interrupted)
     tensors = swapped()
     before = [t.clone() for t in tensors]
     sums = torch.cat([2 * t.reshape(-1) + 1 for t in tensors])

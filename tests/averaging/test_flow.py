@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from offbeat import Compute, Network, simulate
 from offbeat.averaging.rounds import Rounds
 from offbeat.averaging.votes import Round, Vote
 from offbeat.simulate import Kill
+from offbeat.strategies.base import SharedModel, Strategy, WorkerView
 from problems import flat, make_batch, make_model, make_wide, train_step, wide_loss
 from worlds import simulated
 
@@ -149,7 +151,7 @@ def test_a_mean_takes_as_few_messages_as_possible(
     for first, *others, last in simulated(messages, text, wire, workers=3):
         assert sorted(first) == sorted(step)
         assert all(sorted(one) == sorted(step) for one in others)
-        assert sorted(last) == sorted(end)
+        assert sorted(last) == sorted([*end, "Gather"]), "the comparison of the final models"
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -289,6 +291,38 @@ def test_deferred_flags_have_a_whole_step_to_arrive() -> None:
     assert seconds_waited("selsync:delta=inf", "10ms", optimizer_sleeps=False) > 10 * 0.009
     text = "selsync:delta=inf,flags=deferred"
     assert seconds_waited(text, "10ms", optimizer_sleeps=False) == 0
+
+
+# -- the bound on the staleness --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Reluctant(Strategy):
+    """Never requests a round."""
+
+    def averages(self) -> SharedModel:
+        return SharedModel(lands="arrived", bound=3)
+
+    def due(self, worker: WorkerView) -> float:
+        return 0.0
+
+
+def run_ahead(rank: int, size: int) -> tuple[dict[int, int], int]:
+    model = make_model(seed=rank)
+    optimizer = sgd(model)
+    with attach(model, optimizer, Reluctant()) as sync:
+        for step in range(10):
+            train_step(model, optimizer, make_batch(rank, step))
+        details = sync.stats.details
+        return dict(details["staleness_histogram"]), details["landings"]
+
+
+def test_a_worker_at_its_bound_requests_a_round() -> None:
+    """Launches after steps 3, 6 and 9, though the strategy wants none; alone there are none."""
+    for result in simulated(run_ahead, workers=2):
+        assert result == ({1: 4, 2: 3, 3: 3}, 3)
+    ((histogram, landings),) = simulated(run_ahead, workers=1)
+    assert (max(histogram), landings) == (10, 0)
 
 
 # -- what a strategy may not do --------------------------------------------------------------------

@@ -156,7 +156,7 @@ def test_the_freshest_launch_that_landed_is_known() -> None:
         line.worker.step = 9
         for fresh in (2, 5):
             line.pipeline.land()
-            assert line.pipeline.state.fresh_step == fresh
+            assert line.view.fresh_step == fresh
 
     alone(check, THREE)
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat import OffbeatError
+from offbeat import MismatchError, OffbeatError
 from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.votes import Round, Sums, Vote
 from offbeat.transport.handle import Completed, Handle
@@ -51,6 +51,8 @@ def test_a_tally_is_the_sum_of_the_votes(
             rank=rank,
             numbers=(float(rank),),
             measured=(0.5,),
+            step=number + rank,
+            anchor=15,
         )
         for rank, (stepping, finishing, wanted) in enumerate(rows)
     ]
@@ -64,7 +66,10 @@ def test_a_tally_is_the_sum_of_the_votes(
         non_finite_rank=next(iter(sick)) if len(sick) == 1 else None,
         numbers=(sum(range(len(rows))),),
         measured=(0.5 * len(rows),),
+        steps=tally.steps,
     )
+    steps = sum(number + rank for rank in range(len(rows)))
+    assert tally.steps == pytest.approx(steps, rel=0 if steps < 2**24 else 1e-5)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 4094, 4095, 100_000])
@@ -88,6 +93,16 @@ def test_workers_in_different_rounds_are_told_apart(other: dict[str, int]) -> No
     votes = [VOTE, dataclasses.replace(VOTE, **other)]  # type: ignore[arg-type]
     with pytest.raises(OffbeatError, match="not in the same round: this one is in round 0 of view"):
         VOTE.tally(summed(votes, torch.float64), 2)
+
+
+def test_workers_with_different_loaded_models_are_told_apart() -> None:
+    """The error says which of them this worker is. Their round does not matter."""
+    votes = [
+        dataclasses.replace(VOTE, round=9, rank=i, anchor=a) for i, a in ((0, 0), (1, 0), (2, 7))
+    ]
+    for vote, has in zip(votes, ("has not", "has not", "has"), strict=True):
+        with pytest.raises(MismatchError, match=f"rank {vote.rank} {has} loaded values"):
+            vote.tally(summed(votes, torch.float32), 3)
 
 
 def test_a_saved_round_is_the_round() -> None:
@@ -171,5 +186,7 @@ def test_exclude_counts_and_needs_a_worker_that_contributes(
         check.exclude_late(7)
     assert check.excluded == 1 + 2 + 1
     assert len(caplog.messages) == 1
+    check.report_excluded()
+    assert caplog.messages[1].startswith("rank 1: 4 contributions with NaN or infinity were excl")
     with pytest.raises(OffbeatError, match="no other worker contributes"):
         check(ALL, 8)

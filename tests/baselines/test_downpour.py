@@ -562,6 +562,24 @@ def test_one_worker_trains_first(servers: tuple[int, ...] | None, every: int) ->
         assert (trace[3] - trace[0]).abs().max() > 1e-3, "then they train"
 
 
+def test_only_rank_0_pushes_at_the_end_of_the_warm_up() -> None:
+    """Rank 0 pushes after steps 3, 5 and 10, the two others after steps 5 and 10: 7 pushes."""
+
+    def work() -> int:
+        rank = dist.get_rank()
+        model = make_model(seed=rank)
+        optimizer = sgd(model)
+        strategy = Downpour(warmup_steps=3, push_every=5, servers=(0,))
+        sync = offbeat.attach(model, optimizer, strategy)
+        for step in range(10):
+            train_step(model, optimizer, make_batch(rank, step))
+        sync.finish()
+        return int(sync.stats.details.get("pushes_served", 0))
+
+    results = simulate(work, workers=3, network=FAST, compute=Compute(STEP)).results
+    assert results[0] == 3 + 2 * 2
+
+
 def test_a_consensus_of_rank_0_ends_the_warm_up() -> None:
     """Its finish does, too. The other workers do not wait for steps that rank 0 never takes."""
 

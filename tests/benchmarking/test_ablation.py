@@ -32,13 +32,13 @@ def line(table: str, number: int) -> list[str]:
 
 
 def test_ends_are_compared_under_the_same_seed():
-    """Differences 1, 2 and 3 points: t(2) = 4.303, so 2 ± 4.303 / √3. Seed 7 has no ideal."""
+    """Differences 1, 2 and 3 points: the interval of three is their range. Seed 7 has no ideal."""
     rows = [row("streaming", seed, end) for seed, end in enumerate((0.51, 0.54, 0.54))]
     table = page_table([*rows, *IDEALS], RUNS)
     assert line(table, 2) == ["4", "", "`ideal`", "51.0 %", "", "", ""]
-    assert line(table, 3)[3:] == ["53.0 %", "+2.0 ± 2.5", "", ""]
+    assert line(table, 3)[3:] == ["53.0 %", "+2.0 [+1.0, +3.0]", "", ""]
     alone = page_table([*rows, row("streaming", 7, 0.9), *IDEALS], RUNS)
-    assert line(alone, 3)[3:5] == ["62.2 % (4)", "+2.0 ± 2.5"]
+    assert line(alone, 3)[3:5] == ["62.2 % (4)", "+2.0 [+1.0, +3.0]"]
 
 
 def test_few_seeds_are_shown_one_by_one():

@@ -99,7 +99,7 @@ SPOILED: dict[str, tuple[Callable[[State], object], str]] = {
     "of": (lambda s: s.update(of="others"), "of must be 'worker' or 'consensus', got 'others'"),
     "format": (
         lambda s: s.update(format=1),
-        "the state was saved in format 1, this version reads 2: resume with the version that",
+        "the state was saved in format 1, this version reads 3: resume with the version that",
     ),
     "older": (lambda s: s.pop("format"), "this is not a state of sync.state_dict"),
     "model": (

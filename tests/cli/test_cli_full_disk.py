@@ -1,5 +1,6 @@
 """The command line on a disk that is really full: one line names the file or the reason."""
 
+import errno
 import re
 import signal
 from pathlib import Path
@@ -7,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from cli.commands import COMMAND, LIMIT, Call, plain, started, until
+from cli.test_cli_reports import OLD
 from disks import fill, small_disk
+from offbeat.cli import runs
+from offbeat.lab import report
+from offbeat.lab.results import read_results
+from offbeat.simulate import Simulation
+
+VIRTUAL = ("--step-time", "20ms", "-n", "2")
+RUN = Simulation(1.0, [], [], 0.0, [], [], {})
 
 
 def test_results_that_do_not_fit_are_one_line(call: Call, tmp_path: Path) -> None:
@@ -18,6 +27,29 @@ def test_results_that_do_not_fit_are_one_line(call: Call, tmp_path: Path) -> Non
         fill(disk)
         code, _, err = call(*argv, "-n", "2", "--epochs", "0.05", "--output", str(out))
     assert (code, err) == (2, f"error: {out}/results.jsonl: No space left on device\n")
+
+
+@pytest.mark.parametrize("name", ["table.md", "plot.png", "report.html", "page.html", "run.json"])
+def test_a_file_that_does_not_fit_is_named(
+    name: str, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Writing fails without a name, as on a full disk. The run itself is not needed."""
+    result = read_results(OLD)
+    monkeypatch.setattr(runs.comparison, "compare", lambda *_, **__: result)
+    monkeypatch.setattr(runs, "_run_one", lambda job, runner: setattr(runner, "last", RUN))
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        if Path(path).name == name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(report, "plot", lambda results, path: full(path))
+    argv = {
+        "page.html": ("report", str(OLD), "-o", str(tmp_path / name)),
+        "run.json": ("simulate", "digits", *VIRTUAL, "--json", str(tmp_path / name)),
+    }.get(name, ("compare", "digits", "-s", "bsp", "--simulate", *VIRTUAL, "-o", str(tmp_path)))
+    code, _, err = call(*argv)
+    assert (code, err) == (2, f"error: {tmp_path / name}: No space left on device\n")
 
 
 @pytest.mark.nightly

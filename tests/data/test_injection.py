@@ -636,6 +636,9 @@ def test_the_state_of_other_settings_is_refused() -> None:
         state = DataInjection([], 0.5, 0.5).state_dict()
         with pytest.raises(ValueError, match=r"saved with beta=0\.5, .* has beta=0\.25"):
             DataInjection([], 0.5, 0.25).load_state_dict(state)
+        with pytest.raises(ValueError, match=r"saved with dimension=0, .* has dimension=1"):
+            DataInjection([], 0.5, 0.5, dimension=1).load_state_dict(state)
+        DataInjection([], 0.5, 0.5).load_state_dict(state)
 
     offbeat.simulate(work, workers=1)
 
@@ -792,7 +795,8 @@ def test_bad_arguments(changes: dict[str, Any], error: type[Exception], words: s
         construct(**changes)()
 
 
-def test_no_process_group() -> None:
+def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(offbeat.AttachError, match="init_process_group"):
         DataInjection([], 0.5, 0.5)
 

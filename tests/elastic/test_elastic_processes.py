@@ -131,9 +131,11 @@ def be_stopped(rank: int, size: int) -> Any:
 
 
 def test_a_stopped_worker_raises_and_the_others_finish() -> None:
-    """Its step raises that it was left behind. It takes no step by itself."""
+    """Its step raises for how long it was stopped. It takes no step by itself."""
     first, (text, steps), third = run(be_stopped, workers=3, newcomers=0)
     assert steps == 10
     assert re.match(r"rank 1 was left behind at step 10: ranks 0, 2 are in view 1", text), text
+    # The others wait a second for it to arrive at the next view, and then wake it.
+    assert float(re.findall(r"Its longest pause was (.*) s, ", text)[0]) >= 0.9
     assert torch.equal(first[0], third[0])
     assert first[1:] == third[1:] == (20, [0, 2])

@@ -4,6 +4,7 @@ Each worker contributes 2 to the power of its identity, so that a sum tells who 
 """
 
 import gc
+import logging
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 import offbeat
 from cells import some
-from offbeat.elastic import agreement, joining, membership
+from offbeat.elastic import agreement, heartbeats, joining, membership
 from offbeat.elastic.connect import open_elastic
 from offbeat.elastic.store import SharedStore
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
@@ -320,7 +321,7 @@ def test_a_member_that_was_stopped_during_the_opening_is_left_behind() -> None:
     """However long it was stopped, its error says so, and not that its own time is up."""
     _, first, text, last = run(be_stopped_before_opening, workers=4, newcomers=0, may_die=(0,))
     assert re.match(r"rank 2 was left behind at step \d+: ranks 1, 3 are in view 2", text), text
-    assert float(re.findall(r"did not take part for (.*) s, ", text)[0]) >= 2
+    assert float(re.findall(r"Its longest pause was (.*) s, ", text)[0]) >= 2
     assert first == last == [(0, (0, 1, 2, 3), []), (2, (1, 3), [])]
 
 
@@ -417,6 +418,73 @@ def test_no_view_begins_once_training_has_ended() -> None:
     text, seconds = run(come_too_late, workers=3, newcomers=0)[2]
     assert text == "rank 2: the others have ended the training"
     assert seconds < 5
+
+
+# -- divided networks -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("unreachable", "expected"),
+    [
+        ({0: [], 1: [], 2: []}, [0, 1, 2]),
+        ({0: [1, 2, 3], 1: [0], 2: [0], 3: [0]}, [1, 2, 3]),
+        ({0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}, [0, 1]),
+        ({0: [1, 2], 1: [0, 3], 2: [0, 3], 3: [1, 2]}, [0, 3]),
+        ({1: [4, 7], 3: [4, 7], 4: [1, 3, 6], 6: [4, 7], 7: [1, 3, 6]}, [1, 3, 6]),
+        ({0: [], 1: [2], 2: [], 3: []}, [0, 1, 3]),  # worker 2 does not report it
+        ({0: [4], 1: []}, [0, 1]),  # worker 4 has not arrived
+        ({5: []}, [5]),
+    ],
+)
+def test_the_largest_connected_part_continues(
+    unreachable: dict[int, list[int]], expected: list[int]
+) -> None:
+    """Of equally large parts it is the one with the lowest identity."""
+    assert agreement.connected(unreachable) == expected
+
+
+def be_divided(rank: int, size: int, cut: list[set[int]]) -> Any:
+    """Change the view while the pairs in ``cut`` cannot connect, although all reach the store."""
+    worker = Worker(rank, size, silence_seconds=2.0).until(*range(size))
+    lacking = {other for other in range(size) if {rank, other} in cut}
+    connect, opened = membership.Participant._communicator, heartbeats._open
+
+    def fail(self: Any, number: int, members: Any, seconds: float, of_view: Any) -> Any:
+        if lacking.intersection(members):
+            time.sleep(seconds)
+            raise CommunicationError("not connected")
+        return connect(self, number, members, seconds, of_view)
+
+    membership.Participant._communicator = fail  # type: ignore[method-assign]
+    heartbeats._open = lambda addresses: opened(
+        {other: address for other, address in addresses.items() if other not in lacking}
+    )
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offbeat").addHandler(handler)
+    meet("the network is cut", range(size))
+    try:
+        worker.change()
+    except CommunicationError as error:
+        worker.communicator.close()
+        return str(error)
+    return worker.until(0, 1).finish(), warnings[0]
+
+
+def test_an_even_division_continues_on_the_side_of_the_lowest_worker() -> None:
+    """The others raise the reason, and the remaining workers log a warning."""
+    cut = [{0, 2}, {0, 3}, {1, 2}, {1, 3}]
+    *left, third, fourth = run(be_divided, cut, workers=4, newcomers=0)
+    for rank, (views, warning) in enumerate(left):
+        assert views == [(0, (0, 1, 2, 3), []), (2, (0, 1), [])]
+        assert warning == (
+            f"rank {rank}: view 2 continues without ranks 2, 3, "
+            "which cannot connect to all of ranks 0, 1"
+        )
+    for rank, text in enumerate((third, fourth), start=2):
+        assert text.startswith(f"rank {rank} was left behind at step "), text
+        assert "ranks 0, 1 are in view 2. It and they cannot all connect to each other" in text
 
 
 # -- newcomers ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,22 @@ def test_local_sgd_of_one_step_is_ddp(tmp_path: Path) -> None:
         assert local[1].steps == bsp[1].steps == STEPS
         # Gradients that are all clipped to one norm would not change at all.
         assert all(record["change"] > 1e-3 for record in records[1:])
+
+
+def test_each_training_has_its_own_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callback may serve two calls of ``Trainer.train``."""
+    given: list[Any] = []
+    sync = SimpleNamespace(detach=lambda: None)
+    where = "offbeat.integrations.transformers.attach"
+    monkeypatch.setattr(where, lambda *_, scaler: given.append(scaler) or sync)
+    callback = OffbeatCallback()
+    for scaler in ("first", "second"):
+        optimizer = SimpleNamespace(scaler=scaler)
+        callback.on_train_begin(
+            SimpleNamespace(eval_on_start=False), SimpleNamespace(global_step=0), None,
+            model=None, optimizer=optimizer,
+        )  # fmt: skip
+    assert given == ["first", "second"]
 
 
 def checkpoints(rank: int, size: int, folder: str) -> Any:

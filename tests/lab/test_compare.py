@@ -231,11 +231,15 @@ def test_existing_results_are_not_run_again(tmp_path: Path) -> None:
     assert compare(Choosing(), tmp_path, seeds=3) == results
 
 
-def test_a_line_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is shortened, not written again: a crash must not lose the complete lines."""
     runner = Choosing()
     compare(runner, tmp_path, seeds=1)
     path = tmp_path / "results.jsonl"
     path.write_bytes(path.read_bytes()[:-10])
+    monkeypatch.setattr(Path, "write_bytes", lambda *_: pytest.fail("the file was overwritten"))
     again = Choosing()
     compare(again, tmp_path, seeds=1)
     assert [job.strategy for job in again.jobs] == ["async"]

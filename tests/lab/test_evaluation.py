@@ -130,6 +130,11 @@ def test_an_evaluation_changes_no_state() -> None:
     HeldOut(TensorData(inputs), noise)(model)
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
+    model.extra = nn.Dropout().eval()  # a layer that the user has frozen
+    for training in (True, False):
+        model.training = training
+        HeldOut(TensorData(inputs), noise)(model)
+        assert (model.training, model.extra.training) == (training, False)
 
 
 def test_the_first_batch_predicts_the_time_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:

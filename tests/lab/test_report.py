@@ -1,6 +1,7 @@
 """Table, plot and page of results written by hand."""
 
 import html
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -132,6 +133,30 @@ def test_common_options_are_in_the_caption() -> None:
     runs = [make(text, [(1, 0.9)]) for text in both]
     assert [row[0] for row in rows(runs)] == ["bsp", "local:period=2 --lr-scale 2"]
     assert report.caption(runs).endswith(", 1 seed, --wire int8")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "metrics", "marked"),
+    [
+        ("digits", (0.09, 0.12, 0.1), True),  # chance is 0.1
+        ("digits", (0.09, 0.14, 0.1), False),
+        ("digits", (0.98, 0.97, 0.97), False),  # good from the start
+        ("digits", (0.9, math.nan), True),
+        ("stdlib-lm", (2.5, 2.6, 9.0), True),  # lower is better; no evaluation beats the first
+        ("stdlib-lm", (2.5, 2.4, 9.0), False),
+        ("stdlib-lm", (2.5, 2.6), False),  # two evaluations are too few
+    ],
+)
+def test_runs_that_did_not_train_are_marked(
+    recipe: str, metrics: Sequence[float], marked: bool
+) -> None:
+    """One of two seeds is enough. The note explains the mark wherever the table is."""
+    curve = [*enumerate(metrics, start=1)]
+    good = make("bsp", [(1, 0.5)], recipe=recipe, seed=1)
+    runs = [make("bsp", curve, recipe=recipe), good]
+    assert cell(runs, "final").endswith("†") == marked
+    for shown in (report.markdown(runs), report.page(runs)):
+        assert ("† A run did not train" in shown) == marked
 
 
 def test_speed_up_is_relative_to_the_first_row() -> None:

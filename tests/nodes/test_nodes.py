@@ -15,7 +15,7 @@ import offbeat.nodes.detection
 from loops import Faulty, attach, bits, close, error_of, everything, sgd, trained
 from offbeat.baselines import EASGD, SSP, Downpour, FedAvg
 from offbeat.nodes.communicator import NodeCommunicator
-from offbeat.nodes.detection import layout
+from offbeat.nodes.detection import WorkerCommunicators, layout, open_nodes
 from offbeat.registry import STRATEGIES
 from offbeat.transport.single_process import SingleCommunicator
 from problems import bsp_reference, flat, loss_of, make_batch, make_model, make_wide, train_step
@@ -552,6 +552,26 @@ def test_simulated_nodes_of_one_worker_train_as_without_nodes() -> None:
     for trace in simulated(work, workers=3):
         for one, other in zip(trace, bsp_reference(3, "sgd", 3), strict=True):
             close(one, other)
+
+
+class Halves(SingleCommunicator):
+    """One of two workers, for a test that sends nothing."""
+
+    size = 2
+
+    def make_communicator(self, timeout_seconds: float) -> Any:
+        pytest.fail("it has nodes")
+
+    def make_nodes(self, timeout_seconds: float) -> WorkerCommunicators:
+        return WorkerCommunicators(self, Halves(), SingleCommunicator())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_nodes_of_a_transport_may_be_sharded(sharded: bool) -> None:
+    """The communicator of a sharded node connects the workers with the same shard, and no more."""
+    communicator, node = open_nodes(Halves(), "auto", 1.0, sharded=sharded)
+    assert node is not None
+    assert isinstance(communicator, NodeCommunicator) == (not sharded)
 
 
 def test_a_transport_without_nodes_is_refused() -> None:

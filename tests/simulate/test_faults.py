@@ -1,5 +1,7 @@
 """Faults of simulated workers: what the others see, and when, by hand."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -106,3 +108,37 @@ def test_newcomers_get_the_next_ranks() -> None:
 
     found = simulate(worker, workers=2, faults=[Join(at=0.5)])
     assert found.results == [(0, 2), (1, 2), (2, 3)]
+
+
+def computing(reports: Sequence[float]) -> float:
+    """Report progress of one step. Return its virtual seconds on rank 0."""
+    model = torch.nn.Linear(2, 1)
+    sync = offbeat.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), offbeat.BSP())
+    start = float(sync._host.now())
+    for progress in reports:
+        sync._host.computed(progress)
+    seconds = sync._host.now() - start
+    sync.detach()
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("faults", "reports", "seconds"),
+    [
+        ([], (0.5, 0.3, 0.5, 1.0), 10),  # a repeated backward pass
+        ([(2, 3)], (1.0,), 13),  # within the step
+        ([(9, 5)], (1.0,), 15),  # ends after the step would have
+        ([(2, 3), (4, 2), (12, 1)], (0.5, 1.0), 15),  # two overlap: 2 to 6, and 12 to 13
+        ([(20, 1)], (1.0,), 10),  # after the step
+    ],
+)
+def test_a_pause_prolongs_a_step(
+    faults: list[tuple[float, float]], reports: Sequence[float], seconds: float
+) -> None:
+    """A step of 10 s is computed once, and not in a pause."""
+    pauses = [Pause(worker=0, at=at, seconds=length) for at, length in faults]
+    found = simulate(
+        partial(computing, reports), workers=2, compute=Compute(10.0), network=NETWORK,
+        faults=pauses,
+    )  # fmt: skip
+    assert found.results[0] == pytest.approx(seconds)

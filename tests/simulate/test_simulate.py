@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import offbeat
 from offbeat import AsyncAveraging, Compute, LocalSGD, Network, SelSync, simulate
 from offbeat.registry import STRATEGIES, parse_strategy
-from offbeat.simulate import DeadlockError, Straggler
+from offbeat.simulate import DeadlockError, Simulation, Straggler
+from offbeat.simulate.cluster import Span
 from offbeat.strategies import Strategy
 from problems import OPTIMIZERS, bsp_reference, flat, loss_of, make_batch, make_model, train_step
 
@@ -486,3 +487,10 @@ def test_a_fast_link_waits_for_the_slow_one() -> None:
     network = Network("1Gbit/s", latency="3ms", per_worker={0: "100Mbit/s"})
     result = simulate(lambda: to_one(125_000), workers=2, network=network)
     assert result.results == pytest.approx([0.043, 0.043])
+
+
+def test_the_repr_of_a_simulation_is_short() -> None:
+    """It has no timeline."""
+    span = Span(0, "compute", 0.0, 1.5, "step")
+    found = Simulation(1.5, [None, None], [None, None], 0.25, [span] * 1000, [0.0, 0.0], {})
+    assert repr(found) == "<Simulation: 2 workers, 1.5 s of virtual time, idle 25%>"

@@ -16,7 +16,7 @@ from cells import some
 from loops import Sink, attach, close
 from offbeat.registry import STRATEGIES
 from offbeat.strategies.base import SharedModel
-from problems import OPTIMIZERS, flat, make_batch, make_model, train_step
+from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step
 from strategies.references import Reference, SelSync
 from strategies.rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each
 from worlds import run, simulated
@@ -303,6 +303,63 @@ def test_all_end_with_the_same_buffers(row: Row) -> None:
         values = [own[name] for own, _ in results]
         assert float(values[0].real.min()) <= float(firsts[-1][name].real.min())
         assert float(firsts[-1][name].real.max()) <= float(values[2].real.max())
+
+
+# -- torch's defaults -----------------------------------------------------------------------------
+
+
+def by_hand(rank: int, size: int, text: str, wire: Any, device: str) -> tuple[Tensor, Tensor]:
+    """Train with given gradients, and with a parameter that has no elements.
+
+    ``device`` is torch's default. Returns the model before and after.
+    """
+    with torch.device("cpu"):
+        model = make_wide(seed=rank)
+        model[0].empty = nn.Parameter(torch.empty(0, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    with torch.device(device), attach(model, optimizer, text, wire=wire) as sync:
+        start = flat(model)
+        for step in range(8):
+            for p in model.parameters():
+                p.grad = p.detach().sin().add_(rank - step)
+            optimizer.step()
+            if step == 4:
+                sync.load_state_dict(sync.state_dict())
+                with sync.consensus():
+                    pass
+    return start, flat(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("text", "wire"), [("streaming", None), ("diloco:period=2", "int4"), ("bsp", "auto")]
+)
+def test_any_default_dtype_trains(text: str, wire: Any, dtype: torch.dtype) -> None:
+    """Internal numbers do not have torch's default dtype; only the model has it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        results = simulated(by_hand, text, wire, "cpu", workers=3)
+    finally:
+        torch.set_default_dtype(before)
+    start, end = results[0]
+    assert end.dtype == dtype
+    assert end.isfinite().all()
+    assert not torch.equal(start, end)
+    assert all(torch.equal(other, end) for _, other in results)
+
+
+@first_of_each(ROWS)
+def test_no_internal_tensor_is_on_the_default_device(row: Row) -> None:
+    """Tensors on "meta" have no values, so the first use of one fails.
+
+    A parameter without elements changes nothing.
+    """
+    for wire in ["float32"] if row.baseline else ["float32", "int4"]:
+        results = simulated(by_hand, row.text, wire, "meta", workers=3)
+        expected = simulated(by_hand, row.text, wire, "cpu", workers=3)
+        for (_, end), (_, same) in zip(results, expected, strict=True):
+            assert torch.equal(end, same), wire
 
 
 # -- checkpoints ----------------------------------------------------------------------------------

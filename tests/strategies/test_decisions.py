@@ -8,6 +8,7 @@ import logging
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,6 +84,10 @@ def test_the_default_wire(text: str, wire: str) -> None:
         (lambda: SharedModel(parts=0), "parts must be at least 1, got 0"),
         (lambda: SharedModel(lands=-1), 'lands must be at least 0, or "arrived"; got -1'),
         (lambda: SharedModel(lands=2, optimizer_state=True), "optimizer_state requires lands=0"),
+        (
+            lambda: SharedModel(error_feedback=True, outer=Outer(0.7)),
+            r"error_feedback requires an outer learning rate of 1.*got lr=0\.7",
+        ),
     ],
 )
 def test_impossible_shared_models_are_refused(make: Callable[[], object], message: str) -> None:
@@ -390,6 +395,30 @@ def test_eager_streaming_asks_for_as_many_parts_as_there_is_room_for() -> None:
     assert strategy.due(view) == 2
     view.state.rate.budget = 0.9
     assert strategy.due(view) == 0
+
+
+def test_a_worker_without_budget_asks_for_a_part_in_time_for_the_fastest_workers() -> None:
+    """From staleness τ/2 on, in steps of the other workers, if nothing is in flight."""
+    strategy, view = streaming(size=3, staleness=20)
+
+    def staleness_asked() -> int:
+        view.fresh_step = view.step
+        return next(k for k in range(99) if strategy.due(replace(view, step=view.step + k)))
+
+    view.state.rate.budget = -1.0
+    assert staleness_asked() == 10
+    view.in_flight_steps, view.fresh_step = [1], -50
+    assert strategy.due(view) == 0
+    view.in_flight_steps = []
+    # This worker took 2 steps between two rounds, the others 5 and 9, then none.
+    for step, others, asked in ((2, 14, 3), (4, 28, 3), (6, 28, 10)):
+        view.step = step
+        strategy.vote(view)
+        strategy.decide(view, tally(3, 0.0, (math.inf, step + others + 4.0, 0.0, 0.0)))
+        if step > 2:
+            assert staleness_asked() == asked
+    view.state.rate.budget = 1.0
+    assert staleness_asked() == 0
 
 
 def test_a_worker_without_peers_sends_nothing() -> None:

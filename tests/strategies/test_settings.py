@@ -1,12 +1,14 @@
 """Settings of the strategies: an impossible one is refused with a remedy."""
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import pytest
 
 from loops import attach, sgd
 from offbeat import AsyncAveraging, DiLoCo, LocalSGD, SelSync, StreamingAveraging
+from offbeat.arguments import check_settings, setting
 from offbeat.strategies import Strategy
 from problems import make_model
 from worlds import run
@@ -142,3 +144,19 @@ def test_a_strategy_that_does_not_fit_the_model_is_refused_by_attach() -> None:
     """Every worker raises and closes what it has opened, so it can attach again."""
     for text in run(too_many, workers=2):
         assert text.startswith("the number of parts must be at most 6, the number of parameter")
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """Settings with every kind of bound."""
+
+    most: int = setting(1, least=1, most=3)
+    between: int = setting(1, above=0, below=4)
+    choice: int | Literal["auto"] = setting("auto", most=3)
+
+
+@pytest.mark.parametrize("wrong", [{"most": 4}, {"between": 0}, {"between": 4}, {"choice": 4}])
+def test_integers_are_compared_with_every_bound(wrong: dict[str, int]) -> None:
+    check_settings(Bounded(most=3, between=3, choice=3))
+    with pytest.raises(ValueError, match=rf"{next(iter(wrong))} must be .*, got \d"):
+        check_settings(Bounded(**wrong))

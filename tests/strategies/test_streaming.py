@@ -181,20 +181,21 @@ def test_the_log_says_how_often_the_model_passes(caplog: pytest.LogCaptureFixtur
     assert all(one.startswith("the whole model (2 parts) is averaged every") for one in logged)
 
 
+def slow(patch: pytest.MonkeyPatch, kind: type[Part], name: str, seconds: float) -> None:
+    """Let a method of a part take virtual time."""
+    real: Callable[..., Any] = getattr(kind, name)
+
+    def slowly(self: Part, *args: Any, **options: Any) -> Any:
+        self._team.host.sleep(seconds, "a test")
+        return real(self, *args, **options)
+
+    patch.setattr(kind, name, slowly)
+
+
 def test_launches_and_landings_cost_the_time_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 ms and 8 ms: a part costs 12."""
-
-    def slow(kind: type[Part], name: str, seconds: float) -> None:
-        real: Callable[..., Any] = getattr(kind, name)
-
-        def slowly(self: Part, *args: Any, **options: Any) -> Any:
-            self._team.host.sleep(seconds, "a test")
-            return real(self, *args, **options)
-
-        monkeypatch.setattr(kind, name, slowly)
-
-    slow(UpdatePart, "launch", 0.004)
-    slow(Part, "land", 0.008)
+    slow(monkeypatch, UpdatePart, "launch", 0.004)
+    slow(monkeypatch, Part, "land", 0.008)
 
     def work() -> float:
         rank = dist.get_rank()
@@ -207,6 +208,45 @@ def test_launches_and_landings_cost_the_time_they_take(monkeypatch: pytest.Monke
     network = Network("1Gbit/s", latency="100us")
     for seconds in simulate(work, workers=2, network=network, compute=Compute("50ms")).results:
         assert seconds == pytest.approx(0.012, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("text", "bound", "most_idle", "warnings"),
+    [
+        ("streaming:staleness=64", 64, 0.01, 2),
+        ("streaming:staleness=8", 8, 0.5, 2),
+        ("async:staleness=8,schedule=eager", 8, 0.95, 0),
+    ],
+)
+def test_the_bound_is_kept_by_workers_without_a_cpu_budget(
+    text: str,
+    bound: int,
+    most_idle: float,
+    warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Steps of 2 and 18 ms; a part costs 20 ms, so 5 % of the time pay one in 200 or 22 steps."""
+    slow(monkeypatch, UpdatePart, "launch", 0.004)
+    slow(monkeypatch, UpdatePart, "_write", 0.006)
+
+    def work() -> tuple[dict[str, Any], float]:
+        rank = dist.get_rank()
+        model = make_wide(rank)
+        optimizer, go = wide_steps(model, rank, (600, 80)[rank], lr=0.01)
+        with attach(model, optimizer, text) as sync:
+            go()
+            return dict(sync.stats.details), sync.stats.idle
+
+    network, compute = Network("1Gbit/s", latency="100us"), Compute("2ms", slowdown={1: 9})
+    results = simulate(work, workers=2, network=network, compute=compute).results
+    for details, _ in results:
+        assert max(details["staleness_histogram"]) <= bound
+        assert details["landings"] > 5
+    assert results[0][1] <= most_idle
+    assert results[1][1] <= 0.05, "the slow worker does not wait"
+    messages = [one for one in caplog.messages if "more often than the CPU budget" in one]
+    assert len(messages) == warnings, "once on each worker"
 
 
 # -- the outer gain -------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ from offbeat.training.compatibility import require_usable
 from problems import make_model
 
 
-def test_attach_needs_a_process_group() -> None:
-    """Without init_process_group the error says how to get one."""
+def test_attach_needs_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If several processes were started, the error says how to get one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
     model = make_model()
-    with pytest.raises(AttachError, match=r"init_process_group\(\).*torchrun"):
+    with pytest.raises(AttachError, match=r"init_process_group\(\).*torchrun .*WORLD_SIZE=2"):
         offbeat.attach(model, sgd(model), offbeat.BSP())
 
 

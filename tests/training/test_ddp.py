@@ -131,6 +131,7 @@ def test_an_engine_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     for given in (engine, model):
         with pytest.raises(offbeat.AttachError, match="inside a DeepSpeedEngine of DeepSpeed"):
             offbeat.attach(given, sgd(model))
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(offbeat.AttachError, match="not initialised"):
         offbeat.attach(other, sgd(other))
 

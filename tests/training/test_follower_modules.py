@@ -112,6 +112,19 @@ def test_followers_are_the_mean_in_a_consensus(text: str) -> None:
         assert statistics[4] == 5
 
 
+def sharing(rank: int, size: int) -> float:
+    model, shared = make_model(rank), nn.Linear(1, 1)
+    with attach(model, sgd(model), "bsp") as sync:
+        sync.follow(shared, nn.Sequential(shared, nn.ReLU()))
+        nn.init.constant_(shared.weight, 1.0 + 2 * rank)
+    return shared.weight.item()
+
+
+def test_followers_may_share_tensors() -> None:
+    """A tensor of two modules of one call is averaged once: (1 + 3) / 2."""
+    assert run(sharing, workers=2) == [2.0, 2.0]
+
+
 def local_average(rank: int, size: int) -> tuple[Tensor, Tensor]:
     """One mean after the last step: the average of the model is the mean of the averages, too."""
     model = make_model(rank)

@@ -109,20 +109,36 @@ class TwiceSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def closure_twice(rank: int, size: int) -> tuple[list[str], str]:
+class NeverSGD(torch.optim.SGD):
+    """Ignores its closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        return None
+
+
+def closure_times(rank: int, size: int, kind: type[torch.optim.SGD]) -> tuple[list[str], str]:
     model = make_model(seed=rank)
-    optimizer = TwiceSGD(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)
     sync = attach(model, optimizer, offbeat.LocalSGD(period=1))
     error = error_of(lambda: optimizer.step(lambda: loss_of(model, make_batch(rank, 0)).backward()))
     sync.detach()
     return error
 
 
-def test_a_closure_that_is_called_twice_is_refused() -> None:
-    """An AttachError names the optimizer: line searches cannot be synchronized."""
-    for kinds, text in run(closure_twice, workers=2):
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (TwiceSGD, "TwiceSGD calls its closure more than once"),
+        (NeverSGD, "NeverSGD took a step without calling its closure"),
+    ],
+)
+def test_a_closure_that_is_not_called_once_is_refused(
+    kind: type[torch.optim.SGD], words: str
+) -> None:
+    """An AttachError names the optimizer: for example line searches cannot be synchronized."""
+    for kinds, text in run(closure_times, kind, workers=2):
         assert kinds[0] == "AttachError"
-        assert "TwiceSGD calls its closure more than once" in text
+        assert words in text
 
 
 SCALED = [

@@ -295,7 +295,7 @@ def wide_of_two(rank: int, size: int) -> Tensor:
     for step in range(BAD_STEP):
         each = [gradients(model, make_batch(one, step)) for one in range(3)]
         for p, *parts in zip(model.parameters(), *each, strict=True):
-            p.grad = sum(parts) / 3  # type: ignore[assignment]
+            p.grad = sum(parts) * (1 / 3)  # type: ignore[assignment]
         optimizer.step()
     before = flat(model)[::997]
     with attach(model, optimizer, "bsp"):
@@ -376,6 +376,24 @@ def test_a_warning_is_logged_once(text: str, caplog: pytest.LogCaptureFixture) -
     assert not any(model.isfinite().all() for _, model, _, _ in results)
 
 
+def warned(rank: int, size: int, text: str) -> bool:
+    """Return whether the model is finite after a step in which rank 1 has a NaN gradient."""
+    model = make_model(seed=0)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = attach(model, optimizer, text, non_finite="warn")
+    train_step(model, optimizer, make_batch(rank, 0))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan if rank == 1 else 1.0)
+    optimizer.step()
+    sync.detach()
+    return bool(flat(model).isfinite().all())
+
+
+@pytest.mark.parametrize("text", ["bsp", "selsync:delta=inf,warmup_steps=9,aggregate=gradients"])
+def test_with_a_warning_all_workers_receive_the_gradient(text: str) -> None:
+    assert simulated(warned, text, workers=3) == [False] * 3
+
+
 def counted(rank: int, size: int, text: str) -> tuple[dict[str, Any], bool]:
     """Let two workers read a NaN in different steps, one of them twice."""
     model = make_model(seed=rank)
@@ -392,7 +410,7 @@ def counted(rank: int, size: int, text: str) -> tuple[dict[str, Any], bool]:
 
 @pytest.mark.parametrize("text", ["bsp", "local:period=1", "diloco:period=2", "async:staleness=2"])
 def test_exclusions_are_counted(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    """All workers count them; each logs the first one."""
+    """All workers count them; each logs the first one, and the number at the end."""
     for rank, (details, finite) in enumerate(simulated(counted, text, workers=3)):
         assert finite
         assert details["non_finite_excluded"] == 3
@@ -402,6 +420,11 @@ def test_exclusions_are_counted(text: str, caplog: pytest.LogCaptureFixture) -> 
         f"rank {rank}: rank 0 would contribute NaN or infinity to the mean at step "
         f"{4 if 'diloco' in text else 3}: excluded; later ones are counted in Stats.details as "
         "non_finite_excluded"
+        for rank in range(3)
+    ]
+    assert sorted(r.getMessage() for r in caplog.records if "were excluded" in r.getMessage()) == [
+        f"rank {rank}: 3 contributions with NaN or infinity were excluded from the means of this "
+        "training"
         for rank in range(3)
     ]
 

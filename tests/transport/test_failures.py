@@ -1,5 +1,6 @@
 """Late, dead and stuck workers: the error names them, in finite time."""
 
+import itertools
 import os
 import re
 import signal
@@ -16,6 +17,11 @@ from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle, explained
 from offbeat.transport.host import Promise
 from offbeat.transport.single_process import SingleCommunicator
+from offbeat.transport.torch_backend.process_groups import (
+    GroupFactory,
+    OpeningError,
+    backends_of,
+)
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from transport.communicators import meet
 from workers import run
@@ -70,6 +76,20 @@ def test_a_worker_that_does_not_open_its_connections_is_named() -> None:
     assert 0.45 <= seconds < 10
 
 
+def test_a_member_that_ended_because_of_another_is_not_blamed() -> None:
+    """Rank 1 died. Rank 2 has noticed, given up and ended before rank 0 looks."""
+    store = dist.HashStore()
+
+    def opening(rank: int, lost: list[int]) -> str:
+        factory = GroupFactory(store, rank, 3, "test", itertools.count(), lost=lambda: lost)
+        with pytest.raises(OpeningError) as caught:
+            factory.open("gloo", 5)
+        return str(caught.value)
+
+    assert opening(2, [1]) == "rank 1 died"
+    assert opening(0, [2]) == "rank 2 has given up: rank 1 died"
+
+
 # -- operations -----------------------------------------------------------------------------------
 
 
@@ -103,6 +123,44 @@ def test_a_dead_worker_is_named_at_once_and_in_later_errors() -> None:
         assert "lost the connection to rank 1, which died or was cut off" in text
         assert seconds < 5
         assert [(kind, text) for kind, text, _ in later] == [(kind, text)] * 2
+
+
+def leave(rank: int, size: int) -> Any:
+    """Rank 1 leaves without taking part in the second sum of rank 0."""
+    group = dist.new_group(backend="cpu:gloo")
+    assert dist.get_backend(group) == "cpu:gloo"
+    communicator = TorchCommunicator(group, timeout_seconds=20, liveness_seconds=5.0)
+    communicator._channel.collectives = None  # CPU tensors use gloo also if others use NCCL
+    communicator.sum(torch.ones(1), what="a sum").wait()
+    seen = outcome(communicator.sum(torch.ones(1), what="the next sum")) if rank == 0 else None
+    communicator.close()
+    meet("rank 0 has noticed", [0, 1])
+    return seen
+
+
+def test_failures_are_detected_in_a_group_with_a_backend_for_each_device() -> None:
+    """Rank 0 waits in slices, and finds the exit reason that rank 1 has published."""
+    kind, text, _ = run(leave, workers=2)[0]
+    assert kind == "CommunicationError", "and no time-out"
+    assert "rank 1, which gave up" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "backends"),
+    [
+        ("gloo", {"cpu": "gloo", "cuda": "gloo"}),
+        ("nccl", {"cuda": "nccl"}),
+        ("cpu:gloo", {"cpu": "gloo"}),
+        ("cpu:gloo,cuda:nccl", {"cpu": "gloo", "cuda": "nccl"}),
+    ],
+)
+def test_the_backend_for_each_device_is_known(
+    text: str, backends: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda group: text)
+    assert backends_of(None) == backends
+    monkeypatch.setattr(dist, "get_backend", lambda group: "undefined")
+    assert "gloo" in backends_of(None).values() or torch.cuda.is_available()
 
 
 def be_stuck(rank: int, size: int) -> Any:

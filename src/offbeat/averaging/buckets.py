@@ -4,8 +4,8 @@ The workers sum the flat *staging tensors* of their buckets. ``pack`` copies (*s
 into the staging tensor, and ``unpack`` copies the result back. ``unpack`` writes in place, because
 the optimizer and the modules hold references to the tensors.
 
-Tensors are staged, and therefore summed, in their own dtype, with three exceptions: half-precision
-tensors are staged in float32, complex tensors as pairs of reals, and bool tensors in uint8.
+Tensors are staged, and therefore summed, in their own dtype, with three exceptions: float16 and
+bfloat16 are staged in float32, complex tensors as pairs of reals, and bool tensors in uint8.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -64,17 +64,21 @@ def pack_mixed(tensors: Sequence[Tensor], flat: Tensor) -> None:
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
-    """tensors ← flat / divisor, in place, each cast to its own dtype. Integers need divisor 1."""
+    """tensors ← flat / divisor, in place, each cast to its own dtype. Integers need divisor 1.
+
+    Here and in all other means, a sum is multiplied by the rounded reciprocal of the divisor. That
+    is how CUDA divides by a number, and a CPU must give the same bits.
+    """
     with torch.no_grad():
         for tensor, part in _with_parts(tensors, flat):
             if divisor == 1:
                 tensor.copy_(part)
             else:
-                torch.div(part, divisor, out=tensor)
+                torch.mul(part, 1 / divisor, out=tensor)
 
 
 def add_to(tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:
-    """tensors ← tensors + scale · flat, in place. Half types are computed in float32."""
+    """tensors ← tensors + scale · flat, in place, computed in the dtype of ``flat``."""
     with torch.no_grad():
         for tensor, part in _with_parts(tensors, flat):
             if tensor.dtype == part.dtype:
@@ -84,7 +88,7 @@ def add_to(tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:
 
 
 def swap(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
-    """tensors ← flat / divisor as in ``unpack``, and flat ← the previous values of the tensors.
+    """tensors ← flat / divisor, and flat ← the previous values of the floating-point tensors.
 
     ``unpack(flat, tensors)`` undoes the swap. If an exception such as KeyboardInterrupt interrupts
     the swap, the tensors get their previous values back, and ``flat`` is undefined.
@@ -99,7 +103,7 @@ def swap(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
                     scratch[: target.numel()].view(target.shape) if fits else torch.empty_like(new)
                 )
                 previous.append((target, copy.copy_(target)))
-                torch.div(new, divisor, out=target)
+                torch.mul(new, 1 / divisor, out=target)
                 previous[-1] = (target, new.copy_(copy))
         except BaseException:
             for target, values in previous:
@@ -110,8 +114,8 @@ def swap(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
 def add_clamped(tensors: Sequence[Tensor], mean: Tensor, sent: Tensor) -> None:
     """tensors ← tensors + (mean − sent), but no element moves beyond its mean or away from it.
 
-    The shift alone could make a running variance of BatchNorm negative. With the limit the result
-    lies between the old variance and the mean variance.
+    Adding mean − sent without this limit could make a running variance of BatchNorm negative. With
+    it the result lies between the old variance and the mean variance.
 
     Args:
         tensors: Buffers, changed in place.
@@ -124,8 +128,9 @@ def add_clamped(tensors: Sequence[Tensor], mean: Tensor, sent: Tensor) -> None:
         shifted = current + (mean - sent)
         lower, upper = torch.minimum(current, mean), torch.maximum(current, mean)
         clamped = torch.minimum(torch.maximum(shifted, lower), upper)
-        # A value that has not changed since it was sent becomes exactly the mean: with an infinite
-        # value, as in an attention mask, the formula gives ∞ − ∞ = NaN. A NaN becomes the mean.
+        # A value that has not changed since it was sent is set to the mean directly. For infinite
+        # values, as in an attention mask, the formula would give ∞ − ∞ = NaN. A NaN becomes the
+        # mean, too.
         replaced = (current == sent) | current.isnan() | sent.isnan()
         unpack(torch.where(replaced, mean, clamped), tensors)
 

@@ -15,9 +15,9 @@ from offbeat.transport.team import Team
 class ExactMean:
     """x ← Σ w·x / Σ w over the workers, where x is a worker's model and w its weight.
 
-    Trainable parameters, floating-point and complex buffers are averaged (half types in float32).
-    Signed integer buffers become their maximum. Afterwards these tensors have the same bits on all
-    workers. If an operation fails, the model does not change, except in ``show``.
+    Trainable parameters, floating-point and complex buffers are averaged (float16 and bfloat16 in
+    float32). Signed integer buffers become their maximum. Afterwards these tensors have the same
+    bits on all workers. If an operation fails, the model does not change, except in ``show``.
 
     All methods are collectives and block. Their arguments:
 

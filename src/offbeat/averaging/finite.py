@@ -69,6 +69,16 @@ class NonFiniteCheck:
         self.excluded += 1
         self._warn_once(_message("this worker", step))
 
+    def report_excluded(self) -> None:
+        """Log the number of exclusions at the end of training, if there were any."""
+        if self.excluded:
+            logger.warning(
+                "rank %d: %d contributions with NaN or infinity were excluded from the means of "
+                "this training",
+                self._rank,
+                self.excluded,
+            )
+
     def _warn_once(self, message: str) -> None:
         if self._logged:
             return

@@ -1,14 +1,13 @@
 """The flow: the code that drives one strategy through the training steps of one worker.
 
 The training loop reports events: gradients are ready, or a step has ended. The flow then calls the
-strategy and communicates with the other workers. There are three kinds of flows. ``ModelFlow``
-averages models, ``GradientFlow`` averages gradients, and a strategy with a ``CustomFlow`` supplies
-another subclass of ``Flow``.
+strategy and communicates with the other workers. ``ModelFlow`` averages models. ``GradientFlow``
+averages gradients. A strategy that declares a ``CustomFlow`` supplies its own subclass of ``Flow``.
 
 In a *round* all workers decide together what to average, if anything. Each worker sends a *vote*,
 and all workers receive the sum of the votes, the *tally*. Every worker must start the same
-collectives in the same order. Therefore a worker that waits at a barrier still votes in the rounds
-of the workers that take steps (``wait_for_all``).
+collectives in the same order. Therefore a worker that waits at a *barrier*, where all workers wait
+for each other, still votes in the rounds of the workers that take steps (``wait_for_all``).
 
 A *consensus* replaces the local model by one that is equal on all workers, temporarily or at the
 end of training. This is usually the mean of their models. A *view* is one composition of the group
@@ -22,7 +21,9 @@ from typing import Any
 from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.rounds import Rounds
 from offbeat.averaging.votes import Round
+from offbeat.averaging.waiting import WaitingWarning
 from offbeat.averaging.worker import AttachedOptimizer, Worker
+from offbeat.errors import AttachError
 from offbeat.strategies.base import Strategy
 
 
@@ -77,8 +78,18 @@ class Flow(ABC):
                 None: start without values of a previous view.
         """
 
+    def model_loaded(self) -> None:
+        """Start again from values that were loaded into the model before the first step.
+
+        Sends nothing. Raises AttachError if the flow cannot do this.
+        """
+        raise AttachError(
+            f"{self.strategy} does not support model.load_state_dict() after attach(): load before "
+            "attach(), or use offbeat.load()"
+        )
+
     def keep_local(self, before: "Flow") -> None:  # noqa: B027
-        """Copy the values that each worker keeps. ``before`` is its flow of the previous view."""
+        """Copy this worker's local values from ``before``, its flow in the previous view."""
 
     def common_values(self) -> dict[str, Any]:
         """Return the values that all workers receive in the next view, as plain values for JSON."""
@@ -132,13 +143,14 @@ class Flow(ABC):
         """Wait at a barrier: vote without stepping until all workers have reached the barrier.
 
         Args:
-            order: Indices of the optimizers, in the order in which they stepped last.
-            finishing: True if this worker ends training, that is, inside ``Synchronizer.finish``.
+            order: Indices of the optimizers, in the order of their latest steps.
+            finishing: True if this worker has called ``Synchronizer.finish`` to end training.
 
         Returns:
             The last round, in which no worker steps.
         """
         self.pause(finishing=finishing)
+        warning = None if finishing else WaitingWarning(self.worker)
         while True:
             for optimizer in self.voters(order):
                 round, self._pending = self._pending, None
@@ -150,6 +162,8 @@ class Flow(ABC):
                     self.worker.record.clear()
                     self.worker.wire.discard_interval()
                     return round
+                if warning is not None:
+                    warning(sums)
                 self.act(round)
 
     def pause(self, *, finishing: bool) -> None:  # noqa: B027
@@ -184,7 +198,7 @@ class Flow(ABC):
         """Return the indices of the optimizers that have separate rounds, in order.
 
         ``[0]`` means one round for all optimizers. ``order`` holds the indices of all optimizers,
-        in the order in which they stepped last.
+        in the order of their latest steps.
         """
         return [0]
 
@@ -232,6 +246,7 @@ class Flow(ABC):
     def check_finite(self, *, stepping: bool, optimizer: int = 0) -> bool:
         """Return False if this worker's contribution to the coming round is known non-finite.
 
+        With a single worker, or if this worker contributes nothing, returns True without a check.
         Sets ``excluded``. Calls ``restore`` if the worker is excluded, unless its optimizers are
         about to step.
         """

@@ -4,6 +4,9 @@ A *flow* drives one strategy through the events of a training step. In a *round*
 together: each sends a *vote*, and all receive the sum of the votes, the *tally*. If gradients are
 averaged in every step, there is nothing to decide. The votes then report, for example, whether a
 worker takes a step and whether its gradients are finite.
+
+At a *barrier* all workers wait for each other, for example before a *consensus*, which replaces the
+local model by the mean over all workers.
 """
 
 import math
@@ -90,6 +93,10 @@ class GradientFlow(Flow):
             for optimizer in worker.optimizers
         ]
         self.state = GradientFlowState(views, means, start_step=worker.step)
+
+    @override
+    def model_loaded(self) -> None:
+        """Do nothing: the state does not depend on the model."""
 
     @override
     def keep_local(self, before: Flow) -> None:
@@ -192,8 +199,9 @@ class GradientFlow(Flow):
         if not self.strategy.decide(view, chosen.tally()).parts:
             return False
         view.rounds, view.launch_step, view.launches = 0, view.step, view.launches + 1
-        # A worker with non-finite gradients does not contribute: the mean would be non-finite.
-        contribute = round.own.stepping and self._finite_gradients(index)
+        # Unless the policy is "warn", non-finite gradients are not sent: all would receive them.
+        allowed = not self.worker.guarded or self._finite_gradients(index)
+        contribute = round.own.stepping and allowed
         state.means[index].reduce([], contribute=contribute)
         view.landings += 1
         return True
@@ -241,10 +249,9 @@ class GradientFlow(Flow):
         if not worker.excludes:
             return 1.0, float(worker.size)
         own = float(not any(bool(b.isnan().any()) for b in worker.replica.float_buffers()))
-        weights = torch.tensor([own], device=worker.team.communicator.control_device)
-        total = float(
-            worker.team.communicator.sum(weights, what="workers with finite buffers").wait()
-        )
+        communicator = worker.team.communicator
+        weights = torch.tensor([own], dtype=torch.float32, device=communicator.control_device)
+        total = float(communicator.sum(weights, what="workers with finite buffers").wait())
         return (own, total) if total else (1.0, float(worker.size))
 
     @override

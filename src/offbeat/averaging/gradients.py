@@ -80,7 +80,7 @@ class _GradientBucket(Bucket):
         super().__init__(parameters, tail)
         self.stream = stream
         self.parameters = list(parameters)
-        self.handle: Handle[Tensor] = Completed(torch.empty(0))
+        self.handle: Handle[Tensor] = Completed(torch.empty(0, device="cpu"))
         self._versions: list[tuple[int, int] | None] = []
         self._sample: tuple[nn.Parameter, Tensor] | None = None
 
@@ -307,7 +307,7 @@ class GradientMean:
         """Send the last bucket, and sum ``numbers`` over the workers."""
         last = self._buckets[-1]
         if last.tail.numel():
-            last.tail.copy_(torch.tensor(numbers, dtype=last.flat.dtype))
+            last.tail.copy_(torch.tensor(numbers, dtype=last.flat.dtype, device="cpu"))
             self._launch(last, contribute=contribute)
             return last.handle.then(lambda _: last.tail)
         handle = self._sum(numbers)

@@ -8,8 +8,8 @@ update or an outer step along it. In a *round* all workers decide together what 
 worker sends a *vote* and receives the sum of all votes, the *tally*.
 
 A *node* is a group of workers on one machine that average their gradients in every step and act as
-one worker towards other nodes. A *consensus* replaces the local model by the mean over all workers,
-temporarily or at the end of training.
+one worker towards other nodes. A *consensus* replaces the local model by the weighted mean over all
+workers, temporarily or at the end of training.
 
 The setting ``SharedModel.lands`` of a strategy determines the order of the calls in a local step:
 
@@ -25,15 +25,17 @@ The setting ``SharedModel.lands`` of a strategy determines the order of the call
       launch and land                 launch                          launch
                                                                       due, vote
 
-If ``due`` returns 0, the worker does not vote, and there is nothing to decide. With "arrived",
-``due`` is not called before the previous round is decided and its parts are launched. A round is
-decided at the first step boundary after its tally has arrived. The *staleness* of a worker is the
-number of its local steps since the launch of the newest landed part. When it reaches
-``SharedModel.bound``, the worker waits for tallies and parts.
+If ``due`` returns 0, the worker does not vote, and there is nothing to decide. The *staleness* of a
+worker is the number of its local steps since the launch of the newest landed part.
 
-A worker at a barrier takes part in the same rounds: it votes with ``stepping=False``, and launches
-and lands the same parts in the same order. So all workers start the same collectives in the same
-order.
+With "arrived", a round is decided at the first step boundary after its tally has arrived. ``due``
+is not called before the previous round is decided and its parts are launched. When the staleness
+reaches ``SharedModel.bound``, the worker waits for tallies and parts. If neither is outstanding, it
+requests a round, even if ``due`` returns 0.
+
+A worker that has reached a *barrier*, where all workers wait for each other, still takes part in
+the rounds of the others. It votes with ``stepping=False``, and launches and lands the same parts in
+the same order. So all workers start the same collectives in the same order.
 """
 
 import math
@@ -118,6 +120,10 @@ class ModelFlow(Flow):
         self.state = ModelFlowState(self.pipeline.state, view, checked_step=worker.step)
 
     @override
+    def model_loaded(self) -> None:
+        self.start()
+
+    @override
     def keep_local(self, before: Flow) -> None:
         assert isinstance(before, ModelFlow)
         keep_local_values(self.state.view.state, before.state.view.state)
@@ -164,6 +170,8 @@ class ModelFlow(Flow):
 
     def _due(self) -> bool:
         self._wanted = float(self.strategy.due(self._view(stepping=True)))
+        if self._waits_at_bound() and self.pipeline.oldest is None and self.worker.size > 1:
+            self._wanted = max(1.0, self._wanted)  # only a launch can reduce the staleness
         return self._wanted > 0
 
     @override
@@ -201,7 +209,8 @@ class ModelFlow(Flow):
         """Start a round if the strategy requests one. Only with ``lands="arrived"``.
 
         No round starts while another one is in progress, or while a launch is queued. Deciding a
-        round may change the precision, but all workers must start a launch at the same precision.
+        round may change the precision. A launch still queued on some workers would then start at
+        another precision than on the rest.
         """
         if self._pending is None and not self.pipeline.state.queue and self._due():
             self._pending = self.vote(0, stepping=True)
@@ -211,8 +220,8 @@ class ModelFlow(Flow):
 
         Messages reach the workers of a node at different times, but these workers must land the
         same parts and decide in the same step. So a part or a tally counts as arrived when it has
-        arrived on all of them. The clock is the latest of their clocks, and each duration the
-        longest one.
+        arrived on all of them. ``view.clock`` is the latest of their clocks. Each number in
+        ``view.spent``, the duration of a launch or landing, is the longest among them.
         """
         view, team, pipeline = self.state.view, self.worker.team, self.pipeline
         spent, pipeline.state.spent = pipeline.state.spent, []
@@ -238,7 +247,7 @@ class ModelFlow(Flow):
 
     def _at_bound(self) -> bool:
         """Return True if the staleness has reached its bound."""
-        return self.worker.step - self.pipeline.state.fresh_step >= self.shared.bound
+        return self.worker.step - self.state.view.fresh_step >= self.shared.bound
 
     def land(self, *, take: bool = True) -> None:
         """Wait for the oldest part in flight and land it; see ``Pipeline.land``."""
@@ -275,8 +284,8 @@ class ModelFlow(Flow):
 
         If the worker takes no step, this checks the model. Otherwise, with ``lands="arrived"``, it
         checks the part that is launched next, except with the policy "raise". With other ``lands``
-        it checks the gradients, except with a GradScaler, and also the model if the previous step
-        was not checked.
+        it checks the gradients, unless a GradScaler does. If the previous step was not checked,
+        it also checks the model.
         """
         state, worker = self.state, self.worker
         unchecked, state.checked_step = worker.step - state.checked_step > 1, worker.step
@@ -299,7 +308,10 @@ class ModelFlow(Flow):
 
     @override
     def can_decide(self, round: Round) -> bool:
-        """Return True if the round can be decided now. Waits for its tally only at the bound."""
+        """Return True if the round can be decided now: always, unless ``lands="arrived"``.
+
+        With "arrived", the tally must have arrived. At the bound this method waits for it.
+        """
         if not self.shared.eager:
             return True
         if not self._has_arrived(round) and not self._at_bound():
@@ -350,7 +362,7 @@ class ModelFlow(Flow):
 
     @override
     def pause(self, *, finishing: bool) -> None:
-        """Launch all queued parts. If one is still in flight, wait until it has landed."""
+        """Launch all queued parts. A part still in flight from an earlier launch lands first."""
         self._pausing = True
         self.pipeline.launch_queued(wait=True)
 
@@ -404,7 +416,7 @@ class ModelFlow(Flow):
     def _record_staleness(self) -> None:
         """Record the staleness at the end of a step."""
         worker, histogram = self.worker, self.state.staleness
-        staleness = worker.record["staleness"] = worker.step - self.pipeline.state.fresh_step
+        staleness = worker.record["staleness"] = worker.step - self.state.view.fresh_step
         histogram[staleness] = histogram.get(staleness, 0) + 1
         if staleness > worker.details.get("staleness_max", 0):
             worker.details["staleness_max"] = staleness

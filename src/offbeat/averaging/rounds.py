@@ -49,6 +49,8 @@ class Rounds:
             rank=worker.rank,
             numbers=numbers,
             measured=worker.wire.measurements(worker.step, stepping=stepping),
+            step=worker.step,
+            anchor=worker.anchor,
         )
         self._next += 1
         return vote

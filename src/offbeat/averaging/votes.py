@@ -1,7 +1,8 @@
 """Votes and tallies.
 
 In a *round* all workers decide together what to average, if anything. Each worker sends a *vote*,
-which is a list of numbers. All workers receive the *tally*, the elementwise sum of the votes.
+which is a list of numbers. All workers receive the *tally*, the elementwise sum of the votes. At a
+*barrier* all workers wait for each other. A worker that waits there votes, but takes no step.
 """
 
 from collections.abc import Sequence
@@ -10,12 +11,15 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import MismatchError, OffbeatError
 from offbeat.strategies.base import Tally
 from offbeat.transport.handle import Completed, Handle
 
 _NON_FINITE = 4096  # see ``Vote``
-_WRAP = 1024  # view and round are sent modulo this number, so that the sums are exact in float32
+# View and round are sent as one number below this one, times ``ANCHORS``, so that sums over up to
+# 4096 workers are exact in float32.
+_WRAP = 256
+ANCHORS = 16  # number of values of ``Vote.anchor``
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Vote:
     Attributes:
         weight: Weight of this worker in the mean (≥ 0).
         stepping: True if this worker takes a step in this round.
-        finishing: True if this worker ends training, that is, inside ``Synchronizer.finish``.
+        finishing: True if this worker has called ``Synchronizer.finish`` to end training.
         wanted: Return value of ``Strategy.due``: the number of parts of the model that this worker
             wants to average. 0 if this worker takes no step.
         view: Number of the view. A new view begins when a worker joins or is lost.
@@ -35,12 +39,17 @@ class Vote:
         numbers: Return value of ``Strategy.vote``.
         measured: Measurements from which the workers choose the precision of messages, with
             ``wire="auto"``. Empty if they are not needed.
+        step: Number of local steps of this worker.
+        anchor: 0 if the worker started from the model that ``attach`` copied. If values were loaded
+            into the model before the first step: a checksum of the model, from 1 to 15.
 
-    One number reports non-finite values: 0 if ``finite``, else 1 + 4096·(rank + 1). For example, if
+    One number contains ``view``, ``round`` and ``anchor``, which must be equal on all workers. One
+    number reports non-finite values: 0 if ``finite``, else 1 + 4096·(rank + 1). For example, if
     only rank 2 has non-finite values, the sum over the workers is 1 + 4096·3. ``tally`` splits it
     by ``divmod`` into 3 and 1: one worker, with rank 3 − 1. If several workers have non-finite
-    values, their number is known, but not their ranks. A vote that is sent together with gradients
-    may be summed in float32, which is exact for one such worker with a rank below 4095.
+    values, their number is known, but not their ranks. Votes that are sent together with gradients
+    may be summed in float32. The sum is then exact if only one worker has non-finite values, and
+    its rank is below 4095.
     """
 
     weight: float
@@ -53,6 +62,8 @@ class Vote:
     rank: int
     numbers: tuple[float, ...] = ()
     measured: tuple[float, ...] = ()
+    step: int = 0
+    anchor: int = 0
 
     SLOTS: ClassVar[int] = 7  # length of an encoded vote without ``numbers`` and ``measured``
 
@@ -65,25 +76,37 @@ class Vote:
             float(self.finishing),
             float(non_finite),
             self.wanted,
-            float(self.view % _WRAP),
-            float(self.round % _WRAP),
+            float(self._common()),
+            float(self.step),
             *self.numbers,
             *self.measured,
         ]
+
+    def _common(self) -> int:
+        """Return a number that is equal on all workers in the same round."""
+        return (31 * self.view + self.round) % _WRAP + _WRAP * self.anchor
 
     def tally(self, sums: Sequence[float], workers: int) -> "Sums":
         """Decode the elementwise sums of the encoded votes of all ``workers``.
 
         Raises:
-            OffbeatError: the workers are not in the same round.
+            OffbeatError: the sums show that the workers are not all in this worker's round.
+            MismatchError: their ``anchor`` differs.
         """
-        weight, stepping, finishing, encoded, wanted, view, number, *more = sums
-        expected = [self.view % _WRAP * workers, self.round % _WRAP * workers]
-        if [round(view), round(number)] != expected:
+        weight, stepping, finishing, encoded, wanted, common, steps, *more = sums
+        difference = round(common) - self._common() * workers
+        if difference % _WRAP:
             raise OffbeatError(
                 f"the workers are not in the same round: this one is in round {self.round} of view "
                 f"{self.view}. One of them may have continued after an interruption: detach() and "
                 "attach again on all workers"
+            )
+        if difference:
+            has = "has" if self.anchor else "has not"
+            raise MismatchError(
+                f"rank {self.rank} {has} loaded values into the model after attach(), and another "
+                "worker differs: all workers must load the same values, or rank 0 alone before "
+                "attach(), which copies its model"
             )
         ranks, non_finite = divmod(round(encoded), _NON_FINITE)
         return Sums(
@@ -95,6 +118,7 @@ class Vote:
             non_finite_rank=ranks - 1 if non_finite == 1 else None,
             numbers=tuple(more[: len(self.numbers)]),
             measured=tuple(more[len(self.numbers) :]),
+            steps=round(steps),
         )
 
 
@@ -104,13 +128,14 @@ class Sums:
 
     Attributes:
         weight: Sum of the weights.
-        stepping: Number of workers that take a step in this round. 0: all have reached a barrier.
+        stepping: Number of workers that take a step in this round. 0 if all wait at a barrier.
         finishing: Number of workers that end training.
         wanted: Sum of ``Vote.wanted``.
         non_finite: Number of workers with non-finite values.
         non_finite_rank: Rank of the worker with non-finite values. None unless it is the only one.
         numbers: Sums of ``Vote.numbers``.
         measured: Sums of ``Vote.measured``.
+        steps: Sum of the local steps. In float32 it is rounded above 2²⁴.
     """
 
     weight: float
@@ -121,6 +146,7 @@ class Sums:
     non_finite_rank: int | None = None
     numbers: tuple[float, ...] = ()
     measured: tuple[float, ...] = ()
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,7 +181,7 @@ class Round(Handle[Sums]):
         return Tally(read)
 
     def flat(self) -> list[float]:
-        """Return the round as plain numbers for a checkpoint. Waits for the sums."""
+        """Return what a checkpoint needs of the round, as plain numbers. Waits for the sums."""
         sums = self.wait()
         weights = [float(self.own.stepping), self.own.weight, sums.weight]
         return [*weights, float(sums.stepping), sums.wanted, *sums.numbers]

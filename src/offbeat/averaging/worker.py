@@ -69,6 +69,7 @@ class Worker:
         exact_mean: Averages whole models or their buffers without quantization.
         optimizer_state: Averages the optimizers' state, for strategies that request it.
         overlaps_backward: True if gradients may be averaged while backward still runs.
+        anchor: See ``Vote.anchor``.
         step: Number of local steps, including the current one once all of its gradients are ready.
         touched: Set before a consensus, which replaces the model by the mean over the workers. True
             if the parameters have changed since the last step. For example, schedule-free
@@ -100,6 +101,7 @@ class Worker:
     def open_view(self, wire: Wire) -> None:
         """Use a new wire, at first and after each change of the group of workers."""
         self.wire = wire
+        self.anchor = 0
         self.exact_mean = ExactMean(self.team, self.replica)
         torch_optimizers = [attached.optimizer for attached in self.optimizers]
         self.optimizer_state = OptimizerState(self.team, self.replica.parameters, torch_optimizers)
@@ -114,6 +116,7 @@ class Worker:
             step=self.step,
             start_step=self.step,
             launch_step=self.step,
+            fresh_step=self.step,
             precision=None if wire.strategy_sets_precision else wire.precision,
             bits={precision: update_bits(precision, size) for precision in ("float32", *_LOSSY)},
             two_stages=frozenset(each for each in lossy if not uses_single_stage(each, size)),
@@ -173,4 +176,5 @@ class Worker:
     def barrier(self, what: str) -> None:
         """Wait until all workers have called this. ``what`` names the operation in errors."""
         communicator = self.team.communicator
-        communicator.sum(torch.zeros(1, device=communicator.control_device), what=what).wait()
+        one = torch.zeros(1, dtype=torch.float32, device=communicator.control_device)
+        communicator.sum(one, what=what).wait()

@@ -3,7 +3,8 @@
 Symbols: x is a worker's local model, z the server's model. η and λ are the worker's learning rate
 and weight decay. N is the number of workers. G is the sum of the scaled gradients that a worker has
 not pushed yet. The vector z is divided into *shards*, stored on one or more ranks. A ``Rule``
-applies pushes to a shard.
+applies pushes to a shard. At a *barrier*, for example the end of training, all workers wait for
+each other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,7 @@ class AdagradRule(Rule):
     """q ← q + G²;  z ← z − lr·G/(√q + 1e-10), as in ``torch.optim.Adagrad``. ``squares`` is q."""
 
     lr: float = transient(default=1.0)
-    squares: Tensor = field(default_factory=lambda: torch.empty(0))
+    squares: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
 
     @override
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
@@ -61,8 +62,8 @@ class DownpourState(ServerState):
             the end of the warm-up.
     """
 
-    gradients: Tensor = field(default_factory=lambda: torch.empty(0))
-    requested: Tensor = field(default_factory=lambda: torch.empty(0))
+    gradients: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    requested: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     requested_step: int = 0
     steps: int = 0
     push_due: bool = False
@@ -93,7 +94,7 @@ class DownpourFlow(ServerFlow):
 
     @override
     def initial_state(self, model: Tensor) -> DownpourState:
-        self._decayed: set[int] = set()  # optimizers (index) whose λx was added in this step
+        self._decayed: set[int] = set()  # indices of optimizers whose λx was added in this step
         self._offsets: dict[int, int] = {}  # offset in G of each parameter, by its id()
         offset = 0
         for tensor in self.tensors:
@@ -171,8 +172,8 @@ class DownpourFlow(ServerFlow):
         state, strategy = self.state, self.strategy
         state.steps += 1
         state.unpushed += 1
-        # On rank 0 this push ends the warm-up, for which the other workers wait.
-        warmed_up = state.steps == strategy.warmup_steps
+        # This push of rank 0 ends the warm-up, for which the other workers wait.
+        warmed_up = self.worker.rank == 0 and state.steps == strategy.warmup_steps
         state.push_due = state.push_due or warmed_up or state.steps % strategy.push_every == 0
         state.fetch_due = state.fetch_due or state.steps % strategy.fetch_every == 0
         fetched = self._take()

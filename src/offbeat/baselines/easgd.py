@@ -2,7 +2,7 @@
 
 x is a worker's local model, and z the *centre*, a model on the parameter server. The vector z is
 divided into *shards*, stored on one or more ranks. A ``Rule`` applies the workers' pushes to a
-shard.
+shard. At a *barrier*, for example the end of training, all workers wait for each other.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class ElasticRule(Rule):
 class SynchronousElasticRule(ElasticRule):
     """As ``ElasticRule``, but z changes only when all workers have pushed: z ← z + Σ d.
 
-    So all workers compute d with the same z. A worker at a barrier is not waited for.
+    So all workers compute d with the same z. The rule does not wait for workers at a barrier.
 
     Attributes:
         pending: (rank, d) of each push whose d was not added to z yet.

@@ -2,8 +2,8 @@
 
 The vector is divided into *shards*, which are held by all ranks or by some (the *servers*). Each
 worker has a *clock*, for example its number of local steps. A request may contain a minimum clock.
-The servers then answer when the clocks of all workers, except those at a barrier, have reached it.
-This limits how far a worker may be ahead.
+The servers then answer when the clocks of all workers have reached it. This limits how far a worker
+may be ahead. Workers that wait for each other at a *barrier* do not count.
 
 **Protocol.** A request is a header of three int64 numbers. If the request pushes, the values
 follow. A worker sends ``wait`` to a single server, and each other request to all servers. A server
@@ -196,7 +196,7 @@ class ParameterServer:
                 handle = self._send(Request("wait", self._team.rank), server)
             clocks.append(answer.clock)
         self.await_answer()
-        # Workers at the barrier did not count in the minimum clock of this answer.
+        # This answer's minimum clock does not include the workers at the barrier.
         if self._answer is not None:
             self._answer = min(self._answer, *clocks)
         return min(clocks)
@@ -285,7 +285,7 @@ class ParameterServer:
             return Completed(Answer(0))
         what = f"{request.kind} at the parameter server of rank {server}"
         receive = partial(communicator.receive, source=server, what=what, patient=patient)
-        numbers = torch.zeros(len(Answer._fields), dtype=torch.int64)
+        numbers = torch.zeros(len(Answer._fields), dtype=torch.int64, device="cpu")
         header = receive(numbers, tag=ANSWER if request.pulls else CONTROL)
         if request.pulls and values.numel():
             return receive(values, tag=PULLED).then(lambda _: Answer(*header.wait().tolist()))

@@ -265,6 +265,7 @@ def _model_vector(tensors: Sequence[Tensor]) -> Tensor:
     """Return a copy of all ``tensors`` as one float32 or float64 vector on the CPU."""
     double = any(staging_dtype(t) == torch.float64 for t in tensors)
     elements = sum(as_real(t.detach()).numel() for t in tensors)
-    vector = torch.empty(elements, dtype=torch.float64 if double else torch.float32)
+    dtype = torch.float64 if double else torch.float32
+    vector = torch.empty(elements, dtype=dtype, device="cpu")
     pack_mixed(tensors, vector)
     return vector

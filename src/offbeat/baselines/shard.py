@@ -68,7 +68,7 @@ class Request:
 
     def encode(self) -> Tensor:
         """Return the request as three int64 numbers, without ``source``."""
-        return torch.tensor([_KINDS.index(self.kind), self.clock, self.min_clock])
+        return torch.tensor([_KINDS.index(self.kind), self.clock, self.min_clock], device="cpu")
 
     @classmethod
     def decode(cls, header: Tensor, source: int) -> "Request":
@@ -210,7 +210,7 @@ class Shard:
         """
         if request.kind in ("barrier", "wait"):
             if not self._at_barrier[request.source]:
-                # Not the current clock: workers may have taken steps since the barrier.
+                # Answer the clock at the barrier: workers may have taken steps since then.
                 deliver(Answer(self._barrier_clock, reached=True), None)
                 return True
             # Another worker has made a request, so it is alive. Answer, to restart the time-out of

@@ -62,7 +62,8 @@ class ShardService:
         sent: deque[Handle[Tensor]] = deque()  # gloo may lose a message whose handle is deleted
 
         def send(request: Request, answer: Answer, pulled: Tensor | None) -> None:
-            messages = {ANSWER if request.pulls else CONTROL: torch.tensor([*map(int, answer)])}
+            numbers = torch.tensor([*map(int, answer)], device="cpu")
+            messages = {ANSWER if request.pulls else CONTROL: numbers}
             if pulled is not None and pulled.numel():  # shards of a small vector may be empty
                 messages[PULLED] = buffer.copy_(pulled)
             for tag, tensor in messages.items():
@@ -70,7 +71,7 @@ class ShardService:
                 sent.append(communicator.send(tensor, destination=rank, tag=tag, what=what))
 
         while True:
-            header = torch.zeros(Request.NUMBERS, dtype=torch.int64)
+            header = torch.zeros(Request.NUMBERS, dtype=torch.int64, device="cpu")
             communicator.receive(header, source=rank, tag=REQUEST, what=what, patient=True).wait()
             request = Request.decode(header, rank)
             while sent:

@@ -3,7 +3,8 @@
 A worker's *clock* c is its number of local steps. z is the server's model. A worker's model x is
 called its *cache*: a copy of z, to which the worker adds its own update u after each step. S is the
 sum of the updates that the worker has not sent to the server yet. The cache is *fresh* up to clock
-f if it contains the first f updates of every worker.
+f if it contains the first f updates of every worker. At a *barrier*, for example the end of
+training, all workers wait for each other.
 """
 
 from dataclasses import dataclass, field
@@ -31,8 +32,8 @@ class SSPState(ServerState):
         pulling: True if the last request pulls z.
     """
 
-    cache: Tensor = field(default_factory=lambda: torch.empty(0))
-    updates: Tensor = field(default_factory=lambda: torch.empty(0))
+    cache: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    updates: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     clock: int = 0
     fresh_clock: int = 0
     pulling: bool = False
@@ -125,7 +126,7 @@ class SSPFlow(ServerFlow):
 
     @override
     def barrier_reached(self, clock: int) -> None:
-        # Answers during the barrier did not count the workers at it, so f may be too large.
+        # During the barrier, answers ignored the clocks of waiting workers, so f may be too large.
         self.state.fresh_clock = min(self.state.fresh_clock, clock)
 
 

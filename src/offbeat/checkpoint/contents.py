@@ -21,7 +21,7 @@ class Stateful(Protocol):
 
 
 def as_list(objects: Any) -> list[Any]:
-    """Return one object, a sequence of objects, or None (no objects) as a list."""
+    """Return ``objects`` as a list: the items of a sequence, one object, or nothing for None."""
     if objects is None:
         return []
     return list(objects) if isinstance(objects, Sequence) else [objects]
@@ -57,9 +57,9 @@ def require_same_kinds(name: str, saved: Sequence[tuple[str, Any]], objects: Seq
 
 
 def require_same_tensors(present: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raise CheckpointError unless two states of a model have the same names and shapes of tensors.
+    """Raise CheckpointError unless two states of a model have the same names of entries.
 
-    The dtypes may differ.
+    Tensors must also have the same shapes. Their dtypes may differ.
     """
     shapes, saved_shapes = (
         {name: getattr(value, "shape", None) for name, value in state.items()}
@@ -90,7 +90,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Restore the random states that ``random_states`` returned."""
+    """Restore the random states that ``random_states`` returned; CUDA's only on a CUDA device."""
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,7 +1,8 @@
 """``offbeat.save`` and ``offbeat.load``: checkpoints of a training run.
 
 A checkpoint consists of one file per worker. Either all workers save (or load) it, or none does.
-``checkpoint.files`` explains why a crash at any moment leaves a complete checkpoint.
+``checkpoint.files`` explains why a crash at any moment leaves a complete checkpoint. In a
+*consensus* (``sync.consensus()``) the mean over all workers replaces the local model.
 """
 
 import logging
@@ -264,7 +265,7 @@ def _require_all(what: str, refusals: Sequence[str | None]) -> None:
 
 
 def _common_step(folder: Path, answers: Sequence[Any], common: set[CheckpointKey]) -> int:
-    """Return the step of a new checkpoint: the workers' common step, in a consensus the largest.
+    """Return the step of a new checkpoint: the workers' common step, or the largest in a consensus.
 
     The second and third entries of each worker's answer are the kind of its state ("worker" or
     "consensus") and its step. ``common`` are the checkpoints that all workers have.

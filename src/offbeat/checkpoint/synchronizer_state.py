@@ -31,7 +31,7 @@ from offbeat.errors import CheckpointError
 from offbeat.telemetry import Stats
 from offbeat.training.consistency import copy_rank_0
 
-FORMAT = 2
+FORMAT = 3
 _CONSENSUS = ("format", "of", "model", "stats", "digest")
 _IDENTITY = ("strategy", "wire", "rank", "size")
 _POSITION = ("step", "state", "errors")

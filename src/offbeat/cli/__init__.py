@@ -17,6 +17,7 @@ except ImportError:
 
 import offbeat
 from offbeat.cli.commands import COMMANDS
+from offbeat.cli.options import OnceEach
 from offbeat.errors import OffbeatError
 
 app = typer.Typer(
@@ -26,7 +27,7 @@ app = typer.Typer(
     help="Train PyTorch models data-parallel on slow networks without waiting for them.",
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command(cls=OnceEach)(command)
 
 INTERRUPTED = "interrupted; all workers have been ended"
 

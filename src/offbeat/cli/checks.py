@@ -108,7 +108,8 @@ def require_distinct(job: Job, strategies: list[str]) -> None:
 
 def require_no_simulator_options(options: VirtualClusterOptions) -> None:
     """Raise ValueError if an option is set that only simulated workers have."""
-    # Real workers have jitter, too: some of their steps are made slower.
+    # Real workers have jitter, too: their steps become longer. And --workers-per-node 1, the
+    # default, describes them correctly.
     for field in fields(options):
         if field.name != "jitter" and getattr(options, field.name) != field.default:
             option = f"--{field.name.replace('_', '-')}"

@@ -144,6 +144,8 @@ def report(
 def plan(options: PlanOptions) -> None:
     """Predict the time of a step under each strategy, and recommend one to try first.
 
+    The speed-up counts steps, not the time to a metric: a strategy may need more steps.
+
     [bold]Examples[/bold]
 
     offbeat plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit

@@ -5,6 +5,7 @@ means that a launcher has started this process as one of the workers.
 """
 
 import contextlib
+import importlib
 import os
 import shlex
 import sys
@@ -98,6 +99,10 @@ def _launched(job: Job, check: Callable[[], object]) -> Iterator[Runner | None]:
     if os.environ["RANK"] == "0":
         check()
     limit = timedelta(seconds=job.timeout_seconds)
+    # Torch imports this module with the first optimizer. If the process group existed by then,
+    # default arguments in the module would keep it, so destroy_process_group would not end gloo's
+    # threads. One that frees a tensor while Python exits aborts the process.
+    importlib.import_module("torch.distributed.nn")
     try:
         dist.init_process_group(choose_backend(), timeout=limit)
     except dist.DistError as error:

@@ -15,7 +15,7 @@ from offbeat.display.table import Table
 from offbeat.lab.methods.registry import BASELINES
 from offbeat.lab.recipes import RECIPES
 from offbeat.lab.report import page
-from offbeat.lab.results import read_results
+from offbeat.lab.results import read_results, writing
 from offbeat.registry import STRATEGIES
 
 
@@ -88,5 +88,6 @@ def report(results: Path, output: Path | None) -> None:
         raise ValueError(f"{results} holds no result of a comparison")
     text = page(read)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    with writing(path):
+        path.write_text(text, encoding="utf-8")
     print_path("report", path)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from offbeat.arguments import POSITIVE, require_number
 from offbeat.cli.launcher import is_launched
 from offbeat.cli.options import USUAL_LATENCY, USUAL_WORKERS, PlanOptions
-from offbeat.cli.view import console, print_table
+from offbeat.cli.view import console, print_step_time, print_table
 from offbeat.display.table import Table
 from offbeat.errors import OffbeatError
 from offbeat.lab import probe as probing
@@ -25,6 +25,7 @@ from offbeat.lab.step_time import measure_recipe
 from offbeat.plan import Plan
 from offbeat.plan import plan as make_plan
 from offbeat.plan.planning import check_arguments
+from offbeat.plan.result import SPEED_UP_MEANS
 
 _MOST_WORKERS = 10_000
 _PROBED = ("workers", "bandwidth", "latency", "inside", "inside_latency")
@@ -50,11 +51,12 @@ def plan(options: PlanOptions) -> None:
         if int(os.environ["RANK"]) != 0:
             return
     if options.model is not None:
-        model, seconds = measure_recipe(options.model, data=options.data)
+        model, step = measure_recipe(options.model, data=options.data)
         if options.parameters is None:
             question["parameters"] = model
         if options.step_time is None:
-            question["step_time"] = seconds
+            question["step_time"] = step.seconds
+            print_step_time(options.model, step, only_warn=options.as_json)
     answer = make_plan(**question)
     if options.as_json:
         console.print_json(json.dumps(answer.to_dict()))
@@ -144,6 +146,7 @@ def _print_plan(answer: Plan) -> None:
     print_table(Table(table.headings[:-1], figures, table.caption))
     for row in table.rows:
         console.print(f"{row[0]}: {row[-1]}", style="dim", highlight=False)
+    console.print(f"\n{SPEED_UP_MEANS}", style="dim", highlight=False)
     advice = f"Try {answer.recommendation.strategy} first: {answer.reason}."
     console.print(f"\n{advice}", highlight=False)
 

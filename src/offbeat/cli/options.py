@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from offbeat.arguments import Precision, types_of
 from offbeat.lab.job import Job, option, option_of
@@ -21,17 +22,20 @@ USUAL_LATENCY = "100us"
 USUAL_WORKERS = 4
 NODE_BANDWIDTH, NODE_LATENCY = "100Gbit/s", "10us"  # as in `offbeat.transport.costs`
 SHAPED_LINKS = "Shape each worker's link, as in 200Mbit/s (Linux, root, iproute2)."
-_LATENCY = "Latency of one message, as in 50us."
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """Options of ``simulate``, ``compare`` and ``plan``: varying step times, and nodes.
+    """Options of ``simulate``, ``compare`` and ``plan``: step times that vary, latency, and nodes.
 
     A *node* is a group of workers that average their gradients over a fast network in every step.
     """
 
-    jitter: float = option(0.0, help="Standard deviation of the step time, relative to its mean.")
+    jitter: float = option(
+        0.0,
+        help="Standard deviation of the step time, relative to its mean. On real workers steps "
+        "only become longer, by JITTER times |z| with z ~ N(0, 1).",
+    )
     workers_per_node: int = option(
         1, help="Workers per node, which share its link and train as one."
     )
@@ -43,13 +47,15 @@ class NodeOptions:
     inside_latency: str | None = option(
         None, help="Latency of one message inside a node.", unset=NODE_LATENCY
     )
+    latency: str | None = option(
+        None, help="Latency of one message, as in 50us.", unset=USUAL_LATENCY
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualClusterOptions(NodeOptions):
-    """Options of ``simulate`` and ``compare``: network and step time of simulated workers."""
+    """Options of ``simulate`` and ``compare``: simulated workers."""
 
-    latency: str = option(USUAL_LATENCY, help=_LATENCY)
     step_time: str | None = option(
         None, help="Virtual time of a step, as in 80ms.", unset="measured on this machine"
     )
@@ -119,7 +125,6 @@ class PlanOptions(NodeOptions):
     workers: int | None = option(
         None, "--workers", "-n", help="Number of workers.", unset=str(USUAL_WORKERS)
     )
-    latency: str | None = option(None, help=_LATENCY, unset=USUAL_LATENCY)
     lssr: float = option(0.9, help="Share of steps without synchronization, for SelSync.")
     wire: Precision | None = option(
         None,
@@ -138,6 +143,28 @@ class PlanOptions(NodeOptions):
     data: Path | None = option(None, help="Directory of the recipe's data.")
     probe: bool = option(False, "--probe", help="Measure the network; start it with torchrun.")
     as_json: bool = option(False, "--json", help="Print JSON instead of a table.")
+
+
+_SEVERAL = {
+    "strategy": "; `offbeat compare` runs several strategies",
+    "lr_scale": "; separate several factors by commas, as in 0.3,1,3",
+    "slow": "; separate several workers by commas, as in 0=2,1=3",
+}
+"""What to do instead of repeating an option, by the name of its field."""
+
+
+class OnceEach(typer.core.TyperCommand):
+    """A command that refuses an option given twice. Typer would ignore all values but the last."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. Raise ValueError if an option with a single value is repeated."""
+        if not ctx.resilient_parsing:  # not while a shell completes the line
+            _, _, given = self.make_parser(ctx).parse_args(args=[*args])
+            for parameter in given:
+                if given.count(parameter) > 1 and not parameter.multiple:
+                    several = _SEVERAL.get(parameter.name or "", "")
+                    raise ValueError(f"{parameter.opts[0]} is given twice: give it once{several}")
+        return super().parse_args(ctx, args)
 
 
 def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

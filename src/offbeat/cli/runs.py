@@ -26,19 +26,30 @@ from offbeat.cli.launcher import (
     require_single_process,
     with_launched_workers,
 )
-from offbeat.cli.options import CompareOptions, SimulateOptions, VirtualClusterOptions
-from offbeat.cli.view import Bar, console, print_narrow_table, print_path, print_table
+from offbeat.cli.options import (
+    USUAL_LATENCY,
+    CompareOptions,
+    SimulateOptions,
+    VirtualClusterOptions,
+)
+from offbeat.cli.view import (
+    Bar,
+    console,
+    print_narrow_table,
+    print_path,
+    print_step_time,
+    print_table,
+)
 from offbeat.lab import compare as comparison
 from offbeat.lab import report
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import Runner, VirtualCluster
 from offbeat.lab.methods.registry import require_virtual
-from offbeat.lab.results import Result
+from offbeat.lab.results import Result, writing
 from offbeat.lab.step_time import measure_recipe
 from offbeat.lab.stragglers import parse_slow
 from offbeat.lab.tuning import LEAST_BUDGET, untuned, with_ideal
 from offbeat.simulate import Compute, Network
-from offbeat.units import show_seconds
 
 _MOST_SEEDS = 1000
 
@@ -73,10 +84,12 @@ def simulate(job: Job, options: SimulateOptions, simulated: VirtualClusterOption
     _run_one(job, runner)
     assert runner.last is not None
     if timeline is not None:
-        runner.last.plot(timeline)
+        with writing(timeline):
+            runner.last.plot(timeline)
         print_path("timeline", timeline)
     if as_json is not None:
-        as_json.write_text(runner.last.to_json(), encoding="utf-8")
+        with writing(as_json):
+            as_json.write_text(runner.last.to_json(), encoding="utf-8")
         print_path("json    ", as_json)
 
 
@@ -171,7 +184,7 @@ def _file_name(recipe: str) -> str:
 def _virtual_cluster(job: Job, bandwidth: str, options: VirtualClusterOptions) -> VirtualCluster:
     network = Network(
         bandwidth,
-        latency=options.latency,
+        latency=USUAL_LATENCY if options.latency is None else options.latency,
         workers_per_node=options.workers_per_node,
         inside=options.inside,
         inside_latency=options.inside_latency,
@@ -181,9 +194,9 @@ def _virtual_cluster(job: Job, bandwidth: str, options: VirtualClusterOptions) -
     # Created before the slow measurement of the step time: the constructor finds mistakes.
     compute = Compute(step_time, jitter=options.jitter, slowdown=slowdown)
     if options.step_time is None:
-        _, seconds = measure_recipe(job.recipe, data=job.setup().data)
-        console.print(f"a step of {job.recipe} takes {show_seconds(seconds)} here", highlight=False)
-        compute = replace(compute, step=seconds)
+        _, step = measure_recipe(job.recipe, data=job.setup().data)
+        print_step_time(job.recipe, step)
+        compute = replace(compute, step=step.seconds)
     return VirtualCluster(network, compute)
 
 

@@ -1,12 +1,15 @@
 """Output of the command line: a progress bar, tables, and paths of written files."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import rich.table
+import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from offbeat.display.table import Table
 from offbeat.lab.evaluation import MAX_EVALUATIONS
@@ -24,16 +27,19 @@ from offbeat.lab.events import (
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import find_recipe
 from offbeat.lab.results import Result
+from offbeat.lab.step_time import StepTime
 from offbeat.units import show_seconds
 
 console = Console()
 _WIDE = 100  # columns
+_MOST_SPREAD = 3.0  # ratio of the longest steps to the shortest, above which a warning is printed
 
 
 class Bar:
     """A context manager that shows a progress bar for each of several runs, one after the other.
 
-    If the output is not a terminal, a line is printed for each evaluation, too.
+    All seconds are training seconds, as in the tables: they do not count evaluations. If the output
+    is not a terminal, a line is printed for each evaluation, too.
     """
 
     def __init__(self, runs: int = 1) -> None:
@@ -43,7 +49,7 @@ class Bar:
             BarColumn(),
             TextColumn("{task.completed}/{task.total} steps"),
             TextColumn("{task.fields[metric]}"),
-            TimeElapsedColumn(),
+            TextColumn("{task.fields[seconds]}"),
             console=console,
         )
         self._metric = self._name = self._last = ""
@@ -66,7 +72,7 @@ class Bar:
         self._metric = find_recipe(job.recipe).metric
         self._name, self._last = _name(job), ""
         self._task = self._progress.add_task(
-            self._numbered(self._name), total=None, metric="starting the workers"
+            self._numbered(self._name), total=None, metric="starting the workers", seconds=""
         )
 
     def skip(self, result: Result) -> None:
@@ -85,12 +91,12 @@ class Bar:
             case Start():
                 self._progress.update(self._task, total=event.steps, metric="")
             case Step():
-                self._progress.update(self._task, completed=event.step, metric=self._last)
+                self._update(event.step, event.seconds)
             case Waiting():
                 self._progress.update(self._task, metric=f"{event.what} …")
             case Evaluation():
                 self._last = f"{self._metric} {event.metric:.4f}"
-                self._progress.update(self._task, completed=event.step, metric=self._last)
+                self._update(event.step, event.seconds)
                 if not console.is_terminal:
                     self._print(f"step {event.step}  {event.seconds:.1f} s  {self._last}")
             case EvaluationCount() if event.evaluations < MAX_EVALUATIONS:
@@ -110,6 +116,11 @@ class Bar:
             case NotSaved():
                 self._print(f"no checkpoint was saved at the end: {event.why}")
 
+    def _update(self, step: int, seconds: float) -> None:
+        self._progress.update(
+            self._task, completed=step, metric=self._last, seconds=f"{seconds:.1f} s of training"
+        )
+
     def _print(self, text: str) -> None:
         console.print(f"{self._name}  {text}", soft_wrap=True)
 
@@ -121,6 +132,24 @@ def _name(job: Job) -> str:
 def print_path(what: str, path: Path) -> None:
     """Print the path of a written file."""
     console.print(f"{what} {path}", highlight=False, soft_wrap=True)
+
+
+def print_step_time(recipe: str, step: StepTime, *, only_warn: bool = False) -> None:
+    """Print a measured step time. Warn on standard error if its steps differed much."""
+    if not only_warn:
+        time = show_seconds(step.seconds)
+        console.print(
+            f"a step of {recipe} takes {time} here, as measured now; --step-time sets another time",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if step.high > _MOST_SPREAD * step.low:
+        typer.echo(
+            f"warning: measured steps took {show_seconds(step.low)} to {show_seconds(step.high)} "
+            "(10 % and 90 % quantiles), perhaps because other programs were running: set "
+            "--step-time, or measure again on an idle machine",
+            err=True,
+        )
 
 
 def print_table(table: Table, *, texts: int = 1) -> None:
@@ -141,14 +170,52 @@ def print_table(table: Table, *, texts: int = 1) -> None:
 
 
 def print_narrow_table(table: Table) -> None:
-    """Print a table of many columns, and its caption. Headings have one word per line."""
+    """Print a table of many columns, and its caption. Headings have one word per line.
+
+    On a narrow screen, other cells are wrapped before names. Names are wrapped at commas, colons
+    and spaces, and inside settings only if they do not fit otherwise.
+    """
+    heading, *headings = (text.replace(" ", "\n") for text in table.headings)
+    names, *columns = (list(cells) for cells in zip(*table.rows, strict=True))
+    width = console.width - _width(headings, columns)
+    if width < max(map(len, names)):
+        headings = [text.replace("-", "-\n") for text in headings]
+        columns = [[_BREAK.sub("\n", cell) for cell in column] for column in columns]
+        width = max(len(heading), console.width - _width(headings, columns))
     grid = rich.table.Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    first, *others = zip(table.headings, *table.rows, strict=True)
-    grid.add_column(first[0], overflow="fold")  # the only column that is wrapped
-    for heading, *cells in others:
-        width = max(map(len, cells))
-        grid.add_column(heading.replace(" ", "\n"), justify="right", min_width=width)
-    _print(table, grid)
+    grid.add_column(heading, no_wrap=True)
+    for text in headings:
+        grid.add_column(text, justify="right", no_wrap=True)
+    wrapped = ["\n".join(_lines(name, width)) for name in names]
+    _print(
+        Table((heading, *headings), (*zip(wrapped, *columns, strict=True),), table.caption), grid
+    )
+
+
+_BREAK = re.compile(r" (?!(?:s|[kMGT]?B)\b|%)")  # not between a number and its unit
+
+
+def _width(headings: Sequence[str], columns: Sequence[Sequence[str]]) -> int:
+    """Return the width of columns with a space before each."""
+    return sum(
+        1 + max(len(line) for text in (heading, *column) for line in text.split("\n"))
+        for heading, column in zip(headings, columns, strict=True)
+    )
+
+
+def _lines(name: str, width: int) -> list[str]:
+    """Return the name of a method in lines of at most ``width`` characters."""
+    lines = [""]
+    for piece in re.findall(r"--\S+ \S+ ?|[^,: ]*[,: ]|[^,: ]+", name):
+        for part in re.findall(r"[^= ]*[= ]|[^= ]+", piece) if len(piece) > width else [piece]:
+            while len(part.rstrip()) > width:  # nothing else is left
+                lines.append(part[:width])
+                part = part[width:]
+            if len(lines[-1]) + len(part.rstrip()) <= width:
+                lines[-1] += part
+            else:
+                lines.append(part)
+    return [line.rstrip() for line in lines if line]
 
 
 def _print(table: Table, grid: rich.table.Table) -> None:

@@ -36,8 +36,8 @@ class PartitionTable:
 
         The distance of one worker is the total variation ½·Σ_k |p_k(worker) − p_k(all)|, where
         p_k is the share of label k. The skew is in [0, 1). It is 0 if all workers have the same
-        distribution of labels, and ½ if each of two workers has all samples of one of two equally
-        frequent labels. Workers without samples do not count.
+        distribution of labels. It is ½ for two equally frequent labels if worker 0 has all samples
+        of one and worker 1 all samples of the other. Workers without samples do not count.
         """
         counts = self.counts[self.counts.sum(axis=1) > 0]
         if not counts.size:

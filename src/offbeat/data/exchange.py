@@ -74,8 +74,8 @@ class _Peer:
         next_request: Smallest step that the peer may still request.
         requests: Requests of the peer without a response: pairs of the step and the peer's epoch.
         blocked_at: Latest step for which the peer has sent BLOCKED.
-        steps: Total number of steps that the peer had taken at a barrier, by barrier. Contains only
-            barriers that this worker has not reached yet.
+        steps: Total number of steps of the peer when it reached a barrier, by barrier. Contains
+            only barriers that this worker has not reached yet.
         in_phase: True if the peer had taken as many steps as this worker at every barrier so far.
         responses: Promises of the responses that this worker waits for, by step.
         unrequested: Samples that the peer sent without a request, just before its CLOSE, by step.
@@ -189,7 +189,7 @@ class Exchange:
             return self._team.communicator.await_promise(response, what=what)
 
     def report_blocked(self, rank: int, key: Key) -> None:
-        """Tell ``rank`` that the training of this worker waits for its samples of step ``key``."""
+        """Send BLOCKED to ``rank``, unless its response for step ``key`` has arrived."""
         with self._lock:
             self._require_service()
             peer = self._peers[rank]
@@ -204,10 +204,10 @@ class Exchange:
                 self._serve()
 
     def end_epoch(self, epoch: int) -> None:
-        """Respond with nothing to requests of epochs up to ``epoch`` whose batch is not loaded.
+        """Respond with nothing to requests from epochs up to ``epoch`` for batches not loaded.
 
-        For use without a synchronizer, when this worker's loader has ended. −1 ends this state, so
-        that requests wait for batches again.
+        For use without a synchronizer, when this worker's loader has ended. After a call with −1,
+        such requests wait for the batches again.
         """
         with self._lock:
             self._ended_epoch = epoch
@@ -237,8 +237,8 @@ class Exchange:
         """Send CLOSE to all peers, and wait until each has sent CLOSE.
 
         Before CLOSE, this worker sends each peer the stored samples that the peer may still
-        request. The background threads of the peers respond with CLOSE at once, so their training
-        may continue.
+        request (none after the peer's CLOSE). The background threads of the peers respond with
+        CLOSE at once, so their training may continue.
 
         Raises:
             CommunicationError: A peer is lost.
@@ -264,7 +264,7 @@ class Exchange:
         self, peer: _Peer, kind: _Kind, key: Key, *, number: int = 0, data: Tensor | None = None
     ) -> None:
         size = 0 if data is None else data.numel()
-        header = torch.tensor([kind, peer.received, *key, number, size])
+        header = torch.tensor([kind, peer.received, *key, number, size], device="cpu")
         parts = [header] if data is None else [header, data]
         what = f"message about samples to rank {peer.rank}"
         peer.unconfirmed.append(
@@ -318,8 +318,9 @@ class Exchange:
             return True
         # Avoid a deadlock: the strategy of this worker may be blocked until the peer takes more
         # steps, while the peer is blocked until it gets these samples. Workers in phase cannot
-        # deadlock: a strategy waits only for steps whose samples this worker has published. So a
-        # peer in phase always waits, and its batches do not depend on the speed of the workers.
+        # deadlock: the strategy of this worker waits only for steps of the peer whose samples this
+        # worker has already published. So a peer in phase always waits, and its batches do not
+        # depend on the speed of the workers.
         return self._blocking and not peer.in_phase and key <= peer.blocked_at
 
     def _compare_steps(self, peer: _Peer) -> None:
@@ -349,11 +350,11 @@ class Exchange:
             for handle in itertools.chain(*peer.unconfirmed):
                 handle.wait()
             peer.closed.fulfil(None)
-        except Exception as error:  # the next call of the training thread raises it
+        except Exception as error:  # ``_require_service`` raises it in the training thread
             self._fail(error)
 
     def _receive_message(self, peer: _Peer) -> None:
-        header = torch.zeros(_HEADER, dtype=torch.int64)
+        header = torch.zeros(_HEADER, dtype=torch.int64, device="cpu")
         what = f"a message of rank {peer.rank} about samples"
         self._receive(header, peer, 0, what, patient=True)
         kind, received, barriers, step, number, size = header.tolist()
@@ -361,7 +362,7 @@ class Exchange:
             raise OffbeatError(f"{what} is invalid: {header.tolist()}")
         data = None
         if size:
-            data = torch.empty(size, dtype=torch.uint8)
+            data = torch.empty(size, dtype=torch.uint8, device="cpu")
             self._receive(data, peer, 1, f"samples of rank {peer.rank}", patient=False)
         with self._lock:  # the training thread also changes ``unconfirmed``
             arrived = [peer.unconfirmed.popleft() for _ in range(received - peer.confirmed)]

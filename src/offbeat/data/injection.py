@@ -200,7 +200,7 @@ class DataInjection:
                 self._loaded = self._load(own, exchange)
                 yield self._complete(current, exchange)
         finally:
-            if epoch == self._epoch:  # not if a newer iteration has already begun
+            if epoch == self._epoch:  # False if a newer iteration over the loader has begun
                 self._loaded = None
                 if not self._synced:
                     exchange.end_epoch(epoch)
@@ -272,7 +272,10 @@ class DataInjection:
             self._exchange.set_blocking(blocking)
 
     def pause(self) -> None:
-        """Report that this worker has reached a barrier. If there is a ``sync``, it calls this."""
+        """Report that this worker has reached a *barrier*, where all workers wait for each other.
+
+        If there is a ``sync``, it calls this method.
+        """
         if self._exchange is not None:
             self._exchange.pause(self._steps_taken())
 
@@ -328,6 +331,7 @@ class DataInjection:
             "alpha": self.alpha,
             "beta": self.beta,
             "seed": self.seed,
+            "dimension": self.dimension,
             "meeting": 0 if exchange is None else exchange.barriers,  # key of earlier versions
             "step": self._step,
             "pending": pending,
@@ -340,7 +344,8 @@ class DataInjection:
         Raises:
             ValueError: The state was saved with other settings.
         """
-        for name in ("alpha", "beta", "seed"):
+        # Earlier versions did not save the dimension.
+        for name in ("alpha", "beta", "seed", *(["dimension"] if "dimension" in state else [])):
             if state[name] != getattr(self, name):
                 raise ValueError(
                     f"the state was saved with {name}={state[name]}, this DataInjection has "

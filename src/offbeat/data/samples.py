@@ -71,7 +71,7 @@ def count_samples(batch: Any, dimension: int = 0) -> int:
 
 def take(batch: Any, indices: Sequence[int], dimension: int = 0) -> Parcel:
     """Serialize the samples of ``batch`` at ``indices``."""
-    chosen = torch.tensor(list(indices), dtype=torch.int64)
+    chosen = torch.tensor(list(indices), dtype=torch.int64, device="cpu")
     lines, values = [], []
     for path, leaf in _leaves(batch, "batch"):
         lines.append(_describe(path, leaf, dimension))
@@ -243,9 +243,9 @@ def _pack(leaf: Leaf, chosen: Tensor, dimension: int) -> Tensor:
     entries = [leaf[i] for i in chosen.tolist()]
     kind = _kind(leaf)
     if kind != "str":
-        return _bytes_of(torch.tensor(entries, dtype=_DTYPES[kind]))
+        return _bytes_of(torch.tensor(entries, dtype=_DTYPES[kind], device="cpu"))
     texts = [str(one).encode() for one in entries]
-    lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64)
+    lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64, device="cpu")
     joined = torch.frombuffer(bytearray(b"".join(texts) or b"\0"), dtype=torch.uint8)
     return torch.cat([_bytes_of(lengths), joined[: int(lengths.sum())]])
 

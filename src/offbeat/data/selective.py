@@ -146,7 +146,7 @@ class SelDPSampler(Sampler[int]):
         size, total = len(self.dataset), len(self)
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            indices = torch.randperm(size, generator=generator).tolist()
+            indices = torch.randperm(size, generator=generator, device="cpu").tolist()
         else:
             indices = list(range(size))
         repeats = math.ceil(total / size)

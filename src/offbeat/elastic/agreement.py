@@ -9,13 +9,15 @@ When a member is lost or a worker asks to join, view v + 1 replaces view v in fo
 1. *Arrive.* Each member of view v writes the key ``view/<v+1>/here/<worker>``. Then it waits for
    the other members, except those whose process has ended and those that have left.
 2. *Decide.* When all of these have arrived, the arrived member with the lowest identity proposes
-   the members of view v + 1: the arrived members and the workers that ask to join. If some members
+   the members of view v + 1: the arrived members and the workers that ask to join. Arrived members
+   that cannot connect to each other are not both proposed; see ``connected``. If some members
    do not arrive in time, every arrived member proposes the view without them. The store accepts
    only the first proposal of a view (compare-and-set). So all workers read the same decision, even
    if the network is divided.
 3. *Open.* The members of view v + 1 open process groups with each other. A worker that the decision
    excludes raises an error.
-4. *Retry.* If step 3 fails, the members of view v + 1 start again with view v + 2.
+4. *Retry.* If step 3 fails, the members of view v + 1 start again with view v + 2. If it failed at
+   the time limit, each member first finds out which other members it cannot connect to.
 
 Steps 1 and 2 are in this file, steps 3 and 4 in ``elastic/membership.py``.
 
@@ -29,19 +31,19 @@ The keys of one training begin with ``offbeat/elastic/<name>``:
     ended              exists once the training has ended
     view/<n>/wanted    exists once a worker requests view n
     view/<n>/begun     exists once a member has arrived; members then give up opening view n - 1
-    view/<n>/here/<worker>   exists once the worker has arrived; its value is true for a newcomer
+    view/<n>/here/<worker>   exists once the worker has arrived: the fields of ``Arrival``
     view/<n>/decided   the decision
     view/<n>/groups/…  addresses of the process groups
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from offbeat.elastic.heartbeats import HeartbeatConnections
+from offbeat.elastic.heartbeats import HeartbeatConnections, find_unreachable
 from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.transport.membership import EndedError
 
@@ -61,11 +63,52 @@ class Decision:
         newcomers: Identities of the members that have joined and were in no earlier view.
         next_identity: Lowest identity that was unused when the decision was made. The decision
             admits or refuses every worker that asked to join with a smaller identity.
+        disconnected: Identities of the arrived members that the view excludes, because they cannot
+            connect to all of its members.
     """
 
     members: list[int]
     newcomers: list[int]
     next_identity: int
+    disconnected: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a worker writes in the store when it arrives at a view.
+
+    Attributes:
+        newcomer: True if the worker was in no earlier view.
+        unreachable: Identities of the workers to which this worker cannot connect.
+    """
+
+    newcomer: bool
+    unreachable: list[int]
+
+
+def connected(unreachable: Mapping[int, Iterable[int]]) -> list[int]:
+    """Return workers that can all connect to each other, ascending.
+
+    Workers are added one by one, each if it can connect to all workers that were added before. The
+    workers with the most connections come first, and of these the lowest identity. So if the
+    network is divided, the result is the largest side, or of equally large sides the one with the
+    lowest identity.
+
+    Args:
+        unreachable: For each worker, the workers to which it cannot connect. A connection that one
+            of its two workers cannot open counts as missing.
+    """
+    workers = set(unreachable)
+    missing: dict[int, set[int]] = {worker: set() for worker in workers}
+    for worker, others in unreachable.items():
+        for other in workers.intersection(others):
+            missing[worker].add(other)
+            missing[other].add(worker)
+    chosen: set[int] = set()
+    for worker in sorted(workers, key=lambda worker: (len(missing[worker]), worker)):
+        if not missing[worker] & chosen:
+            chosen.add(worker)
+    return sorted(chosen)
 
 
 class Agreement:
@@ -92,7 +135,7 @@ class Agreement:
         self.timeout_seconds = timeout_seconds
         self.silence_seconds = min(silence_seconds, timeout_seconds)
 
-    def decide(self, number: int, before: Decision, patience: float, *, newcomer: bool) -> Decision:
+    def decide(self, number: int, before: Decision, patience: float, arrival: Arrival) -> Decision:
         """Arrive at view ``number`` and return the decision on it. Blocks.
 
         The decision may exclude this worker.
@@ -102,7 +145,7 @@ class Agreement:
             before: Decision on the previous view.
             patience: Seconds without a new arrival after which the arrived members exclude the
                 missing ones, if at least half have arrived. A minority waits ``timeout_seconds``.
-            newcomer: True if this worker was in no earlier view.
+            arrival: Tells the others about this worker.
 
         Raises:
             EndedError: The training has ended.
@@ -113,7 +156,7 @@ class Agreement:
 
         def arrive() -> None:
             if store.get("decided") is None:
-                store.put(f"here/{self.worker}", newcomer)
+                store.put(f"here/{self.worker}", asdict(arrival))
                 store.put("begun", True)  # read by members that still open the previous view
                 store.put("wanted", True)  # read by members that train
 
@@ -177,18 +220,25 @@ class Agreement:
     def _propose(self, number: int, before: Decision, present: list[int]) -> None:
         """Propose the members of view ``number``: ``present`` and the workers that ask to join.
 
-        A worker that asks to join is excluded if this worker cannot connect to it.
+        Of ``present``, only workers that can all connect to each other are proposed. A worker that
+        asks to join is excluded if this worker cannot connect to it.
         """
         addresses = self.call(partial(self._join_requests, before.next_identity))
         next_identity = before.next_identity + len(addresses)
-        unreachable = self.heartbeats.connect(addresses)
-        joining = sorted(set(addresses) - set(unreachable) - self.heartbeats.dead())
+        refused = self.heartbeats.connect(addresses)
+        joining = sorted(set(addresses) - set(refused) - self.heartbeats.dead())
 
         def propose() -> None:
             store = self.store.within(f"view/{number}")
-            newcomers = [worker for worker in present if store.get(f"here/{worker}")]
-            members = sorted({*present, *joining})
-            decision = Decision(members, sorted([*newcomers, *joining]), next_identity)
+            arrivals = {worker: Arrival(**store.get(f"here/{worker}")) for worker in present}
+            staying = connected({worker: arrivals[worker].unreachable for worker in present})
+            newcomers = [worker for worker in staying if arrivals[worker].newcomer]
+            decision = Decision(
+                sorted({*staying, *joining}),
+                sorted([*newcomers, *joining]),
+                next_identity,
+                [worker for worker in present if worker not in staying],
+            )
             store.put_if_absent("decided", asdict(decision))
 
         self.call(propose)
@@ -206,12 +256,18 @@ class Agreement:
     def connect_heartbeats(self, members: Iterable[int]) -> list[int]:
         """Connect to those ``members`` that are not monitored yet. Return the unreachable ones."""
         others = [w for w in members if w != self.worker and not self.heartbeats.monitors(w)]
+        return self.heartbeats.connect(self._addresses(others)) if others else []
 
+    def unreachable(self, members: Iterable[int]) -> list[int]:
+        """Return those ``members`` to which this worker cannot connect. Blocks for at most 2 s."""
+        return find_unreachable(self._addresses([w for w in members if w != self.worker]))
+
+    def _addresses(self, workers: Iterable[int]) -> dict[int, str]:
         def read() -> dict[int, str]:
-            addresses = {worker: self.store.get(f"address/{worker}") for worker in others}
+            addresses = {worker: self.store.get(f"address/{worker}") for worker in workers}
             return {worker: text for worker, text in addresses.items() if text is not None}
 
-        return self.heartbeats.connect(self.call(read)) if others else []
+        return self.call(read)
 
     def call(self, function: Callable[[], T]) -> T:
         """Return the result of ``function``, which accesses the store.

@@ -5,6 +5,7 @@ then has a ``membership``: the interface through which the workers agree on who 
 """
 
 import logging
+import os
 import uuid
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import membership_of
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.torch_backend.network_interface import interface_in_use
-from offbeat.transport.torch_backend.process_groups import GroupFactory
+from offbeat.transport.torch_backend.process_groups import GroupFactory, backends_of
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 logger = logging.getLogger("offbeat")
@@ -36,22 +37,28 @@ def open_communicator(
 
     Args:
         group: Process group of ``torch.distributed``, or a ``Transport`` that makes the
-            communicator. None is the default process group.
+            communicator. None is the default process group. If there is none, and the environment
+            variable ``WORLD_SIZE`` is 1 or not set, this process is the only worker.
         timeout_seconds: Time limit of one operation.
         what: Name of the caller, for error messages.
         elastic: True if the communicator must have a ``membership``.
 
     Raises:
-        AttachError: ``torch.distributed`` is not initialised; this process is not a member of the
-            group; or a ``membership`` is needed, and the group or transport cannot provide one.
+        AttachError: ``torch.distributed`` is not initialised and ``WORLD_SIZE`` > 1; this process
+            is not a member of the group; or a ``membership`` is needed, and the group or transport
+            cannot provide one.
         CommunicationError: A worker did not open its connections in time.
         TypeError: The transport did not return a communicator.
     """
     make = getattr(group, "make_communicator", None)
     if make is None and not (dist.is_available() and dist.is_initialized()):
+        size = os.environ.get("WORLD_SIZE", "1")
+        if group is None and size == "1" and not elastic:
+            logger.info("%s without a process group: this process trains alone", what)
+            return SingleCommunicator(timeout_seconds)
         raise AttachError(
             "torch.distributed is not initialised: call torch.distributed.init_process_group() "
-            f"before {what}, and start the script with torchrun"
+            f"before {what}, and start the script with torchrun (here: WORLD_SIZE={size})"
         )
     if group is None:  # in a simulation the default group is a transport
         make = getattr(dist.group.WORLD, "make_communicator", None)
@@ -75,9 +82,9 @@ def open_communicator(
     else:
         communicator = TorchCommunicator(group, timeout_seconds=timeout_seconds)
     if communicator.rank == 0:
-        backend = str(dist.get_backend(group))
-        interface = interface_in_use(backend)
-        logger.info("%d workers over %s on %s", communicator.size, backend, interface)
+        for backend in sorted({*backends_of(group).values()}):
+            interface = interface_in_use(backend)
+            logger.info("%d workers over %s on %s", communicator.size, backend, interface)
     return communicator
 
 
@@ -98,11 +105,12 @@ def open_elastic(
     """
     if dist.get_rank(group) < 0:
         raise AttachError("this process is not a member of the group given to attach()")
-    backend = str(dist.get_backend(group))
-    if backend != "gloo":
+    backends = {*backends_of(group).values()}
+    if backends != {"gloo"}:
         raise AttachError(
-            f"min_workers needs a process group of gloo, got {backend}, which cannot open groups "
-            "without all workers of the first view (gloo takes tensors on a GPU, too)"
+            f"min_workers needs a process group of gloo, got {', '.join(sorted(backends))}, which "
+            "cannot open groups without all workers of the first view (gloo takes tensors on a "
+            "GPU, too)"
         )
     factory = GroupFactory.of(group)
     rank, size, keys = factory.rank, factory.size, factory.new_store()

@@ -49,25 +49,10 @@ class HeartbeatConnections:
         Args:
             addresses: Address of each worker, as ``host:port``, by identity (number of the worker).
         """
-        attempts: dict[int, socket.socket] = {}
-        unreachable = []
-        for worker, address in addresses.items():
-            if self.monitors(worker):
-                continue
-            host, _, port = address.rpartition(":")
-            connection = socket.socket()
-            connection.setblocking(False)
-            with contextlib.suppress(OSError):  # the result is checked below
-                connection.connect((host, int(port)))
-            attempts[worker] = connection
-        deadline = time.monotonic() + _CONNECT_SECONDS
-        for worker, connection in attempts.items():
-            if _connected(connection, deadline - time.monotonic()):
-                self._sockets[worker] = connection
-            else:
-                connection.close()
-                unreachable.append(worker)
-        return unreachable
+        new = {w: address for w, address in addresses.items() if not self.monitors(w)}
+        opened = _open(new)
+        self._sockets.update(opened)
+        return [worker for worker in new if worker not in opened]
 
     def monitors(self, worker: int) -> bool:
         """Return True if ``connect`` has reached the worker, even if that worker has died since."""
@@ -98,6 +83,37 @@ def _close_all() -> None:
 # A forked child, such as a process of a DataLoader, inherits the sockets. Unless it closes them,
 # they stay open after the death of its parent.
 os.register_at_fork(after_in_child=_close_all)
+
+
+def find_unreachable(addresses: Mapping[int, str]) -> list[int]:
+    """Return the workers to which no new connection can be opened now; see ``connect``.
+
+    A worker whose process is suspended can be reached. One whose process has ended cannot.
+    """
+    opened = _open(addresses)
+    for connection in opened.values():
+        connection.close()
+    return [worker for worker in addresses if worker not in opened]
+
+
+def _open(addresses: Mapping[int, str]) -> dict[int, socket.socket]:
+    """Return new connections to those workers that can be reached."""
+    attempts: dict[int, socket.socket] = {}
+    for worker, address in addresses.items():
+        host, _, port = address.rpartition(":")
+        connection = socket.socket()
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):  # the result is checked below
+            connection.connect((host, int(port)))
+        attempts[worker] = connection
+    opened = {}
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    for worker, connection in attempts.items():
+        if _connected(connection, deadline - time.monotonic()):
+            opened[worker] = connection
+        else:
+            connection.close()
+    return opened
 
 
 def _connected(connection: socket.socket, seconds: float) -> bool:

@@ -12,7 +12,7 @@ from functools import partial
 
 from typing_extensions import override
 
-from offbeat.elastic.agreement import Agreement, Decision
+from offbeat.elastic.agreement import Agreement, Arrival, Decision
 from offbeat.elastic.store import StoreLostError
 from offbeat.errors import CommunicationError, CommunicationTimeout
 from offbeat.transport.communicator import Communicator
@@ -54,13 +54,20 @@ class Participant:
 
     Attributes:
         last_active: Time (monotonic clock) of this worker's last step or view change.
+        longest_pause: Longest time between two of these in the current view, seconds.
     """
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement, self.worker = agreement, agreement.worker
         self.timeout_seconds = agreement.timeout_seconds
         self.silence_seconds = agreement.silence_seconds
-        self.last_active = time.monotonic()
+        self.last_active, self.longest_pause = time.monotonic(), 0.0
+
+    def report_activity(self) -> None:
+        """Record that this worker is active now."""
+        now = time.monotonic()
+        self.longest_pause = max(self.longest_pause, now - self.last_active)
+        self.last_active = now
 
     def enter(self, number: int, decision: Decision, opening_seconds: float) -> View:
         """Open view ``number``: connect to its members. A collective of the members.
@@ -86,7 +93,7 @@ class Participant:
             communicator.close()
             raise
         membership.view = view
-        self.last_active = time.monotonic()
+        self.last_active, self.longest_pause = time.monotonic(), 0.0
         return view
 
     def enter_as_newcomer(self, number: int, decision: Decision) -> View:
@@ -147,16 +154,16 @@ class Participant:
             CommunicationError: This worker cannot continue.
         """
         started, patience = time.monotonic(), self.silence_seconds
+        arrival = Arrival(step is None, [])
         for number in itertools.count(view + 1):
-            before = self.agreement.decide(number, before, patience, newcomer=step is None)
+            before = self.agreement.decide(number, before, patience, arrival)
             if self.worker not in before.members:
-                silent_for = time.monotonic() - self.last_active
-                raise CommunicationError(
-                    f"rank {self.worker} was left behind at step {step or 0}: "
-                    f"{ranks_text(before.members)} are in view {number}. It did not take part for "
-                    f"{silent_for:.1f} s, and the others wait {self.silence_seconds:g} s for a "
-                    "silent worker (timeout_seconds, but at most 30 s). Attach again as a "
-                    "newcomer, with group=offbeat.join(...)"
+                raise self._left_behind(number, before, step)
+            if before.disconnected:
+                logger.warning(
+                    "rank %d: view %d continues without %s, which cannot connect to all of %s",
+                    *(self.worker, number),
+                    *(ranks_text(before.disconnected), ranks_text(before.members)),
                 )
             opening = time.monotonic()
             try:
@@ -173,15 +180,35 @@ class Participant:
             if now - started > longest and not self.agreement.is_decided(number + 1):
                 raise CommunicationTimeout(
                     f"rank {self.worker}: agreeing on the next view failed after "
-                    f"{now - started:.1f} s, longer than "
+                    f"{now - started:.1f} s, more than the {longest:g} s that "
                     f"timeout_seconds={self.timeout_seconds:g} allows: {reason}"
                 )
-            # Wait less for a member that has not answered during the whole opening.
-            was_silent = now - opening > 0.9 * self.silence_seconds
-            patience = self.silence_seconds
-            if was_silent:
+            patience, unreachable = self.silence_seconds, []
+            if now - opening > 0.9 * self.silence_seconds:
+                # A member has not answered during the whole opening, so wait less for it now. Or
+                # some members cannot connect to each other.
                 patience = min(_RETRY_SILENCE_SECONDS, self.silence_seconds)
+                unreachable = self.agreement.unreachable(before.members)
+            arrival = Arrival(step is None, unreachable)
         raise AssertionError
+
+    def _left_behind(self, number: int, decision: Decision, step: int | None) -> CommunicationError:
+        """Return the error of this worker, which the ``decision`` on view ``number`` excludes."""
+        self.report_activity()
+        reason = (
+            f"Its longest pause was {self.longest_pause:.1f} s, and the others wait "
+            f"{self.silence_seconds:g} s for a silent worker (timeout_seconds, but at most 30 s)"
+        )
+        if self.worker in decision.disconnected:
+            reason = (
+                "It and they cannot all connect to each other, and the largest connected part "
+                "continues: check the network between them"
+            )
+        return CommunicationError(
+            f"rank {self.worker} was left behind at step {step or 0}: "
+            f"{ranks_text(decision.members)} are in view {number}. {reason}. Attach again as a "
+            "newcomer, with group=offbeat.join(...)"
+        )
 
     def _lost_ranks(self, members: tuple[int, ...]) -> list[int]:
         """Return the ranks of those ``members`` whose processes have ended."""
@@ -213,7 +240,8 @@ class StoreMembership:
 
         Never blocks. If the store does not answer, only deaths are noticed.
         """
-        self._participant.last_active = now = time.monotonic()
+        self._participant.report_activity()
+        now = self._participant.last_active
         if now - self._last_check > _HEARTBEAT_SECONDS:
             self._last_check = now
             dead = self._participant.agreement.heartbeats.dead()

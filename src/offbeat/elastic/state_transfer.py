@@ -32,7 +32,7 @@ def send_values(communicator: Communicator, values: Any, destinations: Sequence[
     parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8)]
     parts += [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
     payload, what = torch.cat(parts), "state for a worker that lacks it"
-    header = torch.tensor([payload.numel(), len(text)])
+    header = torch.tensor([payload.numel(), len(text)], device="cpu")
     handles = [
         communicator.send(message, destination=rank, tag=_TAG, what=what)
         for rank in destinations
@@ -45,10 +45,10 @@ def send_values(communicator: Communicator, values: Any, destinations: Sequence[
 def receive_values(communicator: Communicator, source: int) -> Any:
     """Return the values that rank ``source`` sends, with all tensors on the CPU. Blocks."""
     what = f"state from rank {source}"
-    header = torch.zeros(2, dtype=torch.int64)
+    header = torch.zeros(2, dtype=torch.int64, device="cpu")
     communicator.receive(header, source=source, tag=_TAG, what=what).wait()
     length, text = header.tolist()
-    payload = torch.empty(length, dtype=torch.uint8)
+    payload = torch.empty(length, dtype=torch.uint8, device="cpu")
     communicator.receive(payload, source=source, tag=_TAG, what=what).wait()
     tensors = _TensorReader(payload[text:])
     return _decode(json.loads(payload[:text].numpy().tobytes()), tensors)

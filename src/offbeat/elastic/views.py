@@ -274,7 +274,7 @@ class Views:
         flow.start(reports[plan.source].carried)
         if not self._fresh:
             flow.keep_local(old_flow)
-        self._fresh = False  # only now: a failure before leaves this worker without the model
+        self._fresh = False  # only now: after an earlier failure this worker lacks the model
         worker.barrier(f"the beginning of view {team.view}")
         iteration.begin_view(flow)
         logger.info("rank %d of %d begins view %d", team.rank, team.size, team.view)

@@ -30,8 +30,8 @@ class OffbeatCallback(TrainerCallback):
     checkpoint, ``Trainer.train(resume_from_checkpoint=...)`` continues exactly as the uninterrupted
     run would.
 
-    The Trainer puts DistributedDataParallel around the model. ``offbeat.attach`` switches off its
-    communication.
+    With several processes the Trainer puts DistributedDataParallel around the model.
+    ``offbeat.attach`` switches off its communication.
 
     Args:
         strategy: Strategy, as in ``offbeat.attach``.
@@ -52,6 +52,7 @@ class OffbeatCallback(TrainerCallback):
     ) -> None:
         self._strategy, self._options, self._checkpoint = strategy, dict(options or {}), checkpoint
         self.sync: Synchronizer | None = None
+        self._scaler: Any = None
         self._consensus = contextlib.ExitStack()
 
     @override
@@ -59,11 +60,13 @@ class OffbeatCallback(TrainerCallback):
         if self.sync is not None:
             self.sync.detach()  # needed if an earlier training has failed
         optimizer = kwargs["optimizer"]
-        self._options.setdefault("scaler", getattr(optimizer, "scaler", None))
-        self.sync = attach(kwargs["model"], optimizer, self._strategy, **self._options)
+        # Each training has its own GradScaler.
+        options = {"scaler": getattr(optimizer, "scaler", None), **self._options}
+        self._scaler = options["scaler"]
+        self.sync = attach(kwargs["model"], optimizer, self._strategy, **options)
         if state.global_step:
             path = self._checkpoint or Path(args.output_dir, f"checkpoint-{state.global_step}")
-            loaded = load(Path(path, FOLDER), self.sync, scaler=self._options["scaler"])
+            loaded = load(Path(path, FOLDER), self.sync, scaler=self._scaler)
             if loaded is None or loaded.step != state.global_step:
                 self.sync.detach()
                 raise CheckpointError(
@@ -109,14 +112,14 @@ class OffbeatCallback(TrainerCallback):
             return
         self._leave_consensus()  # the Trainer has saved the consensus; save the local state now
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}", FOLDER)
-        save(folder, self.sync, scaler=self._options.get("scaler"))
+        save(folder, self.sync, scaler=self._scaler)
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.sync is None:
             return
         model: nn.Module = kwargs["model"]
-        best = None  # the best model, if the Trainer has loaded it; finish() must not replace it
+        best = None  # copy of the best model, if the Trainer has loaded it: finish() replaces it
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             best = copy.deepcopy(model.state_dict())
         self._leave_consensus()

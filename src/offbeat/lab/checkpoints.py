@@ -1,8 +1,8 @@
 """Checkpoints of a run, and early stops with a checkpoint.
 
-An *event* reports the progress of a run, for example an evaluation. A checkpoint contains the
-evaluations and calibrations (measured step times) of the run so far. A resumed run emits them again
-and then continues from the checkpoint.
+An *event* reports the progress of a run, for example an evaluation. A checkpoint contains some
+events of the run so far: evaluations, their chosen number, and calibrations (measured step times).
+A resumed run emits these events again and then continues from the checkpoint.
 """
 
 from collections.abc import Callable
@@ -73,7 +73,8 @@ class RunCheckpoints:
         If the saved run chose its number of evaluations, ``schedule`` gets the same number.
 
         Raises:
-            CheckpointError: there is no checkpoint, or it belongs to a run with other options.
+            CheckpointError: there is no checkpoint, or it belongs to a run whose options differ in
+                a field outside ``_MAY_DIFFER``.
         """
         if not self._job.resume or self._sync is None:
             return
@@ -118,7 +119,7 @@ class RunCheckpoints:
         A collective if it returns True.
 
         Args:
-            request: Object through which the run is asked to stop. None: it never is.
+            request: Object through which the run is asked to stop. None: never stop early.
             last: Number of steps of the run.
 
         Returns:

@@ -5,6 +5,7 @@ can have options of its own, such as ``--wire int8``.
 """
 
 import json
+import os
 import platform
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from offbeat.lab.events import (
 from offbeat.lab.job import Job, method_fields
 from offbeat.lab.launch.runners import Runner
 from offbeat.lab.recipes import find_recipe
-from offbeat.lab.results import Result, Trial, public_job, read_results
+from offbeat.lab.results import Result, Trial, public_job, read_results, writing
 from offbeat.lab.tuning import tune as tune_methods
 from offbeat.telemetry import Stats
 
@@ -231,7 +232,7 @@ def _read_existing(
     data = path.read_bytes()
     complete = data.rfind(b"\n") + 1
     if complete < len(data):  # an interrupted write left an incomplete last line
-        path.write_bytes(data[:complete])
+        os.truncate(path, complete)  # in place, so that a crash cannot lose the other lines
     results = read_results(path, trials=True)
     skipped = _PER_RUN.union(ignored)
 
@@ -285,8 +286,5 @@ def _is_of(result: Result, job: Job, ignored: Collection[str]) -> bool:
 
 
 def _append(path: Path, line: str) -> None:
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line)
-    except OSError as error:  # the error of a full disk does not name the file
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(line)

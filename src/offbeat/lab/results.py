@@ -5,7 +5,8 @@ baseline of torch or another package, which runs its own code.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -174,14 +175,8 @@ class Result:
         Raises:
             ValueError, KeyError, TypeError, AttributeError: the values are not a result.
         """
-        optional = {
-            "model_bytes",
-            "links",
-            "turns",
-            "lr_scales",
-            "command",
-            "trial",
-        }  # not in 0.1.0
+        # 0.1.0 did not write these.
+        optional = {"model_bytes", "links", "turns", "lr_scales", "command", "trial"}
         given = {
             field.name: values[field.name]
             for field in fields(cls)
@@ -219,6 +214,17 @@ def public_job(job: Job) -> dict[str, Any]:
     if Path(values["recipe"]).is_absolute():
         values["recipe"] = Path(values["recipe"]).name
     return values
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Add ``path`` to an OSError raised inside. The error of a full disk does not name the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
 
 
 def read_results(path: Path, *, trials: bool = False) -> list[Result]:

@@ -47,7 +47,7 @@ def make_sampler(
         parts = make_partition(partition, task, workers, seed)
     elif kind == "defdp":
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(task.samples), generator=generator)
+        order = torch.randperm(len(task.samples), generator=generator, device="cpu")
         parts = [part.numpy() for part in order.tensor_split(workers)]
     return SelDPSampler(task.samples, workers, rank, seed=seed, partition=parts)
 

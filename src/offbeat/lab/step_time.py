@@ -121,20 +121,22 @@ def _train_on(task: Task, batch: Any) -> None:
 
 @contextmanager
 def _state_restored(task: Task) -> Iterator[None]:
-    """Restore model, optimizer and random states at the end."""
+    """Restore model, optimizer and random states at the end, also after an error."""
     tensors = [*task.model.parameters(), *task.model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     optimizer = copy.deepcopy(task.optimizer.state_dict())
     states = random.getstate(), np.random.get_state()
     device = device_of(task.model)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    task.optimizer.load_state_dict(optimizer)
-    with torch.no_grad():
-        for tensor, value in zip(tensors, before, strict=True):
-            tensor.copy_(value)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        task.optimizer.load_state_dict(optimizer)
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
 
 
 def calibrate(
@@ -154,22 +156,39 @@ def calibrate(
     return Calibration(step, training.step_seconds)
 
 
+_ATTEMPTS = 3
+_STEADY = 1.5  # ratio of the 90 % to the 10 % quantile up to which a measurement is accepted
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Duration of a training step, measured on several steps: quantiles in seconds.
+
+    Attributes:
+        seconds: Lower quartile. Other programs lengthen steps and never shorten them.
+        low: 10 % quantile.
+        high: 90 % quantile.
+    """
+
+    seconds: float
+    low: float
+    high: float
+
+
 def measure_recipe(
     name: str, *, data: Path | None = None, steps: int = 15, warmup_steps: int = 5
-) -> tuple[nn.Module, float]:
+) -> tuple[nn.Module, StepTime]:
     """Return the model of a recipe and its step time on this machine.
 
-    The measurement uses torch's current number of threads.
+    A step reads the batch and runs the forward pass, the backward pass and the optimizer. The
+    measurement uses torch's current number of threads. If the steps differ much, it is repeated up
+    to twice, and the fastest one counts.
 
     Args:
         name: Name of a recipe, or path of a recipe's file.
         data: Directory of the recipe's data, if it needs one.
-        steps: Number of timed steps (≥ 5).
+        steps: Number of timed steps of a measurement (≥ 5).
         warmup_steps: Number of untimed steps at the start.
-
-    Returns:
-        The model and the median duration of a step in seconds: reading the batch, forward pass,
-        backward pass and optimizer.
 
     Raises:
         ValueError: no such recipe, a mistake in the recipe's file, or too few steps.
@@ -185,12 +204,26 @@ def measure_recipe(
         batches = chain.from_iterable(
             Batches(task, make_sampler(task, 1, 0, seed=0)) for _ in repeat(None)
         )
-        seconds: list[float] = []
-        start = time.perf_counter()
-        for batch in islice(batches, warmup_steps + steps):
-            _train_on(task, batch)
-            task.advance()
-            end = time.perf_counter()
-            seconds.append(end - start)
-            start = end
-    return task.model, statistics.median(seconds[warmup_steps:])
+        _time_steps(task, islice(batches, warmup_steps))
+        attempts: list[StepTime] = []
+        for _ in range(_ATTEMPTS):
+            seconds = _time_steps(task, islice(batches, steps))
+            low, quarter, high = map(float, np.quantile(seconds, (0.1, 0.25, 0.9)))
+            attempts.append(StepTime(quarter, low, high))
+            if high <= _STEADY * low:
+                break
+    return task.model, min(attempts, key=lambda attempt: attempt.seconds)
+
+
+def _time_steps(task: Task, batches: Iterable[Any]) -> list[float]:
+    """Train on ``batches``. Return the duration of each step in seconds."""
+    seconds: list[float] = []
+    start = time.perf_counter()
+    for batch in batches:
+        _train_on(task, batch)
+        # The scheduler is not advanced, because it has only as many steps as the run.
+        task.optimizer.zero_grad()
+        end = time.perf_counter()
+        seconds.append(end - start)
+        start = end
+    return seconds

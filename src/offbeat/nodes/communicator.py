@@ -1,7 +1,7 @@
 """Operations between nodes of several workers, such as the sum of a tensor over the nodes.
 
 A *node* is a group of workers, usually on one machine, that acts as one worker towards other nodes.
-All workers of a node start the same operation with the same tensor. The operation has two stages:
+All workers of a node start the same operation with the same tensor. It has two stages:
 
 1. Across nodes: worker k of each node takes part k of the tensor, and carries out the operation on
    this part with worker k of all other nodes.
@@ -76,7 +76,7 @@ class _Job:
         second: Function that runs the second stage, inside the node. It receives the result of the
             first stage and returns the result of the operation.
         ended: Promise of the result of the operation, or of the exception that ended it.
-        next: Promise of the next job in the queue. None in place of a job ends the queue.
+        next: Promise of the next job in the queue, or of None, which ends the queue.
     """
 
     first: Handle[Any]
@@ -279,9 +279,9 @@ def _run_second_stages(across: Communicator, queue: Promise[_Job | None]) -> Non
 def _finish(job: _Job, across: Communicator) -> Any:
     """Wait for the first stage, then run the second one.
 
-    On a GPU, ``wait`` would let ``job.stream`` wait for an NCCL operation in progress, and the main
-    thread computes on this stream. So before ``wait`` is called, the first stage is polled until it
-    is done or the time limit has passed.
+    For an NCCL operation in progress, ``wait`` would block ``job.stream``, on which the main thread
+    computes. So on a GPU the first stage is polled until it is done or the time limit has passed,
+    before ``wait`` is called.
     """
     if job.stream is None:
         return job.second(job.first.wait())

@@ -66,8 +66,10 @@ def open_nodes(
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     transport = world if group is None else group
     if hasattr(transport, "make_communicator"):
-        return _open_by_transport(transport, node_group, timeout_seconds)
+        return _open_by_transport(transport, node_group, timeout_seconds, sharded=sharded)
     everyone = open_communicator(group, timeout_seconds, what="offbeat.attach()")
+    if transport is None:  # a single process
+        return everyone, None
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(everyone.close)
         assert group is None or isinstance(group, dist.ProcessGroup)
@@ -85,7 +87,7 @@ def open_nodes(
 
 
 def _open_by_transport(
-    transport: object, node_group: NodeGroup, timeout_seconds: float
+    transport: object, node_group: NodeGroup, timeout_seconds: float, *, sharded: bool
 ) -> tuple[Communicator, Node | None]:
     make = getattr(transport, "make_nodes", None)
     if make is None:
@@ -98,7 +100,7 @@ def _open_by_transport(
     communicators: WorkerCommunicators = make(timeout_seconds)
     if communicators.inside.size == 1:
         return communicators.everyone, None
-    return _node_of(communicators)
+    return _node_of(communicators, sharded=sharded)
 
 
 def _open_groups(
@@ -127,9 +129,7 @@ def _open_groups(
         return opened
 
 
-def _node_of(
-    communicators: WorkerCommunicators, *, sharded: bool = False
-) -> tuple[Communicator, Node]:
+def _node_of(communicators: WorkerCommunicators, *, sharded: bool) -> tuple[Communicator, Node]:
     """Return the communicator between nodes, and the node; see ``open_nodes``."""
     inside = LabelledCommunicator(communicators.inside, "inside the node")
     between = LabelledCommunicator(communicators.across, "between nodes")

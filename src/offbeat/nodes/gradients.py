@@ -54,7 +54,7 @@ class NodeBuffers:
         self._buffers.average_buffers(1.0, self._team.size, what=what)
 
     def pause(self, index: int) -> None:
-        """Average only the buffers, at a barrier such as the end of training. Blocks, too.
+        """Average only the buffers, at a barrier, where all workers wait for each other. Blocks.
 
         ``index`` is the optimizer whose step would be next.
         """

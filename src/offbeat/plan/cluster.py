@@ -6,12 +6,14 @@ their links are free. It takes as long as with all of its workers. *Jitter* is t
 of compute times. All times are *virtual time*, the time of the simulator's clock.
 
 * **One representative, no jitter.** All workers do the same at the same time.
-* **One representative, jitter.** Every worker has a clock, but only one worker runs. Computing
-  advances each clock by the compute time of its worker. A collective of the training thread starts
-  at the latest clock. Waiting for it sets each earlier clock to the end of the collective. The
-  durations are exact if no decision of a worker depends on the time. Polling (``Handle.done``) can
-  make one depend on it: if the operation has ended on some clocks but not on others,
-  ``DivergedError`` is raised. The caller must then run all representatives.
+* **One representative, jitter.** Every worker or node has a clock, but only one worker runs.
+  Computing advances each clock by the compute time of its worker or node. A collective of the
+  training thread starts at the latest clock. Waiting for it sets each earlier clock to the end of
+  the collective. Collectives of background activities start at the clock of the running worker
+  instead. Without them, the durations are exact if no decision of a worker depends on the time. A
+  worker that polls (``Handle.done``) may decide by the time. If the polled operation has ended on
+  some clocks but not on others, ``DivergedError`` is raised. The caller must then simulate again in
+  the mode below.
 * **One representative per node, or every worker.** All workers use the simulator's clock.
 """
 

@@ -139,6 +139,10 @@ def _float32(tensor: Tensor) -> float:
     return elements * staging_dtype(tensor).itemsize / _FLOAT32
 
 
+def _zeros(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(size, dtype=dtype, device="cpu")
+
+
 class PlaceholderModel(nn.Module):
     """A model with small tensors that represent those of a large model, and with gradients.
 
@@ -154,14 +158,14 @@ class PlaceholderModel(nn.Module):
 
     def __init__(self, shapes: Shapes, lssr: float) -> None:
         super().__init__()
-        self.tensors = [nn.Parameter(torch.zeros(size)) for _, size in shapes.parameters]
+        self.tensors = [nn.Parameter(_zeros(size)) for _, size in shapes.parameters]
         for (name, _), tensor in zip(shapes.parameters, self.tensors, strict=True):
             self.register_parameter(name.replace(".", "/"), tensor)
             tensor.grad = torch.zeros_like(tensor)
         for name, size in shapes.buffers:
-            self.register_buffer(name.replace(".", "/"), torch.zeros(size))
+            self.register_buffer(name.replace(".", "/"), _zeros(size))
         if shapes.integers:
-            self.register_buffer("integers", torch.zeros(shapes.integers, dtype=torch.int64))
+            self.register_buffer("integers", _zeros(shapes.integers, torch.int64))
         self.optimizer = _PlaceholderOptimizer(self.tensors)
         share = Fraction(1 - lssr).limit_denominator(_LONGEST_PATTERN)
         self._share = share or Fraction(1, _LONGEST_PATTERN)

@@ -12,7 +12,7 @@ from offbeat.plan.cluster import RepresentativeCluster
 from offbeat.plan.memory import reachable_bytes
 from offbeat.plan.placeholder_model import PlaceholderModel, PlaceholderTraining
 
-_SPARSER = 1.6  # factor on the number of payload changes from one measurement of memory to the next
+_SPARSER = 1.6  # memory is measured when the number of payload changes has grown by this factor
 
 
 class Step(NamedTuple):
@@ -22,8 +22,8 @@ class Step(NamedTuple):
         clock: Time at which the step ended, mean over the workers.
         computed: Compute seconds so far, mean over the workers.
         payload: Bytes that worker 0 has passed to operations so far.
-        busy: Seconds for which all operations so far occupy the link of worker 0.
-        backlog: Seconds from the end of the step until the link of worker 0 is free.
+        busy: Seconds for which all operations so far occupy the link of worker 0 to the switch.
+        backlog: Seconds from the end of the step until this link is free.
         syncs: Number of steps so far in which worker 0 synchronized.
     """
 
@@ -44,9 +44,9 @@ class Record:
         running: Number of workers that run.
         step_seconds: Compute time of a step, seconds.
         steps: Totals after each step that all running workers have completed.
-        gaps: Pairs (step, gap) for means of parameters on worker 0. In ``step`` some parameters
-            were replaced by their mean, ``gap`` steps after their previous mean. If the gaps of
-            these parameters differ, the largest counts. A first mean has no gap.
+        gaps: Pairs (step, gap), one for each step in which parameters of worker 0 were replaced by
+            their mean. ``gap`` is the number of steps since their previous mean. If it differs
+            between these parameters, the largest counts. First means do not count.
         memory: Largest measured memory of worker 0, without model and gradients, bytes.
         details: ``Stats.details`` of worker 0 at the end.
     """
@@ -62,10 +62,13 @@ class Record:
     def __post_init__(self) -> None:
         self._trainings: dict[int, PlaceholderTraining] = {}  # by rank
         self._counts = [0] * self.running  # completed steps, by rank
-        self._sums: list[list[float]] = []  # by step: clock, computed, number of workers
-        self._totals: list[tuple[float, float, float, int]] = []  # of worker 0, by step
+        # For each step, sums over the workers so far: clock, compute seconds, number of workers.
+        self._sums: list[list[float]] = []
+        # Totals of worker 0 after each step: payload bytes, busy seconds, backlog, syncs.
+        self._totals: list[tuple[float, float, float, int]] = []
         self._busy = self._free = 0.0
-        self._changes, self._next_change = 0, 0  # of the payload of worker 0
+        # Number of changes of worker 0's payload: so far, and at the next measurement of memory.
+        self._changes, self._next_change = 0, 0
         self._measured_payload = -1
 
     def __len__(self) -> int:
@@ -77,7 +80,7 @@ class Record:
         if rank == 0:
             self._tensors, self._excluded = model.tensors, model.storage_addresses()
             self._versions = [tensor._version for tensor in self._tensors]
-            self._last_means = [0] * len(self._versions)  # steps, by parameter
+            self._last_means = [0] * len(self._versions)  # step of each parameter's last mean
             training.before_waiting(self._measure_memory)
 
     def close(self) -> None:
@@ -139,9 +142,9 @@ class Record:
             self._versions = versions
 
     def _measure_memory(self, _: object) -> None:
-        """Measure the memory of worker 0, at some of the calls with a changed payload.
+        """Measure the memory of worker 0, but only after some of the changes of its payload.
 
-        Measuring is slow. It therefore happens at the changes 1, 2, 4, 7, 12, 20, …
+        Measuring is slow. It therefore happens after the changes 1, 2, 4, 7, 12, 20, …
         """
         training = self._trainings[0]
         payload = training.payload_bytes

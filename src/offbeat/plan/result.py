@@ -10,6 +10,10 @@ from offbeat.quantization.wire import Precision
 from offbeat.units import show_bandwidth, show_bytes, show_seconds
 
 HEADINGS = ("strategy", "step", "speed-up", "idle", "sent per step", "extra memory", "note")
+SPEED_UP_MEANS = (
+    "The speed-up counts steps, not the time to a metric: a strategy may need more steps than "
+    "another to reach the same metric."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,4 +106,4 @@ class Plan:
     def markdown(self) -> str:
         """Return caption, table and recommendation as Markdown."""
         advice = f"Try `{self.recommendation.strategy}` first: {self.reason}."
-        return f"{self.table().markdown()}\n{advice}\n"
+        return f"{self.table().markdown()}\n{SPEED_UP_MEANS}\n\n{advice}\n"

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from offbeat.plan.record import Record, Step
 
 _REPEATS = 3  # occurrences of a period before it is a candidate
-_CONFIRMED = 8  # further periods that must follow
-_MOST_CONFIRMED = 512  # steps: limit of the length of these periods together
+_CONFIRMED = 8  # further periods that must follow before a candidate is accepted
+_MOST_CONFIRMED = 512  # limit of the total length of these periods, in steps
 _SILENT_STEPS = 4096  # steps after which a period need not contain a mean
 _DIGITS = 6  # compared digits of a duration in units of the compute time of a step
 _ROUNDING = 8  # bytes by which equal steps may differ, because parts of a tensor are rounded
@@ -83,11 +83,11 @@ class SteadyStateDetector:
     ) -> None:
         self._jitter, self._alone = jitter, alone
         self._now, self._until = now, now() + most_seconds
-        self._next_check = 4  # number of steps
+        self._next_check = 4  # number of steps at the next check
         self._candidate: tuple[int, int] | None = None  # period, and the step at which it was found
         self._numbers: dict[tuple[float, ...], int] = {}  # a number for each kind of step
         self._sequence: list[int] = []  # number of the kind of each step
-        self._sizes: list[float] = []  # bytes of a step, different values
+        self._sizes: list[float] = []  # each different number of bytes sent in a step
         self.window = Window(0, 0, steady=False)
 
     def ended(self, record: Record) -> bool:

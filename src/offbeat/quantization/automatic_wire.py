@@ -229,8 +229,8 @@ class AdaptiveWire(Wire):
         return {
             **super().state_dict(),
             _CONTROL_STREAM: {
-                "sent": torch.tensor(numbers, dtype=torch.float64),
-                "summed": torch.tensor(tally, dtype=torch.float64),
+                "sent": torch.tensor(numbers, dtype=torch.float64, device="cpu"),
+                "summed": torch.tensor(tally, dtype=torch.float64, device="cpu"),
             },
         }
 

@@ -126,7 +126,7 @@ class PayloadVector(LazyVector):
         if others and (values.dtype != torch.float32 or values.numel() % BLOCK):
             # ``Codec.add`` needs float32 and whole blocks.
             blocks = -(-values.numel() // BLOCK)
-            total = torch.empty(blocks * BLOCK, device=values.device)
+            total = torch.empty(blocks * BLOCK, dtype=torch.float32, device=values.device)
         self._codec.decode(first, total, start=start)
         for payload in others:
             self._codec.add(payload, total, start=start)

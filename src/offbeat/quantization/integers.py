@@ -67,7 +67,7 @@ class IntegerCodec(Codec):
             inverse, finite = self._set_scale(x.abs().amax(1, keepdim=True), scale)
             if not keep_error:
                 # int8 takes the lowest byte of each sum, which is the integer.
-                rounding = torch.full((1, BLOCK), _ROUNDING, device=x.device)
+                rounding = x.new_full((1, BLOCK), _ROUNDING)
                 torch.addcmul(rounding, x, inverse, out=x)
                 self._pack(x.view(torch.int32).to(torch.int8), packed)
                 continue
@@ -87,7 +87,8 @@ class IntegerCodec(Codec):
             if part.dtype == torch.float32 and part.numel() % BLOCK == 0:
                 self._decode_blocks(payload, start + piece.start, part)
             else:
-                blocks = torch.empty(-(-part.numel() // BLOCK) * BLOCK, device=part.device)
+                size = -(-part.numel() // BLOCK) * BLOCK
+                blocks = torch.empty(size, dtype=torch.float32, device=part.device)
                 self._decode_blocks(payload, start + piece.start, blocks)
                 part.copy_(blocks[: part.numel()])
 

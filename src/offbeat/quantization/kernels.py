@@ -123,12 +123,11 @@ def apply_mean(
     velocity: Floats,
     momentum: float,
     lookahead: float,
-    lr: float,
 ) -> None:
     """Apply a mean update to the shared model P, and compute the change of the local model.
 
         v ← momentum·v + D
-        Δ = lr·(D + lookahead·v)
+        Δ = D + lookahead·v
         P ← P + Δ
         shift ← Δ − u        for the local model, which already contains u
 
@@ -136,24 +135,22 @@ def apply_mean(
         shift: Input: D, the mean of the updates of all workers. Output: Δ − u.
         sent: u, the update that this worker has sent.
         base: P. Updated in place.
-        velocity: v, updated in place. If the array is empty, Δ = lr·D.
+        velocity: v, updated in place. If the array is empty, Δ = D.
         momentum: Factor of the old v.
         lookahead: Factor of v in Δ.
-        lr: Outer learning rate.
     """
-    keep, forward, rate = np.float32(momentum), np.float32(lookahead), np.float32(lr)
+    keep, forward = np.float32(momentum), np.float32(lookahead)
     if velocity.size:
         for i in range(shift.size):
             new = shift[i] + keep * velocity[i]
             velocity[i] = new
-            step = (shift[i] + forward * new) * rate
+            step = shift[i] + forward * new
             base[i] += step
             shift[i] = step - sent[i]
     else:
         for i in range(shift.size):
-            step = shift[i] * rate
-            base[i] += step
-            shift[i] = step - sent[i]
+            base[i] += shift[i]
+            shift[i] -= sent[i]
 
 
 def add_squared_norm(values: Floats, squares: NDArray[np.float64], index: int) -> None:
@@ -192,7 +189,6 @@ def land(
     velocity: Floats,
     momentum: float,
     lookahead: float,
-    lr: float,
     squares: NDArray[np.float64],
 ) -> None:
     """Decode D and u, add their squared norms to ``squares``, and apply D like ``apply_mean``.
@@ -209,14 +205,13 @@ def land(
         weight: Sum of the weights of all workers.
         shift: Output: Δ − u. May end inside a block.
         base: P. Updated in place.
-        velocity: v, updated in place. If the array is empty, Δ = lr·D.
+        velocity: v, updated in place. If the array is empty, Δ = D.
         momentum: Factor of the old v.
         lookahead: Factor of v in Δ.
-        lr: Outer learning rate.
         squares: Two elements, to which ‖D‖² and ‖u‖² are added.
     """
-    keep, forward, rate = np.float32(momentum), np.float32(lookahead), np.float32(lr)
-    divisor = np.float32(weight)
+    keep, forward = np.float32(momentum), np.float32(lookahead)
+    inverse = np.float32(1.0 / weight)
     mean, own = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     folded = np.empty(BLOCK, np.float32)
     rows = payloads.shape[0]
@@ -241,7 +236,7 @@ def land(
                     for j in range(width):
                         part[j] = np.float32(np.int8(fields[j] << up & highest)) * step
         for i in range(length):
-            mean[i] /= divisor
+            mean[i] *= inverse
         for i in range(length, BLOCK):  # padding after the last number
             mean[i] = own[i] = np.float32(0)
         for index in range(2):  # as in ``add_squared_norm``
@@ -262,10 +257,7 @@ def land(
             for i in range(length):
                 new = mean[i] + keep * moving[i]
                 moving[i] = new
-                mean[i] = (mean[i] + forward * new) * rate
-        else:
-            for i in range(length):
-                mean[i] *= rate
+                mean[i] += forward * new
         # A separate loop, because a loop over five arrays does not compile to vector instructions.
         for i in range(length):
             shared[i] += mean[i]
@@ -297,11 +289,11 @@ def kernels() -> Kernels | None:
         return None
     floats, raw, number = numba.float32[::1], numba.uint8[::1], numba.float64
     codec_signature = numba.void(floats, floats, raw, numba.int64, numba.boolean)
-    mean_signature = numba.void(floats, floats, floats, floats, number, number, number)
+    mean_signature = numba.void(floats, floats, floats, floats, number, number)
     count, rows, pair = numba.int64, numba.uint8[:, ::1], numba.float64[::1]
     land_signature = numba.void(
         *(rows, count, raw, count, count, number),
-        *(floats, floats, floats, number, number, number, pair),
+        *(floats, floats, floats, number, number, pair),
     )
     return Kernels(
         _compiled(encode, codec_signature),

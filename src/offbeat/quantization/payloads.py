@@ -116,7 +116,7 @@ class StageCodecs:
         """
         payload = self.first_payload(chunks * chunk, update.device)
         step = min(chunk, piece_elements(chunk, update.device))
-        scratch = torch.empty(step, device=update.device)
+        scratch = torch.empty(step, dtype=torch.float32, device=update.device)
         for number, part in enumerate(payload.chunk(chunks)):
             for start in range(0, chunk, step):
                 values = scratch[: chunk - start]
@@ -168,7 +168,7 @@ class StageCodecs:
 
     def zero_errors(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return zeros, the quantization errors before the first sum."""
-        return torch.zeros(*shape, device=device)
+        return torch.zeros(*shape, dtype=torch.float32, device=device)
 
     def copy_errors(self, errors: Tensor, into: Tensor | None) -> Tensor:
         """Return a copy of ``errors``, in the memory of ``into`` if it is given."""

@@ -21,7 +21,7 @@ class _BlankCodec(Codec):
     """Encodes nothing, and decodes every payload to zeros.
 
     Args:
-        block_bytes: Bytes of one block in a payload of the codec that this one replaces.
+        block_bytes: Bytes of one *block*, the payload of 512 numbers, in the replaced codec.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -51,8 +51,9 @@ class _BlankCodec(Codec):
 class BlankStageCodecs(StageCodecs):
     """Replaces ``StageCodecs``, the codecs of the two stages of a quantized sum.
 
-    The methods return payloads and quantization errors as blank tensors of the right size. They
-    neither read nor change values.
+    In the first stage worker k receives chunk k of every worker's tensor. In the second it sends
+    the sum of these chunks to all workers. The methods return payloads and quantization errors as
+    blank tensors of the right size, or return their arguments. They neither read nor change values.
     """
 
     def __init__(self, precision: str) -> None:

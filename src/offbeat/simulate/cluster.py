@@ -160,14 +160,21 @@ class SimulatedCluster:
         ``progress`` is in (0, 1]; 1 ends the step.
         """
         before, step = self._progress[rank], self._steps[rank]
+        if progress <= before:  # a repeated backward pass: its time is counted once
+            return
         self._progress[rank] = 0.0 if progress >= 1 else progress
         self._steps[rank] += progress >= 1
-        if progress <= before:  # a second backward pass: its first report takes no time
-            return
         seconds = self.compute.seconds(rank, step, self.seed) * (progress - before)
-        start = self.workers.kernel.now
+        start, paused = self.workers.kernel.now, self.workers.paused_seconds(rank)
+        what = f"computing step {step + 1}"
         try:
-            self.workers.sleep(seconds, f"computing step {step + 1}")
+            self.workers.sleep(seconds, what)
+            # A pause prolongs the computation, and another one may begin meanwhile.
+            while lost := self.workers.paused_seconds(rank) - paused:
+                end = start + seconds + lost
+                if self.workers.kernel.now >= end:
+                    break
+                self.workers.sleep(end - self.workers.kernel.now, what)
         finally:
             self.spans.append(Span(rank, "compute", start, self.workers.kernel.now, "step"))
 

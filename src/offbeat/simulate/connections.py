@@ -71,7 +71,7 @@ class Connections:
         self._subgroups: dict[tuple[int, tuple[int, ...]], Group] = {}
         self._contexts: dict[tuple[int, int | tuple[int, ...]], int] = {}
         self._dead: set[int] = set()
-        self._cuts: list[tuple[int, float, float]] = []  # rank, start, end
+        self._cuts: list[tuple[int, float, float]] = []  # rank whose traffic is cut, start, end
 
     # -- groups ----------------------------------------------------------------------------------
 

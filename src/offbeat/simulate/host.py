@@ -49,8 +49,8 @@ class SimulatedHost(Host):
     """Clock and background threads of one simulated worker.
 
     Attributes:
-        totals: Functions that return the ``Stats`` of this worker's trainings, in the order of the
-            trainings.
+        totals: One function for each training run of this worker, in order. It returns the run's
+            totals (``Stats``).
     """
 
     def __init__(self, cluster: SimulatedCluster, rank: int) -> None:
@@ -89,9 +89,10 @@ class SimulatedHost(Host):
     def polled(self, what: str) -> None:
         """Count a poll of the unfinished operation ``what``. Every 100th poll sleeps.
 
-        A poll takes no virtual time. Without the sleep, a loop that polls until the operation ends
-        would never end. The first sleep takes 1 µs, each further one twice as long, up to 1 ms.
-        Once virtual time passes between two polls, counting starts again, with a sleep of 1 µs.
+        A poll itself takes no virtual time. Without the sleep, a loop that polls until the
+        operation ends would never end. The first sleep takes 1 µs, each further one twice as long,
+        up to 1 ms. Once virtual time passes between two polls, counting starts again, with a sleep
+        of 1 µs.
         """
         if self.now() > self._polled_seconds:
             self._polls, self._sleep_seconds = 0, _SHORTEST_SLEEP_SECONDS

@@ -57,7 +57,8 @@ class Signal:
     Attributes:
         happened: True once the signal has fired.
         failure: Error for the workers that wait for the signal; None without a failure.
-        spared: Ranks of the workers that have received their result in spite of ``failure``.
+        spared: Ranks of the workers for which the awaited operation succeeded. They do not get
+            ``failure``.
     """
 
     def __init__(self) -> None:

@@ -116,7 +116,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Start ``dist.barrier``."""
-        return _Work(self._communicator.sum(torch.zeros(0), what="dist.barrier"))
+        return _Work(self._communicator.sum(torch.zeros(0, device="cpu"), what="dist.barrier"))
 
 
 class _World(c10d._World):

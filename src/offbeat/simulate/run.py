@@ -90,7 +90,7 @@ def simulate(
     connections = cluster.connections
     initial = connections.open(range(workers))
     attached: dict[int, list[SimulatedCommunicator]] = defaultdict(list)
-    services: dict[int, MembershipService] = {}  # by number of earlier trainings
+    services: dict[int, MembershipService] = {}  # the key is the number of earlier trainings
 
     def lose(rank: int) -> None:
         for service in services.values():

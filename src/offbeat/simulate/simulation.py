@@ -13,10 +13,10 @@ from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.telemetry import Stats
 from offbeat.units import show_bytes, show_seconds
 
-_MOST_ROWS = 16  # of the table in a notebook
+_MOST_ROWS = 16  # largest number of rows of the table in a notebook
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Simulation:
     """Result of a simulated run. All times are virtual seconds, from the simulator's clock.
 
@@ -124,6 +124,11 @@ class Simulation:
         axes.set(xlabel="virtual seconds", ylabel="worker", title="simulated")
         axes.legend(loc="upper right", ncols=3, fontsize="small")
         figure.savefig(path)
+
+    def __repr__(self) -> str:
+        """Return workers, duration and idle share. The timeline may have thousands of entries."""
+        workers, seconds = len(self.results), show_seconds(self.seconds)
+        return f"<Simulation: {workers} workers, {seconds} of virtual time, idle {self.idle:.0%}>"
 
     def _repr_html_(self) -> str:
         """Return a table of the first 16 workers, with bars of their computing and waiting time."""

@@ -9,6 +9,7 @@ parameter server, has its own thread but no random state. It ends with the run a
 import sys
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ class Workers:
         self._stopping = False
         self._function: Callable[[SimulatedWorker], Any] = lambda worker: None
         self._paused: dict[int, float] = {}  # end of the pause, by rank
+        self._paused_seconds: dict[int, float] = defaultdict(float)  # of all pauses, by rank
 
     # -- called on the thread of the simulation --------------------------------------------------
 
@@ -158,7 +160,13 @@ class Workers:
 
     def pause(self, rank: int, seconds: float) -> None:
         """Suspend a worker and its background activities for ``seconds``."""
-        self._paused[rank] = max(self._paused.get(rank, 0.0), self.kernel.now + seconds)
+        now, end = self.kernel.now, self._paused.get(rank, 0.0)
+        self._paused[rank] = max(end, now + seconds)
+        self._paused_seconds[rank] += self._paused[rank] - max(end, now)
+
+    def paused_seconds(self, rank: int) -> float:
+        """Return the length of all pauses of a worker that have begun. They may overlap."""
+        return self._paused_seconds[rank]
 
     def add(self) -> None:
         """Start another worker. Its rank is the number of workers so far."""

@@ -113,10 +113,12 @@ class SharedModel:
               order of their launches.
         bound: Largest staleness in local steps, with "arrived". The staleness of a worker is the
             number of its local steps since the launch of the newest landed part. At the bound the
-            worker waits until a newer part has landed.
+            worker waits until a newer part has landed. If no part is in flight, it requests a
+            round, even if ``due`` returns 0.
         outer: Outer step, which determines Δ.
         error_feedback: True: the quantization error of an update stays in x, and is sent with the
             next update of the part. The parts have about equal bytes and may begin inside a tensor.
+            Requires ``outer.lr`` = 1.
             If ``outer`` has momentum, the flow calls ``outer_step`` for each launch. False: the
             error is stored outside the model and added to the next message of the part. The parts
             consist of whole tensors.
@@ -138,6 +140,11 @@ class SharedModel:
             raise ValueError(f'lands must be at least 0, or "arrived"; got {self.lands!r}')
         if self.optimizer_state and not self.blocking:
             raise ValueError(f"optimizer_state requires lands=0, got lands={self.lands!r}")
+        if self.error_feedback and self.outer.lr != 1:
+            raise ValueError(
+                f"error_feedback requires an outer learning rate of 1, got lr={self.outer.lr}. Use "
+                "momentum instead, whose factors outer_step() returns"
+            )
 
     @cached_property
     def blocking(self) -> bool:
@@ -271,6 +278,8 @@ class WorkerView:
             this number includes the current round.
         launch_step: Local step at which this worker decided the last round that launched a part.
             Before the first such round: the local step at which the view began.
+        fresh_step: Local step at which the newest landed part was launched. Before the first
+            landing: the local step at which the view began.
         in_flight_steps: For each part in flight, the oldest first: the local step of its launch.
         ready: True if the part that is launched next is not in flight.
         gradient_norm_squared: ‖g‖² of the current step before clipping. With several optimizers:
@@ -303,6 +312,7 @@ class WorkerView:
     landings: int = 0
     rounds: int = 0
     launch_step: int = 0
+    fresh_step: int = 0
     in_flight_steps: list[int] = field(default_factory=list)
     ready: bool = transient(default=True)
     gradient_norm_squared: float = transient(default=0.0)
@@ -320,6 +330,11 @@ class WorkerView:
     def since_launch(self) -> int:
         """Number of local steps since ``launch_step``."""
         return self.step - self.launch_step
+
+    @property
+    def staleness(self) -> int:
+        """Number of local steps since ``fresh_step``."""
+        return self.step - self.fresh_step
 
     @property
     def ages(self) -> list[int]:
@@ -400,11 +415,11 @@ class Strategy(ABC):
         return Launch()
 
     def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
-        """Return μ and a for the landing of ``part``: v ← μ·v + D, then P ← P + η·(D + a·v).
+        """Return μ and a for the landing of ``part``: v ← μ·v + D, then P ← P + D + a·v.
 
         Only called with ``error_feedback`` and ``Outer.momentum`` > 0, once for each launch.
-        ``Outer.lr`` is η. ``tally`` is that of the round that decided the launch. All workers must
-        return the same numbers.
+        ``tally`` is that of the round that decided the launch. All workers must return the same
+        numbers.
         """
         raise NotImplementedError
 

@@ -108,7 +108,9 @@ class RateControl:
             added = min(added, _MOST_CPU_SHARE * self.step_seconds / self.part_seconds)
         # The budget of three steps may accumulate, because parts may be launched two steps after
         # the strategy has requested them.
-        self.budget = min(self.budget + added, 1.0 + 3 * added, 2.0 * parts)
+        # The debt is limited, because the bound on the staleness may exceed the budget for long.
+        budget = max(self.budget, -2.0 * parts) + added
+        self.budget = min(budget, 1.0 + 3 * added, 2.0 * parts)
 
     def resize(self, ages: Sequence[int], parts: int, *, late_age: int) -> None:
         """Grow the window if no part is late, shrink it if more than 1/4 of the parts are late.

@@ -30,7 +30,7 @@ class SelSyncState:
     """State of ``SelSync`` on one worker.
 
     Attributes:
-        change: Computes Δ, the relative change of this worker's smoothed gradient norm.
+        change: Computes Δ, the relative change of this worker's smoothed squared gradient norm.
         controller: Adjusts the threshold δ, which is equal on all workers. None with a fixed δ.
         decided: Number of decisions so far.
     """
@@ -63,23 +63,24 @@ class SelSync(Strategy):
         delta: Fixed threshold δ ≥ 0. With 0 a flag is set in every step, as in BSP. With ``inf`` no
             flag is set, so only ``warmup_steps`` and ``max_interval`` synchronize. A good value
             depends on the model, the batch size, the smoothing and the number of workers.
-        target_lssr: Target for the share of steps in which no flag is set, in (0, 1). At the first
-            step with a finite Δ > 0, δ becomes the mean of the workers' Δ. Afterwards it is
-            adjusted in every step. None: 0.9, unless ``delta`` is given. ``delta`` and
-            ``target_lssr`` cannot both be given.
+        target_lssr: Target for the share of steps in which no flag is set, in (0, 1). δ begins at
+            0.3. At the first step with a finite Δ > 0 it becomes the mean of the workers' Δ.
+            Afterwards it is adjusted in every step. None: 0.9, unless ``delta`` is given. ``delta``
+            and ``target_lssr`` cannot both be given.
         aggregate: Values that a synchronization averages: "parameters" or "gradients". The paper
             found parameters better. With gradients the workers' models stay different.
         smoothing: Factor a in (0, 1]. None: N/100, at most 1.
-        window: Number of the latest norms in m (≥ 1). The paper uses 25. None: all norms so far, by
-            the recursion above.
+        window: Number (≥ 1) of latest squared norms s whose weighted mean is m. The paper uses 25.
+            None: m contains all s so far, by the recursion above.
         max_interval: Largest number of steps from one synchronization to the next (≥ 1). With 1
-            every step synchronizes. None: no limit.
+            every step synchronizes (with deferred flags, from the second step). None: no limit.
         warmup_steps: Number of steps at the start that all synchronize (≥ 0).
         flags: "blocking": the workers wait for the flags of the current step. "deferred": the
             workers use the flags of the previous step, which have usually arrived already. The
             first step then never synchronizes, and the warm-up begins with the second step.
         optimizer_state: "average" also averages the optimizers' state at each mean of the
-            parameters. "local" leaves it different on each worker.
+            parameters; it requires ``aggregate="parameters"``. "local" leaves the state different
+            on each worker.
 
     A non-finite norm counts as Δ = 0 and leaves m unchanged (see ``RelativeChange``).
     ``Stats.details["norms_not_finite"]`` counts such steps.
@@ -87,12 +88,13 @@ class SelSync(Strategy):
     *Communication*: nine numbers per worker in each step, and the model (or the gradients) in a
     synchronization. This is about (1 − LSSR) times the communication of BSP. *Memory*: one flat
     copy of the model (or the gradients). A quantized ``wire`` adds the quantization errors, and for
-    parameters the last mean. *State*: m, δ, counters, and what a quantized wire adds.
+    parameters the last mean. *State*: m, the norms in the window, δ, counters, and what a quantized
+    wire adds.
 
     *Differs from the paper*: the paper has no ``target_lssr``, ``max_interval``, ``warmup_steps``
-    or deferred flags. Where the paper and its published code differ, this class takes the local
-    step before it averages parameters, squares and smooths each norm once, and measures Δ before
-    clipping.
+    or deferred flags. Where the paper and its published code differ, this class (1) averages the
+    parameters after the local step, (2) squares and smooths each norm once, and (3) measures Δ
+    before clipping.
 
     Source: Tyagi & Swany, arXiv 2307.07950, Algorithm 1 and Equations 1-2.
     """

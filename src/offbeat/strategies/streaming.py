@@ -21,6 +21,7 @@ from offbeat.strategies.base import (
     Tally,
     WorkerView,
     common,
+    local,
     setting,
 )
 from offbeat.strategies.rate_control import RateControl
@@ -46,12 +47,23 @@ class StreamingState:
         launch_steps: For each part, the mean of the workers' local steps at its last launch.
         gain: Newest outer gain G.
         pass_steps: Mean number of local steps in a pass of the model. 0: unknown.
+        voted_step: Local step of this worker's newest vote.
+        own_step: Local step of this worker's vote in the last round that has measured ``speed``.
+        others_step: Mean of the other workers' local steps in the votes of that round.
+        speed: Mean number of local steps that another worker takes while this worker takes one,
+            but at least 1. Measured between two rounds.
+        warned: True once this worker has logged that the staleness bound overrides its CPU budget.
     """
 
     rate: RateControl
     launch_steps: list[float]
     gain: float = common(default=1.0)
     pass_steps: float = field(default=0.0)
+    voted_step: int = 0
+    own_step: int = 0
+    others_step: float = 0.0
+    speed: float = 1.0
+    warned: bool = local(default=False)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -94,6 +106,7 @@ class StreamingAveraging(Strategy):
         staleness: τ, the largest staleness in local steps (cyclic: even, ≥ 2; eager: ≥ 1). The
             staleness of a worker is the number of its local steps since the launch of the newest
             landed part. In the eager schedule a worker with the staleness τ waits for a landing.
+            This bound has priority over the limits on launches.
         schedule: Times of launches and landings: "eager" or "cyclic".
         outer_gain: G ≥ 1, or "auto" for the formula above. With 1 there is no v.
 
@@ -156,7 +169,12 @@ class StreamingAveraging(Strategy):
     @override
     def state(self, worker: WorkerView) -> StreamingState:
         rate = RateControl(start_step=worker.step, landed=-worker.count)
-        return StreamingState(rate, [float(worker.start_step)] * worker.count)
+        return StreamingState(
+            rate,
+            [float(worker.start_step)] * worker.count,
+            own_step=worker.step,
+            others_step=float(worker.start_step),
+        )
 
     @override
     def due(self, worker: WorkerView) -> float:
@@ -166,13 +184,32 @@ class StreamingAveraging(Strategy):
             return float(worker.since_launch >= self._cycle(worker.count)[0])
         rate = _up_to_date(worker)
         allowed = min(rate.window - len(worker.in_flight_steps), rate.budget)
-        return allowed if allowed >= 1 else 0.0
+        return allowed if allowed >= 1 else float(self._nears_bound(worker))
+
+    def _nears_bound(self, worker: WorkerView) -> bool:
+        """Return True if the bound on the staleness requires a launch now.
+
+        Nothing is in flight, and the staleness has reached τ/2. A round begins when all workers
+        request it, so a slow worker must request it before faster workers reach their bound. It
+        therefore counts each of its steps as ``speed`` steps.
+        """
+        state: StreamingState = worker.state
+        if worker.in_flight_steps or 2 * state.speed * worker.staleness < self.staleness:
+            return False
+        if not state.warned:
+            state.warned = True
+            text = "rank %d: to keep the staleness within %d local steps, parts of the model are "
+            text += "launched more often than the CPU budget allows, which may slow down the steps"
+            text += ". Use a larger staleness or larger batches"
+            logger.warning(text, worker.rank, self.staleness)
+        return True
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
         """Return the local steps in a pass (∞ if unknown), the local step, ‖u‖² and ‖D‖²."""
         if not worker.stepping:
             return 0.0, 0.0, worker.sent_squared, worker.mean_squared
+        worker.state.voted_step = worker.step
         chooses = worker.precision is None
         steps = _up_to_date(worker).pass_steps(worker.step, worker.count, chooses=chooses)
         pass_steps = math.inf if steps is None else steps
@@ -184,11 +221,21 @@ class StreamingAveraging(Strategy):
         if self.schedule == "cyclic":
             return Launch(parts=self._cycle(worker.count)[1])
         stepping = max(1, tally.stepping)
+        if worker.stepping and stepping > 1:
+            own = worker.state.voted_step
+            self._measure_speed(worker.state, own, (tally.votes[1] - own) / (stepping - 1))
         pass_steps = tally.votes[0] / stepping
         if math.isfinite(pass_steps):
             self._use_pass_steps(worker, pass_steps)
         number = max(1, int(tally.wanted / stepping + 0.5))
         return Launch(number, worker.state.rate.precision if worker.precision is None else None)
+
+    @staticmethod
+    def _measure_speed(state: StreamingState, own: int, others: float) -> None:
+        """Compare this worker's steps since the previous round with the mean of the others."""
+        if own > state.own_step:
+            state.speed = max(1.0, (others - state.others_step) / (own - state.own_step))
+            state.own_step, state.others_step = own, others
 
     def _use_pass_steps(self, worker: WorkerView, steps: float) -> None:
         """Store the mean number of local steps in a pass, and adapt an automatic precision."""

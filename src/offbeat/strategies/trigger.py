@@ -82,7 +82,7 @@ class ThresholdController:
     ``target_lssr`` at a rate 1/steps.
 
     A synchronization without a trigger (``warmup_steps`` and ``max_interval`` of SelSync) does not
-    count as ``fired``. It would raise δ until no Δ reached δ for thousands of steps.
+    count as ``fired``. If it did, δ would rise so far that no Δ reaches it for thousands of steps.
 
     Attributes:
         target_lssr: Target for the share of steps in which no trigger fires, in (0, 1).

@@ -4,7 +4,8 @@
 block this worker, for example until another worker has taken a step. If that worker waited for
 samples of this worker's next step, both would wait forever. Therefore a task is notified when the
 strategy may block. During that time it must not make other workers wait for this worker's next
-step. See ``data/exchange.py``.
+step. See ``data/exchange.py``. At a *barrier*, such as the start of ``consensus()``, all workers
+wait for each other.
 """
 
 from collections.abc import Callable

@@ -20,7 +20,7 @@ class BackwardHooks:
     The last bucket is not reported, because backward ends with it anyway.
 
     With gradient accumulation a step has several backward passes, and a bucket is complete during
-    the last one. The hooks expect as many passes as in the previous step, and 1 in the first step.
+    the last one. The hooks expect as many passes as in the last step that had any; at first, 1.
     If a step has more passes, buckets are reported too early. The receiver must therefore detect
     gradients that change after the report. If a step has fewer passes, no bucket is reported.
 
@@ -66,7 +66,7 @@ class BackwardHooks:
 
     def _report(self) -> bool:
         """Report the next bucket. Returns False if the hooks were removed."""
-        # Progress in passes. A pass is one forward and one backward computation.
+        # ``progress`` counts passes (one forward and one backward computation) and their fractions.
         before_backward = self._passes - 1 + FORWARD_SHARE
         progress = before_backward + (1 - FORWARD_SHARE) * self._shares[self._next]
         self._host.computed(progress / self._passes)

@@ -29,8 +29,9 @@ def recalibrate_batchnorm(
         running_mean = 1/K Σ mean(batch k)
         running_var  = 1/K Σ var(batch k)        unbiased, as in training
 
-    All other modules run in evaluation mode (no Dropout), without gradients. Afterwards each module
-    returns to its mode. After an error the old statistics are restored.
+    A layer that no batch reaches gets mean 0 and variance 1. A model without such layers is left
+    as it is. All other modules run in evaluation mode (no Dropout), without gradients. Afterwards
+    each module returns to its mode. After an error the old statistics are restored.
 
     Not a collective, unless the model has ``SyncBatchNorm`` layers. Inside ``consensus()`` the new
     statistics last until the context ends. After ``finish()`` they are permanent: call this

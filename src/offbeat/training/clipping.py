@@ -4,9 +4,10 @@ A strategy that averages or measures gradients must receive them before they are
 averages them, the mean over the workers is clipped, not each worker's gradient.
 
 Training loops and frameworks call ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_``, which
-know nothing about the strategy. Both functions are therefore replaced while gradients are averaged
-or measured. A replacement passes the gradients to the strategy and then calls torch's function. If
-one call clips the gradients of several optimizers, the replacement warns and only clips.
+know nothing about the strategy. Both functions are therefore replaced while gradients are measured,
+or averaged by the strategy or inside a node (a group of workers that acts as one). A replacement
+passes the gradients to the strategy and then calls torch's function. If one call clips the
+gradients of several optimizers, the replacement only clips, and warns once.
 """
 
 import sys
@@ -27,7 +28,7 @@ _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 
 
 class _Clipped(NamedTuple):
-    """The smallest gradient of an optimizer, and its version, directly after a clip.
+    """The gradient tensor with the fewest elements, and its ``_version``, directly after a clip.
 
     If the parameter has another gradient tensor later, the training loop has skipped the step. If
     only the version differs, the gradient was changed after the clip.
@@ -55,7 +56,7 @@ class Clipping:
             self.replace_torch_functions()
 
     def replace_torch_functions(self) -> None:
-        """Replace torch's clipping functions for this model. A second call does nothing."""
+        """Replace torch's clipping functions for this model. Only the first call has an effect."""
         if self._unwatch is not None:
             return
         me = weakref.ref(self)  # a model that is dropped without detach() must be freed
@@ -79,7 +80,7 @@ class Clipping:
         clipped = self._clipped.get(index)
         if clipped is not None:
             parameter, gradient, version = clipped
-            if not self._iteration.is_prepared(index):  # ScalerHooks counted a skipped step
+            if not self._iteration.is_prepared(index):  # ScalerHooks has counted a skipped step
                 del self._clipped[index]
             elif parameter.grad is not gradient:  # the training loop skipped the step
                 del self._clipped[index]
@@ -109,7 +110,7 @@ class Clipping:
             squared = worker.squared_norm(g for each in optimizers for g in each.gradients())
         parameters = [p for each in optimizers for p in each.parameters if p.grad is not None]
         double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
-        norm = torch.tensor(squared, dtype=torch.float64).sqrt()
+        norm = torch.tensor(squared, dtype=torch.float64, device="cpu").sqrt()
         norm = norm if double else norm.float()
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         for each in optimizers:
@@ -128,12 +129,13 @@ class Clipping:
     def before_torch_clip(self, indices: Sequence[int]) -> bool:
         """Call ``prepare`` before torch clips gradients of the optimizers ``indices``.
 
-        Returns True if the caller must call ``clipped`` after the clip. Returns False without
-        ``prepare`` after the end of training, in a consensus, and for several optimizers at once.
+        Returns True if the caller must call ``clipped`` after the clip. Returns False without a
+        call of ``prepare`` after the end of training, while the model holds the mean of all workers
+        (inside ``Synchronizer.consensus``), and for several optimizers at once.
         """
         if not self._iteration.active or self._iteration.shows_consensus:
             return False
-        if len(indices) > 1:  # some may get their gradients from a later backward pass
+        if len(indices) > 1:  # too early for ``prepare`` if one still waits for a backward pass
             self._warn(
                 "torch.nn.utils clips the gradients of several optimizers at once, before the "
                 "strategy has seen them: use sync.clip_grad_norm_"
@@ -173,7 +175,7 @@ def _watch(owners: "dict[int, tuple[weakref.ref[Clipping], int]]") -> None:
 def _stop_watching(clipping: "weakref.ref[Clipping]", parameters: Sequence[int]) -> None:
     """Forget the parameters of ``clipping``. If no other model is left, restore torch's functions.
 
-    The garbage collector may call this function at any time, even while it is running.
+    The garbage collector may call this function at any time, also in the middle of another call.
     """
     for key in parameters:
         owner = _owners.get(key)

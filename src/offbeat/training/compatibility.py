@@ -226,9 +226,9 @@ def _shares_memory_with_itself(tensor: Tensor) -> bool:
         return False
     # The dimensions overlap, but all offsets may still differ. For example, sizes (3, 2) with
     # strides (2, 3) have the offsets 0, 2, 4, 3, 5, 7. This is rare, so compute all offsets.
-    offsets = torch.zeros(1, dtype=torch.int64)
+    offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
     for stride, size in dims:
-        offsets = (offsets[:, None] + stride * torch.arange(size)).reshape(-1)
+        offsets = (offsets[:, None] + stride * torch.arange(size, device="cpu")).reshape(-1)
     return len(offsets.unique()) < tensor.numel()
 
 

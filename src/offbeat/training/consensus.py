@@ -1,12 +1,14 @@
 """Consensus: replace the local model by the mean over all workers.
 
-The replacement is temporary (for an evaluation) or permanent (at the end of training). *Follower
-modules*, such as a moving average (EMA) of the weights, are averaged in a consensus only.
+The replacement is temporary (for an evaluation) or permanent (at the end of training). It begins
+with a *barrier*: all workers wait for each other. *Follower modules*, such as a moving average
+(EMA) of the weights, are averaged in a consensus only.
 
 In a *round* all workers vote, and so decide together whether to average. A *view* is a period with
 the same workers. In elastic training a new view begins when a worker joins or is lost.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -21,7 +23,9 @@ from offbeat.training.background import BackgroundTasks
 from offbeat.training.compatibility import require_usable
 from offbeat.training.consistency import copy_rank_0, require_consistency
 from offbeat.training.iteration import Iteration
+from offbeat.training.loading import LoadDetection
 from offbeat.training.monitors import Distance
+from offbeat.training.progress import Progress
 from offbeat.transport.membership import EndedError
 from offbeat.transport.team import Team
 
@@ -53,7 +57,8 @@ class FollowerModules:
         """Raise TypeError or AttachError if ``modules`` cannot be added. Sends nothing.
 
         They must not share tensors with ``model`` or with follower modules that were added before,
-        and it must be possible to write their tensors in place.
+        and it must be possible to write their tensors in place. They may share tensors with each
+        other; a shared tensor is averaged once.
         """
         if not all(isinstance(m, nn.Module) for m in modules):
             raise TypeError(f"follow() takes modules, got {modules!r}")
@@ -121,9 +126,13 @@ class Consensus:
         iteration: Iteration,
         tasks: BackgroundTasks,
         shards: Shards | None,
+        loading: LoadDetection,
     ) -> None:
         self._worker, self._iteration = worker, iteration
         self._tasks, self._shards = tasks, shards
+        self._loading = loading
+        self._progress = Progress(worker, iteration.flow.strategy)
+        iteration.accept_loaded = self.accept_loaded
         self.followers = FollowerModules(worker.team)
         self.change_view: Callable[[CommunicationError], object] | None = None
         self.distance: Distance | None = None
@@ -147,12 +156,25 @@ class Consensus:
         self.ended = False
         self.note_parameters()
 
+    def note_start(self) -> None:
+        """Handle a model from which training starts or continues, equal on all workers."""
+        self._loading.loaded, self._worker.anchor = False, 0
+        self._progress.note_start()
+        self.note_parameters()
+
+    def accept_loaded(self, what: str, *, finishing: bool = False) -> None:
+        """Handle values that were loaded into the model; see ``LoadDetection.accept``."""
+        if self._loading.loaded:
+            self._require_own_parameters()  # load_state_dict(assign=True) replaces them
+            self._loading.accept(what, finishing=finishing)
+            self._progress.note_start()
+
     def note_parameters(self) -> None:
         """Store the parameters' version counters, which torch increments at each write."""
         self._worker.touched = False
         self._versions = self._worker.replica.versions()
 
-    def check_parameters(self) -> None:
+    def check_parameters(self, what: str, *, finishing: bool = False) -> None:
         """Set ``worker.touched``: True if the parameters changed since ``note_parameters``.
 
         For example, schedule-free optimizers change the parameters in ``eval()`` and ``train()``.
@@ -160,16 +182,20 @@ class Consensus:
         full weight, so that the mean contains the change.
 
         Raises:
-            AttachError: a parameter of the model was replaced by another one.
+            AttachError: a parameter of the model was replaced by another one; or see
+                ``LoadDetection.accept``. ``what`` names the caller.
         """
-        worker = self._worker
-        replaced = worker.replica.replaced()
+        self._require_own_parameters()
+        self.accept_loaded(what, finishing=finishing)
+        self._worker.touched = self._versions != self._worker.replica.versions()
+
+    def _require_own_parameters(self) -> None:
+        replaced = self._worker.replica.replaced()
         if replaced:
             raise AttachError(
                 f"parameter {replaced[0]!r} of the model was replaced after attach(), so it is no "
                 "longer synchronized: detach() and attach again"
             )
-        worker.touched = self._versions != worker.replica.versions()
 
     # -- consensus -------------------------------------------------------------------------------
 
@@ -198,9 +224,11 @@ class Consensus:
 
         Returns the local values, for ``restore``.
         """
+        self._progress.consensuses += 1
         return self._retry(lambda: self._show(self._wait_for_all(finishing=False)))
 
-    def _show(self, last: Round) -> Snapshot:
+    def _show(self, last: Round, *, finishing: bool = False) -> Snapshot:
+        self._progress.compare(last.wait(), finishing=finishing)
         local = self._worker.replica.snapshot(), self.followers.snapshot()
         try:
             self._average(last, final=False)
@@ -224,6 +252,7 @@ class Consensus:
 
     def finish(self) -> None:
         """Replace the model by the mean permanently, and end background tasks. A collective."""
+        self._progress.warn_if_not_counted()
         try:
             self._retry(self._finish)
         except EndedError:
@@ -231,19 +260,21 @@ class Consensus:
             # too, and only its last barrier has failed.
             if not self.ended:
                 raise
+        self._iteration.flow.check.report_excluded()
         self._tasks.finish()
 
     def _finish(self) -> None:
-        worker, team, self.ended = self._worker, self._worker.team, False
+        team, self.ended = self._worker.team, False
         last = self._wait_for_all(finishing=True)
         while last.wait().finishing < team.size:
             # Some workers have entered consensus() instead: take part in it, then wait again.
             with team.account.paused():
-                self.restore(self._show(last))
+                self.restore(self._show(last, finishing=True))
             last = self._wait_for_all(finishing=True)
         self._average(last, final=True)
         self.ended = True
-        if self.change_view is not None:
-            # No worker may leave before all have the final mean. If a worker is lost before that,
-            # the others compute the mean again in a new view.
-            worker.barrier("the end of training")
+        # No worker may leave before all have the final mean. If a worker is lost before that, the
+        # others of an elastic training compute the mean again in a new view.
+        lost = () if self.change_view is not None else (CommunicationError,)
+        with contextlib.suppress(*lost), team.account.paused():
+            self._progress.compare_final()

@@ -44,10 +44,10 @@ def describe(
 
 
 def settings_of(model: nn.Module, optimizers: Sequence[AttachedOptimizer]) -> Settings:
-    """Return settings by name that may differ between the workers, but cause a warning if they do.
+    """Return settings, by name, that should be equal on all workers. Unequal ones cause a warning.
 
-    They are the versions of offbeat and torch, the optimizers' hyper-parameters, and the mode of
-    each module (``train()`` or ``eval()``).
+    They are the versions of offbeat and torch, the size of each parameter group and those of its
+    hyper-parameters that are plain values, and the mode of each module (``train()`` or ``eval()``).
     """
     settings = {"the version of offbeat": _own_version(), "the version of torch": torch.__version__}
     for each in optimizers:
@@ -56,7 +56,7 @@ def settings_of(model: nn.Module, optimizers: Sequence[AttachedOptimizer]) -> Se
             settings[f"the number of parameters of {where}"] = str(len(group["params"]))
             for name, value in group.items():
                 if name != "params" and _is_plain(value):
-                    settings[f"{name} of {where}"] = _shown(value)
+                    settings[f"{name} of {where}"] = value_text(value)
     for name, module in model.named_modules():
         shown = f"module {name!r}" if name else "the model"
         settings[f"the mode of {shown}"] = "train()" if module.training else "eval()"
@@ -78,9 +78,10 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _shown(value: object) -> str:
+def value_text(value: object) -> str:
+    """Return the text of a plain value, or of a tensor with one element."""
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(_shown, value))})"
+        return f"({', '.join(map(value_text, value))})"
     if isinstance(value, Tensor):
         value = value.item()
     return f"{value:.8g}" if isinstance(value, float) else str(value)
@@ -91,7 +92,8 @@ def require_consistency(
 ) -> None:
     """Compare ``lines`` and ``settings`` between the workers. A collective.
 
-    If the settings differ, every worker warns. Texts are exchanged only if their hashes differ.
+    If only the settings differ, every worker warns. Texts are exchanged only if their hashes
+    differ.
 
     Raises:
         MismatchError: a worker's lines differ from those of rank 0. Raised on every worker.
@@ -109,8 +111,8 @@ def require_consistency(
                 raise MismatchError(message)
     if len(set(hashes)) > 1:
         texts = communicator.gather_bytes(settings_text, what=what)
-        differences = _differences([json.loads(each) for each in texts])
-        message = f"the workers differ, but training continues: {differences}"
+        found = differences({rank: json.loads(each) for rank, each in enumerate(texts)})
+        message = f"the workers differ, but training continues: {found}"
         if communicator.rank == 0:
             logger.warning("%s", message)
         warnings.warn(message, stacklevel=5)  # points to the line that called attach()
@@ -142,18 +144,21 @@ def difference(lines: Sequence[Sequence[str]], rank: int, first: int) -> str:
     return ""
 
 
-def _differences(settings: Sequence[Settings]) -> str:
-    """Describe the settings that differ: each value with the ranks that have it."""
-    differences = []
-    for name in dict.fromkeys(name for each in settings for name in each):
+def differences(settings: Mapping[int, Settings]) -> str:
+    """Describe the settings that differ, given the settings of each rank.
+
+    The text contains each value with the ranks that have it.
+    """
+    found = []
+    for name in dict.fromkeys(name for each in settings.values() for name in each):
         ranks: dict[str, list[str]] = {}
-        for rank, each in enumerate(settings):
+        for rank, each in settings.items():
             ranks.setdefault(each.get(name, "nothing"), []).append(str(rank))
         if len(ranks) > 1:
             values = (f"{value} on rank {', '.join(where)}" for value, where in ranks.items())
-            differences.append(f"{name} is {' and '.join(values)}")
-    more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-    return "; ".join(differences[:_SHOWN]) + more
+            found.append(f"{name} is {' and '.join(values)}")
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join(found[:_SHOWN]) + more
 
 
 def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
@@ -163,6 +168,6 @@ def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
     for bucket in make_buckets(tensors):
         bucket.pack()
         team.communicator.broadcast(bucket.flat, what="copy of rank 0's model").wait()
-        # Not only on other ranks. "Rank 0" may be a node of several workers, and these take the
-        # values of the node's first worker.
+        # Rank 0 unpacks, too. With nodes it is a node of several workers, and the others of them
+        # must get the values of the node's first worker.
         bucket.unpack()

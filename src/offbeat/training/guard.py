@@ -1,5 +1,6 @@
 """Contexts around communication, which cannot be entered again after a failure."""
 
+from collections.abc import Callable
 from types import TracebackType
 
 from offbeat.errors import CommunicationError, OffbeatError
@@ -21,11 +22,13 @@ class Guard:
     Attributes:
         failure: The exception after which the context cannot be entered. None if there was none.
         elastic: True if training continues after the loss of a worker.
+        on_failure: Called when ``failure`` is set.
     """
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
         self.elastic = False
+        self.on_failure: Callable[[], object] = lambda: None
 
     def __enter__(self) -> None:
         failure = self.failure
@@ -35,7 +38,9 @@ class Guard:
             raise failure
         raise OffbeatError(
             f"a synchronization was interrupted by {type(failure).__name__}, so this worker is out "
-            "of step with the others: detach() and attach again, on all workers"
+            "of step with the others. Call detach() here: the others then raise a "
+            "CommunicationError at their next synchronization. After detach() there, too, all can "
+            "attach again"
         ) from failure
 
     def __exit__(
@@ -46,6 +51,7 @@ class Guard:
     ) -> None:
         if error is not None and not (self.elastic and isinstance(error, CommunicationError)):
             self.failure = error
+            self.on_failure()
 
 
 class StepGuard:

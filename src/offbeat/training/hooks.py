@@ -34,30 +34,30 @@ def hook_optimizer(
     """Call ``clipping.before_step`` before and ``iteration.complete`` after every optimizer step.
 
     In a step with a closure, ``before_step`` is called after the closure, and ``record_loss``
-    receives the closure's return value. The hooks raise an AttachError if the optimizer calls its
-    closure more than once in a step, or if it contains an inner optimizer that steps outside of
-    ``optimizer.step``.
+    receives the closure's return value. The hooks raise an AttachError if the optimizer does not
+    call its closure exactly once in a step, or if it contains an inner optimizer that steps outside
+    of ``optimizer.step``.
     """
     optimizer, index = attached.optimizer, attached.index
-    in_step = False
+    in_step = uncalled = False
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
-        nonlocal in_step
-        in_step = True
+        nonlocal in_step, uncalled
+        in_step, uncalled = True, False
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             clipping.before_step(index)
             return None
-        called = False
+        called, uncalled = False, True
 
         def once() -> Any:
-            nonlocal called
+            nonlocal called, uncalled
             if called:
                 raise AttachError(
                     f"{type(optimizer).__name__} calls its closure more than once a step, "
                     "which cannot be synchronized; call it outside of step()"
                 )
-            called = True
+            called, uncalled = True, False
             loss = closure()
             record_loss(loss)
             clipping.before_step(index)
@@ -71,6 +71,11 @@ def hook_optimizer(
         nonlocal in_step
         if not (may_nest_steps(optimizer) and ends_nested_step(optimizer)):
             in_step = False
+            if uncalled:
+                raise AttachError(
+                    f"{type(optimizer).__name__} took a step without calling its closure, so its "
+                    "gradients were not synchronized; call the closure outside of step()"
+                )
             iteration.complete(index)
 
     def before_inner(inner: Optimizer, args: Any, kwargs: Any) -> None:

@@ -8,6 +8,7 @@ Words of this module:
 - *node*: a group of workers that average their gradients in every step and count as one worker.
 - *bucket*: a group of parameters whose gradients are sent in one message.
 - *round*: all workers vote, and so decide together whether to average now.
+- *barrier*: a point at which all workers wait for each other.
 - *consensus*: the local model is replaced by the mean over all workers.
 - *view*: a period with the same workers. A new view begins when a worker joins or is lost.
 """
@@ -68,6 +69,8 @@ class Iteration:
     Attributes:
         active: False once training has ended. The hooks then do nothing.
         guard: Context around communication. It raises if it is entered after a failure.
+        accept_loaded: Called before each step, with the name of the caller; see
+            ``LoadDetection.accept``.
         recover: Begins the next view after a failure. None: a failure ends training.
         gradient_monitors: Functions called in ``prepare``, before the flow changes the gradients.
             Arguments: the optimizer; the factor by which a GradScaler has scaled the gradients (1
@@ -86,6 +89,7 @@ class Iteration:
     ) -> None:
         self.flow, self._worker, self.node = flow, worker, node
         self._completed = completed
+        self.accept_loaded: Callable[[str], None] = lambda what: None
         self.active = True
         self.guard = Guard()
         self.model_monitors: list[Callable[[], None]] = []
@@ -94,11 +98,11 @@ class Iteration:
         self._host = worker.team.host
         self.recover: Recovery | None = None
         self._failure: CommunicationError | None = None  # raised during backward, handled later
-        # Indices of the optimizers that, in this iteration, are
-        self._prepared: set[int] = set()  # prepared, and have not stepped yet
-        self._stepped: set[int] = set()  # complete: they have stepped or skipped their step
-        self._averaged: set[int] = set()  # averaged in the node, and have not stepped yet
-        self._order: list[int] = []  # prepared, in this order
+        # Indices of optimizers in this iteration:
+        self._prepared: set[int] = set()  # prepared, but not complete yet
+        self._stepped: set[int] = set()  # complete: stepped, or skipped their step
+        self._averaged: set[int] = set()  # averaged in the node, but not complete yet
+        self._order: list[int] = []  # in the order of their ``prepare``
         self._synced = False  # True if the workers synchronized before a step of this iteration
         self._skipped = True  # False once an optimizer has really stepped in this iteration
         self._last_order = [each.index for each in worker.optimizers]
@@ -108,15 +112,15 @@ class Iteration:
         ]
         parameters = [p for groups in self._groups for group in groups for p in group]
         self._frozen = [p for p in parameters if not p.requires_grad]
-        self._forbidden = ""  # "consensus()" while the model is the consensus; see forbid_steps
+        self._forbidden = ""  # inside ``forbid_steps``: its argument, e.g. "consensus()"
         self._backward: BackwardHooks | None = None
         self.choose_overlap()
 
     def choose_overlap(self) -> None:
         """Set ``worker.overlaps_backward``: True if the flow may average gradients during backward.
 
-        False in a node: the flow averages the node's mean gradients, which exist only after
-        backward. False with several optimizers, see ``watch_backward``.
+        False with one worker. False in a node: the flow averages the node's mean gradients, which
+        exist only after backward. False with several optimizers, see ``watch_backward``.
         """
         worker, alone = self._worker, self.node is None
         worker.overlaps_backward = worker.size > 1 and len(worker.optimizers) == 1 and alone
@@ -124,7 +128,8 @@ class Iteration:
     def watch_backward(self) -> None:
         """Install hooks that report complete buckets to the node or the flow during backward.
 
-        With several optimizers there are no hooks. Backward might complete the buckets of different
+        With a single bucket there are no hooks, because the last bucket is not reported. With
+        several optimizers there are none either. Backward might complete the buckets of different
         optimizers in a different order on each worker, but all workers must send in the same order.
         """
         wants = self.flow.wants_buckets and self._worker.overlaps_backward
@@ -200,6 +205,7 @@ class Iteration:
             return
         if self._forbidden:
             self.require_own_model("a training step")
+        self.accept_loaded("a training step")
         worker = self._worker
         optimizer = worker.optimizers[index]
         if not _holds(optimizer.optimizer, self._groups[index]):
@@ -227,7 +233,7 @@ class Iteration:
             self._synced = self._synced or synced
             if self._backward is not None:
                 self._backward.end_step()
-        self._prepared.add(index)  # last, so that a call after a failure fails again
+        self._prepared.add(index)  # not earlier: after a failure, the next call must fail, too
 
     def _gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
         while True:
@@ -249,7 +255,7 @@ class Iteration:
         """Begin the next view. Returns True if this worker must skip the current step."""
         assert self.recover is not None
         worker = self._worker
-        worker.step -= last  # the next view begins before this step
+        worker.step -= last  # without this step, because the next view begins before it
         skip = self.recover(error)
         worker.step += last
         if skip:
@@ -364,3 +370,4 @@ class Iteration:
             self._backward = None
         self.model_monitors, self.gradient_monitors = [], []
         self._completed, self.recover = lambda synced: None, None
+        self.accept_loaded = lambda what: None

@@ -4,6 +4,9 @@
 step to the next. The strategy SelSync averages when Δ of a worker reaches a threshold δ, and
 typical values of Δ help to choose δ. ``Distance`` measures the distance between the workers' models
 in the background.
+
+A *consensus* replaces the local model by the mean over all workers. It begins with a *barrier*: all
+workers wait for each other.
 """
 
 import logging
@@ -180,7 +183,9 @@ class Distance:
         return self._free and not self._requests
 
     def _request(self, *, able: bool) -> None:
-        number = torch.tensor([float(able)], device=self._requesting.control_device)
+        number = torch.tensor(
+            [float(able)], dtype=torch.float32, device=self._requesting.control_device
+        )
         handle = self._requesting.sum(number, what="request to measure the distance")
         models = self._copy() if able and self._in_step else None
         self._requests.append(_Request(handle, models, self._worker.step))
@@ -247,7 +252,8 @@ def _squares(parts: list[Tensor], workers: int) -> Tensor:
 
     Each of the ``parts`` consists of one equal-sized piece of every model x_i, in rank order.
     """
-    total = torch.zeros(workers + workers * (workers - 1) // 2, dtype=torch.float64)
+    count = workers + workers * (workers - 1) // 2
+    total = torch.zeros(count, dtype=torch.float64, device="cpu")
     for part in parts:
         for chunk in part.view(workers, -1).split(_CHUNK, dim=1):
             models = chunk.double()

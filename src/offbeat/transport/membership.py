@@ -54,7 +54,8 @@ class Membership(Protocol):
     def next_view(self, *, view: int, step: int) -> View:
         """Agree on the next view, and open a communicator between its members. Blocks.
 
-        Members that do not call this method in time are excluded from the next view.
+        Members that do not call this method in time are excluded from the next view. It may take
+        several times the time limit of an operation, because each of its waits has that limit.
 
         Args:
             view: Number of the view that ends.

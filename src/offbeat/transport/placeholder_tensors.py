@@ -35,7 +35,7 @@ def blank(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     The eight bytes hold the size that the tensor represents, for ``storage_bytes``.
     """
     size = torch.Size(shape).numel() * dtype.itemsize
-    return torch.full((1,), size, dtype=torch.int64).view(dtype)[:1].expand(*shape)
+    return torch.full((1,), size, dtype=torch.int64, device="cpu").view(dtype)[:1].expand(*shape)
 
 
 def blank_list(like: Tensor, count: int) -> list[Tensor]:
@@ -64,7 +64,7 @@ def storage_bytes(tensor: Tensor, scale: float) -> int:
     """
     storage = tensor.untyped_storage()
     if is_blank(tensor):
-        return int(torch.empty(0, dtype=torch.int64).set_(storage).item())
+        return int(torch.empty(0, dtype=torch.int64, device="cpu").set_(storage).item())
     size = storage.nbytes()
     scaled = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return round(size * scale) if scaled else size

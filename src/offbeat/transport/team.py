@@ -103,7 +103,7 @@ class Team:
 
     @property
     def identity(self) -> int:
-        """Number of this process in all views.
+        """Number of this process, the same in all views.
 
         Without a node it is this worker's entry in ``members``. With a node it is the rank of the
         process among all processes of all nodes.
@@ -140,8 +140,8 @@ class Team:
     def agree(self, *values: float) -> list[float]:
         """Return the maximum of each value over the processes of this node.
 
-        This makes values equal that may differ between the processes, such as times. A collective
-        of the node; blocks. Without a node, returns the values.
+        Use it for values that may differ between the processes, such as times, but must be equal on
+        them. A collective of the node; blocks. Without a node, returns the values.
         """
         if self.node is None:
             return list(values)
@@ -162,12 +162,14 @@ class Team:
         """Return a team of the same workers with a second communicator and the same account.
 
         Two threads of a worker can each use one of the teams; see ``Communicator.twin``. The second
-        team has no ``membership``. A collective.
+        team has no ``membership``, and its ``view`` is always 0. A collective.
         """
-        return Team(self.communicator.inner.twin(), account=self.account, node=self.node)
+        team = Team(self.communicator.inner.twin(), account=self.account, node=self.node)
+        team.view, team.members = self.view, self.members
+        return team
 
     def close(self, *, together: bool = False) -> None:
-        """Close all communicators of this process; see ``Communicator.close``."""
+        """Close the communicators of this team and of its node; see ``Communicator.close``."""
         self.communicator.close(together=together)
         if self.node is not None:
             self.node.close(together=together)

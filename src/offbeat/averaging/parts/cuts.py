@@ -20,7 +20,8 @@ def cut_by_tensors(
     Args:
         tensors: The tensors, in order.
         parts: Number of parts, at most the number of tensors.
-        sizes: Bytes of each tensor. None: in the dtype of the sum, which is float32 for half types.
+        sizes: Bytes of each tensor. None: the bytes that it has in a sum, where float16 and
+            bfloat16 become float32.
     """
     if sizes is None:
         sizes = [staged_bytes(tensor) for tensor in tensors]

@@ -16,16 +16,16 @@ from offbeat.strategies.base import Outer, SharedModel
 def make_parts(worker: Worker, shared: SharedModel) -> list[Part]:
     """Make the parts of a model that is equal on all workers.
 
-    With ``shared.error_feedback`` the quantization error stays in the local model. The parts then
-    have about equal bytes and may begin inside a tensor. Without it, a part consists of whole
-    tensors.
+    The parts have about equal bytes. With ``shared.error_feedback`` a worker keeps the quantization
+    error of an update in its local model and sends it with the next update. The parts may then
+    begin inside a tensor. Without it, a part consists of whole tensors.
 
     A *node* is a group of processes on one machine. If they divide the model among them, each one
-    cuts its own shards. All processes of a node have the same number of parts, because they must
-    launch together. So some of these parts may be empty.
+    cuts its own shards. All processes of a node have the same number of parts, because they start
+    the sum of each part together. So some of these parts may be empty.
 
     Raises:
-        ValueError: there are more parts than parameter tensors, without ``error_feedback``.
+        ValueError: without ``error_feedback``, there are more parts than non-empty parameters.
     """
     tensors, team = [p for _, p in worker.replica.parameters], worker.team
     size = round(team.host.scale * sum(t.nbytes for t in tensors))
@@ -42,7 +42,7 @@ def make_parts(worker: Worker, shared: SharedModel) -> list[Part]:
     parts = []
     for index, group in enumerate(groups):
         parts.append(_make_part(worker, shared, group, index, last=index == len(groups) - 1))
-        if len(groups) > 1:  # a part needs its staging tensors only from its launch to its landing
+        if len(groups) > 1:  # a part needs its staging tensors only while its sum is in flight
             parts[-1].release()
     return parts
 
@@ -61,7 +61,7 @@ def _tensor_groups(
     if parts > len(present):
         raise ValueError(
             f"the number of parts must be at most {len(present)}, the number of parameter tensors "
-            f"of this model, because a tensor is not divided; got {parts}"
+            f"of this model that are not empty, because a tensor is not divided; got {parts}"
         )
     groups = cut_by_tensors([t for t, _ in present], parts, [size for _, size in present])
     return [_constant(group) for group in groups]
@@ -98,8 +98,9 @@ def _make_part(
         worker.wire,
         tensors,
         name=name,
-        # A worker with non-finite values sends an update of 0 or returns to P. Both require P. A
-        # single worker needs no P. Its training has the same bits as training without offbeat.
+        # An anchored part stores P, the shared model. A worker with non-finite values sends an
+        # update of 0, relative to P, or replaces its model by P. A single worker stores no P. Its
+        # training has the same bits as training without offbeat.
         anchored=worker.size > 1
         and not shared.blocking
         and (worker.excludes or (worker.guarded and shared.eager)),

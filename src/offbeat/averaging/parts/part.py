@@ -190,8 +190,8 @@ class Part(ABC):
                 ``weight`` of 0, if the worker counts in ``total``.
             precision: Precision of the parameters in this launch, only for an ``UpdatePart``. None:
                 the precision of the wire.
-            outer_step: μ and a in the outer step v ← μ·v + D, P ← P + η·(D + a·v), only for an
-                ``UpdatePart``. η is ``outer.lr``. None: both are ``outer.momentum``.
+            outer_step: μ and a in the outer step v ← μ·v + D, P ← P + D + a·v, only for an
+                ``UpdatePart``. None: both are ``outer.momentum``.
         """
 
     def _begin(self, total: Handle[float], weight: float, step: int) -> None:
@@ -290,7 +290,7 @@ class Part(ABC):
         bucket = self.buckets[index]
         bucket.write_buffers(sent, self.weight)
         if bucket.buffers and self.buffer_base and not show:
-            torch.div(bucket.buffer_values, self.weight, out=self.buffer_base[index])
+            torch.mul(bucket.buffer_values, 1 / self.weight, out=self.buffer_base[index])
 
     def before_save(self) -> None:
         """Wait for the sums in flight, and make ``sums`` and ``own`` valid for a checkpoint."""

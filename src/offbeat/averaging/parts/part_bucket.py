@@ -47,7 +47,7 @@ class PartBucket(Bucket):
     def copy_parameters(self, dtype: torch.dtype | None = None) -> Tensor:
         """Copy the parameters to a new flat tensor. Overwrites the staging tensor.
 
-        ``dtype``: that of the new tensor. None: that of the staging tensor.
+        ``dtype`` is the dtype of the new tensor. None: the dtype of the staging tensor.
         """
         self.pack()
         return self.parameter_values.to(dtype or self.flat.dtype, copy=True)
@@ -61,8 +61,8 @@ class PartBucket(Bucket):
         """Write the mean of the buffers: the staged sum over the workers, divided by ``weight``.
 
         Args:
-            sent: Values of the buffers at the launch, 1-D. The buffers keep their changes since
-                then, see ``add_clamped``. None: the buffers become the mean.
+            sent: Values of the buffers when their sum was started, 1-D. The buffers keep their
+                changes since then, see ``add_clamped``. None: the buffers become the mean.
             weight: Σ w, the sum of the workers' weights.
         """
         if not self.buffers:
@@ -70,4 +70,4 @@ class PartBucket(Bucket):
         if sent is None:
             unpack(self.buffer_values, self.buffers, weight)
         else:
-            add_clamped(self.buffers, self.buffer_values / weight, sent)
+            add_clamped(self.buffers, self.buffer_values * (1 / weight), sent)

@@ -50,8 +50,6 @@ class PipelineState:
         parts: The parts of the shared model.
         next_part: Index of the part that the next round launches first.
         in_flight: Indices of the parts in flight, the oldest first.
-        fresh_step: Local step of the newest launch that has landed. Before the first landing: the
-            local step at which the pipeline was made.
         flight_seconds: Seconds from launch to arrival, summed over all landings.
         queue: Launches that were decided and have not started, the oldest first.
         spent: Seconds spent on each launch and landing since the last step boundary, without waits.
@@ -61,7 +59,6 @@ class PipelineState:
     parts: list[Part]
     next_part: int = 0
     in_flight: list[int] = field(default_factory=list)
-    fresh_step: int = 0
     flight_seconds: float = 0.0
     queue: list[QueuedLaunch] = transient(default_factory=list)
     spent: list[float] = transient(default_factory=list)
@@ -91,7 +88,7 @@ class Pipeline:
         self._worker, self._strategy, self._shared = worker, strategy, shared
         self._view, self._check = view, check
         self.changed, self.report_non_finite = True, False
-        self.state = PipelineState(make_parts(worker, shared), fresh_step=worker.step)
+        self.state = PipelineState(make_parts(worker, shared))
         view.count = len(self.state.parts)
 
     @property
@@ -240,7 +237,7 @@ class Pipeline:
         state.in_flight.pop(0)
         self._update_view()
         view.landings += 1
-        state.fresh_step = max(state.fresh_step, part.launched_step)
+        view.fresh_step = max(view.fresh_step, part.launched_step)
         if self._shared.blocking and take and part.weight:
             part.synced_step = worker.step
         if len(self.parts) > 1:
@@ -287,7 +284,7 @@ class Pipeline:
             self._worker.forget_non_finite()
 
     def average_residuals(self) -> None:
-        """x ← P + η·mean(x − P), where x − P is sent in int8, and η is the outer learning rate.
+        """x ← P + mean(x − P), where x − P is sent in int8.
 
         Requires error feedback, and that no part is in flight. int8 is precise enough: its error is
         small compared to x − P, which is small compared to the model.

@@ -179,7 +179,7 @@ class SnapshotPart(Part):
         """Move P and v of bucket i, and return P. With ``show`` the stored values do not change."""
         old, flat = self.base[i], self.buckets[i].parameter_values
         dtype = torch.promote_types(old.dtype, flat.dtype)
-        mean = flat.to(dtype, copy=True).div_(self.weight)  # D
+        mean = flat.to(dtype, copy=True).mul_(1 / self.weight)  # D
         if self.velocity:
             velocity = self.velocity[i].to(dtype, copy=True).mul_(self._outer.momentum).add_(mean)
             if not show:

@@ -36,7 +36,7 @@ class UpdatePart(Part):
         launch:   u = C(x − P)
         landing:  D = Σ w·u / Σ w            w: 1, or 0 for a worker without an update
                   v ← μ·v + D                μ: momentum
-                  Δ = η·(D + a·v)            η: outer learning rate, a: factor of the momentum
+                  Δ = D + a·v                a: factor of the momentum
                   P ← P + Δ
                   x ← x + Δ − u
 
@@ -181,7 +181,7 @@ class UpdatePart(Part):
         kernels.land(
             *(total.rows, total.bits, sent.rows[0], sent.bits, total.first, self.weight),
             *(t.numpy() for t in (shift, base[piece], velocity)),
-            *(self.fade, self.ahead, self._outer.lr, squares),
+            *(self.fade, self.ahead, squares),
         )
 
     def _land_numbers(
@@ -204,12 +204,12 @@ class UpdatePart(Part):
         velocity = self.velocity[i][start : start + shift.numel()] if self.velocity else base[:0]
         total.read(shift, start)
         update.read(sent, start)
-        shift.div_(self.weight)
+        shift.mul_(1 / self.weight)
         if kernels is not None:
             kernels.add_squared_norm(shift.numpy(), squares, 0)
             kernels.add_squared_norm(sent.numpy(), squares, 1)
             arrays = (t.numpy() for t in (shift, sent, base, velocity))
-            kernels.apply_mean(*arrays, self.fade, self.ahead, self._outer.lr)
+            kernels.apply_mean(*arrays, self.fade, self.ahead)
             return
         if not show:
             # Both squares are in one tensor, because each call of ``tolist`` waits for the GPU.
@@ -230,8 +230,6 @@ class UpdatePart(Part):
             if not show:
                 velocity.copy_(moved)
             shift.add_(moved.mul_(self.ahead))
-        if self._outer.lr != 1:
-            shift.mul_(self._outer.lr)
 
     @override
     def _restored(self, index: int) -> None:

@@ -23,7 +23,7 @@ from offbeat.lab.launch.stop_request import StopRequest
 from offbeat.lab.train import encode
 
 _SAVING_SECONDS = 10.0  # time that workers have to save and exit after a signal
-_GRACE_SECONDS = 8.0  # time that the other workers have to report an error after one has failed
+_GRACE_SECONDS = 8.0  # longest wait for the other workers' errors after one worker has failed
 
 
 Worker: TypeAlias = "fork_server.ForkedProcess | subprocess.Popen[bytes]"
@@ -122,12 +122,16 @@ class _Run:
         return lines
 
     def wait(self) -> None:
-        """Pass on events until all workers have ended. Raises WorkerError if one failed."""
+        """Pass on events until all workers have ended or, after a failure, for at most 8 s.
+
+        Raises WorkerError if a worker failed.
+        """
         deadline: float | None = None
         with selectors.DefaultSelector() as selector:
             selector.register(self._events, selectors.EVENT_READ)
             while True:
-                statuses = self._poll()  # before reading: an ended worker has written everything
+                # Poll before reading: all lines of a worker that has ended here are read below.
+                statuses = self._poll()
                 selector.select(timeout=0.2)
                 for line in self._read():
                     self._on_event(from_json(line))
@@ -173,8 +177,9 @@ class _Run:
 def _failure(statuses: list[int | None], folder: Path) -> WorkerError:
     """Return the error of a worker that was killed, or else of the failed worker of lowest rank.
 
-    The text is the last line on standard error that begins with "error: ", which ``train.main``
-    writes. Other packages may write further lines.
+    The text for a killed worker is the signal. Otherwise it is the last line on standard error that
+    begins with "error: ", which ``train.main`` writes (other packages may write further lines).
+    Without such a line it is the last line of all, or the exit status.
     """
     for rank, status in enumerate(statuses):
         if status is not None and status < 0:

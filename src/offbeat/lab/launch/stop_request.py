@@ -1,6 +1,5 @@
 """Agreement on the step after which all workers save a checkpoint and exit early."""
 
-import fcntl
 import os
 import struct
 import time
@@ -22,12 +21,12 @@ class StopRequest:
     * 0 before the worker starts,
     * the step that it is taking; the worker writes the number before it begins the step,
     * 2⁶² once it has taken its last step,
-    * −1 once it has saved.
+    * −1 once it has saved. After a request a worker writes nothing else.
 
-    The requester writes the maximum of these numbers as the requested step. A lock on the file
-    keeps workers from beginning a step meanwhile. So no worker has passed the requested step, and
-    all save after exactly this step. Example: three workers are in steps 7, 9 and 8. The requested
-    step is 9, and the first and the last worker continue to it.
+    The requester writes the maximum of these numbers as the requested step, unless it is 0 or 2⁶².
+    A lock on the file keeps workers from beginning a step meanwhile. So no worker has passed the
+    requested step, and all save after exactly this step. Example: three workers are in steps 7, 9
+    and 8. The requested step is 9, and the first and the last worker continue to it.
 
     Args:
         path: Path of the file; created if it does not exist.
@@ -41,7 +40,7 @@ class StopRequest:
             os.ftruncate(self._file, _INTEGER.size * (1 + workers))
 
     def may_continue(self, rank: int, step: int, *, last: int, seconds: float) -> bool:
-        """Report the worker's progress. Return False if the worker must save and exit now.
+        """Report the worker's step. Return False if the worker must save and exit now.
 
         A worker calls this before its first step and after each step. If the result is True, it
         takes its next step or, after the ``last`` one, finishes.
@@ -107,6 +106,8 @@ class StopRequest:
     @contextmanager
     def _lock(self, seconds: float) -> Iterator[None]:
         """Hold the lock on the file. The kernel releases it if the process ends."""
+        import fcntl  # not on Windows, where `offbeat plan` imports this module, too
+
         deadline = time.monotonic() + seconds
         while True:
             try:

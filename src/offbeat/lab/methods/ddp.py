@@ -184,7 +184,8 @@ class _Accumulating(TrainingLoop):
     def _learn(self, batch: Any) -> int:
         task = self._task
         before = self._step % self._window
-        batches = min(self._window, task.steps - self._step + before)  # of this optimizer step
+        # Number of batches whose gradients this optimizer step applies.
+        batches = min(self._window, task.steps - self._step + before)
         last = before == batches - 1
         with nullcontext() if last else self._wrapped.no_sync():
             (task.loss(self._wrapped, batch) / batches).backward()

@@ -1,7 +1,7 @@
-"""Base classes of *peers*: methods of torch and other packages, which run their own code.
+"""Base classes of *peers*: training methods of torch and other packages.
 
-A peer trains a *task*: model, optimizer, loss, data and schedule. ``Peer`` has its settings, and
-``TrainingLoop`` trains.
+A peer runs the code of its package, not offbeat's. It trains a *task*: model, optimizer, loss, data
+and schedule. ``Peer`` holds the settings of the method, and ``TrainingLoop`` runs the training.
 """
 
 import importlib.util
@@ -124,7 +124,11 @@ class TrainingLoop(Method):
             self._task.advance()
 
     def _learn(self, batch: Any) -> int:
-        """Train on a batch. Return how many batches the optimizer has now applied (0: no step)."""
+        """Train on a batch.
+
+        Returns the number of batches whose gradients the optimizer has applied in this call. It is
+        0 if the optimizer took no step.
+        """
         self._task.loss(self._module, batch).backward()
         self._take_step()
         return 1
@@ -180,7 +184,7 @@ class TrainingLoop(Method):
     def _now(self) -> float:
         device = device_of(self._task.model)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the time of queued kernels counts, too
+            torch.cuda.synchronize(device)  # so that the time until now contains queued kernels
         return time.perf_counter()
 
 
@@ -205,8 +209,8 @@ def explain_failures(what: str) -> Iterator[None]:
 def worker_address() -> str:
     """Return the IPv4 address at which the other workers reach this one.
 
-    It is the address of the network interface ``GLOO_SOCKET_IFNAME``. If this is not set, it is the
-    address from which packets to ``MASTER_ADDR`` are sent.
+    It is the address of the network interface that the variable ``GLOO_SOCKET_IFNAME`` names (on
+    Linux only). If it is not set, it is the address from which packets to ``MASTER_ADDR`` are sent.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

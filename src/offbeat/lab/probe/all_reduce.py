@@ -17,8 +17,9 @@ def measure_all_reduce(
 ) -> AllReduce | None:
     """Measure small and large all-reduces for about ``seconds``. A collective.
 
-    Rank 0 chooses the sizes and the number of all-reduces and broadcasts them. Each all-reduce sums
-    a prefix of ``noise`` (float32) into ``scratch``, a buffer of the same size.
+    After some small all-reduces, rank 0 broadcasts how many more of them follow. Before each large
+    one it broadcasts the size, or the end. Each all-reduce sums a prefix of ``noise`` (float32)
+    into ``scratch``, a buffer of the same size.
 
     Returns:
         The result on rank 0, None on the other ranks.

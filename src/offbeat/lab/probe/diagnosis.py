@@ -16,9 +16,10 @@ def find_warnings(ranks: Sequence[Rank], pairs: Sequence[Pair]) -> list[str]:
 
     - a rank that uses another network interface than rank 0;
     - a rank that uses the loopback interface, although there are several hosts;
-    - a rank that sends or receives at less than half of the median rate. ``rate_of`` computes the
-      two rates of each rank from its measured links. The median is over these rates of all ranks.
-      A rate from a single link is ignored, because it does not show which end is slow;
+    - a rank that sends or receives, or both, at less than half of the median rate. ``rate_of``
+      computes the two rates of each rank from its measured links. One median is taken over the
+      sending and receiving rates of all ranks together. A rate from a single link is ignored,
+      because it does not show which end is slow;
     - a pair whose latency is over 5 times the median over all pairs. If both directions were
       measured, the lower latency counts.
 

@@ -17,6 +17,7 @@ from offbeat.lab.probe.pairwise import Link, serve
 from offbeat.lab.probe.result import AllReduce, Pair, Probe, Rank
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.torch_backend.network_interface import interface_in_use
+from offbeat.transport.torch_backend.process_groups import backends_of
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 _ALL_PAIRS_UP_TO = 8  # number of workers up to which all pairs are measured
@@ -51,8 +52,9 @@ def probe(
     require_number("timeout_seconds", timeout_seconds, POSITIVE)
     if not dist.is_available() or not dist.is_initialized():
         raise OffbeatError("probe needs an initialised process group: start it with torchrun")
-    if (backend := str(dist.get_backend())) != "gloo":
-        raise OffbeatError(f"probe measures with gloo, and the process group is {backend}")
+    if (backends := {*backends_of(None).values()}) != {"gloo"}:
+        names = ", ".join(sorted(backends))
+        raise OffbeatError(f"probe measures with gloo, and the process group is {names}")
     if dist.get_world_size() < 2:
         raise OffbeatError("probe needs at least 2 workers: there is no network with 1")
     communicator = TorchCommunicator(None, timeout_seconds=timeout_seconds)
@@ -78,7 +80,7 @@ def probe(
     reduced = measure_all_reduce(communicator, noise, scratch, max(0.0, left))
     local = {
         "rank": dataclasses.asdict(
-            Rank(communicator.rank, socket.gethostname(), interface_in_use(backend))
+            Rank(communicator.rank, socket.gethostname(), interface_in_use("gloo"))
         ),
         "pairs": [dataclasses.asdict(pair) for pair in measured],
         "all_reduce": dataclasses.asdict(reduced) if reduced else None,

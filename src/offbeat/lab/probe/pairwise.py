@@ -34,9 +34,9 @@ END = -1
 """Request that ends a measurement."""
 
 _FIRST_BYTES = 16384
-_GROWTH = 4  # factor between two sizes
-_MOST_TRANSFERS = 20  # of the final size
-_REQUEST, _ANSWER, _PAYLOAD = 1, 2, 3  # tags
+_GROWTH = 4  # factor from one message size to the next
+_MOST_TRANSFERS = 20  # largest number of timed messages of the final size
+_REQUEST, _ANSWER, _PAYLOAD = 1, 2, 3  # tags of the messages
 
 
 class Link:

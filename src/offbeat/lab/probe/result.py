@@ -33,8 +33,9 @@ class Pair:
         source: Rank of the sender.
         destination: Rank of the receiver.
         latency_seconds: Half of the median round trip of an 8-byte message.
-        bytes_per_second: Bandwidth, ``message_bytes`` / max(m − s, m/2). m is the median time until
-            a large message is answered, s the shortest round trip of an 8-byte message.
+        bytes_per_second: Bandwidth: ``message_bytes`` divided by the time of a large message
+            without latency. This time is m − s, but at least m/2. m is the median time until a
+            large message is answered, s the shortest round trip of an 8-byte message.
         message_bytes: Size of the large messages.
         repetitions: Number of the large messages.
     """
@@ -109,7 +110,7 @@ def rate_of(
 
     It is the upper median over the measured links. With two of them, it is the rate of the faster
     link, so that one slow partner does not make ``rank`` look slow. None if ``pairs`` contains
-    fewer than ``least`` links of ``rank`` in this direction.
+    fewer than ``least`` (≥ 1) links of ``rank`` in this direction.
     """
     end = "source" if direction == "sends" else "destination"
     rates = [pair.bytes_per_second for pair in pairs if getattr(pair, end) == rank]

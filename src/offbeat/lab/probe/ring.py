@@ -10,7 +10,7 @@ from offbeat.errors import CommunicationError
 from offbeat.lab.evaluation import gather
 from offbeat.lab.events import LinkSpeed
 
-_LEAST_SECONDS = 0.3  # of the timed messages: much longer than the burst of a rate-limited link
+_LEAST_SECONDS = 0.3  # least duration of a timed message: far above the burst of a limited link
 _FIRST_BYTES, _MOST_BYTES = 2**18, 64 * 2**20
 _PINGS = 12
 _REPETITIONS = 3  # on a busy machine, a stall seldom affects more than one of them

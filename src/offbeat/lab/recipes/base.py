@@ -141,6 +141,7 @@ class Recipe:
         needs_data: Description of the files that ``--data`` must contain. None for recipes without
             files, and for custom recipes.
         file: Python file of a custom recipe. None: a recipe of this package.
+        chance: Value of the metric that random predictions reach. None: unknown.
     """
 
     name: str
@@ -152,6 +153,7 @@ class Recipe:
     build: Callable[[Setup], Task]
     needs_data: str | None = None
     file: Path | None = None
+    chance: float | None = None
 
 
 def steps_for(setup: Setup, samples: int, batch_size: int) -> int:

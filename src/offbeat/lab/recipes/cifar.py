@@ -93,7 +93,8 @@ def cifar_recipe(
         )
 
     needs = f"{layout.folder} or {layout.archive}"
-    return Recipe(name, description, metric, True, target, epochs, build, needs)
+    chance = TOP[metric] / layout.classes
+    return Recipe(name, description, metric, True, target, epochs, build, needs, chance=chance)
 
 
 # The target is not the paper's. The paper reports 98.5 % for BSP. This cannot be the top-1 accuracy

@@ -76,4 +76,5 @@ RECIPE = Recipe(
     target=0.985,
     epochs=30,
     build=build,
+    chance=0.1,
 )

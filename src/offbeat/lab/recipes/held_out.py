@@ -1,6 +1,7 @@
 """Evaluation of a model on held-out data, by one worker or divided among all workers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, zip_longest
@@ -57,7 +58,7 @@ class HeldOut:
     ) -> Share:
         """Evaluate all batches, or the first ``most``, of worker ``rank`` among ``size`` workers.
 
-        Afterwards, the model is in training mode. Torch's random state on the CPU does not change.
+        Training modes of the model's modules and torch's random state on the CPU do not change.
 
         Raises:
             ValueError: ``scores`` did not return one value per sample.
@@ -66,8 +67,7 @@ class HeldOut:
         chosen = self.batches(rank, size)[:most]
         readers = self.readers if device.type == "cuda" else 0
         sums: Share = {}
-        model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             loader = load_batches(self.samples, chosen, readers)
             for indices, batch in zip(chosen, loader, strict=True):
                 for name, values in self.scores(model, to_device(batch, device)).items():
@@ -77,7 +77,6 @@ class HeldOut:
                             f"of a batch, got {name!r} of shape {tuple(values.shape)}"
                         )
                     sums.setdefault(name, []).append(float(values.double().sum()))
-        model.train()
         return sums
 
     def combine(self, shares: Sequence[Share]) -> dict[str, float]:
@@ -96,6 +95,18 @@ class HeldOut:
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Return the metrics of ``model`` on all samples."""
         return self.combine([self.share(model)])
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` into evaluation mode, and restore the mode of each module at the end."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def accuracy(

@@ -57,7 +57,8 @@ def read_split(folder: Path, images: str, labels: str) -> tuple[Tensor, Tensor]:
 
     Raises:
         FileNotFoundError: a file does not exist, neither plain nor gzipped.
-        ValueError: a file is not such a file, or the numbers of images and labels differ.
+        ValueError: a file is not an IDX file of bytes, or has wrong shapes or labels, or the
+            numbers of images and labels differ.
     """
     paths = [find_file(folder, (name, f"{name}.gz")) for name in (images, labels)]
     x, y = (read_idx(path) for path in paths)
@@ -121,5 +122,6 @@ RECIPE = Recipe(
     target=0.98,
     epochs=2,
     build=build,
+    chance=0.1,
     needs_data="the four IDX files, plain or .gz",
 )

@@ -1,6 +1,7 @@
 """Reports of a comparison of training methods: tables, figures and an HTML page."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from offbeat.lab.report.comparisons import differences, links, times_to_targets, tuning
@@ -16,7 +17,7 @@ from offbeat.lab.report.tables import (
     other_metrics,
     table,
 )
-from offbeat.lab.results import Result
+from offbeat.lab.results import Result, writing
 from offbeat.lab.tuning import without_trials
 
 __all__ = [
@@ -61,12 +62,12 @@ def write_report(results: Sequence[Result], output: Path) -> dict[str, Path]:
         Paths of the written files, by the keys "table", "plot" and "report".
     """
     paths = {"table": output / "table.md"}
-    paths["table"].write_text(markdown(results), encoding="utf-8")
-    try:
+    with writing(paths["table"]):
+        paths["table"].write_text(markdown(results), encoding="utf-8")
+    with suppress(ImportError), writing(output / "plot.png"):
         plot(without_trials(results), output / "plot.png")
         paths["plot"] = output / "plot.png"
-    except ImportError:
-        pass
     paths["report"] = output / "report.html"
-    paths["report"].write_text(page(results), encoding="utf-8")
+    with writing(paths["report"]):
+        paths["report"].write_text(page(results), encoding="utf-8")
     return paths

@@ -1,4 +1,4 @@
-"""Tables of a comparison of methods besides the main one: targets, differences and links.
+"""The secondary tables of a comparison of methods: targets, differences and links.
 
 A *method* is a strategy or a baseline. The *ideal* is the baseline ``ideal``: BSP (averaging of
 gradients in every step) timed without communication. It is the speed-up limit.
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from offbeat.display.table import Table
 from offbeat.lab.probe.tables import show_rate, show_time
-from offbeat.lab.report.intervals import interval_of
+from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat.lab.report.rows import Row, ideal_of, rows_of, share_of_ideal, targets_of
 from offbeat.lab.report.tables import SHARE, has_ideal, percent, spread
 from offbeat.lab.results import Result
@@ -21,7 +21,8 @@ def times_to_targets(results: Sequence[Result], *, ranges: bool = True) -> Table
 
     A target is a share, such as 95 %, of the ideal's final metric. A cell has the method's median
     seconds and, with ``ranges``, their range over the seeds. In brackets it has the ideal's median
-    divided by the method's. If not all runs reached the target, the cell says how many did.
+    divided by the method's. If only some runs reached the target, the cell has their number and the
+    best time. If none did, it is "never".
 
     Returns:
         The table, or None if the comparison has no run of the ideal.
@@ -59,10 +60,11 @@ def _time_to(row: Row, ideal: Row, target: float, *, ranges: bool) -> str:
 def differences(results: Sequence[Result]) -> Table | None:
     """Return a table of the differences between each method and a reference.
 
-    The reference is the ideal or, if the ideal was not run, the first method. The table has the
-    differences in the final metric and in the training time between runs with the same seed: their
-    mean and its 95 % confidence interval (Student's t). Methods that share fewer than two seeds
-    with the reference are left out.
+    The reference is the ideal or, if the ideal was not run, the first method. Runs with the same
+    seed are compared. The table has the share of the ideal, the number of seeds, and the mean
+    difference in the final metric and in the training time, each with its 95 % interval if there
+    are at least three seeds. Methods that share fewer than two seeds with the reference are left
+    out.
 
     Returns:
         The table, or None if no method remains.
@@ -87,12 +89,15 @@ def differences(results: Sequence[Result]) -> Table | None:
     if not cells:
         return None
     caption = (
-        f"Differences from {base.name} with the same seed: mean [95 % interval by Student's t]"
+        f"Differences from {base.name} with the same seed: mean [95 % interval by bootstrap over "
+        f"the seeds, if there are at least {MIN_SEEDS}]"
     )
     return Table(("strategy", SHARE, "seeds", "final", "training time"), tuple(cells), caption)
 
 
 def _difference(values: Sequence[float], form: str, unit: str = "") -> str:
+    if len(values) < MIN_SEEDS:
+        return f"{statistics.fmean(values):{form}}{unit}"
     interval = interval_of(values)
     return f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]{unit}"
 
@@ -103,7 +108,7 @@ def links(results: Sequence[Result]) -> Table | None:
     A cell has the median over the seeds. Methods without measurements are left out.
 
     Returns:
-        The table, or None if no run measured its links.
+        The table, or None if no run measured its links both before and after training.
     """
     rows = rows_of(results)
     with_ideal = has_ideal(results)

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offbeat.lab.recipes import RECIPES
 from offbeat.lab.report.clock import on_one_clock
 from offbeat.lab.results import Result
 
@@ -98,6 +99,24 @@ def _score(runs: Sequence[Result]) -> float:
     """Return the mean final metric, negated if lower is better; −∞ if a value is not finite."""
     finals = [run.final if run.higher_is_better else -run.final for run in runs]
     return statistics.fmean(finals) if all(map(math.isfinite, finals)) else -math.inf
+
+
+def did_not_train(run: Result) -> bool:
+    """Return True if the run ended with NaN or infinity, or never left the level of its start.
+
+    For a recipe with a known ``chance``, this level is 1.3 times chance: a constant prediction is
+    better than chance if one class has more samples than others. For other recipes it is the first
+    of at least three evaluations.
+    """
+    last = run.points[-1]
+    if not all(map(math.isfinite, (last.metric, *last.metrics.values()))):
+        return True
+    sign = 1 if run.higher_is_better else -1
+    best = max(sign * point.metric for point in run.points)
+    recipe = RECIPES.get(run.job.recipe)
+    if recipe is not None and recipe.chance is not None:
+        return best <= 1.3 * recipe.chance
+    return len(run.points) >= 3 and best <= sign * run.points[0].metric
 
 
 def common_options(results: Sequence[Result]) -> tuple[str, ...]:

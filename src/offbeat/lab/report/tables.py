@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from offbeat.baselines import FedAvg
 from offbeat.display.table import Table
 from offbeat.lab.report.clock import is_calibrated
-from offbeat.lab.report.rows import Row, common_options, rows_of, share_of_ideal
+from offbeat.lab.report.rows import (
+    Row,
+    common_options,
+    did_not_train,
+    rows_of,
+    share_of_ideal,
+)
 from offbeat.lab.results import Result
 from offbeat.registry import parse_strategy
 from offbeat.strategies.base import Gradients, SharedModel
@@ -48,6 +54,13 @@ CLOCK_MEANS = (
     "that seed."
 )
 
+FAILED = "\N{DAGGER}"
+"""Mark of a final metric of runs of which at least one did not train."""
+FAILED_MEANS = (
+    f"{FAILED} A run did not train: its metric became NaN or infinite, or never rose above that of "
+    "a constant prediction or of the first evaluation. Try a smaller --lr-scale."
+)
+
 
 def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
     """Return the main table: one row per method, medians over seeds, "-" for unknown values.
@@ -71,7 +84,7 @@ def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
                 _not_reached(runs) if seconds is None else times,
                 f"{base / seconds:.2f}x" if base and seconds else "-",
                 *([percent(share_of_ideal(row, rows))] if with_ideal else []),
-                spread([run.final for run in runs], ".4f", ranges),
+                spread([run.final for run in runs], ".4f", ranges) + _failure_mark(runs),
                 spread([run.seconds for run in runs], ".1f", ranges, " s"),
                 spread(lssr, ".2f", ranges),
                 _sent(runs),
@@ -124,6 +137,10 @@ def _not_reached(runs: Sequence[Result]) -> str:
     return f"not reached, {reached} of {len(runs)}" if reached else "not reached"
 
 
+def _failure_mark(runs: Sequence[Result]) -> str:
+    return FAILED if any(map(did_not_train, runs)) else ""
+
+
 def _tuning(row: Row) -> tuple[str, str]:
     chosen = "-" if row.lr_scale is None else f"{row.lr_scale:g}{' (edge)' * row.at_edge}"
     return chosen, str(row.tried)
@@ -146,8 +163,10 @@ def is_tuned(results: Sequence[Result]) -> bool:
 
 def notes(results: Sequence[Result]) -> list[str]:
     """Return the explanations that belong below the main table."""
+    failed = any(_failure_mark(row.runs) for row in rows_of(results))
     return (
-        [TUNED_MEANS] * is_tuned(results)
+        [FAILED_MEANS] * failed
+        + [TUNED_MEANS] * is_tuned(results)
         + [SHARE_MEANS] * has_ideal(results)
         + [CLOCK_MEANS] * is_calibrated(results)
     )

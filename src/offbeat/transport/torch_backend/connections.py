@@ -50,7 +50,8 @@ class Channel:
     """The process groups of one communicator.
 
     Attributes:
-        collectives: Group for collectives; None after ``Connections.close``.
+        collectives: Group for collectives, except on CPU tensors if another backend executes
+            those; None after ``Connections.close``.
         messages: Gloo group for messages, the same as ``collectives`` if that uses gloo; None after
             ``Connections.close``.
     """
@@ -85,7 +86,7 @@ class Connections:
     Args:
         factory: Factory that opens the groups. If ``factory.lost`` is None, a ``LivenessCheck``
             finds lost workers.
-        backend: Backend of the groups for collectives.
+        backend: Backend of the groups for collectives on tensors that are not on the CPU.
         host: Host that runs this worker's background threads.
         timeout_seconds: Time limit of one operation.
         liveness_seconds: Time in which another worker must answer the ``LivenessCheck``.
@@ -231,8 +232,9 @@ class Connections:
             text += f": lost the connection to {self._lost_first(lost)}"
         elif silent:
             text += (
-                f": no answer from {ranks_text(silent)}, busy elsewhere or stuck "
-                "(one that skips a step under a GradScaler needs attach(..., scaler=scaler))"
+                f": no answer from {ranks_text(silent)}, busy elsewhere or stuck, for example in "
+                "another collective, in finish() of another synchronizer, in an evaluation, or "
+                "after steps that attach(..., scaler=scaler) would count"
             )
             # No worker is lost. So the first failure was a time-out, here or on another worker,
             # which then closed its sockets.

@@ -24,6 +24,10 @@ _MARGIN_SECONDS = 1.0  # delay with which gloo may notice its time limit
 PeerState = Literal["alive", "lost", "silent"]
 
 
+def _message() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.uint8, device="cpu")
+
+
 class LivenessCheck:
     """Checks the other workers over a gloo group that is used for nothing else.
 
@@ -82,8 +86,8 @@ class LivenessCheck:
     ) -> None:
         started = time.perf_counter()
         try:
-            self._sends.append(group.send([torch.ones(1)], peer, 0))
-            message = group.recv([torch.zeros(1)], peer, 0)
+            self._sends.append(group.send([_message()], peer, 0))
+            message = group.recv([_message()], peer, 0)
             message.wait(timedelta(seconds=self._seconds))
         except RuntimeError:
             # An error near the time limit is a time-out rather than a broken connection.

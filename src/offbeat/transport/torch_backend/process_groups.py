@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 _UNUSED_TAG = 2**15  # message tag with which no worker sends
-_GIVEN_UP = "given up"  # key in the store: rank of a member that has given up opening the group
+_GIVEN_UP = "given up"  # key in the store: which member has given up opening the group, and why
 _POLL_SECONDS = 0.0005, 0.05  # pauses between reads of the store: the first, and the longest
 _MARGIN_SECONDS = 1.0  # delay with which gloo may notice its time limit
 _numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
@@ -48,6 +48,16 @@ def abandon_thread(thread: threading.Thread, deadline: float) -> None:
 def _join_abandoned() -> None:
     for thread, deadline in _abandoned:
         thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Return the backend for each type of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
+
+    ``dist.get_backend`` returns texts such as "cpu:gloo", and "undefined" if the script has named
+    no backend. None is the default group.
+    """
+    devices = dist.BackendConfig(dist.get_backend(group)).get_device_backend_map()
+    return {device: str(backend) for device, backend in devices.items()}
 
 
 class Group(Protocol):
@@ -90,7 +100,8 @@ class GroupFactory:
             OpeningError. "": no key.
 
     Attributes:
-        backend: Backend for collectives, "gloo" or "nccl".
+        cpu_backend: Backend for collectives on CPU tensors. "nccl" cannot execute them.
+        backend: Backend for collectives on other tensors, "gloo" or "nccl".
         store: The part of the store that the latest group uses; None before the first group.
     """
 
@@ -107,7 +118,7 @@ class GroupFactory:
         abandoned_key: str = "",
     ) -> None:
         self.rank, self.size, self.lost = rank, size, lost
-        self.backend = "gloo"
+        self.cpu_backend = self.backend = "gloo"
         self.store: Any = None
         self._store, self._name, self._numbers = store, name, numbers
         self._opening_seconds, self._abandoned_key = opening_seconds, abandoned_key
@@ -132,7 +143,10 @@ class GroupFactory:
         name = f"offbeat/{'-'.join(map(str, members))}"
         rank = ranks.index(dist.get_rank(group))
         factory = cls(store, rank, len(members), name, _numbers[members])
-        factory._members, factory.backend = list(members), str(dist.get_backend(group))
+        factory._members, backends = list(members), backends_of(group)
+        others = [name for device, name in backends.items() if device != "cpu"]
+        factory.backend = others[0] if others else backends["cpu"]
+        factory.cpu_backend = backends.get("cpu", factory.backend)
         return factory
 
     def new_store(self) -> Any:
@@ -171,8 +185,9 @@ class GroupFactory:
         except BaseException as error:
             # A DistNetworkError means that the store does not answer.
             if not isinstance(error, dist.DistNetworkError):
+                reason = str(error) if isinstance(error, OpeningError) else ""
                 with contextlib.suppress(RuntimeError):
-                    self.store.set(_GIVEN_UP, str(self.rank))
+                    self.store.set(_GIVEN_UP, f"rank {self.rank} has given up: {reason}")
             raise
 
     def _make(self, backend: str, limit: timedelta) -> Group:
@@ -219,12 +234,13 @@ class GroupFactory:
 
     def _require_members(self) -> None:
         """Raise OpeningError if a member has ended or given up."""
-        if self.lost is not None and (lost := self.lost()):
-            raise OpeningError(f"{ranks_text(lost)} died")
         if self._abandoned_key and self._store.check([self._abandoned_key]):
             raise OpeningError("others have given up this view")
+        # Before ``lost``: a member that gave up because another one died has ended, too.
         if self.store.check([_GIVEN_UP]):
-            raise OpeningError(f"rank {int(self.store.get(_GIVEN_UP))} has given up")
+            raise OpeningError(self.store.get(_GIVEN_UP).decode().removesuffix(": "))
+        if self.lost is not None and (lost := self.lost()):
+            raise OpeningError(f"{ranks_text(lost)} died")
 
     def _await_members(self, timeout_seconds: float) -> None:
         deadline, (pause, longest) = time.monotonic() + timeout_seconds, _POLL_SECONDS
@@ -257,7 +273,7 @@ def close_connections(group: Group) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
-                work = group.recv([torch.zeros(1)], peer, _UNUSED_TAG)
+                work = group.recv([torch.zeros(1, device="cpu")], peer, _UNUSED_TAG)
                 work.wait(timedelta(milliseconds=1))
 
 

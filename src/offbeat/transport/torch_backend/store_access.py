@@ -16,12 +16,12 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
     Without the thread, an unreachable store would block the caller for minutes, until TCP gives up.
 
     Args:
-        seconds: Time limit. If this process is suspended (SIGSTOP) meanwhile, that uses up at most
-            1/20 of the limit.
+        seconds: Time limit. Each suspension of this process (SIGSTOP), however long, counts as at
+            most 1/20 of the limit.
         function: Function to call. At the time limit its thread is abandoned.
 
     Raises:
-        RuntimeError: ``function`` raised it, or exceeded the time limit.
+        RuntimeError: ``function`` raised a RuntimeError, or exceeded the time limit.
     """
     results: list[T] = []
     errors: list[RuntimeError] = []

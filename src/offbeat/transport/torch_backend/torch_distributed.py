@@ -78,13 +78,13 @@ class TorchCommunicator(Communicator):
             if dist.get_rank(group) < 0:
                 raise AttachError("this process is not a member of the group given to attach()")
             factory = GroupFactory.of(group)
-        self.backend = factory.backend
+        self._cpu_backend = factory.cpu_backend
         self.rank, self.size = factory.rank, factory.size
         self.timeout_seconds = timeout_seconds
         self.host: ThreadHost = ThreadHost() if host is None else host
         self._connections = Connections(
             factory,
-            self.backend,
+            factory.backend,
             self.host,
             timeout_seconds=timeout_seconds,
             liveness_seconds=liveness_seconds,
@@ -95,8 +95,8 @@ class TorchCommunicator(Communicator):
     @property
     @override
     def control_device(self) -> torch.device:
-        """The current GPU under NCCL, else the CPU."""
-        if self.backend == "nccl":
+        """The current GPU if only NCCL is available, else the CPU."""
+        if self._cpu_backend == "nccl":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
@@ -108,17 +108,26 @@ class TorchCommunicator(Communicator):
             raise self._connections.error_after_close(operation.what)
         started = time.perf_counter()
         patient = isinstance(operation, Receive) and operation.patient
+        gloo = self._uses_gloo(operation)
         try:
-            work, result = self._launch(operation)
+            work, result = self._launch(operation, gloo)
         except RuntimeError as error:
             raise self._connections.failure(
                 operation.what, started, error, patient=patient
             ) from None
-        return _Work(self._connections, work, result, operation, started, patient)
+        return _Work(self._connections, work, result, operation, started, patient, gloo)
 
-    def _launch(self, operation: Operation[Any]) -> tuple[dist.Work, Any]:
+    def _uses_gloo(self, operation: Operation[Any]) -> bool:
+        """Return True if the gloo group executes the operation."""
+        if not operation.collective or self._channel.collectives is self._channel.messages:
+            return True
+        tensor = getattr(operation, "tensor", None)
+        return tensor is not None and tensor.is_cpu and self._cpu_backend == "gloo"
+
+    def _launch(self, operation: Operation[Any], gloo: bool) -> tuple[dist.Work, Any]:
         """Start the operation. Return the backend's handle and the object for its result."""
-        group, messages = self._channel.collectives, self._channel.messages
+        # The callers have no local variable for the group: errors would keep it alive.
+        group = self._channel.messages if gloo else self._channel.collectives
         match operation:
             case Sum(tensor=tensor):
                 return group.allreduce([tensor]), tensor
@@ -137,10 +146,10 @@ class TorchCommunicator(Communicator):
                 result = torch.empty_like(tensor)
                 return group.alltoall_base(result, tensor, [], []), result
             case Send(tensor=tensor, destination=destination, tag=tag):
-                return messages.send([tensor], destination, tag), tensor
+                return group.send([tensor], destination, tag), tensor
             case Receive(tensor=tensor, source=source, tag=tag):
-                return messages.recv([tensor], source, tag), tensor
-        raise TypeError(f"{self.backend} has no {type(operation).__name__}")
+                return group.recv([tensor], source, tag), tensor
+        raise TypeError(f"torch.distributed has no {type(operation).__name__}")
 
     @override
     def twin(self) -> Communicator:
@@ -155,7 +164,8 @@ class TorchCommunicator(Communicator):
         try:
             if together and not self._connections.closed:
                 with contextlib.suppress(CommunicationError):  # a lost worker no longer matters
-                    self.sum(torch.zeros(1, device=self.control_device), what="the end").wait()
+                    one = torch.zeros(1, dtype=torch.float32, device=self.control_device)
+                    self.sum(one, what="the end").wait()
         finally:  # also after a Ctrl-C
             self._connections.close(together=together)
 
@@ -169,11 +179,12 @@ class _Work(Handle[Any]):
         operation: Operation[Any],
         started: float,
         patient: bool,
+        gloo: bool,
     ) -> None:
         self._connections, self._result = connections, result
         self._work: dist.Work | None = work
         self._what, self._started, self._patient = operation.what, started, patient
-        self._collective = operation.collective
+        self._collective, self._gloo = operation.collective, gloo
         self._ended = False
         connections.pending.add(self)
 
@@ -187,7 +198,7 @@ class _Work(Handle[Any]):
 
     def failed(self) -> bool:
         """Return True for a gloo collective that has failed; False for a message and with NCCL."""
-        if not self._collective or self._connections.backend != "gloo" or self._work is None:
+        if not self._collective or not self._gloo or self._work is None:
             return False
         try:
             if self._work.is_completed():
@@ -229,7 +240,7 @@ class _Work(Handle[Any]):
                     self._wait(limit)
                 finally:
                     self._connections.blocked_threads.discard(thread)
-        elif self._connections.backend != "gloo":  # NCCL enforces the time limit itself
+        elif not self._gloo:  # NCCL enforces the time limit itself
             self._wait()
         else:
             while True:
@@ -245,7 +256,7 @@ class _Work(Handle[Any]):
 
     def _wait(self, *limit: timedelta) -> None:
         assert self._work is not None
-        # No local variable: the traceback of a Ctrl-C would keep the operation alive.
+        # Use no local variable: the traceback of a Ctrl-C would keep it, and so the operation.
         self._work.wait(*limit)
 
     def abandon(self) -> None:

@@ -13,7 +13,7 @@ class Block(nn.Module):
     The shortcut is the identity, or a 1×1 convolution with BatchNorm if the shape changes.
 
     Attributes:
-        expansion: Number of output channels divided by the width.
+        expansion: Number of output channels divided by those of a 3×3 convolution (``width``).
     """
 
     expansion: ClassVar[int]
@@ -25,7 +25,7 @@ class Block(nn.Module):
         self.shortcut = nn.Identity() if same else conv_norm(inputs, outputs, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, inputs, H, W) → (n, outputs, H/stride, W/stride)."""
+        """(n, inputs, H, W) → (n, outputs, ⌈H/stride⌉, ⌈W/stride⌉)."""
         return nn.functional.relu(self.layers(x) + self.shortcut(x))
 
 

@@ -1,0 +1,154 @@
+"""Comparison of the workers' progress at a consensus and at the end of training."""
+
+import json
+import logging
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+
+from offbeat.averaging import Worker
+from offbeat.averaging.votes import Sums
+from offbeat.checkpoint.state import digest
+from offbeat.errors import MismatchError
+from offbeat.strategies.base import Strategy
+from offbeat.training.consistency import differences, value_text
+
+logger = logging.getLogger("offbeat")
+
+
+@dataclass(frozen=True)
+class _Report:
+    """One worker's numbers. ``rates``: checksum of the learning rates; 0 after a warning."""
+
+    finishing: int
+    step: int
+    consensuses: int
+    rates: int
+    model: int
+
+
+class Progress:
+    """Compares steps, learning rates and models, and logs warnings.
+
+    Attributes:
+        consensuses: Number of calls of ``Synchronizer.consensus``.
+    """
+
+    def __init__(self, worker: Worker, strategy: Strategy) -> None:
+        self._worker, self._strategy, self.consensuses = worker, strategy, 0
+        self._warned = False
+        self._start = 0
+
+    def note_start(self) -> None:
+        """Store a checksum of the model from which training starts."""
+        self._start = self._checksum()
+
+    def _checksum(self) -> int:
+        team = self._worker.team
+        if team.everyone.size == 1 or team.sharded:
+            return 0
+        return digest([p for _, p in self._worker.replica.parameters])
+
+    # -- comparison ------------------------------------------------------------------------------
+
+    def compare(self, sums: Sums, *, finishing: bool) -> None:
+        """Compare the workers before a consensus. A collective.
+
+        ``sums`` is the tally of the last round. ``finishing`` is True if this worker ends training.
+
+        Raises:
+            MismatchError: a worker ends training that has taken more steps than another worker had
+                at its ``consensus``, and has never called ``consensus``. Raised on every worker.
+        """
+        what = "comparison of the progress"
+        reports = self._gather(what, finishing=finishing, model=0)
+        if not 0 < sums.finishing < self._worker.size:
+            return
+        for rank, one in enumerate(reports):
+            for other, ended in enumerate(reports):
+                if one.finishing or not ended.finishing or ended.consensuses:
+                    continue
+                if ended.step > one.step:
+                    raise MismatchError(
+                        f"rank {rank} called consensus() after {one.step} steps, and rank {other} "
+                        f"called finish() after {ended.step} steps without any consensus(): every "
+                        f"rank must call consensus(), not only rank {rank}. Rank {other} has "
+                        "trained alone meanwhile"
+                    )
+
+    def compare_final(self) -> None:
+        """Compare the models after the final mean. A collective."""
+        reports = self._gather("the end of training", finishing=True, model=self._checksum())
+        differing = [str(i) for i, each in enumerate(reports) if each.model != reports[0].model]
+        if differing and self._worker.team.everyone.rank == 0:
+            logger.warning(
+                "finish(): the final model of rank %s differs from that of rank 0. A likely reason "
+                "is that parameters were changed outside of optimizer.step(), which %s does not "
+                "average: change them in an optimizer's step",
+                ", ".join(differing),
+                self._strategy,
+            )
+
+    def warn_if_not_counted(self) -> None:
+        """Warn if this worker's model has changed since the start, and no step was counted."""
+        worker = self._worker
+        if not worker.step and self._checksum() != self._start:
+            logger.warning(
+                "rank %d: 0 steps counted, although the model has changed: Offbeat counts "
+                "optimizer.step() of the attached optimizers. Use one instead of changing "
+                "parameters by hand",
+                worker.rank,
+            )
+
+    def _gather(self, what: str, *, finishing: bool, model: int) -> list[_Report]:
+        worker = self._worker
+        communicator, rates = worker.team.everyone, self._rates()
+        text = json.dumps(rates).encode()
+        own = _Report(
+            finishing,
+            worker.step,
+            self.consensuses,
+            0 if self._warned else zlib.crc32(text) or 1,
+            model,
+        )
+        if communicator.size == 1:
+            return [own]
+        numbers = torch.tensor(astuple(own), dtype=torch.int64, device=communicator.control_device)
+        gathered = communicator.gather(numbers, what=what).wait()
+        reports = [_Report(*each.tolist()) for each in gathered]
+        # A worker that has joined has not warned yet; all workers must take the same branch.
+        if all(each.rates for each in reports) and _drifted(reports):
+            texts = communicator.gather_bytes(text, what=what)
+            self._warn(reports, [json.loads(each) for each in texts])
+        return reports
+
+    def _rates(self) -> dict[str, str]:
+        return {
+            f"the learning rate of optimizer {each.index}, group {i}": value_text(group["lr"])
+            for each in self._worker.optimizers
+            for i, group in enumerate(each.optimizer.param_groups)
+            if "lr" in group
+        }
+
+    def _warn(self, reports: Sequence[_Report], rates: Sequence[Mapping[str, str]]) -> None:
+        self._warned = True
+        if self._worker.team.everyone.rank:
+            return
+        step = next(a.step for a in reports if any(_differ(a, b) for b in reports))
+        same = {rank: each for rank, each in enumerate(rates) if reports[rank].step == step}
+        logger.warning(
+            "after %d steps %s. Give each scheduler the same values on all ranks, such as the mean "
+            "loss in consensus()",
+            step,
+            differences(same),
+        )
+
+
+def _differ(one: _Report, other: _Report) -> bool:
+    return one.step == other.step and one.rates != other.rates
+
+
+def _drifted(reports: Sequence[_Report]) -> bool:
+    return any(_differ(one, other) for one in reports for other in reports)
