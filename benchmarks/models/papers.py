@@ -1,4 +1,4 @@
-"""Small tasks for the papers' figures: a CNN on CIFAR-10, on few of its images, and on MNIST.
+"""Small tasks for the papers' figures, on CIFAR-10, MNIST and digits, all or few of their images.
 
 The directory of the data holds ``cifar10.npz``, or MNIST's four files.
 """
@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from offbeat.lab import Task, accuracy, recipe
-from offbeat.lab.recipes import mnist
-from offbeat.lab.recipes.datasets import TensorData
+from offbeat.lab.recipes import digits, mnist
+from offbeat.lab.recipes.classification import classification_task, sgd_warmup_cosine
+from offbeat.lab.recipes.datasets import TensorData, shift_images
 from offbeat.lab.recipes.schedules import warmup_cosine
 
 FEW = 1600
+FEW_DIGITS = 160
 
 
 @cache  # shared by all workers and runs of a process
@@ -66,6 +68,45 @@ def cifar_decay(setup):
 def cifar_few(setup):
     """Train on the first 1,600 images only: few data, many passes."""
     return strided(setup, images=FEW)
+
+
+@recipe(metric="test accuracy", target=0.9, epochs=150)
+def digits_few(setup):
+    """Train the recipe ``digits`` on the first 160 images, 20 for each of 8 workers."""
+    x, y, test_x, test_y = digits.load()
+    return classification_task(
+        setup,
+        digits.make_model,
+        sgd_warmup_cosine(lr=0.05, weight_decay=1e-4),
+        TensorData(x[:FEW_DIGITS], y[:FEW_DIGITS], change=shift_images),
+        TensorData(test_x, test_y),
+        batch_size=10,
+        metrics={"test accuracy": 1},
+    )
+
+
+@recipe(metric="test accuracy", target=0.98, epochs=8)
+def mnist_decay(setup):
+    """Train a CNN of 9,226 parameters with a warm-up over a tenth of the run, then a cosine."""
+    x, y, test_x, test_y = mnist.load(setup.data)
+    return classification_task(
+        setup,
+        small_mnist_model,
+        sgd_warmup_cosine(lr=0.02, weight_decay=1e-4),
+        TensorData(x, y),
+        TensorData(test_x, test_y),
+        batch_size=32,
+        metrics={"test accuracy": 1},
+    )
+
+
+def small_mnist_model():
+    """Return two strided convolutions and a linear layer."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 8, 5, stride=2, padding=2), nn.ReLU()),
+        *(nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(784, 10)),
+    )
 
 
 def at_constant_rate(task):

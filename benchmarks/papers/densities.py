@@ -1,7 +1,9 @@
-"""SelSync, Figures 3 and 11, as far as we know them: densities of gradients and of weights.
+"""SelSync, Figures 3 and 11: densities of gradients and of weights.
 
-Figure 3: is the spread of a gradient's numbers large early in a run and small late? It is the norm
-over √D, so the mean squared norms of ``curvature`` answer this.
+Figure 3: the gradient of one layer, early and late in a run. One worker trains the CNN of
+``convergence`` on CIFAR-10. After some epochs, the gradients of its second convolution are taken on
+several batches. Their density is given by its spread (standard deviation) and by the interval that
+holds the middle 90 % of the numbers.
 
 Figure 11: are a worker's weights distributed as under BSP, if parameters are averaged, and if
 gradients are? The CNN of ``discrepancy`` on ``digits``, 8 workers, with a δ at which few steps
@@ -20,15 +22,20 @@ from torch import Tensor
 
 import offbeat
 from benchmarks.papers.discrepancy import DIGITS, recording_worker
-from benchmarks.papers.runs import save
+from benchmarks.papers.runs import TASKS, parser_for, path_of, save, saved
 from benchmarks.run_cache import spread
 from offbeat import BSP, SelSync
+from offbeat.lab.job import Job
+from offbeat.lab.recipes import find_recipe
+from offbeat.lab.samplers import Batches
 
 NAME = "densities"
 WORKERS, STEPS, LOOKS = 8, 480, (120, 240, 480)
 PROBLEM = replace(DIGITS, learning_rate=0.05)
 DELTAS = (0.1, 0.3)
-SEEDS = (0, 1, 2)
+EPOCHS = (0, 1, 2, 4)
+LAYER = "2.weight"  # the second convolution
+GRADIENTS = 10  # batches whose gradients form a density
 AGGREGATES: tuple[Literal["parameters", "gradients"], ...] = ("parameters", "gradients")
 NAMES = {f"{d:g} {what}": f"SelSync, δ = {d:g}, {what}" for d in DELTAS for what in AGGREGATES}
 NAMES["another seed"] = "BSP under another seed"
@@ -73,6 +80,51 @@ def measure(seed: int) -> dict[str, Any]:
     return found
 
 
+def width(numbers: Tensor) -> dict[str, float]:
+    """Return the standard deviation, and the length of the interval of the middle 90 %."""
+    low, high = numbers.quantile(torch.tensor([0.05, 0.95])).tolist()
+    return {"spread": float(numbers.std()), "middle": high - low}
+
+
+def layer(seed: int) -> list[dict[str, float]]:
+    """Return the width of the layer's density of gradients after each of ``EPOCHS``."""
+    name, files = TASKS["cifar"]
+    job = Job(name, "bsp", 1, epochs=max(EPOCHS), seed=seed, data=files)
+    task = find_recipe(name).build(job.setup())
+    weight = task.model.get_parameter(LAYER)
+    an_epoch = task.steps // max(EPOCHS)
+    generator = torch.Generator().manual_seed(seed)
+    fixed = torch.randperm(len(task.samples), generator=generator)[: 32 * GRADIENTS].view(-1, 32)
+
+    def now() -> dict[str, float]:
+        batches = (task.samples.batch(one) for one in fixed.tolist())
+        losses = (task.loss(task.model, batch) for batch in batches)
+        found = [torch.autograd.grad(loss, weight)[0].flatten() for loss in losses]
+        return width(torch.cat(found))
+
+    found = [now()]
+    for step, batch in enumerate(Batches(task, job.sampler_for(task, 0)), start=1):
+        task.loss(task.model, batch).backward()
+        task.optimizer.step()
+        task.advance()
+        if step % an_epoch == 0 and step // an_epoch in EPOCHS:
+            found.append(now())
+    return found
+
+
+def layer_table(data: dict[str, Any]) -> str:
+    """Return the widths in thousandths, medians of the seeds."""
+    lines = [
+        f"| gradients of the layer | {' | '.join(f'epoch {one}' for one in EPOCHS)} |",
+        f"|---|{'--:|' * len(EPOCHS)}",
+    ]
+    for key, name in (("spread", "standard deviation"), ("middle", "width of the middle 90 %")):
+        columns = zip(*data["layer"], strict=True)
+        cells = [spread([one[key] for one in column], 1000, 2) for column in columns]
+        lines.append(f"| {name}, in thousandths | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def table(data: dict[str, Any]) -> str:
     """Return the distances to BSP's density in percent of its spread, medians of the seeds."""
     head = " | ".join(f"after {look} steps" for look in data["looks"])
@@ -87,11 +139,19 @@ def table(data: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    parser = parser_for(__doc__)
+    parser.add_argument("--figures", default="3,11", help="of these, with commas between")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    found = [measure(seed) for seed in SEEDS]
-    data = {"workers": WORKERS, "looks": LOOKS, "deltas": DELTAS, "seeds": found}
+    data = saved(NAME) if path_of(NAME).exists() else {}
+    data |= {"workers": WORKERS, "looks": LOOKS, "deltas": DELTAS, "epochs": EPOCHS}
+    if "3" in given.figures.split(","):
+        data["layer"] = [layer(seed) for seed in range(given.seeds)]
+        print(layer_table(data))
+    if "11" in given.figures.split(","):
+        data["seeds"] = [measure(seed) for seed in range(given.seeds)]
+        print(table(data))
     save(NAME, data)
-    print(table(data))
 
 
 if __name__ == "__main__":

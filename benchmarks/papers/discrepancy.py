@@ -46,19 +46,21 @@ Row = dict[str, float]
 
 @dataclass(frozen=True)
 class Problem:
-    """A training task with plain SGD.
+    """A training task with SGD.
 
     Attributes:
         model: Function that returns the model, the same on all workers.
         batches: Function (workers, rank, seed) → endless iterator of this worker's batches.
         loss: Function (model, batch) → loss.
         learning_rate: Learning rate.
+        momentum: Momentum.
     """
 
     model: Callable[[], nn.Module]
     batches: Callable[[int, int, int], Iterator[Batch]]
     loss: Callable[[nn.Module, Batch], Tensor]
     learning_rate: float
+    momentum: float = 0.0
 
 
 def slim_cnn() -> nn.Module:
@@ -123,7 +125,9 @@ def recording_worker(
     def worker() -> list[Tensor]:
         torch.manual_seed(seed)
         model = problem.model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=problem.learning_rate)
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=problem.learning_rate, momentum=problem.momentum
+        )
         found: list[Tensor] = []
         step = 0
 

@@ -14,24 +14,37 @@ from benchmarks.harness import RESULTS
 from benchmarks.papers import (
     choices,
     convergence,
+    costs,
     curvature,
     delta,
     densities,
     distances,
+    exponents,
     regret,
     speedup,
 )
 from benchmarks.papers.runs import path_of, saved
+from benchmarks.run_cache import grouped
 
 TEMPLATE = Path(__file__).with_name("reproduction.md")
 PAGE = RESULTS.parents[1] / "docs" / "reproduction.md"
-VERDICTS = ("**reproduced**", "**not at this scale**", "**refuted**", "**unknown**")
+VERDICTS = (
+    "**reproduced**",
+    "**in part**",
+    "**not at this scale**",
+    "**undecided**",
+    "**not tried**",
+)
+VGG11_ITERATIONS = 10_800  # BSP's, from the paper's Table I
 
 
 def values() -> dict[str, str]:
     """Return the text for each ``{{name}}`` of the template."""
     return {
         **_of(speedup.NAME, _speedup),
+        **{f"long {key}": one for key, one in _of(f"{speedup.NAME}-long", _speedup).items()},
+        **_of(exponents.NAME, _exponents),
+        **_of(costs.NAME, _costs),
         **_of(convergence.NAME, _convergence),
         **_of(distances.NAME, _distances),
         **_of(delta.NAME, _delta),
@@ -69,7 +82,11 @@ def verdicts(page: str) -> list[tuple[str, str]]:
 
 
 def _speedup(data: dict[str, Any]) -> dict[str, str]:
-    found = {"speedup": speedup.table(data), "seeds speedup": _seeds(data["facts"][0]["finals"])}
+    found = {
+        "speedup": speedup.table(data),
+        "seeds speedup": _seeds(data["facts"][0]["finals"]),
+        "steps": f"{data['rows'][-1]['steps']:,}",
+    }
     alone = {
         one["rate"]: statistics.median(one["finals"])
         for one in data["facts"]
@@ -92,8 +109,14 @@ def _convergence(data: dict[str, Any]) -> dict[str, str]:
     for task, facts in data["facts"].items():
         found[f"convergence {task}"] = convergence.table(data, task)
         found[f"seeds {task}"] = _seeds(facts[0]["best"])
+        ssp = convergence.best_rate(facts)
+        found[f"ssp rate {task}"] = ssp["method"].split()[-1]
         for one in facts:
-            key = f"{task} {one['method']}"
+            key = f"{task} {'SSP' if one is ssp else one['method']}"
+            if one["seldp"]:
+                median = statistics.median(one["seldp"])
+                found[f"seldp {key}"] = f"{100 * median:.1f}"
+            found[f"best {key}"] = f"{100 * statistics.median(one['best']):.1f}"
             found[f"steps {key}"] = f"{statistics.median(one['steps']):.0f}"
             found[f"lssr {key}"] = f"{one['lssr']:.3f}"
             found[f"overall {key}"] = f"{statistics.median(one['overall']):.2f}"
@@ -125,14 +148,35 @@ def _discrepancy(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _distances(data: dict[str, Any]) -> dict[str, str]:
-    found = {"distances": distances.table(data)}
-    for name in distances.METHODS:
-        found[f"mean {name} N"] = f"{distances.slopes(data, name, 'mean')[0]:.2f}"
+    return {"distances": distances.exponents(data)}
+
+
+def _exponents(data: dict[str, Any]) -> dict[str, str]:
+    found = {"exponents": exponents.table(data)}
+    for setting, runs in data["exponents"].items():
+        for key in runs[0]:
+            found[f"exponent {setting}, {key}"] = f"{statistics.median(r[key] for r in runs):.2f}"
     return found
 
 
+def _costs(data: dict[str, Any]) -> dict[str, str]:
+    small, large = (
+        next(one for one in data["batches"] if one["batch"] == size) for size in (32, 512)
+    )
+    return {
+        "batches": costs.batch_table(data),
+        **{
+            f"partition {name} {key}": f"{1000 * seconds:.1f}"
+            for name, one in data["partitions"].items()
+            for key, seconds in one.items()
+        },
+        "more memory": f"{large['bytes'] / small['bytes']:.1f}",
+        "more time": f"{large['seconds'] / small['seconds']:.1f}",
+    }
+
+
 def _delta(data: dict[str, Any]) -> dict[str, str]:
-    found = {"delta": delta.table(data), "pieces": delta.table_of_pieces(data)}
+    found = {}
     for i, name in ((0, "first"), (1, "second"), (-1, "last")):
         found[f"Δ {name}"] = f"{data['pieces'][i]['mean']:.3f}"
     found["seeds delta"] = _seeds(data["facts"][0]["final"])
@@ -144,21 +188,29 @@ def _delta(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _choices(data: dict[str, Any]) -> dict[str, str]:
-    found = {key: choices.table(data, key) for key in ("rotated", "aggregated")}
-    for one in data["rotated"]:
-        first, second = (statistics.median(each["final"]) for each in one["pair"])
-        found[f"more {one['method'].split()[-1]}"] = f"{100 * (first - second):.1f}"
-    found["seeds choices"] = _seeds(data["rotated"][0]["pair"][0]["final"])
-    for key in ("rotated", "aggregated"):
-        for one in data[key]:
-            for which, each in zip("ab", one["pair"], strict=True):
-                name = f"{key} {one['method']} {which}"
-                found[name] = f"{100 * statistics.median(each['final']):.1f}"
+    found = {"rotated": choices.rotated_table(data)}
+    groups = grouped(data["rotated"], "task", "aggregate", "sampler", field="run")
+    for (task, aggregate, sampler), rows in groups.items():
+        found[f"seeds {task}"] = _seeds(rows)
+        for key in ("mean", "own"):
+            name = f"{key} {task} {aggregate} {sampler}"
+            found[name] = f"{100 * statistics.median(row[key] for row in rows):.1f}"
+    for task in choices.PASSES:
+        seldp, defdp = (
+            statistics.median(row["own"] for row in groups[task, "gradients", sampler])
+            for sampler in choices.SAMPLERS
+        )
+        found[f"more {task}"] = f"{100 * (seldp - defdp):.1f}"
+    for one in data["aggregated"]:
+        found["seeds aggregated"] = _seeds(one["pair"][0]["final"])
+        for which, each in zip("ab", one["pair"], strict=True):
+            name = f"aggregated {one['method']} {which}"
+            found[name] = f"{100 * statistics.median(each['final']):.1f}"
     return found
 
 
 def _regret(data: dict[str, Any]) -> dict[str, str]:
-    found = {"regret": regret.table(data)}
+    found = {}
     most, least = (data["regret"][str(of(regret.STALENESS))] for of in (max, min))
     for steps in most:
         ratio = statistics.fmean(most[steps]) / statistics.fmean(least[steps])
@@ -169,18 +221,23 @@ def _regret(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _curvature(data: dict[str, Any]) -> dict[str, str]:
-    found = {"curvature": curvature.table(data)}
-    for key in ("variance", "squared_norm"):
-        found[f"curvature {key}"] = _range([one[key] for one in data["correlations"]])
+    found = {
+        f"curvature {key}": _range([one[key] for one in data["correlations"]])
+        for key in ("variance", "squared_norm")
+    }
     norms = [[one["squared_norm"] ** 0.5 for one in run] for run in data["points"]]
-    for name, least in (("rise", [run[0] for run in norms]), ("fall", [run[-1] for run in norms])):
-        ratios = [max(run) / one for run, one in zip(norms, least, strict=True)]
-        found[f"norms {name}"] = f"{min(ratios):.1f} to {max(ratios):.1f}"
-    return found
+    falls = [max(run) / run[-1] for run in norms]
+    return found | {"norms fall": f"{min(falls):.1f} to {max(falls):.1f}"}
 
 
 def _densities(data: dict[str, Any]) -> dict[str, str]:
-    found = {"densities": densities.table(data), "seeds densities": _seeds(data["seeds"])}
+    found = {"layer": densities.layer_table(data), "seeds densities": _seeds(data["seeds"])}
+    first, last = (
+        [run[i]["spread"] for run in data["layer"]] for i in (1, len(data["epochs"]) - 1)
+    )
+    found["layer early"], found["layer late"] = (
+        f"{1000 * statistics.median(one):.1f}" for one in (first, last)
+    )
     for name in densities.NAMES:
         last = [run[name]["looks"][-1]["distance"] for run in data["seeds"]]
         found[f"density {name}"] = f"{100 * statistics.median(last):.1f}"
@@ -217,6 +274,9 @@ def _models(data: dict[str, Any]) -> dict[str, str]:
             found[f"needs {name} {key}"] = f"{row['per_step']:.1f}"
             if row["limit"] is not None:
                 found[f"limit {name} {key}"] = f"{row['limit']:.1f}"
+            if name == "VGG11":
+                most = VGG11_ITERATIONS * row["limit"] / row["overall"]
+                found[f"most {name} {key}"] = f"{most / 1000:.1f}"
         for which, one in model["throughput"].items():
             found[f"{which} {name}"] = f"{one['ring'][-1]:.2f}"
             found[f"{which} {name} step"] = f"{1000 * one['step_seconds']:.0f}"

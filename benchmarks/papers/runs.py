@@ -22,11 +22,13 @@ from offbeat.simulate import Compute, Network
 
 MODELS = Path(__file__).parents[1] / "models" / "papers.py"
 JITTER = 0.05
-TASKS = {
+TASKS: dict[str, tuple[str, str | None]] = {
     "cifar": (f"{MODELS}:cifar", CIFAR10),
     "cifar-decay": (f"{MODELS}:cifar_decay", CIFAR10),
     "cifar-few": (f"{MODELS}:cifar_few", CIFAR10),
+    "digits-few": (f"{MODELS}:digits_few", None),
     "mnist": (f"{MODELS}:mnist_flat", str(MNIST)),
+    "mnist-decay": (f"{MODELS}:mnist_decay", str(MNIST)),
 }
 
 
@@ -118,6 +120,14 @@ def cache_of(name: str, function: Callable[[Any], Row] = train) -> RunCache:
     """Return the cache of a function's runs; all figures share that of ``train``."""
     path = RESULTS / "cells" / f"papers-{name}.jsonl"
     return RunCache(function, path, processes=0, progress=True)
+
+
+def rows_of(wanted: Sequence[Run], known: Sequence[Row]) -> list[Row]:
+    """Return the row of each run. Runs among the ``known`` rows are not repeated."""
+    runs = [row["run"] for row in known]
+    new = cache_of("train").rows([one for one in wanted if asdict(one) not in runs])
+    found = {json.dumps(row["run"]): row for row in (*known, *new)}
+    return [found[json.dumps(asdict(one))] for one in wanted]
 
 
 def by_method(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:

@@ -1,78 +1,113 @@
-"""Asynchronous averaging, the headline: is the speed-up of 2 and 4 workers linear without loss?
+"""Asynchronous averaging, the headline: is the speed-up of 4 workers linear without loss?
 
 The paper trains GoogLeNet on 4 machines over 1 Gbit/s: n times the rate after a linear warm-up, an
-n-th of the steps, τ = 16. Here: a small CNN on CIFAR-10, links on which a merge takes as many
-steps, a warm-up over the first tenth, then a cosine; asynchronous averaging, cyclic and eager, and
-BSP. The rate for one worker is the recipe's, or a quarter of it, because the effect of n times a
-rate depends on the rate.
+n-th of the steps, τ = 16. Here: small CNNs, links on which a merge takes as many steps, a warm-up
+over the first tenth, then a cosine. The effect of n times a rate depends on the rate, so the rate
+for one worker is the recipe's, or a quarter of it. The studies:
 
-    python -m benchmarks.papers.speedup
+- ``speedup``: CIFAR-10, 750 steps of each of 4 workers;
+- ``speedup-long``: MNIST, 3,750 steps of each of 4 workers, with Downpour and EASGD;
+- ``speedup-cifar-long``: CIFAR-10, 3,750 steps, with Downpour and EASGD; about an hour.
+
+    python -m benchmarks.papers.speedup --study speedup-long
 """
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.papers.runs import (
     Run,
     by_method,
     cache_of,
+    parser_for,
     percent,
     save,
-    seeds_asked,
     small_figure,
 )
 from benchmarks.run_cache import Row, arrival
 
 NAME = "speedup"
-RATES = (0.25, 1.0)
 METHODS = {
     "BSP": "bsp",
     "cyclic, τ = 16": "async:staleness=16",
     "eager, τ = 16": "async:staleness=16,schedule=eager",
 }
-WORKERS = (2, 4)
-EPOCHS = 6.0
-OF_ONE = 0.97
-"""Share of one worker's final accuracy that is the target."""
+SERVERS = {"Downpour": "downpour", "EASGD, period 16": "easgd:period=16"}
 
 
-def runs(seeds: Sequence[int]) -> list[Run]:
-    """Return the runs of one worker, then of 2 and 4 with each method, at each rate."""
-    wanted = [("bsp", 1, rate) for rate in RATES]
-    wanted += [(m, n, rate) for rate in RATES for n in WORKERS for m in METHODS.values()]
+@dataclass(frozen=True)
+class Study:
+    """A task, and what is tried on it.
+
+    Attributes:
+        task: Name of the task.
+        epochs: Number of passes over the data, by all workers together.
+        workers: Numbers of workers to compare with one.
+        rates: Learning rates of one worker, as multiples of the recipe's.
+        methods: Methods by name.
+        of_one: Share of one worker's final accuracy that is the target.
+    """
+
+    task: str
+    epochs: float
+    workers: tuple[int, ...]
+    rates: tuple[float, ...]
+    methods: dict[str, str]
+    of_one: float
+
+
+STUDIES = {
+    NAME: Study("cifar-decay", 6.0, (2, 4), (0.25, 1.0), METHODS, 0.97),
+    f"{NAME}-long": Study("mnist-decay", 8.0, (4,), (0.25,), METHODS | SERVERS, 0.997),
+    f"{NAME}-cifar-long": Study("cifar-decay", 30.0, (4,), (0.25, 1.0), METHODS | SERVERS, 0.97),
+}
+
+
+def runs(study: Study, seeds: Sequence[int]) -> list[Run]:
+    """Return the runs of one worker, then of several with each method, at each rate."""
+    wanted = [("bsp", 1, rate) for rate in study.rates]
+    wanted += [
+        (method, n, rate)
+        for rate in study.rates
+        for n in study.workers
+        for method in study.methods.values()
+    ]
     return [
         Run(
-            "cifar-decay",
+            study.task,
             "googlenet",
             n,
             f"{method} --lr-scale {n * rate:g}",
-            EPOCHS,
+            study.epochs,
             32 if n == 1 else 24,
             seed,
         )
-        for method, n, rate in wanted
         for seed in seeds
+        for method, n, rate in wanted
     ]
 
 
-def facts(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def facts(study: Study, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return accuracies, throughput and time to the target of each setting, against one worker."""
     groups = by_method(rows, "workers", "method")
     found = []
-    for rate in RATES:
+    for rate in study.rates:
         ones = groups[1, f"bsp --lr-scale {rate:g}"]
         finals = [row["final"] for row in ones]
-        target = OF_ONE * statistics.median(finals)
+        target = study.of_one * statistics.median(finals)
         alone = statistics.median(seconds_to(row, target) or float("inf") for row in ones)
         pace = ones[0]["steps"] / statistics.median(row["seconds"] for row in ones)
         found.append(
             {"rate": rate, "workers": 1, "method": "one worker", "finals": finals}
             | {"throughput": 1.0, "speedups": [1.0], "idle": 0.0, "target": target}
         )
-        for n in WORKERS:
-            for name, method in METHODS.items():
-                own = groups[n, f"{method} --lr-scale {n * rate:g}"]
+        for n in study.workers:
+            for name, method in study.methods.items():
+                own = groups.get((n, f"{method} --lr-scale {n * rate:g}"), [])
+                if not own:  # not run
+                    continue
                 seconds = statistics.median(row["seconds"] for row in own)
                 times = [seconds_to(row, target) for row in own]
                 found.append(
@@ -116,7 +151,7 @@ def table(data: dict[str, Any]) -> str:
 def draw(data: dict[str, Any]) -> None:
     """Draw the accuracy against time, at the first rate and seed."""
     with small_figure(f"papers-{NAME}", "seconds (simulated)", "test accuracy, %") as axes:
-        rate = RATES[0]
+        rate = STUDIES[NAME].rates[0]
         shown = {("one worker", 1): f"bsp --lr-scale {rate:g}"}
         shown |= {(k, n): f"{m} --lr-scale {n * rate:g}" for k, m in METHODS.items() for n in (4,)}
         for (name, n), method in shown.items():
@@ -132,11 +167,15 @@ def draw(data: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    seeds = seeds_asked(__doc__)
-    rows = cache_of("train").rows(runs(seeds))
-    data = {"epochs": EPOCHS, "facts": facts(rows), "rows": rows}
-    save(NAME, data)
-    draw(data)
+    parser = parser_for(__doc__)
+    parser.add_argument("--study", default=NAME, choices=STUDIES, help=f"default {NAME}")
+    given = parser.parse_args()
+    study = STUDIES[given.study]
+    rows = cache_of("train").rows(runs(study, range(given.seeds)))
+    data = {"epochs": study.epochs, "facts": facts(study, rows), "rows": rows}
+    save(given.study, data)
+    if given.study == NAME:
+        draw(data)
     print(table(data))
 
 

@@ -1,20 +1,18 @@
-"""Results of the race on real processes, on one clock, and the slowdowns that follow from them.
+"""Results of the race on real processes, and the slowdowns that follow from them.
 
-The speed of a shared machine varies by a third within a quarter of an hour. At each evaluation the
-workers of a run train alone for a second, outside the clock (``offbeat.lab.step_time``), so that
-the run knows how fast the machine was. Its seconds are converted to those of a machine on which a
-step alone takes as long as in the ideal network's own run (``offbeat.lab.report.clock``).
+The times of old results are converted to one machine speed; see ``earlier_clock``.
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.race import earlier_clock
+from benchmarks.race.earlier_clock import on_one_clock
 from benchmarks.race.slowdown import slowdown
-from offbeat.lab.report.clock import on_one_clock, step_of
 from offbeat.lab.report.intervals import MIN_SEEDS, Interval, interval_of
 from offbeat.lab.report.rows import rows_of
-from offbeat.lab.results import Result, read_results
+from offbeat.lab.results import Result
 
 SECONDS = (10.0, 20.0, 30.0)
 """Seconds of the ideal network after which slowdowns are shown."""
@@ -38,14 +36,15 @@ def read(folder: Path, track: str, *, steady: bool = False) -> dict[str, list[Re
     """
     found = {}
     for path in sorted(folder.glob(f"race-{track}-*.jsonl")):
-        results = read_results(path)
+        results = earlier_clock.read(path)
         if any(one.is_ideal for one in results) and "tiny" not in path.stem:
             found[path.stem.split("-", 2)[2]] = results
     if steady:
         found = {cell: runs for cell, runs in found.items() if not _uneven(runs[0])}
     steps: dict[str, list[float]] = {}
     for cell, runs in found.items():
-        steps.setdefault(workload_of(cell), []).extend(step_of(one) for one in runs if one.is_ideal)
+        own = [one.mean_step_seconds for one in runs if one.is_ideal]
+        steps.setdefault(workload_of(cell), []).extend(own)
     return {
         cell: on_one_clock(runs, statistics.fmean(steps[workload_of(cell)]) if steady else None)
         for cell, runs in found.items()

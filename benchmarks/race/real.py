@@ -65,7 +65,6 @@ def run(
             on_start=lambda one: print(f"{cell.name}  {one.label}  seed {one.seed}", flush=True),
             on_event=_print_evaluation,
             command=_command(cell, track),
-            may_differ=["measure_alone"],  # older runs did not measure it; the tables mark them
         )
 
 

@@ -11,11 +11,11 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
 from benchmarks.harness import DATA, RESULTS
-from benchmarks.race import simulated_training
 from benchmarks.race.simulated_results import FILE, arrival, read
 from benchmarks.race.simulated_settings import (
     BANDWIDTHS,
@@ -36,8 +36,9 @@ from benchmarks.race.simulated_settings import (
     Cell,
 )
 from benchmarks.run_cache import Row, RunCache
-from offbeat.lab.compare import versions
+from offbeat.lab.compare import run_and_record, versions
 from offbeat.lab.job import Job
+from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.simulate import Compute
 
 _DETAILS = ("wire", "parts", "window", "landings", "outer_gain", "staleness_max")
@@ -70,16 +71,19 @@ def run(one: Simulated) -> Row:
         cell.workers,
         epochs=workload.epochs * cell.workers / 4,  # the same number of steps for each worker
         seed=one.seed,
+        evaluations=EVALUATIONS,
         data=None if workload.data is None else str(DATA / workload.data),
     ).under(one.method)
-    slow = {} if cell.slow == 1 else {0: cell.slow}  # rank 0 is the clock
+    slow = {} if cell.slow == 1 else {0: cell.slow}
     compute = Compute(STEP_SECONDS, jitter=cell.jitter, slowdown=slow)
-    found = simulated_training.train(job, cell.network(workload), compute, EVALUATIONS)
+    cluster = VirtualCluster(cell.network(workload), compute)
+    found = run_and_record(job, lambda event: None, cluster)
+    stats = found.stats
     return {
-        "points": [[round(seconds, 3), round(metric, 4)] for seconds, metric in found.points],
-        "steps": found.steps,
-        "payload_bytes": found.payload_bytes,
-        "idle": round(found.idle, 4),
+        "points": [[round(point.seconds, 3), round(point.metric, 4)] for point in found.points],
+        "steps": stats[0].steps,
+        "payload_bytes": fmean(one.payload_bytes for one in stats),
+        "idle": round(fmean(one.idle for one in stats), 4),
         "details": {name: found.details[name] for name in _DETAILS if name in found.details},
     }
 

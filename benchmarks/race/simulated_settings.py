@@ -1,8 +1,7 @@
 """Settings of the race in virtual time: workloads, links, methods, and what tuning tries.
 
 Virtual time covers what the links here cannot be shaped to: latencies and many workers. Training is
-real, steps take 80 virtual ms and vary by 5 %, and evaluations do not use the links
-(``simulated_training``).
+real, and steps take 80 virtual ms and vary by 5 %.
 
 - ``mlp``: 149,110 parameters on scikit-learn's digits (``models/digits_mlp.py``). Its links are
   scaled: the one called 50 Mbit/s has 50 Mbit/s times the model's bytes over the CNN's. So a mean

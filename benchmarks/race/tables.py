@@ -16,6 +16,7 @@ from benchmarks.race.curves import (
     slowdowns,
     workload_of,
 )
+from benchmarks.race.earlier_clock import has_known_speed
 from benchmarks.race.methods import DILOCO, is_default, is_peer, short_name
 from benchmarks.race.settings import EARLIER
 from benchmarks.race.slowdown import Points, slowdown, summary
@@ -23,7 +24,7 @@ from offbeat.lab.report.intervals import MIN_SEEDS
 from offbeat.lab.report.rows import rows_of
 
 UNCORRECTED = " †"
-"""Mark of a row in which some runs did not measure the machine's speed: their time is as it was."""
+"""Mark of a row with runs that neither controlled nor measured the time of a step."""
 
 
 def every_method(
@@ -68,7 +69,7 @@ def every_method(
             shown = [summary(slowdowns(both, row.name, at, less=less)) for at in seconds]
             ends = [(own[run.job.seed][-1][0], run.points[-1].step) for run in runs]
             step = statistics.median(duration / steps for duration, steps in ends)
-            corrected = track == EARLIER or all(run.is_ideal or run.turns for run in runs)
+            corrected = track == EARLIER or all(map(has_known_speed, runs))
             shown.append(f"{1000 * step:.0f} ms")
             shown.append(f"{len(runs)}{'' if corrected else UNCORRECTED}")
             lines.append(f"| {cell} | `{short_name(row.name)}` | {' | '.join(shown)} |")

@@ -482,6 +482,15 @@ def background_tasks_of(sync: Synchronizer) -> BackgroundTasks:
     return sync._tasks
 
 
+def snapshot_of(sync: Synchronizer) -> list[Tensor]:
+    """Return what ``sync``'s worker contributes to an evaluation (``Flow.snapshot``).
+
+    Takes no training time.
+    """
+    with sync._recorder.paused():
+        return sync._iteration.flow.snapshot()
+
+
 def require_synchronizer(sync: object) -> None:
     """Raise TypeError unless ``sync`` is a ``Synchronizer``."""
     if not isinstance(sync, Synchronizer):

@@ -17,7 +17,7 @@ LEVELS = [
     {"benchmarks.__main__"},
 ]
 RACE = [
-    {"methods", "simulated_training", "slowdown"},
+    {"methods", "earlier_clock", "slowdown"},
     {"settings", "simulated_settings", "curves"},
     {"real", "simulated_results"},
     {"tables", "simulated", "simulated_tables", "plots"},

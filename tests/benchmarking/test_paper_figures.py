@@ -1,19 +1,24 @@
 """Computations behind the papers' figures, on cases worked out by hand."""
 
 import math
+import statistics
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 from benchmarks.harness import MNIST
-from benchmarks.models.papers import at_constant_rate
+from benchmarks.models.papers import at_constant_rate, small_mnist_model
 from benchmarks.papers import (
+    choices,
     convergence,
+    costs,
     curvature,
     delta,
     densities,
     distances,
+    exponents,
     regret,
     runs,
     speedup,
@@ -34,7 +39,7 @@ def row(
         for i, metric in enumerate(metrics, start=1)
     ]
     return {
-        "run": {"method": method, "workers": workers},
+        "run": {"method": method, "workers": workers, "seed": 0},
         "points": points,
         "final": metrics[-1],
         "steps": points[-1]["step"],
@@ -63,20 +68,55 @@ def test_the_overall_speed_up_has_each_run_at_its_own_convergence():
     assert found[0]["to_bsp"] == [1.0]
 
 
+def test_the_rivals_read_defdp_beside_seldp():
+    """As in the paper, only SelSync reads SelDP; the others' accuracy there has its own column."""
+    names = convergence.methods("mnist")
+    defdp = {name for name, method in names.items() if method.endswith("--sampler defdp")}
+    assert defdp == {name for name in names if not name.startswith("SelSync")}
+    rows = [row(one, [0.5]) for one in names.values()] + [row("bsp", [0.6])]
+    found = convergence.facts("mnist", rows)
+    assert (found[0]["best"], found[0]["seldp"]) == ([0.5], [0.6])
+
+
+def test_ssp_is_shown_at_its_best_rate():
+    found = [
+        {"method": "BSP", "best": [0.9]},
+        {"method": "SSP, rate × 0.1", "best": [0.7, 0.8, 0.9]},
+        {"method": "SSP, rate × 1", "best": [0.1, 0.1, 1.0]},
+    ]
+    assert convergence.best_rate(found)["method"] == "SSP, rate × 0.1"
+
+
+def test_runs_with_known_rows_are_not_repeated():
+    run = runs.Run("no such task", "resnet101", 8, "bsp", 1.0, 1, 0)
+    known = {"run": asdict(run), "final": 0.5}
+    assert runs.rows_of([run], [known]) == [known]
+
+
 def test_the_speed_up_is_to_what_one_worker_ends_with():
     """Four workers take a quarter of the steps: linear; or end short of the target: never."""
+    study = speedup.STUDIES[speedup.NAME]
     rows = []
-    for rate in speedup.RATES:
+    for rate in study.rates:
         rows.append(row(f"bsp --lr-scale {rate:g}", [0.5, 0.99, 1, 1, 1, 1, 1, 1], workers=1))
-        for n in speedup.WORKERS:
-            for method in speedup.METHODS.values():
+        for n in study.workers:
+            for method in study.methods.values():
                 metrics = [1.0, 1.0, 1.0, 1.0][: 8 // n] if n == 2 else [0.5, 0.6]
                 rows.append(row(f"{method} --lr-scale {n * rate:g}", metrics, workers=n))
-    found = {(one["rate"], one["workers"], one["method"]): one for one in speedup.facts(rows)}
+    facts = speedup.facts(study, rows)
+    found = {(one["rate"], one["workers"], one["method"]): one for one in facts}
     assert found[1.0, 2, "BSP"]["speedups"] == [2.0]  # 10 s in place of 20
     assert found[1.0, 4, "BSP"]["speedups"] == [None]
     assert found[1.0, 4, "BSP"]["throughput"] == 4.0
     assert found[1.0, 2, "BSP"]["throughput"] == 2.0
+
+
+def test_the_long_studies_have_five_times_the_steps_and_the_servers():
+    """750 steps are 6 passes over 16,000 images by 4 workers with batches of 32."""
+    for name, images in (("speedup-long", 60_000), ("speedup-cifar-long", 16_000)):
+        study = speedup.STUDIES[name]
+        assert study.epochs * images / (32 * 4) == 5 * 750
+        assert {"Downpour", "EASGD, period 16"} <= {*study.methods}
 
 
 @pytest.mark.skipif(not MNIST.is_dir(), reason=f"no MNIST files in {MNIST}")
@@ -149,6 +189,44 @@ def test_distances_are_those_before_a_reset(method: str):
     """After τ = 4 own steps of 0.5·n each, the mean over n = 0…3 of |n − 1.5|, and 3 for a pair."""
     found = distances.distances(method, workers=4, staleness=4, seed=0, steps=16, problem=apart())
     assert found == pytest.approx({"mean": 4 * 0.5 * 1.0, "pair": 4 * 0.5 * 3})
+
+
+@pytest.mark.parametrize("staleness", [2, 4])
+def test_the_distance_to_the_common_model_is_that_of_all_own_steps(staleness: int):
+    """τ steps of 0.5·n each: 0.75 τ on average over n = 0…3, and 0.5 τ to the mean."""
+    found = exponents.distances(apart(), workers=4, staleness=staleness, steps=16, seed=0)
+    expected = {"to the mean": 0.5 * staleness, "to the common model": 0.75 * staleness}
+    assert found == {"early": pytest.approx(expected), "late": pytest.approx(expected)}
+
+
+def test_workers_with_labels_of_their_own_share_none():
+    found = [{*next(exponents.own_labels(4, rank, 0))[1].tolist()} for rank in range(4)]
+    assert sum(map(len, found)) == len(set.union(*found))
+
+
+def test_few_images_are_divided_by_the_sampler():
+    """In its only step every worker synchronizes, so LSSR is 0."""
+    found = choices.rotated(choices.Rotated("digits-few", "gradients", "defdp", 0.5, 0))
+    assert found["lssr"] == 0
+    assert 0 < found["mean"] < 1
+    assert 0 < found["own"] < 1
+
+
+def test_the_small_model_has_9226_parameters():
+    assert sum(one.numel() for one in small_mnist_model().parameters()) == 9226
+
+
+def test_saved_bytes_are_the_inputs_of_the_layers():
+    """A linear layer keeps its input, 4·3 numbers, and the square its own, 4·2; not the weight."""
+    model, x = nn.Linear(3, 2), torch.ones(4, 3)
+    assert costs.saved_bytes(model, lambda: model(x).pow(2).sum()) == 4 * (4 * 3 + 4 * 2)
+
+
+def test_the_width_of_a_density():
+    """0 … 100: the middle 90 % is from 5 to 95."""
+    numbers = torch.arange(101.0)
+    expected = {"spread": statistics.stdev(range(101)), "middle": 90.0}
+    assert densities.width(numbers) == pytest.approx(expected)
 
 
 def test_a_constant_rate_is_not_that_of_the_first_step_of_a_warm_up():

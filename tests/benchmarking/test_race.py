@@ -89,7 +89,7 @@ def test_a_method_without_its_package_is_left_out_with_a_message(
 
 def test_a_tiny_cell_is_run_once(tmp_path: Path) -> None:
     """With both tracks. Runs in the file are not repeated, and have the command to repeat them."""
-    short = settings.Workload("digits", None, 0.1)
+    short = settings.Workload("digits", None, 0.1, 0.02)
     cell = replace(settings.TINY, workload=short, methods=("ideal", "bsp"), seeds=2)
     runner = VirtualCluster(Network("100Mbit/s"), Compute("10ms"))
     first = real.run(cell, "defaults", folder=tmp_path, runner=runner)

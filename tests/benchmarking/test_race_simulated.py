@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.harness import RESULTS
-from benchmarks.race import figures, simulated, simulated_results, simulated_training
+from benchmarks.race import figures, simulated, simulated_results
 from benchmarks.race.simulated import Race, Simulated
 from benchmarks.race.simulated_settings import (
     BANDWIDTHS,
@@ -27,43 +27,16 @@ from benchmarks.race.simulated_settings import (
 )
 from benchmarks.run_cache import Row, RunCache
 
-from offbeat import Compute, Network
-from offbeat.lab.compare import run_and_record
+from lab.test_report import make
 from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import find_recipe
+from offbeat.lab.results import Result
 
 MLP = str(MODELS / "digits_mlp.py")
-SLOW = Network("2Mbit/s", latency="1ms")
-STEPS = Compute("80ms", jitter=0.2)
 
 
 def job(method: str) -> Job:
     return Job(MLP, "bsp", 2, epochs=0.9).under(method)
-
-
-@pytest.mark.parametrize("method", ["ideal", "bsp"])
-def test_points_are_those_of_the_lab_where_models_are_equal(method: str) -> None:
-    """Of gradients' means the consensus is every worker's model, so that looks change nothing."""
-    one = replace(job(method), evaluations=4)
-    lab = run_and_record(one, lambda event: None, VirtualCluster(SLOW, STEPS))
-    found = simulated_training.train(one, SLOW, STEPS, 4)
-    want = [(point.seconds, point.metric) for point in lab.points]
-    assert len(want) == 4
-    got = [*found.points[:3], found.points[-1]]  # the lab's last one is behind ``finish``
-    assert [metric for _, metric in got] == [metric for _, metric in want]
-    assert [s for s, _ in got] == pytest.approx([s for s, _ in want])
-    assert (found.steps, found.payload_bytes) == (lab.points[-1].step, lab.payload_bytes)
-
-
-def test_evaluations_do_not_use_the_links() -> None:
-    """A run that is looked at often ends when one does that is not, with the same model."""
-    once, often = (
-        simulated_training.train(job("streaming"), SLOW, STEPS, count) for count in (1, 10)
-    )
-    assert often.points[-1] == once.points[-1]
-    assert often.payload_bytes == once.payload_bytes
-    assert len(often.points) == 11
 
 
 # The cells
@@ -91,11 +64,11 @@ def test_more_workers_train_on_more_samples(monkeypatch: pytest.MonkeyPatch) -> 
     """Four times the workers, four times the passes: as many steps for each."""
     asked: list[Job] = []
 
-    def train(job: Job, *_: object) -> simulated_training.Run:
+    def record(job: Job, *_: object) -> Result:
         asked.append(job)
-        return simulated_training.Run(((1.0, 0.5),), 180, 0.0, 0.0, {})
+        return make("bsp", [(1.0, 0.5)])
 
-    monkeypatch.setattr(simulated_training, "train", train)
+    monkeypatch.setattr(simulated, "run_and_record", record)
     for workers in (4, 16):
         simulated.run(Simulated("mlp", replace(TUNED_AT, workers=workers), "bsp", 0))
     assert [(one.workers, one.epochs) for one in asked] == [(4, 16.0), (16, 64.0)]

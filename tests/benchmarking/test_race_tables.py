@@ -3,22 +3,36 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.harness import RESULTS
-from benchmarks.race import curves, evidence, figures, methods, sentences, tables
+from benchmarks.race import curves, earlier_clock, evidence, figures, methods, sentences, tables
+from benchmarks.race.earlier_clock import CalibratedResult
 
 from lab.test_report import make
-from offbeat.lab.events import Calibration
 from offbeat.lab.results import Result
 
 ROOT = Path(__file__).parents[2]
 
 
+def turns_of(one: Result) -> dict[str, Any]:
+    """Return the field "turns" of an old file."""
+    if not isinstance(one, CalibratedResult):
+        return {}
+    return {"turns": [{"step": step, "step_seconds": seconds} for step, seconds in one.turns]}
+
+
+def calibrated(run: Result, *step_seconds: float) -> CalibratedResult:
+    values = {field.name: getattr(run, field.name) for field in fields(Result)}
+    steps = [0, *(point.step for point in run.points)]
+    return CalibratedResult(**values, turns=tuple(zip(steps, step_seconds, strict=True)))
+
+
 def written(folder: Path, cell: str, results: Sequence[Result]) -> None:
-    lines = [json.dumps(one.to_dict()) for one in results]
+    lines = [json.dumps(one.to_dict() | turns_of(one)) for one in results]
     (folder / f"race-defaults-{cell}.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -194,10 +208,7 @@ def test_the_overview_has_the_nearest_peer_and_marks_uncorrected_rows(tmp_path: 
     runs = [make("ideal", curve), make("streaming", late(1, 1.1)), make("bsp", late(1, 1))]
     runs += [make("torch:ddp", late(1, 3)), make("torch:postlocal,period=16", late(2, 2))]
     pace = runs[0].seconds / runs[0].points[-1].step
-    turned = tuple(
-        Calibration(step, pace) for step in [0, *(point.step for point in runs[1].points)]
-    )
-    runs[1] = replace(runs[1], turns=turned)
+    runs[1] = calibrated(runs[1], *[pace] * (1 + len(curve)))
     written(tmp_path, "cifar-lan", runs)
     written(tmp_path, "as-made-up", runs[:2])
     lines = tables.overview(figures.cells_in_order(tmp_path)).splitlines()
@@ -206,10 +217,25 @@ def test_the_overview_has_the_nearest_peer_and_marks_uncorrected_rows(tmp_path: 
         "| `torch:postlocal,period=16` | 1, 1 |"
     )
     assert lines[3].endswith("| - | - | - | 1 |")
-    second = [replace(one, job=replace(one.job, seed=1), turns=()) for one in runs[:2]]
+    second = [make("ideal", curve, seed=1), make("streaming", late(1, 1.1), seed=1)]
     written(tmp_path, "as-made-up", runs[:2] + second)
     table = tables.every_method(tmp_path, [30.0])
     assert table.splitlines()[3].endswith(" 2 † |")
     assert [line.split("|")[-2] for line in table.splitlines()[4:9]] == [
         *(" 1 ", " 1 ", " 1 † ", " 1 † ", " 1 † "),
     ]
+
+
+def test_old_times_are_converted_to_one_machine_speed(tmp_path: Path) -> None:
+    """8 s at 2 s a step and 6 s at a mean of 3 s become 4 s and 2 s at the ideal's 1 s a step."""
+    ideal = make("ideal", [(10.0, 0.5), (20.0, 0.9)])
+    ideal = replace(ideal, points=tuple(replace(p, step=int(p.seconds)) for p in ideal.points))
+    run = calibrated(make("streaming", [(8, 0.5), (14, 0.9)]), 2.0, 2.0, 4.0)
+    plain = make("bsp", [(8, 0.5), (14, 0.9)])
+    written(tmp_path, "made-up", [ideal, run, plain])
+    _, *found = curves.read(tmp_path, "defaults")["made-up"]
+    assert [point.seconds for point in found[0].points] == [4.0, 6.0]
+    assert found[1] == plain
+    padded = replace(plain, job=replace(plain.job, step_seconds=0.05))
+    known = [earlier_clock.has_known_speed(one) for one in (ideal, run, plain, padded)]
+    assert known == [True, True, False, True]

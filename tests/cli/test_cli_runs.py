@@ -517,19 +517,26 @@ def test_the_ideal_has_five_steps_and_no_network(call: Call, tmp_path: Path) -> 
     assert [one["metrics"] for one in ideal["points"]] == [one["metrics"] for one in bsp["points"]]
 
 
-@pytest.mark.parametrize("more", [(), ("--turns",)])
-def test_the_option_turns_calibrates_every_run(
-    more: tuple[str, ...], call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("more", "seconds"), [((), None), (("--step-time", "50ms", "--slow", "0=2"), 0.05)]
+)
+def test_the_step_time_of_real_workers_is_part_of_every_job(
+    more: tuple[str, ...],
+    seconds: float | None,
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     asked = []
 
     def fail(job: Job, *args: Any, **kwargs: Any) -> None:
-        asked.append(job.measure_alone)
+        asked.append((job.step_seconds, job.live))
         raise OffbeatError("worker 1 failed: out of luck")
 
     monkeypatch.setattr(runs.comparison, "run_and_record", fail)
     call("compare", "digits", "-s", "bsp", *more, "--output", str(tmp_path))
-    assert asked == [bool(more)]
+    call("train", "digits", "-s", "bsp")
+    assert asked == [(seconds, False), (None, True)]
 
 
 # Strategies of one's own

@@ -4,6 +4,7 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from offbeat import Stats
 from offbeat.errors import CommunicationError
 from offbeat.lab import step_time
 from offbeat.lab.compare import run_and_record
-from offbeat.lab.events import End, Evaluation, Event
+from offbeat.lab.events import End, Evaluation, Event, Step
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import Loopback
 from offbeat.lab.methods.registry import BASELINES, parse_method, require_virtual
@@ -35,6 +36,7 @@ METHODS = (
 )
 SLOW = "torch:ddp slow to evaluate"
 EVALUATION_SECONDS = 0.3
+LIMITED = "torch:ddp with a limit"
 WIDE = "torch:ddp,hook=powersgd,rank=1,warmup_steps=2"
 
 
@@ -62,8 +64,9 @@ class Run:
         return found
 
 
-def train(text: str, size: int, evaluations: int = tiny.STEPS) -> Run:
-    job = Job("tiny", "bsp", size, evaluations=evaluations, timeout_seconds=20).under(text)
+def train(text: str, size: int, evaluations: int = tiny.STEPS, **settings: Any) -> Run:
+    settings = {"evaluations": evaluations, "timeout_seconds": 20.0, **settings}
+    job = Job("tiny", "bsp", size, **settings).under(text)
     events: list[Event] = []
     tiny.statistics.clear()
     began = time.perf_counter()
@@ -80,8 +83,13 @@ def train_all(rank: int, size: int) -> dict[str, Run]:
     step_time.REFERENCE = step_time.Duration(5, 10, 0.1)
     runs = {text: train(text, size) for text in METHODS}
     tiny.evaluation_seconds = EVALUATION_SECONDS / 2  # of a batch
-    runs[SLOW] = train("torch:ddp", size, evaluations=3)
-    tiny.evaluation_seconds, tiny.width = 0.0, 1024  # 8 MB: three buckets of DDP
+    runs[SLOW] = train("torch:ddp", size, evaluations=3, live=True)
+    tiny.evaluation_seconds = 0.0
+    step_time.PADDING = step_time.Duration(3, 10, 0.0)
+    for text in ("ideal", "torch:ddp"):
+        runs[f"{text} padded"] = train(text, size, 2, step_seconds=0.01, slow="1=2")
+    runs[LIMITED] = train("torch:ddp", size, max_seconds=1e-6)
+    tiny.width = 1024  # 8 MB: three buckets of DDP
     runs[WIDE] = train(WIDE, size, evaluations=1)
     return runs
 
@@ -173,6 +181,30 @@ def test_training_seconds_are_without_evaluation(runs: list[dict[str, Run]]) -> 
     assert [one.steps for one in run.end.stats] == [tiny.STEPS] * 2
 
 
+def test_evaluations_do_not_change_a_peer(runs: list[dict[str, Run]]) -> None:
+    """Nine evaluations after the training, and three during it, end with the same bits."""
+    often, live = (runs[0][text].parameters for text in ("torch:ddp", SLOW))
+    assert all(torch.equal(a, b) for a, b in zip(often, live, strict=True))
+
+
+def test_padded_steps_of_the_ideal_take_exactly_the_step_time(
+    runs: list[dict[str, Run]],
+) -> None:
+    """The mean over workers with steps of 10 and 20 ms; the values are those without padding."""
+    run = runs[0]["ideal padded"]
+    assert [one.seconds for one in run.points] == pytest.approx([4 * 0.015, 9 * 0.015])
+    assert run.curve[-1] == runs[0]["ideal"].curve[-1]
+    for one in runs[0]["torch:ddp padded"].end.stats:
+        assert 0 <= one.details["late_steps"] <= tiny.STEPS
+    assert runs[0]["torch:ddp padded"].curve[-1] == runs[0]["torch:ddp"].curve[-1]
+
+
+def test_a_limit_ends_all_workers_of_a_peer_at_one_step(runs: list[dict[str, Run]]) -> None:
+    """The clocks of the first step are known at the second."""
+    assert [point.step for point in runs[0][LIMITED].points] == [1, 2]
+    assert [one.steps for one in runs[0][LIMITED].end.stats] == [2, 2]
+
+
 def test_every_step_of_the_ideal_counts_the_same(runs: list[dict[str, Run]]) -> None:
     """During the run the first measurement counts, at the end both."""
     run = runs[0]["ideal"]
@@ -194,7 +226,7 @@ def fail_in_the_middle(rank: int, size: int) -> str:
     job = Job("tiny", "torch:ddp", size, evaluations=tiny.STEPS)
 
     def stop(event: Event) -> None:
-        if isinstance(event, Evaluation) and event.step == 3:
+        if isinstance(event, Step) and event.step == 3:
             raise KeyboardInterrupt
 
     try:

@@ -79,11 +79,11 @@ print(measure_links().bytes_per_second)
 @needs_namespaces
 @pytest.mark.quiet
 def test_links_are_measured_as_they_are_shaped(tmp_path: Path) -> None:
-    """All workers measure the same rate, to within a fifth."""
+    """All workers measure the same rate, to within a fifth: 10 Mbit/s less headers and ACKs."""
     with Cluster(3, 10e6) as cluster:
         measured = on_nodes(cluster, LINKS, str(tmp_path))
     assert len(set(measured)) == 1
-    assert 8 * measured[0] == pytest.approx(10e6, rel=0.2)
+    assert 8 * measured[0] == pytest.approx(9.3e6, rel=0.2)
 
 
 @needs_namespaces
@@ -101,6 +101,18 @@ def test_an_all_reduce_runs_at_the_shaped_rate(tmp_path: Path) -> None:
     ring = 2 * (2 / 3) * 4 * elements * 8 / 200e6
     assert 0.9 * ring < max(seconds) < 1.35 * ring
     assert 1.0 < sent / (4 * 2 * (2 / 3) * 4 * elements) < 1.15  # four of them, and headers
+
+
+@needs_namespaces
+@pytest.mark.parametrize(("bits_per_second", "most"), [(10e6, 6056), (200e6, 6056), (1e9, 17000)])
+def test_an_idle_link_passes_at_most_3_percent_of_a_small_model_at_once(
+    bits_per_second: float, most: int
+) -> None:
+    """The burst of the filter, for a message of 600 kB, as the kernel reports it."""
+    with Cluster(1, bits_per_second) as cluster:
+        shown = _run("tc", "-n", cluster._node(0), "-j", "qdisc", "show", "dev", cluster.interface)
+    burst = json.loads(shown)[0]["options"]["burst"]
+    assert 4 * 1500 <= burst <= most < 0.03 * 600_000
 
 
 @needs_namespaces

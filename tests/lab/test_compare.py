@@ -12,7 +12,7 @@ from offbeat import Stats
 from offbeat.errors import OffbeatError
 from offbeat.lab import compare as lab
 from offbeat.lab import report
-from offbeat.lab.events import End, Evaluation, EvaluationCount, Event, LocalStepTime, Start
+from offbeat.lab.events import End, Evaluation, EvaluationCount, Event, Start
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import Loopback, Runner
 from offbeat.lab.results import Result, read_results
@@ -149,8 +149,6 @@ class Choosing(Loopback):
         on_event(Start(1, 4))
         if job.evaluations is None:
             on_event(EvaluationCount(5, 2.0))
-        if job.slow is not None:
-            on_event(LocalStepTime(0.5 if job.alone_seconds is None else job.alone_seconds))
         on_event(Evaluation(1, 0.5, 0.5, {}))
         on_event(End((Stats(),)))
 
@@ -161,15 +159,6 @@ def test_the_first_run_determines_the_number_of_evaluations(tmp_path: Path) -> N
     results = compare(runner, tmp_path, seeds=2)
     assert [job.evaluations for job in runner.jobs] == [None, 5, 5, 5]
     assert [one.job.evaluations for one in results] == [5] * 4
-
-
-def test_the_first_run_determines_the_sleeps_of_stragglers(tmp_path: Path) -> None:
-    """Also in a continued comparison."""
-    results = compare(Choosing(), tmp_path, seeds=1, slow="1=2")
-    assert [one.job.alone_seconds for one in results] == [0.5] * 2
-    runner = Choosing()
-    compare(runner, tmp_path, seeds=2, slow="1=2")
-    assert [(job.seed, job.alone_seconds) for job in runner.jobs] == [(8, 0.5)] * 2
 
 
 def test_a_strategy_may_have_its_own_options(tmp_path: Path) -> None:
@@ -252,7 +241,7 @@ def test_a_line_that_was_cut_off_is_run_again(
         ({"epochs": 3.0}, "epochs=None"),
         ({"workers": 4}, "workers=2"),
         ({"jitter": 0.5}, "jitter"),
-        ({"measure_alone": True}, "turns=False and not True"),
+        ({"step_seconds": 0.5}, "step-time=None and not 0.5"),
     ],
 )
 def test_results_of_another_comparison_are_not_mixed_in(
@@ -270,14 +259,14 @@ def test_results_may_be_mixed_where_that_is_asked_for(tmp_path: Path) -> None:
     """Existing results are kept; further runs use the present job."""
     runner = Choosing()
 
-    def widen(seeds: int, turns: bool) -> list[Result]:
-        job = Job("digits", "bsp", 2, measure_alone=turns)
-        told = {"on_start": ignore, "on_event": ignore, "may_differ": ["measure_alone"]}
+    def widen(seeds: int, step_seconds: float | None) -> list[Result]:
+        job = Job("digits", "bsp", 2, step_seconds=step_seconds)
+        told = {"on_start": ignore, "on_event": ignore, "may_differ": ["step_seconds"]}
         return lab.compare(job, ["bsp"], seeds=seeds, runner=runner, output=tmp_path, **told)
 
-    widen(1, False)
-    assert [one.job.measure_alone for one in widen(2, True)] == [False, True]
-    assert [(job.seed, job.measure_alone) for job in runner.jobs] == [(0, False), (1, True)]
+    widen(1, None)
+    assert [one.job.step_seconds for one in widen(2, 0.5)] == [None, 0.5]
+    assert [(job.seed, job.step_seconds) for job in runner.jobs] == [(0, None), (1, 0.5)]
 
 
 class Nowhere(Loopback):

@@ -1,7 +1,7 @@
 """Evaluation divided among workers: values, and how often."""
 
 import math
-import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,27 +11,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab import tiny
-from offbeat import Compute, Network
+from offbeat import Compute, LocalSGD, Network, attach, parse_strategy, simulate
 from offbeat.errors import CommunicationError
-from offbeat.lab import evaluation, train
+from offbeat.lab import evaluator
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.evaluation import (
-    EvaluationSchedule,
     affordable_evaluations,
+    average_over_workers,
     evaluate_together,
-    expected_seconds,
+    evenly,
     gather,
+    storable_evaluations,
 )
-from offbeat.lab.events import Evaluation, EvaluationCount, Event, Step, Waiting
+from offbeat.lab.events import Evaluation, EvaluationCount, Event, Waiting
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import VirtualCluster
+from offbeat.lab.methods.base import Attached
 from offbeat.lab.recipes import find_recipe
 from offbeat.lab.recipes.base import Setup
 from offbeat.lab.recipes.datasets import TensorData
 from offbeat.lab.recipes.held_out import HeldOut, accuracy
+from offbeat.lab.results import Result
+from offbeat.synchronizer import snapshot_of
 from workers import run as on_processes
 from worlds import run
-from worlds import simulated as run_simulated
 
 CPU = torch.device("cpu")
 SAMPLES, CLASSES = 103, 7  # no multiple of anything below
@@ -137,23 +140,6 @@ def test_an_evaluation_changes_no_state() -> None:
         assert (model.training, model.extra.training) == (training, False)
 
 
-def test_the_first_batch_predicts_the_time_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-
-    def scores(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        clock[0] += len(batch[0])
-        return {"nothing": batch[0][:, 0]}
-
-    monkeypatch.setattr(evaluation, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-
-    def expect(rank: int, size: int) -> float:
-        return expected_seconds(HeldOut(TensorData(problem()[1]), scores, 10), problem()[0])
-
-    # 103 samples are 11 batches: worker 0 has 0, 4, 8; worker 3 has two of 10.
-    assert run_simulated(expect, workers=4) == [30, 30, 30, 20]
-    assert clock[0] == 40
-
-
 def test_scores_need_one_value_per_sample() -> None:
     """A mean over the batch would give the last batch too much weight."""
     model, inputs, _ = problem()
@@ -191,24 +177,26 @@ def test_a_missing_share_is_an_error() -> None:
 # How often
 
 
-def test_evaluations_are_evenly_spaced_without_the_last_step() -> None:
-    schedule = EvaluationSchedule(100, 4)
-    assert [step for step in range(1, 101) if step in schedule] == [25, 50, 75]
-    assert not schedule.open
-    for more_than_steps in (24, 10**18):
-        schedule = EvaluationSchedule(3, more_than_steps)
-        assert [step for step in range(1, 4) if step in schedule] == [1, 2]
-    assert [step for step in range(1, 100) if step in EvaluationSchedule(100, 1)] == []
+@pytest.mark.parametrize(
+    ("steps", "snapshot_bytes", "number"),
+    [
+        (1000, 2**20, 24),
+        (1000, 2**28, 5),  # four snapshots, and the model at the end
+        (1000, 2**31, 1),
+        (9, 2**20, 9),
+    ],
+)
+def test_snapshots_take_at_most_a_gibibyte(steps: int, snapshot_bytes: int, number: int) -> None:
+    assert storable_evaluations(steps, snapshot_bytes) == number
 
 
 @pytest.mark.parametrize(
     ("evaluation", "training", "number"),
     [
         (1.0, 1000.0, 24),  # 100 s for them
-        (5.0, 1000.0, 20),
+        (5.0, 1000.0, 12),
         (33.0, 1000.0, 3),
         (200.0, 1000.0, 1),  # the end is evaluated whatever it takes
-        (36.0, 128.0, 1),
         (0.1, 2.0, 24),  # 3 s, however short the run
         (1.0, 2.0, 3),
         (0.0, 1.0, 24),
@@ -217,77 +205,163 @@ def test_evaluations_are_evenly_spaced_without_the_last_step() -> None:
 def test_evaluations_cost_a_tenth_of_the_training(
     evaluation: float, training: float, number: int
 ) -> None:
-    assert affordable_evaluations(evaluation, training) == number
+    assert affordable_evaluations(evaluation, training, 24) == number
     assert number * evaluation <= max(0.1 * training, 3.0) or number == 1
 
 
-def slow_digits(rank: int, size: int, seconds: float, evaluations: int | None) -> list[Event]:
-    """Train digits for 48 steps with slow evaluations. Return the events of this rank."""
+def test_affordable_evaluations_are_among_the_stored_snapshots() -> None:
+    for most in range(1, 25):
+        number = affordable_evaluations(1.0, 100.0, most)
+        assert evenly(103, number) <= evenly(103, most)
+        assert 103 in evenly(103, number)
+
+
+# In a run
+
+
+@pytest.fixture
+def tiny_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiny.RECIPES, "tiny", tiny.RECIPE)
+    monkeypatch.setattr(tiny, "STEPS", 30)
+
+
+SLOW_LINKS = Network("1Mbit/s", latency="5ms")
+
+
+def trained(job: Job, on_event: Callable[[Event], None] = lambda event: None) -> Result:
+    return run_and_record(job, on_event, VirtualCluster(SLOW_LINKS, Compute("5ms", jitter=0.3)))
+
+
+@pytest.mark.usefixtures("tiny_steps")
+@pytest.mark.parametrize("text", ["streaming:parts=2", "ssp:staleness=3", "bsp"])
+def test_evaluations_change_neither_training_nor_times(text: str) -> None:
+    """Totals, such as bytes and landings, final model and common points have the same bits."""
+    once, some, often = (trained(Job("tiny", text, 3, evaluations=n)) for n in (1, 4, 30))
+    assert [len(one.points) for one in (once, some, often)] == [1, 4, 30]
+    for one in (once, some):
+        assert one.stats == often.stats
+        assert set(map(repr, one.points)) <= set(map(repr, often.points))
+    assert [point.step for point in some.points] == [8, 15, 22, 30]
+
+
+@pytest.mark.usefixtures("tiny_steps")
+def test_an_evaluation_has_the_time_of_the_slowest_worker() -> None:
+    """Local steps of 10 and 25 ms. The final mean waits for the slowest, too."""
+    place = VirtualCluster(Network(1e12, latency=0.0), Compute("10ms", slowdown={1: 2.5}))
+    job = Job("tiny", "local:period=100", 2, evaluations=3)
+    found = run_and_record(job, lambda event: None, place)
+    assert [p.seconds for p in found.points] == pytest.approx([0.25, 0.5, 0.75], rel=1e-3)
+
+
+def snapshots_and_means(rank: int, size: int, text: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Train differently on each worker. Return the average of the snapshots, and the own model."""
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 2)
+    model.register_buffer("mean", torch.rand(2, dtype=torch.float64))
+    model.register_buffer("count", torch.tensor(rank))
+    model.register_buffer("mask", torch.tensor([rank == 0, True]))
+    sync = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), parse_strategy(text))
+    with torch.no_grad():
+        for tensor in (*model.parameters(), model.mean):
+            tensor += rank
+        model.count += rank
+        model.mask[1] = rank == 0
+    before = sync.stats.payload_bytes
+    tensors = snapshot_of(sync)
+    assert sync.stats.payload_bytes == before
+    average_over_workers(tensors, CPU)
+    own = [model.bias, model.weight, model.mean, model.count, model.mask]
+    sync.detach()
+    return tensors, [tensor.detach() for tensor in own]
+
+
+def test_a_snapshot_is_averaged_as_a_consensus_combines_models() -> None:
+    """Real numbers become the mean, counters the maximum, and masks those of rank 0."""
+    results = run(snapshots_and_means, "local:period=100", workers=3)
+    for averaged, _ in results:
+        for i in range(3):
+            torch.testing.assert_close(averaged[i], sum(own[i] for _, own in results) / 3)
+        assert torch.equal(averaged[3], torch.tensor(2))
+        assert torch.equal(averaged[4], results[0][1][4])
+
+
+def test_a_weighted_mean_has_its_weights_in_the_snapshots() -> None:
+    results = run(snapshots_and_means, "fedavg:period=100,weights=1/2/5", workers=3)
+    for i in range(3):
+        expected = sum(w * own[i] for w, (_, own) in zip((1, 2, 5), results, strict=True)) / 8
+        torch.testing.assert_close(results[1][0][i], expected)
+
+
+def server_and_snapshot(rank: int, size: int, text: str) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attach(model, optimizer, parse_strategy(text))
+    for step in range(5):
+        model(torch.full((1, 3), float(rank + step))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with sync.consensus():  # no push is in flight, and the model is the server's
+        shown = [model.bias.detach().clone(), model.weight.detach().clone()]
+        tensors = snapshot_of(sync)
+        average_over_workers(tensors, CPU)
+    sync.finish()
+    return tensors, shown
+
+
+@pytest.mark.parametrize("text", ["ssp:staleness=1,servers=0/2", "downpour", "easgd:period=2"])
+def test_snapshots_of_a_parameter_server_are_its_vector(text: str) -> None:
+    for averaged, shown in run(server_and_snapshot, text, workers=3):
+        torch.testing.assert_close(averaged, shown)
+
+
+@pytest.mark.usefixtures("tiny_steps")
+def test_a_run_evaluates_what_it_can_afford(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation of a second allows 3 of the 24 that are stored."""
+    clock = iter(range(1000))
+    monkeypatch.setattr(evaluator, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(evaluator.dist, "get_backend", lambda: "gloo")
     events: list[Event] = []
-    share = HeldOut.share
 
-    def slowly(self: HeldOut, *args: Any, **settings: Any) -> Any:
-        time.sleep(seconds)
-        return share(self, *args, **settings)
+    def train() -> None:
+        job = Job("tiny", "local:period=4", 1)
+        task = tiny.build(job.setup())
+        chosen = evaluator.Evaluator(job, task, "size", CPU, events.append, None)
+        sync = attach(task.model, task.optimizer, LocalSGD(period=4))
+        method = Attached(task, 1.0, sync)
+        for batch in tiny.Batches(task, tiny.make_sampler(task, 1, 0, seed=0)):
+            method.train(batch)
+            chosen.after_step(method)
+        method.finish()
+        chosen.finish(method)
 
-    HeldOut.share = slowly  # type: ignore[method-assign, assignment]
-    evaluation.FREE_SECONDS = 4 * seconds
-    job = Job("digits", "local:period=4", 2, epochs=2.1, evaluations=evaluations)
-    train.train_worker(job, events.append)
-    return events
-
-
-@pytest.mark.nightly
-def test_a_costly_evaluation_is_done_less_often() -> None:
-    """The first evaluation determines the number. All workers use the same steps."""
-    events, silent = on_processes(slow_digits, 0.3, None, workers=2)
-    assert silent == []
-    (chosen,) = (event for event in events if isinstance(event, EvaluationCount))
-    assert 0.3 < chosen.seconds < 1.3
-    assert 1 <= chosen.evaluations <= 3  # 1.2 s for them, or a tenth of a shorter run
-    points = [event.step for event in events if isinstance(event, Evaluation)]
-    assert points == [round(48 * (i + 1) / chosen.evaluations) for i in range(chosen.evaluations)]
-    steps = [event.step for event in events if isinstance(event, Evaluation | Step)]
-    assert steps == [*range(1, 49), 48]  # the last is evaluated once training is over
+    simulate(train, workers=1)
+    assert events[0] == EvaluationCount(3, 1)
+    assert [event.step for event in events[1:] if isinstance(event, Evaluation)] == [10, 20, 30]
 
 
-@pytest.mark.nightly
-def test_a_given_number_of_evaluations_is_kept() -> None:
-    events = on_processes(slow_digits, 0.02, 6, workers=2)[0]
-    assert not any(isinstance(event, EvaluationCount) for event in events)
-    points = [event.step for event in events if isinstance(event, Evaluation)]
-    assert points == [8, 16, 24, 32, 40, 48]
-
-
-def test_events_report_what_is_waited_for() -> None:
+@pytest.mark.parametrize("live", [False, True])
+def test_events_report_what_is_waited_for(live: bool) -> None:
+    """Usually the evaluations follow the training."""
     events: list[Event] = []
-    job = Job("digits", "bsp", 2, epochs=0.2, evaluations=2)
+    job = Job("digits", "bsp", 2, epochs=0.2, evaluations=2, live=live)
     run_and_record(job, events.append, VirtualCluster(Network("1Gbit/s"), Compute("5ms")))
     names = [e.what if isinstance(e, Waiting) else type(e).__name__ for e in events]
+    training = ["Step", "evaluating", "Evaluation"] if live else ["Step", "Step"]
     assert names == [
         *("loading the data", "connecting to the other workers", "Start"),
-        *("Step", "evaluating", "Evaluation", "Step", "Step", "Step"),
-        *("finishing", "evaluating", "Evaluation", "End"),
+        *training,
+        *("Step", "Step", "Step", "finishing", "evaluating"),
+        *([] if live else ["Evaluation"]),
+        *("Evaluation", "End"),
     ]
 
 
-def test_in_virtual_time_evaluation_is_free_and_nothing_is_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """There are 24 evaluations, and the training is the same as with one."""
-    monkeypatch.setitem(tiny.RECIPES, "tiny", tiny.RECIPE)
-    monkeypatch.setattr(tiny, "STEPS", 30)
-    results = []
-    for evaluations in (None, 1):
-        job = Job("tiny", "bsp", 2, evaluations=evaluations)
-        events: list[Event] = []
-        place = VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
-        results.append(run_and_record(job, events.append, place))
-        assert not any(isinstance(event, EvaluationCount) for event in events)
-    often, once = results
-    assert (len(often.points), len(once.points)) == (24, 1)
-    assert often.final == once.final
-    assert often.seconds == pytest.approx(once.seconds, rel=1e-9)
+@pytest.mark.usefixtures("tiny_steps")
+def test_in_virtual_time_nothing_is_chosen() -> None:
+    events: list[Event] = []
+    assert len(trained(Job("tiny", "bsp", 2), events.append).points) == 24
+    assert not any(isinstance(event, EvaluationCount) for event in events)
 
 
 def test_the_language_model_scores_each_sample() -> None:

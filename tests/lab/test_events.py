@@ -6,13 +6,11 @@ import pytest
 
 from offbeat import Stats
 from offbeat.lab.events import (
-    Calibration,
     End,
     Evaluation,
     EvaluationCount,
     Event,
     LinkSpeed,
-    LocalStepTime,
     Start,
     Step,
     Waiting,
@@ -33,8 +31,6 @@ LINES: list[tuple[Event, dict[str, object]]] = [
     ),
     (Waiting("evaluating"), {"event": "waiting", "what": "evaluating"}),
     (EvaluationCount(6, 1.5), {"event": "chosen", "evaluations": 6, "seconds": 1.5}),
-    (LocalStepTime(0.25), {"event": "paced", "step_seconds": 0.25}),
-    (Calibration(3, 0.25), {"event": "turn", "step": 3, "step_seconds": 0.25}),
     (
         LinkSpeed(1.25e7, 0.0005),
         {"event": "measured", "bytes_per_second": 1.25e7, "latency_seconds": 0.0005},

@@ -15,7 +15,7 @@ from offbeat.errors import OffbeatError
 from offbeat.lab import checkpoints
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.events import (
-    Calibration,
+    Evaluation,
     EvaluationCount,
     Event,
     Resumed,
@@ -30,7 +30,9 @@ from offbeat.lab.recipes import RECIPES
 from offbeat.lab.results import Result
 
 STEPS = 30
-JOB = Job("tiny", "local:period=4", 2, seed=3, sampler="distributed")  # epochs of 12 steps
+JOB = Job(
+    "tiny", "local:period=4", 2, seed=3, sampler="distributed", live=True
+)  # epochs of 12 steps
 ROWS = [
     "async:staleness=4",
     *(
@@ -132,15 +134,15 @@ def test_a_checkpoint_of_an_older_version_is_resumed(
     """A field that the older version did not know must have its default."""
     saving = replace(JOB, evaluations=2, checkpoints=str(tmp_path), save_every=15)
     with monkeypatch.context() as older:
-        known = [name for name in asdict(JOB) if name != "measure_alone"]
+        known = [name for name in asdict(JOB) if name != "step_seconds"]
         older.setattr(
             checkpoints, "asdict", lambda job: {name: asdict(job)[name] for name in known}
         )
         first, _ = trained(saving)
     again, _ = trained(replace(saving, resume=True))
     assert again.final_metrics == first.final_metrics
-    with pytest.raises(OffbeatError, match="measure_alone=False, this one has measure_alone=True"):
-        trained(replace(saving, resume=True, measure_alone=True))
+    with pytest.raises(OffbeatError, match=r"step_seconds=None, this one has step_seconds=0\.5"):
+        trained(replace(saving, resume=True, step_seconds=0.5))
 
 
 @pytest.mark.sampled
@@ -172,6 +174,11 @@ def test_another_run_is_not_resumed(changes: dict[str, Any], message: str, tmp_p
             "--save-every needs --checkpoints, the directory of the check.*",
         ),
         ({"checkpoints": ".", "save_every": 0}, False, "save_every must be at least 1, got 0"),
+        (
+            {"checkpoints": ".", "live": False},
+            False,
+            "checkpoints need a run with live=True, which evaluates as it trains",
+        ),
         (
             {"checkpoints": ".", "save_every": 5, "injection": "0.5,0.5"},
             False,
@@ -215,9 +222,10 @@ def test_options_that_do_not_go_together_are_refused(
     assert re.fullmatch(message, str(caught.value)), caught.value
 
 
-def test_calibrations_are_repeated() -> None:
-    """The log keeps calibrations, but no steps."""
+def test_evaluations_are_repeated() -> None:
+    """The log keeps evaluations, but no steps."""
+    evaluation = Evaluation(2, 0.5, 0.75, {"size": 0.75})
     log = checkpoints.EventLog(lambda event: None)
-    for event in (Calibration(0, 0.5), Step(1, 0.5), Calibration(2, 0.25)):
+    for event in (Step(1, 0.5), evaluation):
         log(event)
-    assert [from_json(line) for line in log.lines] == [Calibration(0, 0.5), Calibration(2, 0.25)]
+    assert [from_json(line) for line in log.lines] == [evaluation]

@@ -18,6 +18,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.rounds import Rounds
 from offbeat.averaging.votes import Round
@@ -181,6 +183,14 @@ class Flow(ABC):
             final: True if training ends and all workers must hold the same model. False: the caller
                 restores this worker's local model afterwards.
         """
+
+    def snapshot(self) -> list[Tensor]:
+        """Return copies in host memory of what this worker contributes to an evaluation.
+
+        Sends nothing and does not change the training. The tensors are those of
+        ``Replica.snapshot``. The mean of the parameters over the workers is the evaluated model.
+        """
+        return self.worker.replica.snapshot("cpu")
 
     def before_save(self, barrier: Callable[[], object]) -> None:  # noqa: B027
         """Wait for all operations in flight, so that ``state`` can be saved or replaced.

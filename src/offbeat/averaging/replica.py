@@ -124,9 +124,12 @@ class Replica:
         """
         self._buckets.clear()
 
-    def snapshot(self) -> list[Tensor]:
-        """Return copies of all tensors that a consensus may change."""
-        return [t.detach().clone() for t in self._synchronized()]
+    def snapshot(self, device: torch.device | str | None = None) -> list[Tensor]:
+        """Return copies of all tensors that a consensus may change, the averaged parameters first.
+
+        ``device`` is the device of the copies. None: that of each tensor.
+        """
+        return [t.detach().to(device or t.device, copy=True) for t in self._synchronized()]
 
     def restore(self, snapshot: Sequence[Tensor]) -> None:
         """Copy the values of a ``snapshot`` back, in place."""

@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from torch import Tensor
 from typing_extensions import override
 
 from offbeat.arguments import POSITIVE, require_number
@@ -91,6 +92,16 @@ class FedAvgFlow(ModelFlow):
     @override
     def consensus_weights(self, last: Round) -> tuple[float, float]:
         return last.own.numbers[0], last.wait().numbers[0]
+
+    @override
+    def snapshot(self) -> list[Tensor]:
+        """Multiply the contribution by this worker's weight relative to the mean weight."""
+        weight = self.strategy.relative_weight(self.worker.rank, self.worker.size)
+        copies = super().snapshot()
+        for tensor in copies:
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.mul_(weight)
+        return copies
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -166,6 +166,13 @@ class ParameterServer:
         _min_clock(self._send_to_all(Request("pull", self._team.rank), values))
         return values
 
+    def own_part(self) -> Tensor:
+        """Return the server's vector with zeros outside this rank's shard. Sends no messages."""
+        values = torch.zeros_like(self.vector)
+        if self.shard is not None:
+            values[self._slices[self._team.rank]] = self.shard.copy()
+        return values
+
     # -- clocks, barriers, shutdown --------------------------------------------------------------
 
     def wait_for_clock(self, clock: int) -> None:

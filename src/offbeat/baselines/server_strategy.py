@@ -183,6 +183,16 @@ class ServerFlow(Flow):
             self.report()
             self.server.leave()
 
+    @override
+    def snapshot(self) -> list[Tensor]:
+        """Contribute this rank's shard of the server's vector, times the number of workers.
+
+        The other elements are 0, so that the mean over the workers is the server's vector.
+        """
+        copies = super().snapshot()
+        unpack(self.server.own_part().mul_(self.worker.size), copies[: len(self.tensors)])
+        return copies
+
     # -- checkpoints -----------------------------------------------------------------------------
 
     @override

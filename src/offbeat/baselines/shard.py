@@ -230,6 +230,11 @@ class Shard:
         deliver(Answer(self.reached_clock), values)
         return True
 
+    def copy(self) -> Tensor:
+        """Return a copy of the values."""
+        with self._lock:
+            return self.values.clone()
+
     def reset(self, values: Tensor) -> None:
         """Replace the values. Clocks and counters do not change."""
         with self._lock:

@@ -108,10 +108,11 @@ def require_distinct(job: Job, strategies: list[str]) -> None:
 
 def require_no_simulator_options(options: VirtualClusterOptions) -> None:
     """Raise ValueError if an option is set that only simulated workers have."""
-    # Real workers have jitter, too: their steps become longer. And --workers-per-node 1, the
-    # default, describes them correctly.
+    # Real workers have a step time and jitter, too. --workers-per-node 1, the default, describes
+    # them correctly.
+    both = ("step_time", "jitter")
     for field in fields(options):
-        if field.name != "jitter" and getattr(options, field.name) != field.default:
+        if field.name not in both and getattr(options, field.name) != field.default:
             option = f"--{field.name.replace('_', '-')}"
             raise ValueError(f"{option} is for simulated workers; add --simulate, or leave it out")
 

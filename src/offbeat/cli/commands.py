@@ -108,7 +108,7 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
 
     offbeat compare digits -s ideal -s bsp -s local:period=8 --lr-scale 0.3,1,3 --seeds 3
 
-    offbeat compare digits -s ideal -s bsp -s local:period=8 --turns
+    offbeat compare digits -s ideal -s bsp -s local:period=8 --step-time 50ms
 
     offbeat compare path/to/file.py -s bsp -s local:period=8
 

@@ -57,7 +57,9 @@ class VirtualClusterOptions(NodeOptions):
     """Options of ``simulate`` and ``compare``: simulated workers."""
 
     step_time: str | None = option(
-        None, help="Virtual time of a step, as in 80ms.", unset="measured on this machine"
+        None,
+        help="Time to compute a step, as in 80ms: virtual time, or real workers sleep up to it.",
+        unset="virtual: measured on this machine, real: as it is",
     )
 
 
@@ -99,19 +101,11 @@ class CompareOptions:
         unset="runs/RECIPE-TIME",
     )
     simulated: bool = option(False, "--simulate", help="Use simulated workers, in virtual time.")
-    slow: str | None = option(
-        None, help="Slow workers down: RANK=FACTOR, as in 0=2. Rank 0 measures all times."
-    )
+    slow: str | None = option(None, help="Slow workers down: RANK=FACTOR, as in 0=2.")
     lr_scale: str = option(
         "1",
         help="Factor on the recipe's learning rate. With several, as in 0.3,1,3, the best one for "
         "each strategy is shown.",
-    )
-    turns: bool = option(
-        False,
-        "--turns",
-        help="Calibrate, for machines with other load: at each evaluation workers train alone for "
-        "a second, and all times are converted to one machine speed.",
     )
 
 

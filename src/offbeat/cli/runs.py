@@ -45,18 +45,19 @@ from offbeat.lab import report
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import Runner, VirtualCluster
 from offbeat.lab.methods.registry import require_virtual
+from offbeat.lab.padding import STRAGGLERS_NEED_STEP_TIME, parse_slow
 from offbeat.lab.results import Result, writing
 from offbeat.lab.step_time import measure_recipe
-from offbeat.lab.stragglers import parse_slow
 from offbeat.lab.tuning import LEAST_BUDGET, untuned, with_ideal
 from offbeat.simulate import Compute, Network
+from offbeat.units import to_seconds
 
 _MOST_SEEDS = 1000
 
 
 def train(job: Job, bandwidth: str | None) -> None:
     """Train a recipe with one method on real workers."""
-    job = with_launched_workers(job)
+    job = replace(with_launched_workers(job), live=True)
 
     def check() -> None:
         require_file("--records", None if job.log is None else Path(job.log))
@@ -100,18 +101,17 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
     if seeds > _MOST_SEEDS:
         raise ValueError(f"seeds must be at most {_MOST_SEEDS}, got {seeds}")
     scales = parse_lr_scales(options.lr_scale)
+    step_time = simulated.step_time
     job = replace(
         with_launched_workers(job),
         lr_scale=scales[0],
         jitter=simulated.jitter,
         slow=options.slow,
         measure_links=not options.simulated,
-        measure_alone=options.turns,
+        step_seconds=None if step_time is None or options.simulated else to_seconds(step_time),
         workers_per_node=simulated.workers_per_node,
     )
     if options.simulated:
-        if options.turns:
-            raise ValueError("--turns: speeds do not vary in virtual time, leave it out")
         require_single_process("--simulate")
     first = strategies  # methods as they are before tuning
     if options.tune is not None:
@@ -137,6 +137,8 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
                 if options.simulated:
                     require_virtual(run.under(text).strategy)
                 task = check_method(run, text, task)
+        if step_time is None and (job.jitter or job.slow) and not options.simulated:
+            raise ValueError(STRAGGLERS_NEED_STEP_TIME)
 
     folder = options.output
     if folder is None:

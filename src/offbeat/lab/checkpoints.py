@@ -1,8 +1,8 @@
 """Checkpoints of a run, and early stops with a checkpoint.
 
-An *event* reports the progress of a run, for example an evaluation. A checkpoint contains some
-events of the run so far: evaluations, their chosen number, and calibrations (measured step times).
-A resumed run emits these events again and then continues from the checkpoint.
+An *event* reports the progress of a run, for example an evaluation. A checkpoint contains the
+evaluations of the run so far. A resumed run emits them again and then continues from the
+checkpoint.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat.checkpoint.save_load import load, save
 from offbeat.errors import CheckpointError
-from offbeat.lab.evaluation import EvaluationSchedule
 from offbeat.lab.events import (
-    Calibration,
     Evaluation,
     EvaluationCount,
     Event,
@@ -41,7 +39,7 @@ class EventLog:
     """Passes each event of a run to ``emit``, and stores those that a resumed run emits again.
 
     Attributes:
-        lines: Stored events, as JSON: evaluations, the chosen number of evaluations, calibrations.
+        lines: Stored events, as JSON: evaluations and their chosen number.
     """
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
@@ -50,7 +48,7 @@ class EventLog:
 
     def __call__(self, event: Event) -> None:
         """Pass on an event, and store it if a resumed run must emit it again."""
-        if isinstance(event, EvaluationCount | Evaluation | Calibration):
+        if isinstance(event, EvaluationCount | Evaluation):
             self.lines.append(to_json(event))
         self._emit(event)
 
@@ -67,27 +65,30 @@ class RunCheckpoints:
         self._sync = method.sync if isinstance(method, Attached) else None
         self._scheduler = task.scheduler if isinstance(task.scheduler, LRScheduler) else None
 
-    def resume(self, schedule: EvaluationSchedule) -> None:
+    def resume(self) -> int | None:
         """If ``job.resume``, load the newest checkpoint and emit its events. A collective.
 
-        If the saved run chose its number of evaluations, ``schedule`` gets the same number.
+        Returns:
+            The number of evaluations that the saved run chose. None if it has not chosen one.
 
         Raises:
             CheckpointError: there is no checkpoint, or it belongs to a run whose options differ in
                 a field outside ``_MAY_DIFFER``.
         """
         if not self._job.resume or self._sync is None:
-            return
+            return None
         folder = Path(str(self._job.checkpoints))
         loaded = load(folder, self._sync, scheduler=self._scheduler)
         if loaded is None:
             raise CheckpointError(f"{folder} holds no checkpoint that --resume could continue from")
         self._require_same_run(loaded.extra["job"])
         self._log(Resumed(loaded.step))
+        chosen = None
         for event in map(from_json, loaded.extra["events"]):
             if isinstance(event, EvaluationCount):
-                schedule.choose(event.evaluations)
+                chosen = event.evaluations
             self._log(event)
+        return chosen
 
     def _require_same_run(self, saved: dict[str, Any]) -> None:
         current = asdict(self._job)

@@ -16,13 +16,11 @@ import torch
 
 import offbeat
 from offbeat.lab.events import (
-    Calibration,
     End,
     Evaluation,
     EvaluationCount,
     Event,
     LinkSpeed,
-    LocalStepTime,
     Start,
 )
 from offbeat.lab.job import Job, method_fields
@@ -34,13 +32,13 @@ from offbeat.telemetry import Stats
 
 RESULTS = "results.jsonl"
 
-_DETERMINED = ("evaluations", "alone_seconds")
+_DETERMINED = ("evaluations",)
 """Fields that the first run of a comparison determines for all later runs, if the job does not."""
 _PER_RUN = {"strategy", "seed", *_DETERMINED, *method_fields()}
 """Fields in which the runs of one comparison differ."""
 _IGNORED = {"log", "checkpoints", "save_every", "resume", "timeout_seconds", "measure_links"}
 """Fields that may differ between a new run and the results already in the file."""
-_OPTIONS = {"measure_alone": "turns"}
+_OPTIONS = {"step_seconds": "step-time"}
 """Field → command-line name, for fields whose option has another name."""
 
 
@@ -54,8 +52,7 @@ def run_and_record(
 ) -> Result:
     """Run ``job`` and return its ``Result``. Does not write the result to a file.
 
-    If the run chose its number of evaluations or measured a step time for stragglers, these values
-    are in ``Result.job``.
+    If the run chose its number of evaluations, this number is in ``Result.job``.
 
     ``on_event`` receives each event of rank 0. ``lr_scales`` and ``command`` are only stored in the
     result; see ``Result``.
@@ -64,7 +61,6 @@ def run_and_record(
     points: list[Evaluation] = []
     stats: list[Stats] = []
     links: list[LinkSpeed] = []
-    calibrations: list[Calibration] = []
     model_bytes: int | None = None
 
     def listen(event: Event) -> None:
@@ -74,12 +70,8 @@ def run_and_record(
                 model_bytes = event.model_bytes
             case EvaluationCount():
                 job = replace(job, evaluations=event.evaluations)
-            case LocalStepTime():
-                job = replace(job, alone_seconds=event.step_seconds)
             case LinkSpeed():
                 links.append(event)
-            case Calibration():
-                calibrations.append(event)
             case Evaluation():
                 points.append(event)
             case End():
@@ -102,7 +94,6 @@ def run_and_record(
         stats=tuple(stats),
         model_bytes=model_bytes,
         links=tuple(links),
-        turns=tuple(calibrations),
         lr_scales=tuple(lr_scales),
         command=command,
     )
@@ -136,8 +127,7 @@ def compare(
 
     The outer loop is over the seeds. If the machine becomes slower meanwhile, this affects all
     methods alike. If ``job`` does not set the number of evaluations, the first run chooses it for
-    all runs, so that they evaluate at the same steps. The same holds for the step time by which the
-    sleeps of artificial stragglers are scaled.
+    all runs, so that they evaluate at the same steps.
 
     A run whose result is already in the file is skipped. To continue an interrupted comparison, or
     to add methods, seeds or factors, call this function again with the same file.

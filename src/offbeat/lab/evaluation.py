@@ -1,53 +1,47 @@
-"""Evaluation of a model by all workers together, and the steps at which a run evaluates."""
+"""Evaluation of a model by all workers together, and the number of evaluations of a run.
 
+An evaluation uses the mean of the workers' models at one step. Each worker stores a *snapshot* of
+its model at this step. The workers average and evaluate the snapshots after the run, so that an
+evaluation does not change the training.
+"""
+
+import contextlib
 import json
-import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from offbeat.averaging.buckets import as_real, pack_mixed, staging_dtype, unpack
 from offbeat.errors import CommunicationError, OffbeatError
 from offbeat.lab.recipes.held_out import HeldOut
 
 MAX_EVALUATIONS = 24
 """Largest number of evaluations, if the job does not set the number."""
+SNAPSHOT_BYTES = 2**30
+"""Limit on the memory of a worker's snapshots, if the job does not set the number."""
 SHARE = 0.1
 """Limit on the time of all evaluations together, as a share of the training time."""
 FREE_SECONDS = 3.0
 """Seconds that all evaluations together may take even if this exceeds ``SHARE``."""
 
 
-class EvaluationSchedule:
-    """The steps after which a run evaluates: evenly spaced, the last step included.
-
-    Args:
-        steps: Number of steps of the run.
-        number: Number of evaluations. None: ``MAX_EVALUATIONS``, until the training loop has
-            measured the time of an evaluation and calls ``choose``.
+@dataclass(frozen=True)
+class Snapshot:
+    """What one worker contributes to an evaluation.
 
     Attributes:
-        open: True until the number of evaluations is known.
-        over: True if the run ends at the current evaluation. The training loop sets it.
+        step: Number of steps.
+        seconds: Training seconds of this worker at this step.
+        tensors: Result of ``Method.snapshot``.
     """
 
-    def __init__(self, steps: int, number: int | None) -> None:
-        self._steps = steps
-        self.open, self.over = number is None, False
-        self._at = evenly(steps, MAX_EVALUATIONS if number is None else number)
-
-    def __contains__(self, step: int) -> bool:
-        """Return True if the training loop evaluates after ``step``.
-
-        False for the last step, because the final evaluation takes place after the loop.
-        """
-        return step in self._at and step < self._steps
-
-    def choose(self, number: int) -> None:
-        """Set the number of evaluations."""
-        self.open = False
-        self._at = evenly(self._steps, number)
+    step: int
+    seconds: float
+    tensors: list[Tensor]
 
 
 def evenly(steps: int, number: int) -> set[int]:
@@ -56,14 +50,56 @@ def evenly(steps: int, number: int) -> set[int]:
     return {round(steps * (i + 1) / number) for i in range(number)}
 
 
-def affordable_evaluations(evaluation_seconds: float, training_seconds: float) -> int:
-    """Return how many evaluations a run can afford: 1 to ``MAX_EVALUATIONS``.
+def storable_evaluations(steps: int, snapshot_bytes: int) -> int:
+    """Return how many evaluations a run of ``steps`` steps can store snapshots for.
 
-    All together may take a tenth of ``training_seconds``, the expected training time of the whole
-    run, or 3 s if that is longer.
+    At least 1: the evaluation at the end needs no snapshot.
+    """
+    return min(steps, MAX_EVALUATIONS, 1 + SNAPSHOT_BYTES // snapshot_bytes)
+
+
+def affordable_evaluations(evaluation_seconds: float, training_seconds: float, most: int) -> int:
+    """Return how many of ``most`` evaluations a run can afford, at least 1.
+
+    All together may take a tenth of ``training_seconds``, the training time of the whole run, or
+    3 s if that is longer. The number divides ``most``. So the steps ``evenly(steps, number)`` are
+    among the steps ``evenly(steps, most)``, provided that ``most`` is not larger than ``steps``.
     """
     budget = max(SHARE * training_seconds, FREE_SECONDS)
-    return max(1, min(MAX_EVALUATIONS, int(budget / max(evaluation_seconds, 1e-9))))
+    numbers = (n for n in range(most, 0, -1) if most % n == 0)
+    return next((n for n in numbers if n * evaluation_seconds <= budget), 1)
+
+
+def average_over_workers(tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Combine the workers' snapshots in place, as a consensus combines models. A collective.
+
+    Floating-point and complex tensors become their mean (half types are summed in float32), signed
+    integers their maximum, and all others those of rank 0.
+
+    Args:
+        tensors: The snapshot of this worker, in host memory.
+        device: A device whose tensors the communication backend can send.
+
+    Raises:
+        CommunicationError: a worker failed or took longer than the time-out.
+    """
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, group in by_type.items():
+        elements = sum(as_real(tensor).numel() for tensor in group)
+        flat = torch.empty(elements, dtype=staging_dtype(group[0]))
+        pack_mixed(group, flat)
+        flat = flat.to(device)
+        averaged = dtype.is_floating_point or dtype.is_complex
+        with _explain_failures("the mean of the models"):
+            if averaged:
+                dist.all_reduce(flat)
+            elif dtype.is_signed:
+                dist.all_reduce(flat, dist.ReduceOp.MAX)
+            else:
+                dist.broadcast(flat, src=0)
+        unpack(flat.cpu(), group, dist.get_world_size() if averaged else 1)
 
 
 def evaluate_together(
@@ -80,17 +116,6 @@ def evaluate_together(
     return evaluate.combine(gather(share, device, "the shares of an evaluation"))
 
 
-def expected_seconds(evaluate: HeldOut, model: nn.Module) -> float:
-    """Estimate the seconds of this worker's share of an evaluation from the time of one batch.
-
-    Call it on all workers at the same time, so that they compete for cores as in an evaluation.
-    """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    began = time.perf_counter()
-    evaluate.share(model, rank, size, most=1)
-    return (time.perf_counter() - began) * len(evaluate.batches(rank, size))
-
-
 def gather(value: Any, device: torch.device, what: str) -> list[Any]:
     """Return the values of all workers, in rank order. A collective.
 
@@ -103,11 +128,22 @@ def gather(value: Any, device: torch.device, what: str) -> list[Any]:
     data = bytearray(json.dumps(value).encode())
     text = torch.frombuffer(data, dtype=torch.uint8).to(device)
     lengths = [torch.zeros_like(text[:1], dtype=torch.int64) for _ in range(dist.get_world_size())]
-    try:
+    with _explain_failures(what):
         dist.all_gather(lengths, torch.tensor([len(text)], device=device))
         longest = max(int(length) for length in lengths)
         texts = [text.new_zeros(longest) for _ in lengths]
         dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
+    return [
+        json.loads(text[: int(length)].cpu().numpy().tobytes())
+        for text, length in zip(texts, lengths, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def _explain_failures(what: str) -> Iterator[None]:
+    """Convert a RuntimeError of torch to a CommunicationError that names rank and operation."""
+    try:
+        yield
     except OffbeatError:
         raise
     except RuntimeError as error:
@@ -115,7 +151,3 @@ def gather(value: Any, device: torch.device, what: str) -> list[Any]:
             f"rank {dist.get_rank()} waited for {what}, but another worker failed or took longer "
             f"than the time-out, which --timeout raises: {error}"
         ) from error
-    return [
-        json.loads(text[: int(length)].cpu().numpy().tobytes())
-        for text, length in zip(texts, lengths, strict=True)
-    ]

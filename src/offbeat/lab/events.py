@@ -1,7 +1,6 @@
 """Events that report the progress of a run, and their form as lines of JSON.
 
-Rank 0 emits the events. ``step`` is always the number of steps that rank 0 has taken. The *local
-step time* is the time of a training step without communication.
+Rank 0 emits the events. ``step`` is always the number of steps that rank 0 has taken.
 """
 
 import json
@@ -22,7 +21,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """Rank 0 took a step. Not emitted if the training loop evaluates after the step.
+    """Rank 0 took a step. Not emitted if an ``Evaluation`` of this step follows at once.
 
     Attributes:
         step: Number of steps.
@@ -35,11 +34,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All workers evaluated the consensus: the mean of their models, or a parameter server's model.
+    """All workers evaluated the mean of their models at a step, or a parameter server's model.
+
+    The evaluations follow in the order of their steps, usually after the training.
 
     Attributes:
         step: Number of steps.
-        seconds: Training seconds of rank 0 so far, as in ``Step``.
+        seconds: Training seconds at this step: the largest over the workers, or the mean for the
+            baseline ``ideal``.
         metric: The metric that is compared with the recipe's target.
         metrics: All metrics by name, ``metric`` included.
     """
@@ -71,24 +73,6 @@ class LinkSpeed:
 
     bytes_per_second: float
     latency_seconds: float
-
-
-@dataclass(frozen=True)
-class LocalStepTime:
-    """Local step time t, measured or set by the job. Artificial stragglers sleep multiples of t."""
-
-    step_seconds: float
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Local step time, averaged over the workers, measured after ``step`` training steps.
-
-    The measurement does not count as training time.
-    """
-
-    step: int
-    step_seconds: float
 
 
 @dataclass(frozen=True)
@@ -135,8 +119,6 @@ Event: TypeAlias = (
     | Waiting
     | EvaluationCount
     | LinkSpeed
-    | LocalStepTime
-    | Calibration
     | Resumed
     | Stopped
     | NotSaved
@@ -145,8 +127,8 @@ Event: TypeAlias = (
 
 _KINDS: dict[str, Any] = {  # checkpoints contain these names
     **{"start": Start, "step": Step, "evaluation": Evaluation, "waiting": Waiting, "end": End},
-    **{"chosen": EvaluationCount, "measured": LinkSpeed, "paced": LocalStepTime},
-    **{"turn": Calibration, "resumed": Resumed, "left": Stopped, "unsaved": NotSaved},
+    **{"chosen": EvaluationCount, "measured": LinkSpeed},
+    **{"resumed": Resumed, "left": Stopped, "unsaved": NotSaved},
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 

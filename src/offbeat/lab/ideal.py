@@ -5,18 +5,16 @@ a method that strategies are compared with. *Virtual time* is the simulator's cl
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 from typing_extensions import override
 
-from offbeat.lab.evaluation import gather
 from offbeat.lab.methods.base import SAVING, Attached, Baseline, Method
+from offbeat.lab.padding import PaddedLoss
 from offbeat.lab.recipes import Task
-from offbeat.lab.recipes.base import device_of
 from offbeat.lab.step_time import LocalTraining
 from offbeat.strategies import BSP, Strategy
 from offbeat.synchronizer import Synchronizer
@@ -34,7 +32,9 @@ class Ideal(Baseline):
 
     **Training seconds**
 
-    - On real processes: number of steps · step time without communication. ``LocalTraining``
+    - On real processes with controlled step times (``PaddedLoss``): the sum of the planned times,
+      mean over the workers.
+    - On other real processes: number of steps · step time without communication. ``LocalTraining``
       measures this step time on all workers at once, before and after the run. The mean is used,
       not the median, because the times of other methods include occasional slow steps, too.
     - In virtual time: at an evaluation, the mean of the workers' compute times, as if no worker
@@ -56,18 +56,37 @@ class Ideal(Baseline):
     ) -> Method:
         if dist.get_backend() == "simulated":
             return _Virtual(task, lr_scale, under(BSP()))
+        if isinstance(task.loss, PaddedLoss):
+            return _Planned(task, lr_scale, under(BSP()), task.loss)
         local = LocalTraining(task, lr_scale, batches)
         local.measure()
         return _Measured(task, lr_scale, under(BSP()), local)
 
 
 class _OnIdealNetwork(Attached):
-    """BSP without its waiting time. Subclasses define the training seconds."""
+    """BSP without its waiting time. Subclasses define the training seconds of each worker."""
+
+    @override
+    def combine_seconds(self, seconds: Sequence[float]) -> float:
+        return statistics.mean(seconds)
 
     @property
     @override
     def stats(self) -> Stats:
         return replace(super().stats, wait_seconds=0.0, compute_seconds=self.seconds)
+
+
+class _Planned(_OnIdealNetwork):
+    """BSP on real processes with controlled step times."""
+
+    def __init__(self, task: Task, lr_scale: float, sync: Synchronizer, loss: PaddedLoss) -> None:
+        super().__init__(task, lr_scale, sync)
+        self._loss = loss
+
+    @property
+    @override
+    def seconds(self) -> float:
+        return self._loss.planned_seconds
 
 
 class _Measured(_OnIdealNetwork):
@@ -98,30 +117,7 @@ class _Measured(_OnIdealNetwork):
 class _Virtual(_OnIdealNetwork):
     """BSP in virtual time, where the compute time is known exactly."""
 
-    def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
-        super().__init__(task, lr_scale, sync)
-        self._device = device_of(task.model)
-        self._gathered = (0, 0.0)  # step of the last `_gather`, and its result
-
     @property
     @override
     def seconds(self) -> float:
-        step, mean = self._gathered
-        return mean if step == self.step else self.sync.stats.compute_seconds
-
-    def _gather(self) -> None:
-        """Average the compute times of all workers. A collective."""
-        seconds = gather(self.sync.stats.compute_seconds, self._device, "the compute times")
-        self._gathered = (self.step, statistics.mean(seconds))
-
-    @override
-    @contextmanager
-    def consensus(self) -> Iterator[None]:
-        with super().consensus():
-            self._gather()
-            yield
-
-    @override
-    def finish(self) -> None:
-        super().finish()
-        self._gather()
+        return self.sync.stats.compute_seconds

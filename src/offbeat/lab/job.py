@@ -80,14 +80,15 @@ class Job:
     A field that is declared with ``option`` is also a command-line option, explained by its help
     text. The other fields:
 
-    - ``jitter``, ``slow``: artificial stragglers. A real straggler sleeps in each step (see
-      ``lab.stragglers``). A simulated one has longer steps.
-    - ``alone_seconds``: step time without communication. Sleeps of stragglers are multiples of it.
-      None: a run with stragglers measures it.
+    - ``step_seconds``: time that a real worker needs to compute a step; it sleeps for the rest of
+      that time (see ``lab.padding``). None: step times are not controlled. It has no effect in the
+      simulator.
+    - ``jitter``, ``slow``: artificial stragglers, for which steps take longer. Real workers require
+      ``step_seconds``.
+    - ``live``: True to evaluate during the training, inside a consensus. The metric is known at
+      once, but what is in flight lands early. Runs with checkpoints require it.
     - ``measure_links``: True to measure the links before and after training. It has an effect only
       with gloo, several workers and a method other than ``ideal``.
-    - ``measure_alone``: True to measure the step time without communication before training and at
-      each evaluation; see ``lab.step_time.calibrate``. It has no effect in the simulator.
     - ``workers_per_node``: number of workers of each simulated node.
     """
 
@@ -113,19 +114,17 @@ class Job:
     )
     evaluations: int | None = option(
         None,
-        help="Number of evaluations of the consensus, evenly spaced, the final one included.",
-        unset="24, or fewer if they would take over a tenth of the time",
+        help="Number of evaluations, evenly spaced, the final one included.",
+        unset="24, or fewer if they would take over a tenth of the time or 1 GiB per worker",
         least=1,
     )
     max_steps: int | None = option(None, help="Stop after this many steps of each worker.", least=1)
-    max_seconds: float | None = option(
-        None, help="Stop at the first evaluation after this training time.", above=0
-    )
+    max_seconds: float | None = option(None, help="Stop after this training time.", above=0)
     jitter: float = setting(0.0, least=0)
     slow: str | None = None
-    alone_seconds: float | None = setting(None, above=0)
+    step_seconds: float | None = setting(None, above=0)
+    live: bool = False
     measure_links: bool = False
-    measure_alone: bool = False
     workers_per_node: int = setting(1, least=1)
     log: str | None = option(  # not --log, because torchrun has options that begin with it
         None, "--records", help="JSON lines of every step, one file per worker.", is_path=True
@@ -213,6 +212,8 @@ class Job:
                 flag = "--resume" if self.resume else "--save-every"
                 raise ValueError(f"{flag} needs --checkpoints, the directory of the checkpoints")
             return
+        if not self.live:
+            raise ValueError("checkpoints need a run with live=True, which evaluates as it trains")
         if self.injection is not None:
             raise ValueError(
                 "--checkpoints with --injection: samples in flight between workers are not part of "
@@ -228,7 +229,7 @@ class Job:
             )
 
     def _check_bounds(self) -> None:
-        from offbeat.lab.stragglers import parse_slow
+        from offbeat.lab.padding import parse_slow
         from offbeat.training.compatibility import require_timeout
 
         parse_slow(self.slow, self.workers)

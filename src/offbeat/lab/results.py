@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offbeat.lab.events import Calibration, Evaluation, LinkSpeed, stats_of
+from offbeat.lab.events import Evaluation, LinkSpeed, stats_of
 from offbeat.lab.job import Job
 from offbeat.lab.methods.registry import is_ideal, is_peer
 from offbeat.telemetry import Stats
@@ -43,8 +43,6 @@ class Result:
         stats: Totals of each worker, in rank order.
         model_bytes: Size of the model's parameters; None in results of old versions.
         links: Measurements of the links before and after the training; empty: not measured.
-        turns: Calibrations: step times without communication, measured before the training and at
-            each evaluation; empty: not measured.
         lr_scales: Learning-rate factors that the comparison tries with this method; empty: it does
             not tune the learning rate.
         command: Command line of the comparison.
@@ -63,7 +61,6 @@ class Result:
     stats: tuple[Stats, ...]
     model_bytes: int | None = None
     links: tuple[LinkSpeed, ...] = ()
-    turns: tuple[Calibration, ...] = ()
     lr_scales: tuple[float, ...] = ()
     command: str = ""
     trial: Trial | None = None
@@ -94,6 +91,11 @@ class Result:
         return self.points[-1].seconds
 
     @property
+    def mean_step_seconds(self) -> float:
+        """Mean duration of a step over the whole run."""
+        return self.seconds / self.points[-1].step
+
+    @property
     def time_to_target_seconds(self) -> float | None:
         """Training seconds to the recipe's target; None if the run did not reach it."""
         return self.seconds_to(self.target)
@@ -107,6 +109,12 @@ class Result:
     def is_ideal(self) -> bool:
         """True if the method is the baseline ``ideal``: BSP timed without communication."""
         return is_ideal(self.strategy)
+
+    @property
+    def late_share(self) -> float:
+        """Share of steps that took longer to compute than the job's ``step_seconds``; see there."""
+        late: int = sum(stats.details.get("late_steps", 0) for stats in self.stats)
+        return late / max(1, sum(stats.steps for stats in self.stats))
 
     @property
     def measured(self) -> bool:
@@ -160,7 +168,6 @@ class Result:
             "points": [asdict(point) for point in self.points],
             "stats": [self._known_stats(stats) for stats in self.stats],
             "links": [asdict(link) for link in self.links],
-            "turns": [asdict(turn) for turn in self.turns],
             "lr_scales": list(self.lr_scales),
             "trial": None if self.trial is None else asdict(self.trial),
         }
@@ -176,7 +183,7 @@ class Result:
             ValueError, KeyError, TypeError, AttributeError: the values are not a result.
         """
         # 0.1.0 did not write these.
-        optional = {"model_bytes", "links", "turns", "lr_scales", "command", "trial"}
+        optional = {"model_bytes", "links", "lr_scales", "command", "trial"}
         given = {
             field.name: values[field.name]
             for field in fields(cls)
@@ -186,7 +193,6 @@ class Result:
         given["points"] = tuple(Evaluation(**point) for point in values["points"])
         given["stats"] = tuple(stats_of(stats) for stats in values["stats"])
         given["links"] = tuple(LinkSpeed(**link) for link in given.get("links", ()))
-        given["turns"] = tuple(Calibration(**turn) for turn in given.get("turns", ()))
         given["lr_scales"] = tuple(given.get("lr_scales", ()))
         given["trial"] = Trial(**given["trial"]) if given.get("trial") else None
         if not (given["points"] and given["stats"]):

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from offbeat.lab.evaluation import gather
-from offbeat.lab.events import Calibration
 from offbeat.lab.recipes import Setup, Task, find_recipe
 from offbeat.lab.recipes.base import device_of
 from offbeat.lab.recipes.custom import try_out
@@ -43,9 +42,16 @@ class Duration:
 
 
 REFERENCE = Duration(warmup_steps=5, least_steps=10, least_seconds=4.0)
-"""Duration of a measurement before or after the training of a run."""
-CALIBRATION = Duration(warmup_steps=2, least_steps=5, least_seconds=1.0)
-"""Duration of a calibration (see ``calibrate``), short because each evaluation has one."""
+"""Duration of a measurement of the ideal's step time, before or after the training."""
+PADDING = Duration(warmup_steps=3, least_steps=10, least_seconds=1.0)
+"""Duration of the measurement before a run with controlled step times; see ``lab.padding``."""
+
+
+def now(device: torch.device) -> float:
+    """Return the wall clock in seconds, after all work queued on ``device`` has ended."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 class LocalTraining:
@@ -88,10 +94,10 @@ class LocalTraining:
     def _train(self) -> None:
         duration = self._duration
         seconds: list[float] = []
-        start = self._now()
+        start = now(self._device)
         for batch in chain.from_iterable(self._batches() for _ in repeat(None)):
             self._step(batch)
-            end = self._now()
+            end = now(self._device)
             seconds.append(end - start)
             start = end
             timed = seconds[duration.warmup_steps :]
@@ -104,11 +110,6 @@ class LocalTraining:
             _train_on(self._task, batch)
         # The scheduler is not advanced, because it has only as many steps as the run.
         self._task.optimizer.zero_grad()
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 def _train_on(task: Task, batch: Any) -> None:
@@ -137,23 +138,6 @@ def _state_restored(task: Task) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.copy_(value)
-
-
-def calibrate(
-    step: int, task: Task, lr_scale: float, batches: Callable[[], Iterable[Any]]
-) -> Calibration:
-    """Measure the local step time in the middle of a run. A collective.
-
-    The speed of a shared machine may drift by a third within minutes. A step time from another run,
-    or from before or after this one, is therefore a poor reference. A calibration is measured
-    within seconds of the training steps that it is compared with.
-
-    ``step`` is the number of steps of the run so far. ``task`` is a second copy of the run's task,
-    used for calibrations only. The other arguments are those of ``LocalTraining``.
-    """
-    training = LocalTraining(task, lr_scale, batches, CALIBRATION)
-    training.measure()
-    return Calibration(step, training.step_seconds)
 
 
 _ATTEMPTS = 3

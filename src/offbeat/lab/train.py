@@ -1,8 +1,9 @@
 """The training loop of an experiment: one worker trains a recipe with a method and emits events.
 
 A *recipe* builds the task: model, data, optimizer. A *method* is a strategy of this package or a
-baseline to compare with. A *consensus* gives all workers the same model, usually the mean of their
-models.
+baseline to compare with. An *evaluation* uses the mean of the workers' models at that step. Each
+worker stores a snapshot of its model there, and the workers evaluate the snapshots after the
+training. With ``Job.live`` they evaluate during the training instead, inside a consensus.
 
 ``train_worker`` runs one worker in an existing process group. ``python -m offbeat.lab.train JSON``
 joins a new process group and then calls ``train_worker``.
@@ -13,9 +14,8 @@ import logging
 import os
 import random
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -27,19 +27,11 @@ from offbeat.attach import attach
 from offbeat.data import DataInjection, injected_batch_size
 from offbeat.errors import OffbeatError
 from offbeat.lab.checkpoints import EventLog, RunCheckpoints
-from offbeat.lab.evaluation import (
-    EvaluationSchedule,
-    affordable_evaluations,
-    evaluate_together,
-    expected_seconds,
-    gather,
-)
+from offbeat.lab.evaluation import gather
+from offbeat.lab.evaluator import Evaluator
 from offbeat.lab.events import (
     End,
-    Evaluation,
-    EvaluationCount,
     Event,
-    LocalStepTime,
     Start,
     Step,
     Waiting,
@@ -50,12 +42,12 @@ from offbeat.lab.job import Job
 from offbeat.lab.launch.stop_request import StopRequest
 from offbeat.lab.methods.base import Attached, Baseline, Method
 from offbeat.lab.methods.registry import is_ideal, parse_method
+from offbeat.lab.padding import STRAGGLERS_NEED_STEP_TIME, PaddedLoss, parse_slow
 from offbeat.lab.probe.ring import measure_links
 from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.recipes.datasets import to_device
 from offbeat.lab.samplers import Batches, parse_injection
-from offbeat.lab.step_time import calibrate
-from offbeat.lab.stragglers import StragglerLoss, parse_slow
+from offbeat.lab.time_limit import TimeLimit
 from offbeat.strategies import Strategy
 from offbeat.synchronizer import Synchronizer
 
@@ -86,11 +78,10 @@ def train_worker(
 
     Rank 0 emits these events:
 
-    - ``Start``, then a ``Step`` or an ``Evaluation`` for each step, then the final ``Evaluation``
-      and ``End``;
+    - ``Start``, a ``Step`` for each step, every ``Evaluation`` in the order of the steps, ``End``;
+      with ``job.live``, an ``Evaluation`` replaces the ``Step`` after which it takes place;
     - ``Waiting`` before longer work other than training, such as an evaluation;
-    - ``LinkSpeed`` and ``Calibration`` if the job requests these measurements, and
-      ``LocalStepTime`` if it requests stragglers;
+    - ``LinkSpeed`` if the job requests this measurement;
     - ``EvaluationCount`` when the run chooses its number of evaluations, unless the job sets it;
     - ``Resumed``, followed by the events in the checkpoint, if the job continues a run;
     - ``Stopped`` instead of ``End`` if the run is asked to stop early.
@@ -117,46 +108,37 @@ class _Worker:
         if job.max_steps is not None:  # the learning-rate schedule still covers all steps
             self._task.steps = min(self._task.steps, job.max_steps)
         self._task.model.to(self._device)
-        self._schedule = EvaluationSchedule(self._task.steps, job.evaluations)
+        self._padding: PaddedLoss | None = None
 
     def run(self, stop_request: StopRequest | None) -> None:
         job, task, emit = self._job, self._task, self._emit
         emit(Waiting("connecting to the other workers"))
         self._measure_links()
-        calibrate_at = self._make_calibration(self._make_straggler(task, job, emit))
-        if not job.resume:
-            calibrate_at(0)
+        self._control_step_times()
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(job.seed * 1000 + dist.get_rank())  # ranks draw different augmentation and dropout
         method = self._start_method()
         emit(Start(task.steps, sum(p.nbytes for p in task.model.parameters())))
         checkpoints = RunCheckpoints(job, task, method, emit)
-        checkpoints.resume(self._schedule)
+        number = checkpoints.resume() or job.evaluations
+        evaluator = Evaluator(job, task, self._recipe.metric, self._device, emit, number)
+        limit = self._time_limit(method)
         if checkpoints.stop_if_requested(stop_request, task.steps):
             return
         for batch in self._batches(method):
             method.train(batch)
-            metrics = None
-            if method.step in self._schedule:
-                emit(Waiting("evaluating"))
-                metrics = self._evaluate_consensus(method, calibrate_at)
-                if self._schedule.over:
-                    break
-            if metrics is None:
-                emit(Step(method.step, method.seconds))
-            else:
-                emit(self._evaluation(method, metrics))
+            emit(evaluator.after_step(method) or Step(method.step, method.seconds))
+            if evaluator.over or limit.is_over(method.step, method.seconds):
+                break
             checkpoints.save_if_due(task.steps)
             if checkpoints.stop_if_requested(stop_request, task.steps):
                 return
         emit(Waiting("finishing"))
         method.finish()
-        totals = gather(method.stats.to_dict(), self._device, "the totals of all workers")
+        totals = gather(self._totals(method), self._device, "the totals of all workers")
         self._measure_links()
         emit(Waiting("evaluating"))
-        metrics = evaluate_together(task.evaluate, task.model, self._device)
-        emit(self._evaluation(method, metrics))
-        calibrate_at(method.step)
+        evaluator.finish(method)
         emit(End(tuple(map(stats_of, totals)), method.step_seconds))
 
     def _start_method(self) -> Method:
@@ -181,41 +163,44 @@ class _Worker:
             )
         return Attached(task, job.lr_scale, attach_strategy(chosen))
 
-    def _make_straggler(self, task: Task, job: Job, emit: Callable[[Event], None]) -> Job:
-        """If ``job`` asks for stragglers, make ``task.loss`` sleep on this worker.
-
-        Returns:
-            ``job`` with the step time by which the sleeps are scaled in ``alone_seconds``.
-        """
-        # In the simulator, stragglers have longer steps in virtual time and do not sleep.
-        if not (job.jitter or job.slow) or dist.get_backend() == "simulated":
-            return job
-        if job.alone_seconds is None:
-            emit(Waiting("measuring a step"))
-        task.loss = loss = StragglerLoss(
+    def _control_step_times(self) -> None:
+        """If ``job`` controls the step times, let ``task.loss`` sleep on real workers."""
+        job, task = self._job, self._task
+        if dist.get_backend() == "simulated":  # the simulator controls the virtual time of a step
+            return
+        if job.step_seconds is None:
+            if job.jitter or job.slow:
+                raise ValueError(STRAGGLERS_NEED_STEP_TIME)
+            return
+        self._emit(Waiting("measuring a step"))
+        self._padding = padding = PaddedLoss(
             task,
-            lambda: self._batches(task=task),
-            slowdown=parse_slow(job.slow, job.workers).get(dist.get_rank(), 1.0),
+            job.step_seconds,
             jitter=job.jitter,
+            slowdown=parse_slow(job.slow, job.workers),
             seed=job.seed,
-            step_seconds=job.alone_seconds,
         )
-        emit(LocalStepTime(loss.step_seconds))
-        return replace(job, alone_seconds=loss.step_seconds)
+        task.loss = padding
+        padding.measure(task, lambda: self._batches())
 
-    def _make_calibration(self, job: Job) -> Callable[[int], None]:
-        """Return a function that calibrates after a step, or a no-op if the job wants none."""
-        if not job.measure_alone or dist.get_backend() == "simulated":
-            return lambda step: None
-        task = self._recipe.build(job.setup())
-        task.model.to(self._device)
-        self._make_straggler(task, job, lambda event: None)  # sleeps like the run's own task
+    def _time_limit(self, method: Method) -> TimeLimit:
+        """Return the limit on the training time. The evaluator applies it if ``job.live``."""
+        job = self._job
+        # A worker of torch's DDP, or of a node, cannot take a step without the others.
+        together = not isinstance(method, Attached) or job.workers_per_node > 1
+        return TimeLimit(
+            None if job.live else job.max_seconds,
+            self._task.steps,
+            together=together,
+            device=self._device,
+        )
 
-        def calibrate_at(step: int) -> None:
-            self._emit(Waiting("training alone"))
-            self._emit(calibrate(step, task, job.lr_scale, lambda: self._batches(task=task)))
-
-        return calibrate_at
+    def _totals(self, method: Method) -> dict[str, Any]:
+        totals = method.stats.to_dict()
+        if self._padding is not None:
+            late = {"late_steps": self._padding.late_steps}
+            totals["details"] = {**totals["details"], **late}
+        return totals
 
     def _measure_links(self) -> None:
         job = self._job
@@ -223,40 +208,6 @@ class _Worker:
         if wanted and dist.get_backend() == "gloo":
             self._emit(Waiting("measuring the links"))
             self._emit(measure_links())
-
-    def _evaluation(self, method: Method, metrics: dict[str, float]) -> Evaluation:
-        return Evaluation(method.step, method.seconds, metrics[self._recipe.metric], metrics)
-
-    def _evaluate_consensus(
-        self, method: Method, calibrate_at: Callable[[int], None]
-    ) -> dict[str, float] | None:
-        """Evaluate the consensus and calibrate. Does not count as training time. A collective.
-
-        If the job does not set the number of evaluations, the first call chooses it.
-
-        Returns:
-            The metrics. None if nothing was evaluated, because the run has reached the job's
-            ``max_seconds``, or because the chosen number leaves no evaluation at this step.
-        """
-        job, task, schedule, device = self._job, self._task, self._schedule, self._device
-        start = time.perf_counter()
-        with method.consensus():
-            if job.max_seconds is not None:
-                seconds = gather(method.seconds, device, "the training seconds of all workers")
-                schedule.over = max(seconds) >= job.max_seconds
-                if schedule.over:
-                    return None
-            if schedule.open:
-                cost = time.perf_counter() - start + expected_seconds(task.evaluate, task.model)
-                number = affordable_evaluations(cost, method.seconds / method.step * task.steps)
-                number = int(gather(number, device, "the number of evaluations")[0])
-                schedule.choose(number)
-                self._emit(EvaluationCount(number, cost))
-                if method.step not in schedule:
-                    return None
-            metrics = evaluate_together(task.evaluate, task.model, device)
-            calibrate_at(method.step)
-            return metrics
 
     def _batches(self, method: Method | None = None, task: Task | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches, on its device.

@@ -7,7 +7,7 @@ import math
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from offbeat.lab.evaluation import MAX_EVALUATIONS, gather
+from offbeat.lab.evaluation import gather
 from offbeat.lab.events import Evaluation, Event, Start, Step
 from offbeat.lab.job import Job
 from offbeat.lab.launch.cluster import Cluster
@@ -197,8 +197,6 @@ class VirtualCluster(Runner):
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
         require_virtual(job.strategy)
-        if job.evaluations is None:  # evaluating takes no virtual time
-            job = replace(job, evaluations=MAX_EVALUATIONS)
         self.last = simulate(
             partial(train_worker, job, on_event),
             workers=job.workers,

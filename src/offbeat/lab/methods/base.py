@@ -6,15 +6,16 @@ compare strategies with: ``Baseline`` has its settings and creates its ``Method`
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
+from torch import Tensor
 from typing_extensions import override
 
 from offbeat.lab.recipes import Task
 from offbeat.strategies import Strategy
-from offbeat.synchronizer import Synchronizer
+from offbeat.synchronizer import Synchronizer, snapshot_of
 from offbeat.telemetry import Stats
 
 
@@ -47,6 +48,18 @@ class Method(ABC):
     @abstractmethod
     def train(self, batch: Any) -> None:
         """Train on one batch, whose tensors are on the model's device."""
+
+    @abstractmethod
+    def snapshot(self) -> list[Tensor]:
+        """Return copies in host memory of what this worker contributes to an evaluation.
+
+        Their mean over the workers is the evaluated model; see ``average_over_workers``. The order
+        of the tensors is that of ``Replica.snapshot``. Sends nothing and takes no training time.
+        """
+
+    def combine_seconds(self, seconds: Sequence[float]) -> float:
+        """Return the time of an evaluation, given the workers' ``seconds`` at its step."""
+        return max(seconds)
 
     @abstractmethod
     def consensus(self) -> AbstractContextManager[None]:
@@ -93,6 +106,10 @@ class Attached(Method):
             sync.record(loss=loss.detach())
             task.optimizer.step()
         task.advance()
+
+    @override
+    def snapshot(self) -> list[Tensor]:
+        return snapshot_of(self.sync)
 
     @override
     def consensus(self) -> AbstractContextManager[None]:

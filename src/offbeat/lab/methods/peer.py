@@ -17,14 +17,16 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from offbeat.arguments import check_settings
+from offbeat.averaging import Replica
 from offbeat.errors import CommunicationError, OffbeatError
 from offbeat.lab.methods.base import Baseline, Method
 from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.base import device_of
+from offbeat.lab.step_time import now
 from offbeat.strategies import Strategy
 from offbeat.synchronizer import Synchronizer
 from offbeat.telemetry import Stats
@@ -96,6 +98,8 @@ class TrainingLoop(Method):
 
     def __init__(self, name: str, task: Task, lr_scale: float, module: nn.Module) -> None:
         self._name, self._task, self._lr_scale, self._module = name, task, lr_scale, module
+        trainable = [p for p in task.model.parameters() if p.requires_grad]
+        self._replica = Replica(task.model, trainable)
         self._step, self._seconds, self._began = 0, 0.0, self._now()
 
     @property
@@ -145,18 +149,22 @@ class TrainingLoop(Method):
         self._task.optimizer.step()
 
     @override
+    def snapshot(self) -> list[Tensor]:
+        began = self._now()
+        copies = self._replica.snapshot("cpu")
+        self._began += self._now() - began
+        return copies
+
+    @override
     @contextmanager
     def consensus(self) -> Iterator[None]:
         began = self._now()
-        tensors = [*self._task.model.parameters(), *self._task.model.buffers()]
-        local = [tensor.detach().clone() for tensor in tensors]
+        local = self._replica.snapshot()
         self._average("an evaluation")
         try:
             yield
         finally:
-            with torch.no_grad():
-                for tensor, value in zip(tensors, local, strict=True):
-                    tensor.copy_(value)
+            self._replica.restore(local)
             self._began += self._now() - began
 
     @override
@@ -169,23 +177,19 @@ class TrainingLoop(Method):
 
     def _average(self, when: str) -> None:
         """Average the parameters if they may differ, and copy the buffers of rank 0."""
-        model = self._task.model
         with explain_failures(f"{when} of {self._name}"), torch.no_grad():
             if self.differ:
-                for parameter in model.parameters():
+                for _, parameter in self._replica.parameters:
                     dist.all_reduce(parameter.data)
                     parameter.div_(dist.get_world_size())
-            for buffer in model.buffers():
+            for buffer in self._task.model.buffers():
                 dist.broadcast(buffer, src=0)
 
     def _close(self) -> None:
         """Release the resources of the method. A collective."""
 
     def _now(self) -> float:
-        device = device_of(self._task.model)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # so that the time until now contains queued kernels
-        return time.perf_counter()
+        return now(device_of(self._task.model))
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.display.plots import INK, as_svg, new_figure
-from offbeat.lab.report.clock import step_of
 from offbeat.lab.report.rows import SHARES, Row, ideal_of, rows_of, targets_of
 from offbeat.lab.report.tables import caption
 from offbeat.lab.results import Result
@@ -144,7 +143,7 @@ def time_split(row: Row, rows: Sequence[Row]) -> dict[str, float]:
     ideal = ideal_of(rows)
     step_seconds = None
     if ideal is not None:
-        step_seconds = statistics.median(map(step_of, ideal.runs))
+        step_seconds = statistics.median(run.mean_step_seconds for run in ideal.runs)
     by_part: dict[str, list[float]] = {}
     for run in row.runs:
         total = run.seconds

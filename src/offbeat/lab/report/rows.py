@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offbeat.lab.recipes import RECIPES
-from offbeat.lab.report.clock import on_one_clock
 from offbeat.lab.results import Result
 
 _LR_SCALE = "--lr-scale "
@@ -58,11 +57,9 @@ def _median_or_none(values: Sequence[float | None]) -> float | None:
 def rows_of(results: Sequence[Result]) -> list[Row]:
     """Return one row per method, in order of appearance.
 
-    Times are corrected for changes of the machine's speed (``on_one_clock``). If a method was run
-    with several factors on the learning rate, its row shows the factor with the best mean final
-    metric over the seeds. Only the factors with the most seeds are considered.
+    If a method was run with several factors on the learning rate, its row shows the factor with the
+    best mean final metric over the seeds. Only the factors with the most seeds are considered.
     """
-    results = on_one_clock(results)
     shared = common_options(results)
     scales: dict[str, set[float]] = {}
     for run in results:

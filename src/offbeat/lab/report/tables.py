@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from offbeat.baselines import FedAvg
 from offbeat.display.table import Table
-from offbeat.lab.report.clock import is_calibrated
 from offbeat.lab.report.rows import (
     Row,
     common_options,
@@ -21,7 +20,7 @@ from offbeat.lab.report.rows import (
 from offbeat.lab.results import Result
 from offbeat.registry import parse_strategy
 from offbeat.strategies.base import Gradients, SharedModel
-from offbeat.units import show_bytes
+from offbeat.units import show_bytes, show_seconds
 
 HEADINGS = (
     "strategy",
@@ -47,12 +46,7 @@ TUNED_MEANS = (
     "factor with the best mean final metric, chosen on these runs. Runs counts all runs of the "
     "method. Edge: the best factor was the smallest or largest one tried."
 )
-CLOCK_MEANS = (
-    "Seconds are on one clock: the times of runs with --turns are corrected for changes of the "
-    "machine's speed. They are scaled as if a step without communication had always taken as long "
-    "as in the run of ideal with the same seed or, without ideal, as the mean over all turns with "
-    "that seed."
-)
+_SHOWN_LATE = 0.01  # smallest share of late steps that has a note
 
 FAILED = "\N{DAGGER}"
 """Mark of a final metric of runs of which at least one did not train."""
@@ -163,12 +157,17 @@ def is_tuned(results: Sequence[Result]) -> bool:
 
 def notes(results: Sequence[Result]) -> list[str]:
     """Return the explanations that belong below the main table."""
+    late = [
+        f"{row.name} {100 * share:.0f} %"
+        for row in rows_of(results)
+        if (share := statistics.fmean(run.late_share for run in row.runs)) > _SHOWN_LATE
+    ]
     failed = any(_failure_mark(row.runs) for row in rows_of(results))
     return (
         [FAILED_MEANS] * failed
         + [TUNED_MEANS] * is_tuned(results)
         + [SHARE_MEANS] * has_ideal(results)
-        + [CLOCK_MEANS] * is_calibrated(results)
+        + [f"Steps that took longer to compute than --step-time: {', '.join(late)}."] * bool(late)
     )
 
 
@@ -190,7 +189,7 @@ def other_metrics(results: Sequence[Result]) -> list[tuple[str, str]]:
 
 
 def caption(results: Sequence[Result]) -> str:
-    """Return a caption with recipe, target, workers, network, machine, seeds and common options."""
+    """Return a caption: recipe, target, workers, network, step times, machine, seeds, options."""
     first = results[0]
     job = first.job
     most = len({run.job.seed for run in results})
@@ -202,6 +201,8 @@ def caption(results: Sequence[Result]) -> str:
     for part in job.slow.split(",") if job.slow else []:
         rank, _, factor = part.partition("=")
         uneven += f", worker {rank} {factor} times slower"
+    if job.step_seconds is not None:
+        uneven = f", steps padded to {show_seconds(job.step_seconds)}{uneven}"
     return (
         f"{job.recipe}, target {first.metric} {first.target:g}, {job.workers} workers "
         f"({kind}), {first.link}{uneven}, {first.machine}, {seeds}"

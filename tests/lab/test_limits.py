@@ -1,22 +1,22 @@
-"""Limits of a run, stragglers among real workers, and measured links."""
+"""Limits of a run, and measured links."""
 
-import statistics
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import workers
 from lab import tiny
 from offbeat import Compute, Network
-from offbeat.lab import step_time, stragglers
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.probe import ring
 from offbeat.lab.probe.ring import measure_links
 from offbeat.lab.results import Result
-from offbeat.lab.stragglers import StragglerLoss, parse_slow
+from offbeat.lab.time_limit import TimeLimit
+from worlds import run as on_workers
 
 PLACE = VirtualCluster(Network("100Mbit/s", latency="1ms"), Compute("1s"))
 JOB = Job("tiny", "local:period=3", 2, evaluations=tiny.STEPS)
@@ -41,48 +41,46 @@ def test_max_steps_keeps_the_schedule_of_the_whole_run() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["local:period=3", "ideal", "async:staleness=2"])
-def test_max_seconds_ends_a_run_at_the_next_evaluation(strategy: str) -> None:
-    """With steps of 1 s and an evaluation after each, 3.5 s have passed after the fourth."""
-    found = run(replace(JOB, strategy=strategy, max_seconds=3.5))
+@pytest.mark.parametrize("live", [False, True])
+def test_max_seconds_ends_a_run(strategy: str, live: bool) -> None:
+    """With steps of 1 s, 3.5 s have passed after the fourth."""
+    found = run(replace(JOB, strategy=strategy, max_seconds=3.5, live=live))
     assert [point.step for point in found.points] == [1, 2, 3, 4]
     assert found.points[-1].seconds == pytest.approx(4, abs=0.1)
+
+
+@pytest.mark.parametrize("evaluations", [1, 3, tiny.STEPS])
+def test_each_worker_ends_by_its_own_clock(evaluations: int) -> None:
+    """Steps of 1 s and 2 s. Only snapshots that both workers have are evaluated."""
+    place = VirtualCluster(Network("100Mbit/s", latency="1ms"), Compute("1s", slowdown={1: 2.0}))
+    job = replace(JOB, strategy="async:staleness=8", max_seconds=3.5, evaluations=evaluations)
+    found = run_and_record(job, lambda event: None, place)
+    assert [one.steps for one in found.stats] == [4, 2]
+    expected = {1: [4], 3: [4], tiny.STEPS: [1, 4]}
+    assert [point.step for point in found.points] == expected[evaluations]
+    assert found.seconds == pytest.approx(4, abs=0.1)
+
+
+def ends_together(rank: int, size: int) -> tuple[int, int]:
+    """Steps take 1 s, or 2 s on rank 1. Return the last step, for 200 steps and for 500."""
+    found = []
+    for steps in (200, 500):
+        limit = TimeLimit(20.0, steps, together=True, device=torch.device("cpu"))
+        found.append(
+            next(step for step in range(1, steps) if limit.is_over(step, step * (1.0 + rank)))
+        )
+        dist.barrier()
+    return found[0], found[1]
+
+
+def test_workers_that_need_each_other_end_at_the_same_step() -> None:
+    """Rank 1 is over at step 10. The next check, 2 or 5 steps later, knows its clock."""
+    assert on_workers(ends_together, workers=2) == [(12, 15), (12, 15)]
 
 
 def test_a_limit_is_kept_in_the_results() -> None:
     told = run(replace(JOB, max_seconds=3.5)).to_dict()["job"]
     assert (told["max_steps"], told["max_seconds"]) == (None, 3.5)
-
-
-@pytest.mark.parametrize(
-    ("text", "found"), [(None, {}), ("1=2", {1: 2.0}), ("0=1.5,3=2", {0: 1.5, 3: 2.0})]
-)
-def test_slow_workers_are_named_by_rank(text: str | None, found: dict[int, float]) -> None:
-    assert parse_slow(text, 4) == found
-
-
-def sleeps(rank: int, size: int, slowdown: float) -> list[float]:
-    """Return the sleeps of 400 steps, as multiples of the step time; rank 1 is slow."""
-    tiny.install()
-    step_time.REFERENCE = step_time.Duration(5, 10, 0.1)
-    task = tiny.build(JOB.setup())
-    batch = torch.zeros(4, 4).double(), torch.zeros(4, 1).double()
-    factor = slowdown if rank == 1 else 1.0
-    longer = StragglerLoss(task, lambda: iter([batch] * 20), slowdown=factor, jitter=0.2, seed=0)
-    slept: list[float] = []
-    stragglers.time.sleep = slept.append  # type: ignore[assignment]
-    for _ in range(400):
-        longer(task.model, batch)
-    return [seconds / longer.step_seconds for seconds in slept]
-
-
-def test_stragglers_sleep_by_slowdown_and_jitter() -> None:
-    """Rank 1 is twice as slow; |z| has mean √(2/π)."""
-    first, second = workers.run(sleeps, 2.0, workers=2)
-    expected = 0.2 * (2 / torch.pi) ** 0.5
-    assert statistics.fmean(first) == pytest.approx(expected, rel=0.2)
-    assert statistics.fmean(second) == pytest.approx(2 * (1 + expected) - 1, rel=0.1)
-    assert min(first) >= 0
-    assert min(second) >= 1
 
 
 def measure(rank: int, size: int) -> tuple[float, float]:

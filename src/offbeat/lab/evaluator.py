@@ -1,0 +1,141 @@
+"""The evaluations of one run: when they take place, and what they evaluate.
+
+An evaluation uses the mean of the workers' models at one step. The workers store snapshots during
+the training and evaluate them afterwards. With ``Job.live`` they evaluate during the training, in a
+*consensus*, which replaces the local models by their mean for that time.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from offbeat.averaging import Replica
+from offbeat.lab.evaluation import (
+    MAX_EVALUATIONS,
+    Snapshot,
+    affordable_evaluations,
+    average_over_workers,
+    evaluate_together,
+    evenly,
+    gather,
+    storable_evaluations,
+)
+from offbeat.lab.events import Evaluation, EvaluationCount, Event, Waiting
+from offbeat.lab.job import Job
+from offbeat.lab.methods.base import Method
+from offbeat.lab.recipes import Task
+
+
+class Evaluator:
+    """Evaluates the task of one worker.
+
+    Args:
+        job: Configuration of the run.
+        task: The task, on its device.
+        metric: The metric that is compared with the recipe's target.
+        device: A device whose tensors the communication backend can send.
+        emit: Function that receives the events of the evaluations.
+        number: Number of evaluations. None: the run chooses it.
+
+    Attributes:
+        over: True if a live evaluation has found that the training has reached ``job.max_seconds``.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        task: Task,
+        metric: str,
+        device: torch.device,
+        emit: Callable[[Event], None],
+        number: int | None,
+    ) -> None:
+        self._job, self._task, self._metric = job, task, metric
+        self._device, self._emit = device, emit
+        self._replica = Replica(task.model, [p for p in task.model.parameters() if p.requires_grad])
+        self._simulated = dist.get_backend() == "simulated"
+        self._chosen, self._most = number is not None, number or self._most_evaluations()
+        self._steps = evenly(task.steps, self._most)
+        self._snapshots: list[Snapshot] = []
+        self.over = False
+
+    def _most_evaluations(self) -> int:
+        """Return the number of evaluations before the run chooses one."""
+        if self._job.live:
+            return min(MAX_EVALUATIONS, self._task.steps)
+        snapshot_bytes = sum(tensor.nbytes for tensor in self._replica.everything())
+        # Simulated workers share the memory of one process.
+        processes = dist.get_world_size() if self._simulated else 1
+        return storable_evaluations(self._task.steps, snapshot_bytes * processes)
+
+    def after_step(self, method: Method) -> Evaluation | None:
+        """Evaluate the step, if ``job.live``, or store a snapshot, if an evaluation is due.
+
+        A collective only if ``job.live``. ``finish`` evaluates the last step.
+        """
+        if method.step not in self._steps or method.step == self._task.steps:
+            return None
+        if self._job.live:
+            return self._evaluate_live(method)
+        self._snapshots.append(Snapshot(method.step, method.seconds, method.snapshot()))
+        return None
+
+    def _evaluate_live(self, method: Method) -> Evaluation | None:
+        job, steps = self._job, self._task.steps
+        self._emit(Waiting("evaluating"))
+        start = time.perf_counter()
+        with method.consensus():
+            every = gather(method.seconds, self._device, "the training seconds of all workers")
+            seconds = method.combine_seconds(every)
+            self.over = job.max_seconds is not None and seconds >= job.max_seconds
+            if self.over:
+                return None
+            evaluation = self._evaluate(method.step, seconds)
+            if not self._chosen:
+                whole = seconds / method.step * steps
+                self._steps = evenly(steps, self._choose(time.perf_counter() - start, whole))
+        return evaluation
+
+    def finish(self, method: Method) -> None:
+        """Evaluate snapshots and final model, and emit the evaluations. A collective.
+
+        If the job does not set the number of evaluations, evaluates only as many snapshots as the
+        run can afford.
+        """
+        device, replica = self._device, self._replica
+        own = [(one.step, one.seconds) for one in self._snapshots]
+        own.append((method.step, method.seconds))
+        clocks = gather(own, device, "the training seconds of all workers")
+        seconds = method.combine_seconds([clock[-1][1] for clock in clocks])
+        start = time.perf_counter()
+        final = replica.snapshot()
+        last = self._evaluate(method.step, seconds)
+        # A worker whose training ended early has no later snapshots.
+        ended = min(clock[-1][0] for clock in clocks)
+        snapshots = [one for one in self._snapshots if one.step < ended]
+        if snapshots and not self._chosen and not self._simulated:  # virtual time is free
+            average_over_workers(replica.snapshot("cpu"), device)  # only to measure its duration
+            steps = evenly(self._task.steps, self._choose(time.perf_counter() - start, seconds))
+            snapshots = [one for one in snapshots if one.step in steps]
+        for one in snapshots:
+            average_over_workers(one.tensors, device)
+            replica.restore(one.tensors)
+            at = method.combine_seconds([dict(map(tuple, clock))[one.step] for clock in clocks])
+            self._emit(self._evaluate(one.step, at))
+        replica.restore(final)
+        self._emit(last)
+
+    def _evaluate(self, step: int, seconds: float) -> Evaluation:
+        """Evaluate the model, which is the same on all workers. A collective."""
+        metrics = evaluate_together(self._task.evaluate, self._task.model, self._device)
+        return Evaluation(step, seconds, metrics[self._metric], metrics)
+
+    def _choose(self, evaluation_seconds: float, training_seconds: float) -> int:
+        """Return the number of evaluations that rank 0 finds affordable. A collective."""
+        number = affordable_evaluations(evaluation_seconds, training_seconds, self._most)
+        number = int(gather(number, self._device, "the number of evaluations")[0])
+        self._chosen = True
+        self._emit(EvaluationCount(number, evaluation_seconds))
+        return number
