@@ -191,9 +191,12 @@ def test_a_command_on_a_page_runs(
         short = SHORT.get(argv[0], []) if argv else []
         if "--save-every" in words:
             short = [*short, "--save-every", "2"]
+        for flag in short[::2]:  # an option can be given only once
+            if flag in words:
+                start = words.index(flag)
+                del words[start : start + 2]
         if words[0] == "offbeat":
-            assert argv is not None
-            code, _, err = call(*argv, *short)
+            code, _, err = call(*words[1:], *short)
         elif words[0] == "torchrun":
             run = ("-m", "torch.distributed.run", *words[1:], *short)
             code, _, err = ended(sys.executable, *run)

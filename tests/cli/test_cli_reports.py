@@ -39,6 +39,37 @@ def test_a_tuned_comparison_continues_where_it_was(call: Call, tmp_path: Path) -
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == page
 
 
+def test_tuning_from_the_command_line(call: Call, tmp_path: Path) -> None:
+    """The ideal is tuned, too. The second call runs nothing, and the page has no trials."""
+    argv = ("compare", "digits", "-s", "local", "--tune", "3", "--seed", "1", *SHORT, *VIRTUAL)
+    argv = (*argv, "--output", str(tmp_path))
+    code, out, err = call(*argv)
+    assert (code, err) == (0, "")
+    assert re.search(r"^local +local:period=8.* 3 +(inside the grid|edge: .*)$", out, re.MULTILINE)
+    path = tmp_path / "results.jsonl"
+    told = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(one["trial"]["method"], one["job"]["seed"]) for one in told[:6]] == [
+        *[("ideal", 0)] * 3,
+        *[("local", 0)] * 3,
+    ]
+    assert {(one["trial"], one["job"]["seed"]) for one in told[6:]} == {(None, 1)}
+    assert {"ideal", "local:period=8"} <= {one["label"] for one in told[6:]}
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "at most 3 trials per method and the seed 0" in page
+    code, out, err = call(*argv)
+    assert (code, err, out.count("is in the results already")) == (0, "", len(told))
+    (tmp_path / "report.html").unlink()
+    assert call("report", str(path))[0] == 0
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == page
+
+
+def test_trials_alone_have_no_page(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    line = json.loads(OLD.read_text(encoding="utf-8").splitlines()[0])
+    path.write_text(json.dumps(line | {"trial": {"method": "bsp", "budget": 3}}) + "\n")
+    assert call("report", str(path)) == (2, "", f"error: {path} holds no result of a comparison\n")
+
+
 def test_a_page_is_made_of_older_results(call: Call, tmp_path: Path) -> None:
     """The page is in a new folder."""
     page = tmp_path / "a" / "page.html"
@@ -51,7 +82,7 @@ def test_a_page_is_made_of_older_results(call: Call, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "results.jsonl holds no result"),
+        ("", "results.jsonl holds no result of a comparison"),
         ('{"a": 1}\n', "results.jsonl, line 1, is not a result: KeyError: 'job'"),
         (None, "results.jsonl, which does not exist"),
     ],

@@ -100,6 +100,8 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
 
     offbeat compare digits -s bsp -s local:period=8 --simulate --workers 16 --step-time 80ms
 
+    offbeat compare digits -s bsp -s diloco --tune 6 --simulate --step-time 20ms --seeds 3
+
     offbeat compare digits -s bsp -s 'local:period=8 --wire int8 --lr-scale 2'
 
     offbeat compare digits -s ideal -s bsp -s torch:ddp -s torch:ddp,hook=powersgd,rank=2

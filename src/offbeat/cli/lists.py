@@ -83,9 +83,9 @@ def report(results: Path, output: Path | None) -> None:
         raise FileNotFoundError(f"looked for results in {results}, which does not exist")
     path = results.with_name("report.html") if output is None else output
     require_file("--output", path)
-    read = read_results(results)
-    if not read:
-        raise ValueError(f"{results} holds no result")
+    read = read_results(results, trials=True)
+    if all(result.trial is not None for result in read):
+        raise ValueError(f"{results} holds no result of a comparison")
     text = page(read)
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path):

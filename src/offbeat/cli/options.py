@@ -85,6 +85,13 @@ class CompareOptions:
         help="A strategy or baseline, optionally with options for it alone. Can be repeated.",
     )
     seeds: int = option(1, help="Number of seeds.")
+    tune: int | None = option(
+        None,
+        help="Tune each method first, with so many trials on a seed of their own. A trial is "
+        "better if it sooner reaches the final metric of the ideal's best trial, less 2 % of that "
+        "trial's range; the ideal's trials are ranked by their final metric.",
+        unset="no tuning",
+    )
     bandwidth: str | None = option(None, help=SHAPED_LINKS)
     output: Path | None = option(
         None,

@@ -32,7 +32,14 @@ from offbeat.cli.options import (
     SimulateOptions,
     VirtualClusterOptions,
 )
-from offbeat.cli.view import Bar, console, print_narrow_table, print_path, print_step_time
+from offbeat.cli.view import (
+    Bar,
+    console,
+    print_narrow_table,
+    print_path,
+    print_step_time,
+    print_table,
+)
 from offbeat.lab import compare as comparison
 from offbeat.lab import report
 from offbeat.lab.job import Job
@@ -41,6 +48,7 @@ from offbeat.lab.methods.registry import require_virtual
 from offbeat.lab.padding import STRAGGLERS_NEED_STEP_TIME, parse_slow
 from offbeat.lab.results import Result, writing
 from offbeat.lab.step_time import measure_recipe
+from offbeat.lab.tuning import LEAST_BUDGET, untuned, with_ideal
 from offbeat.simulate import Compute, Network
 from offbeat.units import to_seconds
 
@@ -105,16 +113,25 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
     )
     if options.simulated:
         require_single_process("--simulate")
+    first = strategies  # methods as they are before tuning
+    if options.tune is not None:
+        require_integer("tune", options.tune, least=LEAST_BUDGET)
+        if scales != (1.0,):
+            raise ValueError(
+                f"--lr-scale {options.lr_scale}: --tune chooses the learning rate; leave it out, "
+                "or fix it for one strategy, as in -s 'bsp --lr-scale 2'"
+            )
+        first = [untuned(text) for text in with_ideal(strategies)]
 
     def check() -> None:
         for scale in scales:
-            require_distinct(replace(job, lr_scale=scale), strategies)
+            require_distinct(replace(job, lr_scale=scale), first)
         if not options.simulated:
             require_no_simulator_options(simulated)
         if options.output is not None:
             require_folder("--output", options.output)
         task = None
-        for text in strategies:
+        for text in first:
             for scale in scales:
                 run = replace(job, lr_scale=scale)
                 if options.simulated:
@@ -136,7 +153,8 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
             runner = stack.enter_context(real_workers(job, options.bandwidth, check))
         if runner is None:
             return
-        with Bar(comparison.count_runs(job, strategies, seeds, scales)) as bar:
+        runs = comparison.count_runs(job, strategies, seeds, scales)
+        with Bar(runs if options.tune is None else 0) as bar:  # 0: unknown
             results = comparison.compare(
                 job,
                 strategies,
@@ -148,6 +166,7 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
                 on_event=bar.event,
                 on_reused=bar.skip,
                 command=command_line(),
+                tune=options.tune,
             )
         _print_results(results)
         written = report.write_report(results, folder)
@@ -191,7 +210,10 @@ def _run_one(job: Job, runner: Runner) -> None:
 
 
 def _print_results(results: list[Result]) -> None:
+    chosen, results = report.tuning(results), report.without_trials(results)
     console.print()
+    if chosen is not None:
+        print_table(chosen, texts=2)
     print_narrow_table(report.table(results, ranges=False))  # the ranges would be too wide
     for note in report.notes(results):
         console.print(f"{note}\n", style="dim", highlight=False)

@@ -26,7 +26,8 @@ from offbeat.lab.events import (
 from offbeat.lab.job import Job, method_fields
 from offbeat.lab.launch.runners import Runner
 from offbeat.lab.recipes import find_recipe
-from offbeat.lab.results import Result, public_job, read_results, writing
+from offbeat.lab.results import Result, Trial, public_job, read_results, writing
+from offbeat.lab.tuning import tune as tune_methods
 from offbeat.telemetry import Stats
 
 RESULTS = "results.jsonl"
@@ -120,6 +121,7 @@ def compare(
     on_reused: Callable[[Result], None] = lambda result: None,
     command: str = "",
     may_differ: Collection[str] = (),
+    tune: int | None = None,
 ) -> list[Result]:
     """Run ``job`` with each method and seed, and append each result to a file of JSON lines.
 
@@ -143,9 +145,12 @@ def compare(
         on_reused: Function that receives the existing result of each skipped run.
         command: Command line to store in the results.
         may_differ: Fields of ``job`` that may differ from the results already in the file.
+        tune: Number of trials to tune each method with; see ``lab.tuning``. The comparison then has
+            each method with its chosen settings and with its first ones, adds the ideal, and
+            ignores ``lr_scales``. None: the methods are not tuned.
 
     Returns:
-        All results in the file, in its order.
+        All results in the file, trials included, in its order.
 
     Raises:
         ValueError: the file holds results of another comparison, or an invalid line.
@@ -153,20 +158,33 @@ def compare(
     path = output if output.suffix == ".jsonl" else output / RESULTS
     path.parent.mkdir(parents=True, exist_ok=True)
     ignored = _IGNORED.union(may_differ)
-    results = _read_existing(path, job, runner, ignored)
+    results = _read_existing(path, job, runner, ignored, tune)
     if results:
         job = _with_determined(job, results[0].job)
-    for run, scales in _runs(job, strategies, seeds, lr_scales):
+
+    def result_of(run: Job, trial: Trial | None = None, scales: Sequence[float] = ()) -> Result:
+        nonlocal job
         run = _with_determined(run, job)
-        result = next((result for result in results if _is_of(result, run, ignored)), None)
-        if result is not None:
-            on_reused(result)
-            continue
+        for result in results:
+            if result.trial == trial and _is_of(result, run, ignored):
+                on_reused(result)
+                return result
         on_start(run)
         result = run_and_record(run, on_event, runner, lr_scales=scales, command=command)
+        result = replace(result, trial=trial)
         job = _with_determined(job, result.job)
         results.append(result)
         _append(path, json.dumps(result.to_dict()) + "\n")
+        return result
+
+    if tune is None:
+        for run, scales in _runs(job, strategies, seeds, lr_scales):
+            result_of(run, None, scales)
+    else:
+        jobs = tune_methods(job, strategies, tune, result_of)
+        for seed in range(job.seed, job.seed + seeds):
+            for run in jobs:
+                result_of(replace(run, seed=seed))
     return results
 
 
@@ -192,7 +210,9 @@ def _runs(
                 yield from ((scaled, lr_scales) for scaled in jobs)
 
 
-def _read_existing(path: Path, job: Job, runner: Runner, ignored: Collection[str]) -> list[Result]:
+def _read_existing(
+    path: Path, job: Job, runner: Runner, ignored: Collection[str], tune: int | None
+) -> list[Result]:
     """Return the results in the file. Raise if one belongs to another comparison.
 
     Removes an incomplete last line from the file.
@@ -203,7 +223,7 @@ def _read_existing(path: Path, job: Job, runner: Runner, ignored: Collection[str
     complete = data.rfind(b"\n") + 1
     if complete < len(data):  # an interrupted write left an incomplete last line
         os.truncate(path, complete)  # in place, so that a crash cannot lose the other lines
-    results = read_results(path)
+    results = read_results(path, trials=True)
     skipped = _PER_RUN.union(ignored)
 
     def shared(job: Job, **others: Any) -> dict[str, Any]:
@@ -216,6 +236,7 @@ def _read_existing(path: Path, job: Job, runner: Runner, ignored: Collection[str
         machine=runner.machine,
         simulated=runner.simulated,
         versions=versions(),
+        tune=tune,
     )
     if job.evaluations is not None:
         current["evaluations"] = job.evaluations
@@ -227,6 +248,7 @@ def _read_existing(path: Path, job: Job, runner: Runner, ignored: Collection[str
             simulated=result.simulated,
             versions=dict(result.versions),
             evaluations=result.job.evaluations,
+            tune=tune if result.trial is None or tune is None else result.trial.budget,
         )
         name = next((name for name in current if current[name] != existing[name]), None)
         if name is not None:

@@ -17,6 +17,14 @@ from offbeat.lab.methods.registry import is_ideal, is_peer
 from offbeat.telemetry import Stats
 
 
+@dataclass(frozen=True)
+class Trial:
+    """Mark of a run that tuned ``method``, as the user gave it, in at most ``budget`` trials."""
+
+    method: str
+    budget: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """Configuration, machine, evaluations and totals of one run.
@@ -38,6 +46,7 @@ class Result:
         lr_scales: Learning-rate factors that the comparison tries with this method; empty: it does
             not tune the learning rate.
         command: Command line of the comparison.
+        trial: Mark of a run that tuned a method. None: the run belongs to the comparison.
     """
 
     job: Job
@@ -54,6 +63,7 @@ class Result:
     links: tuple[LinkSpeed, ...] = ()
     lr_scales: tuple[float, ...] = ()
     command: str = ""
+    trial: Trial | None = None
 
     @property
     def strategy(self) -> str:
@@ -159,6 +169,7 @@ class Result:
             "stats": [self._known_stats(stats) for stats in self.stats],
             "links": [asdict(link) for link in self.links],
             "lr_scales": list(self.lr_scales),
+            "trial": None if self.trial is None else asdict(self.trial),
         }
 
     @classmethod
@@ -171,7 +182,8 @@ class Result:
         Raises:
             ValueError, KeyError, TypeError, AttributeError: the values are not a result.
         """
-        optional = {"model_bytes", "links", "lr_scales", "command"}  # missing in 0.1.0
+        # 0.1.0 did not write these.
+        optional = {"model_bytes", "links", "lr_scales", "command", "trial"}
         given = {
             field.name: values[field.name]
             for field in fields(cls)
@@ -182,6 +194,7 @@ class Result:
         given["stats"] = tuple(stats_of(stats) for stats in values["stats"])
         given["links"] = tuple(LinkSpeed(**link) for link in given.get("links", ()))
         given["lr_scales"] = tuple(given.get("lr_scales", ()))
+        given["trial"] = Trial(**given["trial"]) if given.get("trial") else None
         if not (given["points"] and given["stats"]):
             raise ValueError("a result needs an evaluation and the totals of a worker")
         return cls(**given)
@@ -220,8 +233,10 @@ def writing(path: Path) -> Iterator[None]:
         raise
 
 
-def read_results(path: Path) -> list[Result]:
+def read_results(path: Path, *, trials: bool = False) -> list[Result]:
     """Return the results in a ``results.jsonl``, in the order of its lines.
+
+    ``trials`` is True to include the trials that tuned the methods.
 
     Raises:
         OSError: the file cannot be read.
@@ -236,4 +251,4 @@ def read_results(path: Path) -> list[Result]:
             raise ValueError(
                 f"{path}, line {number}, is not a result: {type(error).__name__}: {text}"
             ) from None
-    return results
+    return [result for result in results if trials or result.trial is None]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from offbeat.lab.report.comparisons import differences, links, times_to_targets
+from offbeat.lab.report.comparisons import differences, links, times_to_targets, tuning
 from offbeat.lab.report.figures import plot
 from offbeat.lab.report.page import page
 from offbeat.lab.report.tables import (
@@ -18,6 +18,7 @@ from offbeat.lab.report.tables import (
     table,
 )
 from offbeat.lab.results import Result, writing
+from offbeat.lab.tuning import without_trials
 
 __all__ = [
     "HEADINGS",
@@ -34,14 +35,17 @@ __all__ = [
     "plot",
     "table",
     "times_to_targets",
+    "tuning",
+    "without_trials",
     "write_report",
 ]
 
 
 def markdown(results: Sequence[Result]) -> str:
     """Return the tables as Markdown, with captions, notes and the final values of other metrics."""
+    chosen, results = tuning(results), without_trials(results)
     parts = [table(results).markdown(), *(f"{note}\n" for note in notes(results))]
-    more = (times_to_targets(results), differences(results))
+    more = (chosen, times_to_targets(results), differences(results))
     parts += [extra.markdown() for extra in more if extra is not None]
     lines = [f"- `{method}`: {values}\n" for method, values in other_metrics(results)]
     if lines:
@@ -61,7 +65,7 @@ def write_report(results: Sequence[Result], output: Path) -> dict[str, Path]:
     with writing(paths["table"]):
         paths["table"].write_text(markdown(results), encoding="utf-8")
     with suppress(ImportError), writing(output / "plot.png"):
-        plot(results, output / "plot.png")
+        plot(without_trials(results), output / "plot.png")
         paths["plot"] = output / "plot.png"
     paths["report"] = output / "report.html"
     with writing(paths["report"]):

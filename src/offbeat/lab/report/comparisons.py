@@ -13,6 +13,7 @@ from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat.lab.report.rows import Row, ideal_of, rows_of, share_of_ideal, targets_of
 from offbeat.lab.report.tables import SHARE, has_ideal, percent, spread
 from offbeat.lab.results import Result
+from offbeat.lab.tuning import choices
 
 
 def times_to_targets(results: Sequence[Result], *, ranges: bool = True) -> Table | None:
@@ -136,3 +137,24 @@ def links(results: Sequence[Result]) -> Table | None:
         "each training while all links are in use; medians over seeds"
     )
     return Table(("strategy", *([SHARE] if with_ideal else []), *names), tuple(cells), caption)
+
+
+def tuning(results: Sequence[Result]) -> Table | None:
+    """Return a table of the settings that tuning chose for each method.
+
+    Returns:
+        The table, or None if ``results`` has no trials.
+    """
+    cells = [
+        (choice.method, choice.job.label, str(choice.trials), choice.rate)
+        for choice in choices(results)
+    ]
+    if not cells:
+        return None
+    trial = next(result for result in results if result.trial is not None)
+    assert trial.trial is not None
+    caption = (
+        f"Settings chosen with at most {trial.trial.budget} trials per method and the seed "
+        f"{trial.job.seed}, which is not in the other tables"
+    )
+    return Table(("strategy", "chosen", "trials", "best learning rate"), tuple(cells), caption)

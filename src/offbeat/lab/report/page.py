@@ -6,9 +6,10 @@ from importlib.resources import files
 from typing import Any
 
 from offbeat.lab.report import figures
-from offbeat.lab.report.comparisons import differences, links, times_to_targets
+from offbeat.lab.report.comparisons import differences, links, times_to_targets, tuning
 from offbeat.lab.report.tables import notes, other_metrics, table
 from offbeat.lab.results import Result, public_job
+from offbeat.lab.tuning import without_trials
 
 
 def page(results: Sequence[Result]) -> str:
@@ -21,9 +22,11 @@ def page(results: Sequence[Result]) -> str:
         from jinja2 import Environment
     except ImportError as error:
         raise ImportError("a report needs Jinja2: pip install 'offbeat[cli]'") from error
+    chosen, results = tuning(results), without_trials(results)
     first = results[0]
     common, differing = configurations(results)
     others = {
+        "Tuning": chosen,
         "Time to shares of the ideal": times_to_targets(results),
         "Differences, seed by seed": differences(results),
         "The links": links(results),
