@@ -6,7 +6,8 @@ DEMO := runs/demo
 SEED ?= 0
 MINUTES ?= 20
 
-.PHONY: help demo test install side-by-side alone nightly soak frameworks launchers lowest lint bench docs dist clean
+.PHONY: help demo test install side-by-side alone nightly soak frameworks launchers lowest lint bench headline \
+  docs dist clean
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -103,6 +104,9 @@ lint: $(VENV)/.dev  ## ruff and mypy
 
 bench: $(VENV)/.dev  ## every benchmark, as ratios; appends to benchmarks/results
 	$(BIN)/python -m benchmarks
+
+headline: $(VENV)/.dev  ## tuned comparisons in virtual time, hours for each of CELLS="lm-wan …"; resumes
+	$(BIN)/python -m benchmarks.race.headline $(CELLS)
 
 docs: $(VENV)/.docs $(VENV)/.dev  ## run the code on the pages, build the documentation into site/
 	$(BIN)/python -m pytest -n 2 -m "pages and not nightly" tests/docs tests/benchmarking

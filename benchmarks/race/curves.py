@@ -131,10 +131,3 @@ def final_slowdowns(cells: Cells, method: str) -> dict[str, Interval]:
             alone = Interval(mean, mean, mean)
             found[cell] = interval_of(known) if len(known) >= MIN_SEEDS else alone
     return found
-
-
-def is_ahead(runs: Curves, rival: str, name: str, seconds: float, *, less: bool) -> bool:
-    """True if the rival has the smaller mean slowdown over the seeds that both methods have."""
-    own = mean_slowdown(runs, name, seconds, less=less, paired_with=rival)
-    other = mean_slowdown(runs, rival, seconds, less=less, paired_with=name)
-    return other is not None and (own is None or other < own)

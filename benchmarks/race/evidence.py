@@ -1,8 +1,7 @@
 """The page that quotes the race: ``python -m benchmarks evidence`` makes it from the results.
 
 It draws the figures into ``results/`` and ``docs/images/``. In ``docs/evidence.md`` it rewrites the
-first paragraph and the first table of each section of ``tables``. A test compares both with the
-results.
+first table of each section of ``tables``. A test compares the tables with the results.
 """
 
 import re
@@ -14,7 +13,6 @@ from benchmarks.race import figures
 from benchmarks.race.curves import EARLY_SECONDS, SECONDS, covers, curves
 from benchmarks.race.figures import REAL, cells_in_order, simulated_and_real
 from benchmarks.race.methods import short_name
-from benchmarks.race.sentences import lead
 from benchmarks.race.settings import EARLIER
 from benchmarks.race.simulated_results import against_best_rival, read
 from benchmarks.race.simulated_settings import OTHERS
@@ -79,14 +77,11 @@ def tables(folder: Path = RESULTS) -> dict[str, str]:
 
 
 def page(text: str, folder: Path = RESULTS) -> str:
-    """Return the text of the page with its first paragraph and its tables made again.
+    """Return the text of the page with its tables made again.
 
     Raises:
         ValueError: The page lacks a section that has results, or the section lacks a table.
     """
-    head, _, rest = text.partition("\n\n")
-    _, _, rest = rest.partition("\n\n")
-    text = f"{head}\n\n{lead(folder)}\n\n{rest}"
     for section, table in tables(folder).items():
         heading = f"\n## {section}\n"
         if heading not in text:

@@ -21,7 +21,7 @@ RACE = [
     {"settings", "simulated_settings", "curves"},
     {"real", "simulated_results"},
     {"tables", "simulated", "simulated_tables", "plots"},
-    {"sentences", "figures"},
+    {"figures", "headline"},
     {"evidence", "command"},
 ]
 
