@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -441,6 +442,27 @@ def test_the_largest_connected_part_continues(
 ) -> None:
     """Of equally large parts it is the one with the lowest identity."""
     assert agreement.connected(unreachable) == expected
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "cut", "expected"),
+    [
+        ([0], [1, 2], [(0, 1), (0, 2)], [0]),
+        ([0, 1, 2, 3], [4, 5, 6, 7, 8], list(product(range(4), range(4, 9))), [0, 1, 2, 3]),
+        ([0, 1, 2], [3, 4], [(0, 1), (0, 2), (1, 3), (1, 4), (2, 3), (2, 4)], [1, 2]),
+        ([0, 1, 2], [3, 4], [(0, 1), (0, 2), (0, 3), (1, 4)], [1, 2, 3]),
+        ([0], [1, 2, 3], [(0, 2), (1, 2)], [0, 1, 3]),
+        ([0], [1, 2, 3], [(1, 2), (1, 3)], [0, 2, 3]),
+        ([], [0, 1, 2, 3], [(0, 1), (0, 2), (0, 3)], [1, 2, 3]),
+        ([], [0, 1, 2, 3], list(product([0, 1], [2, 3])), [0, 1]),
+    ],
+)
+def test_newcomers_cannot_exclude_a_worker_that_has_the_model(
+    old: list[int], new: list[int], cut: list[tuple[int, int]], expected: list[int]
+) -> None:
+    """A newcomer joins only if it can connect to all workers that continue."""
+    unreachable = {worker: [b for a, b in cut if a == worker] for worker in [*old, *new]}
+    assert agreement.connected(unreachable, new) == expected
 
 
 def be_divided(rank: int, size: int, cut: list[set[int]]) -> Any:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from offbeat import Stats
+from offbeat import Compute, Network, Stats
 from offbeat.errors import OffbeatError
 from offbeat.lab import compare as lab
 from offbeat.lab import report
 from offbeat.lab.events import End, Evaluation, EvaluationCount, Event, Start
 from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import Loopback, Runner
+from offbeat.lab.launch.runners import Loopback, Runner, VirtualCluster
 from offbeat.lab.results import Result, read_results
 
 STRATEGIES = ("bsp", "local:period=4")
@@ -323,3 +323,15 @@ def test_a_failed_run_leaves_the_earlier_results(tmp_path: Path) -> None:
         compare(Nowhere(), tmp_path, seeds=3)
     told = read_results(tmp_path / "results.jsonl")
     assert [(one.job.seed, one.strategy) for one in told] == [(7, "bsp"), (7, "async"), (8, "bsp")]
+
+
+def test_a_run_that_diverges_is_a_result(tmp_path: Path) -> None:
+    """It is recorded, so that the runs after it take place, as in tuning."""
+    job = replace(JOB, epochs=0.25, evaluations=1, lr_scale=1e30)
+    runner = VirtualCluster(Network("1Gbit/s"), Compute("10ms"))
+    results = lab.compare(
+        job, STRATEGIES, runner=runner, output=tmp_path, on_start=ignore, on_event=ignore
+    )
+    assert len(results) == len(STRATEGIES)
+    for result in results:
+        assert result.final < 0.3

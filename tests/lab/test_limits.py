@@ -15,10 +15,11 @@ from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.probe import ring
 from offbeat.lab.probe.ring import measure_links
 from offbeat.lab.results import Result
-from offbeat.lab.time_limit import TimeLimit
+from offbeat.lab.time_limit import Clock, TimeLimit
 from worlds import run as on_workers
 
-PLACE = VirtualCluster(Network("100Mbit/s", latency="1ms"), Compute("1s"))
+NETWORK = Network("100Mbit/s", latency="1ms")
+PLACE = VirtualCluster(NETWORK, Compute("1s"))
 JOB = Job("tiny", "local:period=3", 2, evaluations=tiny.STEPS)
 
 
@@ -43,29 +44,72 @@ def test_max_steps_keeps_the_schedule_of_the_whole_run() -> None:
 @pytest.mark.parametrize("strategy", ["local:period=3", "ideal", "async:staleness=2"])
 @pytest.mark.parametrize("live", [False, True])
 def test_max_seconds_ends_a_run(strategy: str, live: bool) -> None:
-    """With steps of 1 s, 3.5 s have passed after the fourth."""
+    """With steps of 1 s, 3.5 s have passed after the fourth.
+
+    The workers of the ideal compare their clocks. They know the result one step later.
+    """
     found = run(replace(JOB, strategy=strategy, max_seconds=3.5, live=live))
-    assert [point.step for point in found.points] == [1, 2, 3, 4]
-    assert found.points[-1].seconds == pytest.approx(4, abs=0.1)
+    last = 5 if strategy == "ideal" and not live else 4
+    assert [point.step for point in found.points] == list(range(1, last + 1))
+    assert found.points[-1].seconds == pytest.approx(last, abs=0.1)
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_mean_clock_ends_the_ideal(slow: int) -> None:
+    """Steps of 1 s and 2 s: after three the mean is 4.5 s, which the workers know after four."""
+    place = VirtualCluster(NETWORK, Compute("1s", slowdown={slow: 2.0}))
+    job = replace(JOB, strategy="ideal", max_seconds=3.5)
+    found = run_and_record(job, lambda event: None, place)
+    assert [one.steps for one in found.stats] == [4, 4]
+    assert [point.seconds for point in found.points] == pytest.approx([1.5, 3, 4.5, 6])
+    whole = run(replace(JOB, strategy="ideal"))
+    assert [(p.step, p.metric) for p in found.points] == [
+        (p.step, p.metric) for p in whole.points[:4]
+    ]
+
+
+def test_the_ideal_ends_at_the_same_step_with_jitter() -> None:
+    place = VirtualCluster(NETWORK, Compute("1s", jitter=0.5))
+    for seed in range(3):
+        job = replace(JOB, strategy="ideal", workers=4, max_seconds=3.5, seed=seed)
+        found = run_and_record(job, lambda event: None, place)
+        assert {one.steps for one in found.stats} == {found.points[-1].step}
+        before, over, last = (point.seconds for point in found.points[-3:])
+        assert before < 3.5 <= over < last
+
+
+@pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("evaluations", [1, 3, tiny.STEPS])
-def test_each_worker_ends_by_its_own_clock(evaluations: int) -> None:
-    """Steps of 1 s and 2 s. Only snapshots that both workers have are evaluated."""
-    place = VirtualCluster(Network("100Mbit/s", latency="1ms"), Compute("1s", slowdown={1: 2.0}))
+def test_each_worker_ends_by_its_own_clock(evaluations: int, slow: int) -> None:
+    """Steps of 1 s and 2 s. Only snapshots that both workers have are evaluated.
+
+    The final evaluation has the mean number of steps.
+    """
+    place = VirtualCluster(NETWORK, Compute("1s", slowdown={slow: 2.0}))
     job = replace(JOB, strategy="async:staleness=8", max_seconds=3.5, evaluations=evaluations)
     found = run_and_record(job, lambda event: None, place)
-    assert [one.steps for one in found.stats] == [4, 2]
-    expected = {1: [4], 3: [4], tiny.STEPS: [1, 4]}
+    assert [one.steps for one in found.stats] == ([2, 4] if slow == 0 else [4, 2])
+    expected = {1: [3], 3: [3], tiny.STEPS: [1, 3]}
     assert [point.step for point in found.points] == expected[evaluations]
     assert found.seconds == pytest.approx(4, abs=0.1)
 
 
-def ends_together(rank: int, size: int) -> tuple[int, int]:
+def test_each_node_ends_by_its_own_clock() -> None:
+    """Steps of 1 s and 3 s. The workers of a node know one step later that 6.5 s have passed."""
+    network = Network("100Mbit/s", latency="1ms", workers_per_node=2)
+    place = VirtualCluster(network, Compute("1s", slowdown={2: 3.0}))
+    job = replace(JOB, strategy="async:staleness=8", workers=4, workers_per_node=2, max_seconds=6.5)
+    found = run_and_record(job, lambda event: None, place)
+    assert [one.steps for one in found.stats] == [8, 8, 4, 4]
+    assert found.points[-1].step == 6
+    assert found.seconds == pytest.approx(12, abs=0.1)
+
+
+def ends_together(rank: int, size: int, clock: Clock) -> tuple[int, int]:
     """Steps take 1 s, or 2 s on rank 1. Return the last step, for 200 steps and for 500."""
     found = []
     for steps in (200, 500):
-        limit = TimeLimit(20.0, steps, together=True, device=torch.device("cpu"))
+        limit = TimeLimit(20.0, steps, clock=clock, device=torch.device("cpu"))
         found.append(
             next(step for step in range(1, steps) if limit.is_over(step, step * (1.0 + rank)))
         )
@@ -74,8 +118,12 @@ def ends_together(rank: int, size: int) -> tuple[int, int]:
 
 
 def test_workers_that_need_each_other_end_at_the_same_step() -> None:
-    """Rank 1 is over at step 10. The next check, 2 or 5 steps later, knows its clock."""
-    assert on_workers(ends_together, workers=2) == [(12, 15), (12, 15)]
+    """Rank 1 is over at step 10. The next check, 2 or 5 steps later, knows its clock.
+
+    The mean is over at step 14, and the next step knows it.
+    """
+    assert on_workers(ends_together, "largest", workers=2) == [(12, 15), (12, 15)]
+    assert on_workers(ends_together, "mean", workers=2) == [(15, 15), (15, 15)]
 
 
 def test_a_limit_is_kept_in_the_results() -> None:

@@ -18,11 +18,12 @@ from offbeat.training.compatibility import require_usable
 from problems import make_model
 
 
-def test_attach_needs_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If several processes were started, the error says how to get one."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_attach_needs_a_process_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a launcher has started several processes, the error says how to get one."""
+    monkeypatch.setenv(name, "2")
     model = make_model()
-    with pytest.raises(AttachError, match=r"init_process_group\(\).*torchrun .*WORLD_SIZE=2"):
+    with pytest.raises(AttachError, match=rf"init_process_group\(\).*torchrun .*{name}=2"):
         offbeat.attach(model, sgd(model), offbeat.BSP())
 
 

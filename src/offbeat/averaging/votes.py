@@ -16,8 +16,8 @@ from offbeat.strategies.base import Tally
 from offbeat.transport.handle import Completed, Handle
 
 _NON_FINITE = 4096  # see ``Vote``
-# View and round are sent as one number below this one, times ``ANCHORS``, so that sums over up to
-# 4096 workers are exact in float32.
+# View, round and anchor are sent as one number below _WRAP · ANCHORS = 4096. Its sum over up to
+# 4096 workers is below 2²⁴ and thus exact in float32.
 _WRAP = 256
 ANCHORS = 16  # number of values of ``Vote.anchor``
 
@@ -91,7 +91,7 @@ class Vote:
 
         Raises:
             OffbeatError: the sums show that the workers are not all in this worker's round.
-            MismatchError: their ``anchor`` differs.
+            MismatchError: the votes differ in ``anchor``.
         """
         weight, stepping, finishing, encoded, wanted, common, steps, *more = sums
         difference = round(common) - self._common() * workers

@@ -6,8 +6,8 @@ from offbeat.averaging.votes import Sums
 from offbeat.averaging.worker import Worker
 
 logger = logging.getLogger("offbeat")
-_SECONDS = 5.0  # time until the first warning; each further one follows after twice the time
-_STEPS = 10  # steps that the others must have taken until then
+_SECONDS = 5.0  # wait before the first warning; doubled for each further warning
+_STEPS = 10  # smallest number of steps by the other workers together before a warning
 
 
 class WaitingWarning:

@@ -33,8 +33,7 @@ class NodeOptions:
 
     jitter: float = option(
         0.0,
-        help="Standard deviation of the step time, relative to its mean. On real workers steps "
-        "only become longer, by JITTER times |z| with z ~ N(0, 1).",
+        help="Standard deviation of the step time, relative to its mean.",
     )
     workers_per_node: int = option(
         1, help="Workers per node, which share its link and train as one."

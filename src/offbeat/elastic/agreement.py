@@ -16,15 +16,15 @@ When a member is lost or a worker asks to join, view v + 1 replaces view v in fo
    if the network is divided.
 3. *Open.* The members of view v + 1 open process groups with each other. A worker that the decision
    excludes raises an error.
-4. *Retry.* If step 3 fails, the members of view v + 1 start again with view v + 2. If it failed at
-   the time limit, each member first finds out which other members it cannot connect to.
+4. *Retry.* If step 3 fails, the members of view v + 1 start again with view v + 2. If it timed
+   out, each member first finds out which other members it cannot connect to.
 
 Steps 1 and 2 are in this file, steps 3 and 4 in ``elastic/membership.py``.
 
 The keys of one training begin with ``offbeat/elastic/<name>``:
 
     size               number of workers in view 0
-    keeper             rank of the worker whose process serves the store, if one does
+    keeper             rank of the worker that serves the store; absent if no worker serves it
     address/<worker>   address at which the worker accepts heartbeat connections
     latest             number of the latest view that was opened
     left/<worker>      exists once the worker has left
@@ -38,7 +38,7 @@ The keys of one training begin with ``offbeat/elastic/<name>``:
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -49,7 +49,7 @@ from offbeat.transport.membership import EndedError
 
 T = TypeVar("T")
 SILENCE_SECONDS = 30.0
-"""Default wait of a view change for members that neither arrive nor are known to have ended."""
+"""Default time that arrived members wait for the others after the newest arrival."""
 _LEAVE_SECONDS = 1.0  # time limit of leave()
 _POLL_SECONDS = 0.01, 0.1  # pause between two reads of the store: the first, and the longest
 
@@ -86,17 +86,23 @@ class Arrival:
     unreachable: list[int]
 
 
-def connected(unreachable: Mapping[int, Iterable[int]]) -> list[int]:
+def connected(
+    unreachable: Mapping[int, Iterable[int]], newcomers: Collection[int] = ()
+) -> list[int]:
     """Return workers that can all connect to each other, ascending.
 
     Workers are added one by one, each if it can connect to all workers that were added before. The
     workers with the most connections come first, and of these the lowest identity. So if the
-    network is divided, the result is the largest side, or of equally large sides the one with the
-    lowest identity.
+    network is divided into separate sides, the result is the largest side, or of equally large
+    sides the one with the lowest identity.
+
+    Newcomers do not have the model yet, so they cannot exclude a worker that has it: the rule
+    applies first to the other workers, and then to the newcomers that can connect to those chosen.
 
     Args:
         unreachable: For each worker, the workers to which it cannot connect. A connection that one
             of its two workers cannot open counts as missing.
+        newcomers: Workers that were in no earlier view.
     """
     workers = set(unreachable)
     missing: dict[int, set[int]] = {worker: set() for worker in workers}
@@ -105,9 +111,11 @@ def connected(unreachable: Mapping[int, Iterable[int]]) -> list[int]:
             missing[worker].add(other)
             missing[other].add(worker)
     chosen: set[int] = set()
-    for worker in sorted(workers, key=lambda worker: (len(missing[worker]), worker)):
-        if not missing[worker] & chosen:
-            chosen.add(worker)
+    for group in workers.difference(newcomers), workers.intersection(newcomers):
+        able = {worker for worker in group if not missing[worker] & chosen}
+        for worker in sorted(able, key=lambda worker: (len(missing[worker] & able), worker)):
+            if not missing[worker] & chosen:
+                chosen.add(worker)
     return sorted(chosen)
 
 
@@ -119,7 +127,7 @@ class Agreement:
         store: Store of the training.
         heartbeats: Tells which members' processes have ended.
         timeout_seconds: Time limit of one operation.
-        silence_seconds: The usual ``patience`` in ``decide``; at most ``timeout_seconds``.
+        silence_seconds: Usual ``patience`` of ``decide``. ``timeout_seconds`` is used if smaller.
     """
 
     def __init__(
@@ -143,7 +151,7 @@ class Agreement:
         Args:
             number: Number of the view.
             before: Decision on the previous view.
-            patience: Seconds without a new arrival after which the arrived members exclude the
+            patience: Seconds to wait after the newest arrival. Then the arrived members exclude the
                 missing ones, if at least half have arrived. A minority waits ``timeout_seconds``.
             arrival: Tells the others about this worker.
 
@@ -231,11 +239,12 @@ class Agreement:
         def propose() -> None:
             store = self.store.within(f"view/{number}")
             arrivals = {worker: Arrival(**store.get(f"here/{worker}")) for worker in present}
-            staying = connected({worker: arrivals[worker].unreachable for worker in present})
-            newcomers = [worker for worker in staying if arrivals[worker].newcomer]
+            newcomers = {worker for worker in present if arrivals[worker].newcomer}
+            unreachable = {worker: arrivals[worker].unreachable for worker in present}
+            staying = connected(unreachable, newcomers)
             decision = Decision(
                 sorted({*staying, *joining}),
-                sorted([*newcomers, *joining]),
+                sorted([*newcomers.intersection(staying), *joining]),
                 next_identity,
                 [worker for worker in present if worker not in staying],
             )

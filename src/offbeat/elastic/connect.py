@@ -37,14 +37,14 @@ def open_communicator(
 
     Args:
         group: Process group of ``torch.distributed``, or a ``Transport`` that makes the
-            communicator. None is the default process group. If there is none, and the environment
-            variable ``WORLD_SIZE`` is 1 or not set, this process is the only worker.
+            communicator. None is the default process group. If there is none, and no launcher's
+            environment variable says otherwise, this process is the only worker.
         timeout_seconds: Time limit of one operation.
         what: Name of the caller, for error messages.
         elastic: True if the communicator must have a ``membership``.
 
     Raises:
-        AttachError: ``torch.distributed`` is not initialised and ``WORLD_SIZE`` > 1; this process
+        AttachError: ``torch.distributed`` is not initialised in a process of several; this process
             is not a member of the group; or a ``membership`` is needed, and the group or transport
             cannot provide one.
         CommunicationError: A worker did not open its connections in time.
@@ -52,13 +52,13 @@ def open_communicator(
     """
     make = getattr(group, "make_communicator", None)
     if make is None and not (dist.is_available() and dist.is_initialized()):
-        size = os.environ.get("WORLD_SIZE", "1")
+        name, size = _launched_processes()
         if group is None and size == "1" and not elastic:
-            logger.info("%s without a process group: this process trains alone", what)
+            logger.warning("%s without a process group: this process trains alone", what)
             return SingleCommunicator(timeout_seconds)
         raise AttachError(
             "torch.distributed is not initialised: call torch.distributed.init_process_group() "
-            f"before {what}, and start the script with torchrun (here: WORLD_SIZE={size})"
+            f"before {what}, and start the script with torchrun (here: {name}={size})"
         )
     if group is None:  # in a simulation the default group is a transport
         make = getattr(dist.group.WORLD, "make_communicator", None)
@@ -86,6 +86,18 @@ def open_communicator(
             interface = interface_in_use(backend)
             logger.info("%d workers over %s on %s", communicator.size, backend, interface)
     return communicator
+
+
+def _launched_processes() -> tuple[str, str]:
+    """Return the first variable that says how many processes were launched together, and it.
+
+    torchrun sets ``WORLD_SIZE``, and ``srun`` and ``mpirun`` set the others. Without any of them:
+    ``WORLD_SIZE`` and "1".
+    """
+    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if name in os.environ:
+            return name, os.environ[name]
+    return "WORLD_SIZE", "1"
 
 
 def open_elastic(

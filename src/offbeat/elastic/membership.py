@@ -201,8 +201,8 @@ class Participant:
         )
         if self.worker in decision.disconnected:
             reason = (
-                "It and they cannot all connect to each other, and the largest connected part "
-                "continues: check the network between them"
+                "It and they cannot all connect to each other, and the largest connected part of "
+                "the workers that have the model continues: check the network between them"
             )
         return CommunicationError(
             f"rank {self.worker} was left behind at step {step or 0}: "

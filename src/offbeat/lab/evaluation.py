@@ -36,7 +36,7 @@ class Snapshot:
     Attributes:
         step: Number of steps.
         seconds: Training seconds of this worker at this step.
-        tensors: Result of ``Method.snapshot``.
+        tensors: This worker's tensors in host memory, as ``Method.snapshot`` returns them.
     """
 
     step: int
@@ -61,9 +61,9 @@ def storable_evaluations(steps: int, snapshot_bytes: int) -> int:
 def affordable_evaluations(evaluation_seconds: float, training_seconds: float, most: int) -> int:
     """Return how many of ``most`` evaluations a run can afford, at least 1.
 
-    All together may take a tenth of ``training_seconds``, the training time of the whole run, or
-    3 s if that is longer. The number divides ``most``. So the steps ``evenly(steps, number)`` are
-    among the steps ``evenly(steps, most)``, provided that ``most`` is not larger than ``steps``.
+    The evaluations together may take a tenth of ``training_seconds``, the training time of the
+    whole run, or 3 s if that is longer. The number is a divisor of ``most``. If ``most`` ≤
+    ``steps``, ``evenly(steps, number)`` is therefore a subset of ``evenly(steps, most)``.
     """
     budget = max(SHARE * training_seconds, FREE_SECONDS)
     numbers = (n for n in range(most, 0, -1) if most % n == 0)
@@ -73,8 +73,8 @@ def affordable_evaluations(evaluation_seconds: float, training_seconds: float, m
 def average_over_workers(tensors: Sequence[Tensor], device: torch.device) -> None:
     """Combine the workers' snapshots in place, as a consensus combines models. A collective.
 
-    Floating-point and complex tensors become their mean (half types are summed in float32), signed
-    integers their maximum, and all others those of rank 0.
+    Floating-point and complex tensors become their mean (half types are summed in float32), and
+    signed integers become their maximum. All other tensors become those of rank 0.
 
     Args:
         tensors: The snapshot of this worker, in host memory.

@@ -5,6 +5,7 @@ the training and evaluate them afterwards. With ``Job.live`` they evaluate durin
 *consensus*, which replaces the local models by their mean for that time.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 
@@ -36,7 +37,7 @@ class Evaluator:
         task: The task, on its device.
         metric: The metric that is compared with the recipe's target.
         device: A device whose tensors the communication backend can send.
-        emit: Function that receives the events of the evaluations.
+        emit: Function that receives the events, except evaluations returned by ``after_step``.
         number: Number of evaluations. None: the run chooses it.
 
     Attributes:
@@ -62,7 +63,7 @@ class Evaluator:
         self.over = False
 
     def _most_evaluations(self) -> int:
-        """Return the number of evaluations before the run chooses one."""
+        """Return the largest number of evaluations from which the run may choose."""
         if self._job.live:
             return min(MAX_EVALUATIONS, self._task.steps)
         snapshot_bytes = sum(tensor.nbytes for tensor in self._replica.everything())
@@ -71,7 +72,7 @@ class Evaluator:
         return storable_evaluations(self._task.steps, snapshot_bytes * processes)
 
     def after_step(self, method: Method) -> Evaluation | None:
-        """Evaluate the step, if ``job.live``, or store a snapshot, if an evaluation is due.
+        """If an evaluation is due at this step, evaluate (``job.live``) or store a snapshot.
 
         A collective only if ``job.live``. ``finish`` evaluates the last step.
         """
@@ -101,8 +102,12 @@ class Evaluator:
     def finish(self, method: Method) -> None:
         """Evaluate snapshots and final model, and emit the evaluations. A collective.
 
-        If the job does not set the number of evaluations, evaluates only as many snapshots as the
-        run can afford.
+        With ``job.max_seconds`` the workers may have taken different numbers of steps. The step of
+        the final evaluation is the mean of these numbers, rounded. Snapshots that only some of the
+        workers have are not evaluated.
+
+        If the job does not set the number of evaluations, a run on real processes evaluates only as
+        many snapshots as it can afford.
         """
         device, replica = self._device, self._replica
         own = [(one.step, one.seconds) for one in self._snapshots]
@@ -111,9 +116,10 @@ class Evaluator:
         seconds = method.combine_seconds([clock[-1][1] for clock in clocks])
         start = time.perf_counter()
         final = replica.snapshot()
-        last = self._evaluate(method.step, seconds)
+        taken = [int(clock[-1][0]) for clock in clocks]
+        last = self._evaluate(round(statistics.mean(taken)), seconds)
         # A worker whose training ended early has no later snapshots.
-        ended = min(clock[-1][0] for clock in clocks)
+        ended = min(taken)
         snapshots = [one for one in self._snapshots if one.step < ended]
         if snapshots and not self._chosen and not self._simulated:  # virtual time is free
             average_over_workers(replica.snapshot("cpu"), device)  # only to measure its duration

@@ -1,6 +1,7 @@
 """Events that report the progress of a run, and their form as lines of JSON.
 
-Rank 0 emits the events. ``step`` is always the number of steps that rank 0 has taken.
+Rank 0 emits the events. ``step`` is the number of steps that rank 0 has taken. For the final
+``Evaluation`` it is the mean over the workers.
 """
 
 import json
@@ -39,7 +40,8 @@ class Evaluation:
     The evaluations follow in the order of their steps, usually after the training.
 
     Attributes:
-        step: Number of steps.
+        step: Number of steps of each worker. At the end of a run whose workers have taken different
+            numbers of steps: their mean, rounded.
         seconds: Training seconds at this step: the largest over the workers, or the mean for the
             baseline ``ideal``.
         metric: The metric that is compared with the recipe's target.

@@ -16,6 +16,7 @@ from offbeat.lab.methods.base import SAVING, Attached, Baseline, Method
 from offbeat.lab.padding import PaddedLoss
 from offbeat.lab.recipes import Task
 from offbeat.lab.step_time import LocalTraining
+from offbeat.lab.time_limit import Clock
 from offbeat.strategies import BSP, Strategy
 from offbeat.synchronizer import Synchronizer
 from offbeat.telemetry import Stats
@@ -37,8 +38,7 @@ class Ideal(Baseline):
     - On other real processes: number of steps · step time without communication. ``LocalTraining``
       measures this step time on all workers at once, before and after the run. The mean is used,
       not the median, because the times of other methods include occasional slow steps, too.
-    - In virtual time: at an evaluation, the mean of the workers' compute times, as if no worker
-      had waited for the slowest one.
+    - In virtual time: the compute time without any wait for slower workers, mean over the workers.
     """
 
     name: ClassVar[str] = IDEAL
@@ -64,7 +64,12 @@ class Ideal(Baseline):
 
 
 class _OnIdealNetwork(Attached):
-    """BSP without its waiting time. Subclasses define the training seconds of each worker."""
+    """BSP without its waiting time. Subclasses define the training seconds of each worker.
+
+    These differ between workers, which nevertheless must end at the same step.
+    """
+
+    limited_clock: ClassVar[Clock] = "mean"
 
     @override
     def combine_seconds(self, seconds: Sequence[float]) -> float:

@@ -14,8 +14,7 @@ from offbeat.lab.step_time import PADDING, LocalTraining, now
 from offbeat.simulate import Compute
 
 STRAGGLERS_NEED_STEP_TIME = (
-    "--jitter and --slow make steps longer than --step-time: give --step-time, as in 50ms, or "
-    "leave them out"
+    "--jitter and --slow change the step time: give --step-time, as in 50ms, or leave them out"
 )
 _NEWEST = 0.1  # weight of the newest step in the running mean of the forward times
 
@@ -29,16 +28,16 @@ class PaddedLoss:
 
         sleep = planned time − forward time − r · mean forward time
 
-    The last term estimates the rest of the step: backward pass, optimizer, next batch. ``measure``
-    measures r before the run, without communication. So waiting for other workers and the
-    additional work of a method, such as encoding, come on top of the planned time. A step is *late*
-    if the sleep would be negative.
+    The last term estimates the rest of the step: backward pass, optimizer, next batch. r is the
+    ratio of this rest to the forward time. ``measure`` measures r before the run, without
+    communication. Waiting for other workers and additional work, such as encoding, therefore
+    lengthen the step beyond its planned time. A step is *late* if the sleep would be negative.
 
     Args:
         task: Task with the original loss function.
         step_seconds: Step time (> 0).
-        jitter: As in ``Compute``.
-        slowdown: As in ``Compute``.
+        jitter: Standard deviation of the random factor of each step time (see ``Compute``).
+        slowdown: Factors on the step time, by rank (2 means twice as slow).
         seed: Seed of the jitter.
 
     Attributes:
@@ -80,7 +79,7 @@ class PaddedLoss:
         self._ratio = max(0.0, step_seconds / self._forward - 1)
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        """Compute the task's loss, sleep, and return the loss."""
+        """Compute the task's loss, sleep (except during ``measure``), and return the loss."""
         start = now(self._device)
         loss = self._loss(model, batch)
         forward = now(self._device) - start

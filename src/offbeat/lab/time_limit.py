@@ -1,32 +1,49 @@
 """The training time after which a run ends (``Job.max_seconds``)."""
 
+from typing import Any, Literal, TypeAlias
+
 import torch
 import torch.distributed as dist
 
-_CHECKS = 100  # per run, where the workers end at the same step
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.operation import Maximum
+
+_CHECKS = 100  # comparisons of the clocks in a run, unless the workers compare them in every step
+
+Clock: TypeAlias = Literal["own", "largest", "mean"]
+"""The clock whose time ends a worker's training: its own, or the largest or mean of all clocks."""
 
 
 class TimeLimit:
     """Decides after each step of a worker whether its training ends.
 
-    A worker whose method allows it ends by its own clock, without communication. Otherwise the
-    workers must end at the same step, because the others would wait for this one. They then compare
-    their clocks about 100 times in a run. The messages of one comparison travel in the background,
-    and the next comparison uses their result.
+    With the clock "own" each worker ends by its own clock, without communication. With the others
+    all workers end at the same step, because a worker that continued would wait for those that have
+    ended. They compare their clocks up to 200 times in a run, or after every step for the mean. The
+    messages of one comparison travel in the background, and the next comparison uses their result.
 
     Args:
         seconds: Limit on the training time. None: no limit.
         steps: Number of steps of the run.
-        together: True if all workers must end at the same step.
+        clock: The clock to which the limit applies.
         device: A device whose tensors the communication backend can send.
+        node: Communicator of the workers of this worker's node. If given, the limit applies to the
+            largest clock of these workers, and only they end at the same step. The clock must be
+            "largest". None: the limit applies to the clocks of all workers.
     """
 
     def __init__(
-        self, seconds: float | None, steps: int, *, together: bool, device: torch.device
+        self,
+        seconds: float | None,
+        steps: int,
+        *,
+        clock: Clock,
+        device: torch.device,
+        node: Communicator | None = None,
     ) -> None:
-        self._seconds, self._every = seconds, max(1, steps // _CHECKS)
-        self._together, self._device = together, device
-        self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._seconds, self._clock, self._device, self._node = seconds, clock, device, node
+        self._every = 1 if clock == "mean" else max(1, steps // _CHECKS)
+        self._pending: tuple[torch.Tensor, Any] | None = None
 
     def is_over(self, step: int, seconds: float) -> bool:
         """Return True if the training ends after ``step``, at ``seconds`` of this worker's clock.
@@ -35,17 +52,26 @@ class TimeLimit:
         """
         if self._seconds is None:
             return False
-        if not self._together:
+        if self._clock == "own":
             return seconds >= self._seconds
         if step % self._every:
             return False
         if self._pending is not None:
-            largest, work = self._pending
+            combined, work = self._pending
             if work is not None:
                 work.wait()
-            if float(largest) >= self._seconds:
+            if float(combined) >= self._seconds:
                 return True
-        largest = torch.tensor([seconds], dtype=torch.float64, device=self._device)
-        work = dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True)
-        self._pending = largest, work
+        self._pending = self._start_comparison(seconds)
         return False
+
+    def _start_comparison(self, seconds: float) -> tuple[torch.Tensor, Any]:
+        """Return a tensor that will hold the combined clock, and the operation that fills it."""
+        clock = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        if self._node is not None:
+            return clock, self._node.start(Maximum(tensor=clock, what="comparison of the clocks"))
+        operation = dist.ReduceOp.MAX
+        if self._clock == "mean":
+            clock /= dist.get_world_size()
+            operation = dist.ReduceOp.SUM
+        return clock, dist.all_reduce(clock, operation, async_op=True)

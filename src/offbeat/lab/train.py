@@ -50,6 +50,7 @@ from offbeat.lab.samplers import Batches, parse_injection
 from offbeat.lab.time_limit import TimeLimit
 from offbeat.strategies import Strategy
 from offbeat.synchronizer import Synchronizer
+from offbeat.transport.communicator import Communicator
 
 
 def choose_backend() -> str:
@@ -153,6 +154,7 @@ class _Worker:
                 node_group="auto" if job.workers_per_node > 1 else None,
                 wire=job.wire,
                 log=job.log,
+                non_finite="warn",  # a run that diverges is a result, and tuning continues after it
                 timeout_seconds=job.timeout_seconds,
             )
 
@@ -185,14 +187,18 @@ class _Worker:
 
     def _time_limit(self, method: Method) -> TimeLimit:
         """Return the limit on the training time. The evaluator applies it if ``job.live``."""
-        job = self._job
-        # A worker of torch's DDP, or of a node, cannot take a step without the others.
-        together = not isinstance(method, Attached) or job.workers_per_node > 1
+        job, clock = self._job, method.limited_clock
+        node: Communicator | None = None
+        if clock == "own" and job.workers_per_node > 1:  # only in the simulator
+            # A worker cannot take a step without the others of its node.
+            world: Any = dist.group.WORLD
+            clock, node = "largest", world.make_nodes(job.timeout_seconds).inside
         return TimeLimit(
             None if job.live else job.max_seconds,
             self._task.steps,
-            together=together,
+            clock=clock,
             device=self._device,
+            node=node,
         )
 
     def _totals(self, method: Method) -> dict[str, Any]:

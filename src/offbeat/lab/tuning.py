@@ -78,7 +78,7 @@ def with_ideal(methods: Sequence[str]) -> list[str]:
 
 
 def untuned(text: str) -> str:
-    """Return a method with the first value of a setting that it needs and ``text`` leaves open.
+    """Return ``text`` with a first value for a required setting that it omits.
 
     Example: ``local --wire int8`` becomes ``local:period=8 --wire int8``.
     """
@@ -103,7 +103,7 @@ def _axes(text: str, job: Job) -> list[Axis]:
 
     Args:
         text: The method as the user gave it.
-        job: The same method, as the first trial runs it.
+        job: Job of the method's first trial.
     """
     axes = [_RATE]
     method = parse_method(job.strategy)
@@ -116,7 +116,7 @@ def _axes(text: str, job: Job) -> list[Axis]:
 
 
 def _fixed(text: str) -> set[str]:
-    """Return the names of the settings and options in the text of a method, among other words."""
+    """Return the words in a method's text, which include the names of its settings and options."""
     return {word.lstrip("-").replace("-", "_") for word in re.split(r"[\s:,=]+", text)}
 
 
@@ -125,7 +125,7 @@ def _is_tunable(axis: Axis, value: Any) -> bool:
 
 
 def _neighbour(job: Job, axis: Axis, *, up: bool) -> Job | None:
-    """Return ``job`` with the next value of a setting; None at the last one, and if refused."""
+    """Return ``job`` with a setting's next value. None: there is none or the method refuses it."""
     method: Any = parse_method(job.strategy)
     if axis is _RATE:
         return replace(job, lr_scale=axis.next(job.lr_scale, up=up))
@@ -154,10 +154,10 @@ Score = tuple[int, float]
 def score_of(trial: Result, trials: Sequence[Result]) -> Score:
     """Return the score of a trial.
 
-    A trial is better if it sooner reaches the final metric of the ideal's best trial, less 2 % of
-    the range between that trial's first and best evaluation. Trials that never reach it come next,
-    by their best metric, and diverged trials last; the ideal's trials are ranked by their final
-    metric.
+    The target is the final metric of the ideal's best trial, relaxed by 2 % of the range between
+    that trial's first and best evaluation. A trial is better if it reaches the target earlier.
+    Trials that never reach it come next, ranked by their best metric. Diverged trials come last.
+    The ideal's trials are ranked by their final metric.
 
     Args:
         trial: The trial.
@@ -200,7 +200,7 @@ def _best(result: Result) -> float:
 
 
 def tuning_seed(job: Job) -> int:
-    """Return the seed of all trials: the one before the first seed of the comparison."""
+    """Return the seed of all trials: the comparison's first seed − 1, or ``MOST_SEED`` for 0."""
     return job.seed - 1 if job.seed > 0 else MOST_SEED
 
 
@@ -209,8 +209,8 @@ def tune(
 ) -> list[Job]:
     """Tune each method, the ideal first, and return the jobs of the comparison.
 
-    These are each method with its chosen settings and, if they differ, with its first ones. Their
-    seed is that of ``job``.
+    Each method gets a job with its chosen settings and, if they differ, one with its first
+    settings. All these jobs have the seed of ``job``.
 
     Args:
         job: Settings that all runs share.
@@ -237,8 +237,8 @@ def search(first: Job, axes: Sequence[Axis], score: Callable[[Job], Score], budg
 
     The search changes one setting after the other. It takes larger values while the score improves,
     or else smaller ones. It repeats this with all settings until none improves the score, or the
-    budget is spent. Of equal scores the earlier one counts. A value that the method refuses ends
-    its direction and costs no trial.
+    budget is spent. Of jobs with equal scores, the earlier one is better. A value that the method
+    refuses ends the search in this direction and costs no trial.
     """
     scores = {first: score(first)}
     best, before = first, None
@@ -269,9 +269,9 @@ class Choice:
 
     Attributes:
         method: The method as the user gave it.
-        job: Its best trial's job.
-        trials: Number of its trials.
-        rates: Learning-rate factors of its trials, in ascending order.
+        job: Job of the method's best trial.
+        trials: Number of the method's trials.
+        rates: Learning-rate factors of these trials, in ascending order.
     """
 
     method: str
@@ -281,7 +281,7 @@ class Choice:
 
     @property
     def rate(self) -> str:
-        """Position of the best learning rate: inside the factors that were tried, or at an edge."""
+        """Position of the best learning rate among those tried: inside, at an edge, or fixed."""
         if _RATE.name in _fixed(self.method):
             return "fixed"
         if self.rates[0] < self.job.lr_scale < self.rates[-1]:
@@ -290,7 +290,7 @@ class Choice:
 
 
 def choices(results: Sequence[Result]) -> list[Choice]:
-    """Return the choice for each method that has trials in ``results``, in their order."""
+    """Return the choice for each method with trials in ``results``, in order of first trials."""
     by_method: dict[str, list[Result]] = {}
     trials = [result for result in results if result.trial is not None]
     for result in trials:

@@ -82,8 +82,8 @@ class StreamingAveraging(Strategy):
                   P_f ← P_f + Δ
                   x_f ← x_f + Δ − u
 
-    The quantization error stays in x_f − P_f, so the next launch of f sends it (error feedback).
-    The error needs no memory.
+    The quantization error of u stays in x_f − P_f, so it takes no extra memory, and the next
+    launch of f sends it (error feedback).
 
     The mean D is shorter than the updates of the N workers, because their noise averages out. The
     outer gain G lengthens D to the length of one worker's update, ‖G·D‖² = mean‖u‖²:
@@ -106,15 +106,15 @@ class StreamingAveraging(Strategy):
         staleness: τ, the largest staleness in local steps (cyclic: even, ≥ 2; eager: ≥ 1). The
             staleness of a worker is the number of its local steps since the launch of the newest
             landed part. In the eager schedule a worker with the staleness τ waits for a landing.
-            This bound has priority over the limits on launches.
+            This bound has priority over the window and the CPU budget, which limit launches.
         schedule: Times of launches and landings: "eager" or "cyclic".
         outer_gain: G ≥ 1, or "auto" for the formula above. With 1 there is no v.
 
     *Communication*: the updates of one part for each launch, and eleven numbers per worker for each
     decision to launch. Both overlap with computation. *Memory*: P, v, and the quantized messages of
     the parts in flight, or u and its sum over the workers if ``wire`` is "float32". *State* in
-    checkpoints: P, v, the parts in flight, counters, and the errors from quantizing sums (at most
-    1/N of a copy of the model).
+    checkpoints: P, v, the parts in flight, counters, and the quantization errors of the sums that
+    the worker sends (at most 1/N of a copy of the model).
 
     With ``parts=1``, ``outer_gain=1`` and ``wire="float32"`` this is ``AsyncAveraging``, apart from
     the limits on launches in the eager schedule. CSER (Xie et al., 2020) and the delta rule of
@@ -189,9 +189,9 @@ class StreamingAveraging(Strategy):
     def _nears_bound(self, worker: WorkerView) -> bool:
         """Return True if the bound on the staleness requires a launch now.
 
-        Nothing is in flight, and the staleness has reached τ/2. A round begins when all workers
-        request it, so a slow worker must request it before faster workers reach their bound. It
-        therefore counts each of its steps as ``speed`` steps.
+        It does if nothing is in flight and the staleness has reached τ/2. A round begins when all
+        workers request it, so a slow worker must request it before faster workers reach their
+        bound. It therefore counts each of its steps as ``speed`` steps.
         """
         state: StreamingState = worker.state
         if worker.in_flight_steps or 2 * state.speed * worker.staleness < self.staleness:
@@ -206,7 +206,7 @@ class StreamingAveraging(Strategy):
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
-        """Return the local steps in a pass (∞ if unknown), the local step, ‖u‖² and ‖D‖²."""
+        """Return steps per pass (∞: unknown), local step (both 0 if not stepping), ‖u‖², ‖D‖²."""
         if not worker.stepping:
             return 0.0, 0.0, worker.sent_squared, worker.mean_squared
         worker.state.voted_step = worker.step

@@ -61,11 +61,12 @@ class LoadDetection:
     def accept(self, what: str, *, finishing: bool = False) -> None:
         """Start the strategy again from loaded values. Sends nothing. ``what`` names the caller.
 
-        The votes report a checksum of the loaded model, so that all workers raise a MismatchError
-        if the values differ. With ``finishing`` values loaded after a step cause a warning.
+        The votes report a short checksum of the loaded model. If the values differ, workers raise a
+        MismatchError. A difference that the checksum misses causes a warning in ``finish``. If
+        ``finishing``, values loaded after a step cause only a warning.
 
         Raises:
-            AttachError: a step was taken before, or the strategy cannot start again.
+            AttachError: a step was taken (unless ``finishing``), or the strategy cannot restart.
         """
         if not self.loaded:
             return

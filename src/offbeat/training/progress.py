@@ -20,7 +20,7 @@ logger = logging.getLogger("offbeat")
 
 @dataclass(frozen=True)
 class _Report:
-    """One worker's numbers. ``rates``: checksum of the learning rates; 0 after a warning."""
+    """A worker's progress. ``rates``: checksum of the learning rates, 0 after a warning on them."""
 
     finishing: int
     step: int
@@ -59,24 +59,24 @@ class Progress:
         ``sums`` is the tally of the last round. ``finishing`` is True if this worker ends training.
 
         Raises:
-            MismatchError: a worker ends training that has taken more steps than another worker had
-                at its ``consensus``, and has never called ``consensus``. Raised on every worker.
+            MismatchError: one worker has called ``consensus``, and all others end training after at
+                least twice as many steps, and have never called it. Raised on all workers. In other
+                cases workers may have stopped early, which is allowed.
         """
         what = "comparison of the progress"
         reports = self._gather(what, finishing=finishing, model=0)
         if not 0 < sums.finishing < self._worker.size:
             return
-        for rank, one in enumerate(reports):
-            for other, ended in enumerate(reports):
-                if one.finishing or not ended.finishing or ended.consensuses:
-                    continue
-                if ended.step > one.step:
-                    raise MismatchError(
-                        f"rank {rank} called consensus() after {one.step} steps, and rank {other} "
-                        f"called finish() after {ended.step} steps without any consensus(): every "
-                        f"rank must call consensus(), not only rank {rank}. Rank {other} has "
-                        "trained alone meanwhile"
-                    )
+        rank, *more = (rank for rank, each in enumerate(reports) if not each.finishing)
+        steps, ended = reports[rank].step, [each for each in reports if each.finishing]
+        if not more and all(not e.consensuses and e.step >= max(1, 2 * steps) for e in ended):
+            other = int(rank == 0)
+            raise MismatchError(
+                f"rank {rank} called consensus() after {steps} steps, and rank {other} called "
+                f"finish() after {reports[other].step} steps without any consensus(): every rank "
+                f"must call consensus(), not only rank {rank}. The other ranks have trained "
+                "without it meanwhile"
+            )
 
     def compare_final(self) -> None:
         """Compare the models after the final mean. A collective."""
@@ -92,7 +92,7 @@ class Progress:
             )
 
     def warn_if_not_counted(self) -> None:
-        """Warn if this worker's model has changed since the start, and no step was counted."""
+        """Warn if a replicated model has changed since the start although no step was counted."""
         worker = self._worker
         if not worker.step and self._checksum() != self._start:
             logger.warning(
@@ -118,7 +118,7 @@ class Progress:
         numbers = torch.tensor(astuple(own), dtype=torch.int64, device=communicator.control_device)
         gathered = communicator.gather(numbers, what=what).wait()
         reports = [_Report(*each.tolist()) for each in gathered]
-        # A worker that has joined has not warned yet; all workers must take the same branch.
+        # All workers must take the same branch. Only a worker that joined later has not warned yet.
         if all(each.rates for each in reports) and _drifted(reports):
             texts = communicator.gather_bytes(text, what=what)
             self._warn(reports, [json.loads(each) for each in texts])

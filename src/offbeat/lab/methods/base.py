@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.lab.recipes import Task
+from offbeat.lab.time_limit import Clock
 from offbeat.strategies import Strategy
 from offbeat.synchronizer import Synchronizer, snapshot_of
 from offbeat.telemetry import Stats
@@ -21,6 +22,9 @@ from offbeat.telemetry import Stats
 
 class Method(ABC):
     """Trains the model of a task on one worker, batch by batch."""
+
+    limited_clock: ClassVar[Clock] = "largest"
+    """The clock to which ``Job.max_seconds`` applies. "own" requires that workers may end early."""
 
     @property
     @abstractmethod
@@ -76,6 +80,8 @@ class Method(ABC):
 
 class Attached(Method):
     """Trains a task with a strategy of this package, by the result of ``attach``."""
+
+    limited_clock: ClassVar[Clock] = "own"
 
     def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
         self._task, self._lr_scale, self.sync = task, lr_scale, sync
