@@ -177,7 +177,7 @@ def test_training_seconds_are_without_evaluation(runs: list[dict[str, Run]]) -> 
     assert seconds == sorted(seconds)
     assert seconds[0] > 0
     assert seconds[-1] < run.wall_seconds - 3 * EVALUATION_SECONDS / 2  # a batch a worker
-    assert next(one.details for one in run.end.stats) == {"seconds": seconds[-1]}
+    assert max(one.details["seconds"] for one in run.end.stats) == seconds[-1]
     assert [one.steps for one in run.end.stats] == [tiny.STEPS] * 2
 
 
