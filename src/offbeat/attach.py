@@ -21,7 +21,7 @@ from offbeat.quantization.wire import Precision
 from offbeat.strategies.base import SharedModel, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.synchronizer import Synchronizer, attached
-from offbeat.training.compatibility import (
+from offbeat.training.checks.compatibility import (
     rejects_moved_arguments,
     require_abilities,
     require_distinct_memory,

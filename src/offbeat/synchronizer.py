@@ -37,17 +37,22 @@ from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Strategy
 from offbeat.telemetry import Stats
 from offbeat.training.background import BackgroundTasks
+from offbeat.training.checks.compatibility import repeatable
+from offbeat.training.checks.consistency import (
+    copy_rank_0,
+    describe,
+    require_consistency,
+    settings_of,
+)
+from offbeat.training.checks.loading import LoadDetection
+from offbeat.training.checks.unfinished import UnfinishedWarning
 from offbeat.training.clipping import Clipping
-from offbeat.training.compatibility import repeatable
 from offbeat.training.consensus import Consensus
-from offbeat.training.consistency import copy_rank_0, describe, require_consistency, settings_of
 from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
-from offbeat.training.loading import LoadDetection
 from offbeat.training.monitors import Distance, GradientChange
 from offbeat.training.optimizers import unwrapped_optimizer
 from offbeat.training.stats_recorder import StatsRecorder
-from offbeat.training.unfinished import UnfinishedWarning
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.team import Team
 

@@ -10,7 +10,7 @@ import pytest
 import worlds
 from offbeat import parse_strategy
 from offbeat.strategies.base import CustomFlow, Gradients, SharedModel, Strategy
-from offbeat.training.compatibility import chooses_precision
+from offbeat.training.checks.compatibility import chooses_precision
 from strategies.references import BSP, AsyncAveraging, DiLoCo, Make, SelSync, Streaming
 
 

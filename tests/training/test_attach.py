@@ -14,7 +14,7 @@ import workers
 from loops import sgd
 from offbeat.errors import AttachError
 from offbeat.strategies.base import CustomFlow, Strategy
-from offbeat.training.compatibility import require_usable
+from offbeat.training.checks.compatibility import require_usable
 from problems import make_model
 
 

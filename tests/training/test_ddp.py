@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offbeat
 from loops import attach, error_of, everything, sgd
 from offbeat.strategies.base import Strategy
-from offbeat.training.compatibility import repeatable
+from offbeat.training.checks.compatibility import repeatable
 from pages import code_on
 from problems import loss_of, make_batch, make_model, train_step
 from workers import run

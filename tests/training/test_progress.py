@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from loops import attach, error_of, sgd
 from offbeat import Compute, Network, simulate
-from offbeat.training.unfinished import UnfinishedWarning
+from offbeat.training.checks.unfinished import UnfinishedWarning
 from problems import flat, make_batch, make_model, train_step
 from worlds import simulated
 

@@ -21,9 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from offbeat.averaging.finite import NonFiniteCheck
-from offbeat.averaging.rounds import Rounds
+from offbeat.averaging.rounds import Rounds, WaitingWarning
 from offbeat.averaging.votes import Round
-from offbeat.averaging.waiting import WaitingWarning
 from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.errors import AttachError
 from offbeat.strategies.base import Strategy

@@ -6,6 +6,7 @@ same operations in the same order. A worker without further data votes with ``st
 no worker takes a step. The workers may therefore take different numbers of steps.
 """
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,10 @@ from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.votes import Round, Sums, Vote
 from offbeat.averaging.worker import Worker
 from offbeat.transport.handle import Completed, Handle
+
+logger = logging.getLogger("offbeat")
+_SECONDS = 5.0  # wait before the first warning; doubled for each further warning
+_STEPS = 10  # smallest number of steps by the other workers together before a warning
 
 
 class Rounds:
@@ -78,3 +83,36 @@ class Rounds:
         # The lambda does not capture ``self``: a pending round must not keep the worker alive.
         check, step = self._check, self._worker.step
         return sums.then(lambda tally: check(tally, step))
+
+
+class WaitingWarning:
+    """Logs a warning if this worker waits for a consensus while the other workers train.
+
+    The others may legitimately take more steps before they enter the consensus, so this is no
+    error. The usual mistake is a ``consensus`` inside ``if rank == 0``.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self._start = worker, worker.team.host.now()
+        self._first: int | None = None  # sum of the steps of all workers in the first round
+        self._next_seconds = _SECONDS
+
+    def __call__(self, sums: Sums) -> None:
+        """Handle the tally of a round in which other workers take a step."""
+        if self._first is None:
+            self._first = sums.steps
+        worker = self._worker
+        seconds, steps = worker.team.host.now() - self._start, sums.steps - self._first
+        if seconds < self._next_seconds or steps < _STEPS:
+            return
+        while self._next_seconds <= seconds:
+            self._next_seconds *= 2
+        logger.warning(
+            "rank %d has waited in consensus() or offbeat.save() for %.0f s; the other workers "
+            "have taken %d steps since. Every rank must call it, not only rank %d: see "
+            '"Evaluate" in the quickstart',
+            worker.rank,
+            seconds,
+            steps,
+            worker.rank,
+        )

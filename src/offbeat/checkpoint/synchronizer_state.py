@@ -29,7 +29,7 @@ from offbeat.averaging import Flow
 from offbeat.checkpoint.state import check, check_value, digest, load, require_keys, save
 from offbeat.errors import CheckpointError
 from offbeat.telemetry import Stats
-from offbeat.training.consistency import copy_rank_0
+from offbeat.training.checks.consistency import copy_rank_0
 
 FORMAT = 3
 _CONSENSUS = ("format", "of", "model", "stats", "digest")

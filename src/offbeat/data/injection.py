@@ -15,7 +15,7 @@ from offbeat.data.senders import draw_samples, draw_senders, require_fraction
 from offbeat.elastic.connect import open_communicator
 from offbeat.errors import MismatchError, OffbeatError
 from offbeat.synchronizer import Synchronizer, background_tasks_of
-from offbeat.training.compatibility import require_timeout
+from offbeat.training.checks.compatibility import require_timeout
 from offbeat.transport.handle import Handle, explained
 from offbeat.transport.team import Team
 

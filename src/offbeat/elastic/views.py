@@ -37,8 +37,8 @@ from offbeat.quantization.automatic_wire import AdaptiveWire
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Strategy
 from offbeat.telemetry import Stats
-from offbeat.training.compatibility import chooses_precision
-from offbeat.training.consistency import difference, versioned
+from offbeat.training.checks.compatibility import chooses_precision
+from offbeat.training.checks.consistency import difference, versioned
 from offbeat.training.iteration import Iteration
 from offbeat.transport.team import Team
 

@@ -230,7 +230,7 @@ class Job:
 
     def _check_bounds(self) -> None:
         from offbeat.lab.padding import parse_slow
-        from offbeat.training.compatibility import require_timeout
+        from offbeat.training.checks.compatibility import require_timeout
 
         parse_slow(self.slow, self.workers)
         if self.workers % self.workers_per_node:
@@ -254,7 +254,7 @@ class Job:
         from offbeat.errors import AttachError
         from offbeat.lab.methods.base import Baseline
         from offbeat.lab.methods.registry import parse_method
-        from offbeat.training.compatibility import require_abilities
+        from offbeat.training.checks.compatibility import require_abilities
 
         method = parse_method(self.strategy)
         if isinstance(method, Baseline):

@@ -18,7 +18,7 @@ from offbeat.registry import parse_strategy
 from offbeat.simulate import Network
 from offbeat.strategies import BSP, SelSync, Strategy
 from offbeat.strategies.base import CustomFlow
-from offbeat.training.compatibility import require_abilities
+from offbeat.training.checks.compatibility import require_abilities
 from offbeat.units import to_seconds
 
 

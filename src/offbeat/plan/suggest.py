@@ -20,7 +20,7 @@ from offbeat.strategies import (
     Strategy,
     StreamingAveraging,
 )
-from offbeat.training.compatibility import chooses_precision
+from offbeat.training.checks.compatibility import chooses_precision
 
 IDLE_LIMIT = 0.05
 """Largest idle share that the search for a setting accepts."""

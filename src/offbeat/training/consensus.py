@@ -20,12 +20,12 @@ from offbeat.averaging.votes import Round
 from offbeat.errors import AttachError, CommunicationError
 from offbeat.nodes.shards import Shards
 from offbeat.training.background import BackgroundTasks
-from offbeat.training.compatibility import require_usable
-from offbeat.training.consistency import copy_rank_0, require_consistency
+from offbeat.training.checks.compatibility import require_usable
+from offbeat.training.checks.consistency import copy_rank_0, require_consistency
+from offbeat.training.checks.loading import LoadDetection
+from offbeat.training.checks.progress import Progress
 from offbeat.training.iteration import Iteration
-from offbeat.training.loading import LoadDetection
 from offbeat.training.monitors import Distance
-from offbeat.training.progress import Progress
 from offbeat.transport.membership import EndedError
 from offbeat.transport.team import Team
 

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import AttachError
 from offbeat.quantization.wire import Precision
 from offbeat.strategies.base import Strategy
-from offbeat.training.compatibility import repeatable
+from offbeat.training.checks.compatibility import repeatable
 from offbeat.transport.communicator import Transport
 
 logger = logging.getLogger("offbeat")

@@ -13,7 +13,7 @@ from offbeat.averaging.votes import Sums
 from offbeat.checkpoint.state import digest
 from offbeat.errors import MismatchError
 from offbeat.strategies.base import Strategy
-from offbeat.training.consistency import differences, value_text
+from offbeat.training.checks.consistency import differences, value_text
 
 logger = logging.getLogger("offbeat")
 
