@@ -144,8 +144,9 @@ def resuming(rank: int, size: int, text: str, wire: str, folder: Path) -> Any:
 def test_a_loaded_training_continues_bit_for_bit(text: str, wire: str, tmp_path: Path) -> None:
     """Model, optimizer, schedule, scaler, random states and totals. Saving changes nothing."""
     plain = run(whole, text, wire, workers=3)
-    # SSP's server adds updates in the order of their arrival: two runs without a checkpoint differ by
-    # up to 4e-5. A worker that waits repeats its request, which changes the totals in the last row.
+    # SSP's server adds updates in the order of their arrival: two runs without a checkpoint differ
+    # by up to 4e-5. A worker that waits repeats its request, which changes the totals in the last
+    # row.
     atol = 2e-4 if text.startswith("ssp") else 0.0
     last = STEPS + 1 if text.startswith("ssp") else STEPS + 2
     for got, want in zip(run(saving, text, wire, tmp_path, workers=3), plain, strict=True):

@@ -136,7 +136,7 @@ class Progress:
         self._warned = True
         if self._worker.team.everyone.rank:
             return
-        step = next(a.step for a in reports if any(_differ(a, b) for b in reports))
+        step = next(a.step for a in reports if _drifted([b for b in reports if b.step == a.step]))
         same = {rank: each for rank, each in enumerate(rates) if reports[rank].step == step}
         logger.warning(
             "after %d steps %s. Give each scheduler the same values on all ranks, such as the mean "
@@ -146,9 +146,7 @@ class Progress:
         )
 
 
-def _differ(one: _Report, other: _Report) -> bool:
-    return one.step == other.step and one.rates != other.rates
-
-
 def _drifted(reports: Sequence[_Report]) -> bool:
-    return any(_differ(one, other) for one in reports for other in reports)
+    """Return True if workers with equally many steps have different learning rates."""
+    pairs = {(each.step, each.rates) for each in reports}
+    return len(pairs) > len({each.step for each in reports})
