@@ -105,8 +105,8 @@ lint: $(VENV)/.dev  ## ruff and mypy
 bench: $(VENV)/.dev  ## every benchmark, as ratios; appends to benchmarks/results
 	$(BIN)/python -m benchmarks
 
-headline: $(VENV)/.dev  ## tuned comparisons in virtual time, hours for each of CELLS="lm-wan …"; resumes
-	$(BIN)/python -m benchmarks.race.headline $(CELLS)
+headline: $(VENV)/.dev  ## tuned comparisons in virtual time, half an hour for each of CELLS="cnn 50Mbit"; resumes
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.race.run headline $(CELLS)
 
 docs: $(VENV)/.docs $(VENV)/.dev  ## run the code on the pages, build the documentation into site/
 	$(BIN)/python -m pytest -n 2 -m "pages and not nightly" tests/docs tests/benchmarking

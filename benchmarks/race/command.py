@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.harness import DATA, RESULTS
 from benchmarks.race import real, simulated, tables
-from benchmarks.race.settings import EARLIER, TRACKS, select_cells, select_methods
+from benchmarks.race.settings import TRACKS, select_cells, select_methods
 
 
 def main(argv: Sequence[str]) -> None:
@@ -33,8 +33,6 @@ def main(argv: Sequence[str]) -> None:
             print(f"{cell.name:14} {len(cell.methods)} methods, {cell.seeds} seeds")
     elif options.against or options.late or options.steady:
         print(_table(parser, options, [cell.name for cell in cells]))
-    elif options.track == EARLIER:
-        parser.error(f"--track {EARLIER} has only results; show them with --slowdown")
     else:
         for cell in cells:
             real.run(
@@ -54,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--track", choices=(*TRACKS, EARLIER), default="defaults")
+    add("--track", choices=TRACKS, default="defaults")
     add("--cells", default="", help="names of cells or words in them, with commas; default all")
     add("--method", action="append", default=[], help="only methods that start with this")
     add("--seeds", type=int, help="largest number of seeds")

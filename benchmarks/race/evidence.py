@@ -13,7 +13,6 @@ from benchmarks.race import figures
 from benchmarks.race.curves import EARLY_SECONDS, SECONDS, covers, curves
 from benchmarks.race.figures import REAL, cells_in_order, simulated_and_real
 from benchmarks.race.methods import short_name
-from benchmarks.race.settings import EARLIER
 from benchmarks.race.simulated_results import against_best_rival, read
 from benchmarks.race.simulated_settings import OTHERS
 from benchmarks.race.simulated_tables import (
@@ -61,8 +60,6 @@ def tables(folder: Path = RESULTS) -> dict[str, str]:
         found["With rates tuned"] = tuned
     if paired := against(folder, SECONDS, RIVAL):
         found["Streaming, less late than DiLoCo"] = paired
-    if curves(folder, EARLIER):
-        found["Before two bits"] = every_method(folder, SECONDS, EARLIER)
     if rows:
         found["On simulated links"] = map_table(rows)
         if any(row["cell"] in OTHERS for row in rows):

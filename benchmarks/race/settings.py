@@ -19,8 +19,6 @@ from offbeat.units import parse_bandwidth
 WORKERS, SEEDS = 4, 3
 TRACKS: dict[str, tuple[float, ...]] = {"defaults": (), "tuned": (0.3, 1.0, 3.0)}
 """Track → factors on the recipe's learning rate."""
-EARLIER = "earlier"
-"""A track whose results are only shown: the default as it was before its wire had two bits."""
 MAX_SECONDS = 120.0
 """Time limit of a run, more than twice what the ideal network takes."""
 METHODS = (

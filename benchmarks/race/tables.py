@@ -18,7 +18,6 @@ from benchmarks.race.curves import (
 )
 from benchmarks.race.earlier_clock import has_known_speed
 from benchmarks.race.methods import DILOCO, is_default, is_peer, short_name
-from benchmarks.race.settings import EARLIER
 from benchmarks.race.slowdown import Points, slowdown, summary
 from offbeat.lab.report.intervals import MIN_SEEDS
 from offbeat.lab.report.rows import rows_of
@@ -69,7 +68,7 @@ def every_method(
             shown = [summary(slowdowns(both, row.name, at, less=less)) for at in seconds]
             ends = [(own[run.job.seed][-1][0], run.points[-1].step) for run in runs]
             step = statistics.median(duration / steps for duration, steps in ends)
-            corrected = track == EARLIER or all(map(has_known_speed, runs))
+            corrected = all(map(has_known_speed, runs))
             shown.append(f"{1000 * step:.0f} ms")
             shown.append(f"{len(runs)}{'' if corrected else UNCORRECTED}")
             lines.append(f"| {cell} | `{short_name(row.name)}` | {' | '.join(shown)} |")

@@ -18,10 +18,10 @@ LEVELS = [
 ]
 RACE = [
     {"methods", "earlier_clock", "slowdown"},
-    {"settings", "simulated_settings", "curves"},
+    {"settings", "simulated_settings", "studies", "curves"},
     {"real", "simulated_results"},
     {"tables", "simulated", "simulated_tables", "plots"},
-    {"figures", "headline"},
+    {"figures", "run"},
     {"evidence", "command"},
 ]
 

@@ -1,0 +1,176 @@
+"""The comparisons that the pages quote: workloads, links and methods.
+
+A *cell* is one workload on one network. Its results are in ``results/race-CELL.jsonl``. The *ideal*
+is the baseline ``ideal``, the speed-up limit. There are four studies:
+
+- ``headline``: every method tuned with the same number of trials, five seeds, in virtual time.
+- ``real``: the main methods with the settings that ``headline`` chose, on real processes behind
+  shaped links.
+- ``wires``: every family of strategies over float32, int4 and int2, tuned alike, in virtual time.
+- ``parts``: streaming averaging without one of its parts, at the rate that ``headline`` chose.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.harness import RESULTS
+from offbeat.lab.job import Job
+from offbeat.lab.launch.runners import Runner, ShapedLinks, VirtualCluster
+from offbeat.lab.results import read_results
+from offbeat.lab.tuning import choices
+from offbeat.registry import parse_strategy
+from offbeat.simulate import Compute, Network
+from offbeat.units import parse_bandwidth
+
+WORKERS, TRIALS, EVALUATIONS, JITTER = 4, 8, 20, 0.05
+MAX_SECONDS = 60.0
+"""Time limit of a run on real processes, more than twice what the ideal takes."""
+NEAR, FAR = "100us", "30ms"
+"""Latencies of the links."""
+LINKS = ("1Gbit/s", "200Mbit/s", "50Mbit/s", "10Mbit/s")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training task.
+
+    Attributes:
+        file: File of the recipe in ``models/``.
+        data: Subdirectory of the data directory; None if the recipe needs no files.
+        step_seconds: Time of a step: virtual time, or real workers sleep up to it.
+    """
+
+    file: str
+    data: str | None
+    step_seconds: float
+
+    def job(self, data: Path) -> Job:
+        """Return the settings that all runs of this workload share."""
+        return Job(
+            str(Path("benchmarks", "models", self.file)),
+            workers=WORKERS,
+            data=None if self.data is None else str(data / self.data),
+            evaluations=EVALUATIONS,
+        )
+
+    def with_controlled_steps(self, job: Job) -> Job:
+        """Return the job for real workers, with a time limit."""
+        return replace(job, step_seconds=self.step_seconds, max_seconds=MAX_SECONDS)
+
+
+WORKLOADS = {
+    "cnn": Workload("cifar_cnn.py", "cifar10", 0.05),
+    "transformer": Workload("byte_transformer.py", None, 0.025),
+    "mlp": Workload("digits_mlp.py", None, 0.02),
+}
+DILOCO = "diloco:fragments=4,overlap=4"
+FAMILIES = ("streaming", DILOCO, "local", "async", "selsync", "bsp")
+HEADLINE = ("ideal", "streaming", DILOCO, "local", "bsp", "bsp --wire float32")
+"""``bsp --wire float32`` is DDP with all gradients in one bucket."""
+PEERS = {"local": "torch:postlocal,period={period}", "bsp --wire float32": "torch:ddp"}
+"""Method of ``headline`` → torch's own code for it, which runs in its place on real processes."""
+WIRES = ("float32", "int4", "int2")
+PARTS = (
+    *("streaming", "streaming:outer_gain=1", "streaming:outer_gain=2"),
+    *("streaming --wire int4", "streaming --wire int8", "streaming --wire float32"),
+    *("streaming:parts=1", "streaming:parts=4"),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One workload on one network, in one study."""
+
+    study: str
+    workload: str
+    bandwidth: str
+    latency: str = NEAR
+
+    @property
+    def name(self) -> str:
+        """Name such as ``headline-cnn-50Mbit``."""
+        late = "" if self.latency == NEAR else f"-{self.latency}"
+        return f"{self.study}-{self.workload}-{self.bandwidth.removesuffix('/s')}{late}"
+
+    def path(self, folder: Path = RESULTS) -> Path:
+        """Return the path of the cell's results."""
+        return folder / f"race-{self.name}.jsonl"
+
+    @property
+    def seeds(self) -> int:
+        """Number of seeds."""
+        return {"headline": 5, "real": 2}.get(self.study, 3)
+
+    @property
+    def trials(self) -> int | None:
+        """Number of trials of each method; None if the methods are not tuned."""
+        return TRIALS if self.study in ("headline", "wires") else None
+
+    def methods(self, folder: Path = RESULTS) -> list[str]:
+        """Return the methods; those of ``real`` and ``parts`` with settings of ``headline``.
+
+        Raises:
+            FileNotFoundError: ``headline`` has no results for the workload and the link.
+        """
+        if self.study == "headline":
+            return list(HEADLINE)
+        if self.study == "wires":
+            return ["ideal", *(f"{one} --wire {wire}" for one in FAMILIES for wire in WIRES)]
+        headline = replace(self, study="headline")
+        results = read_results(headline.path(folder), trials=True)
+        chosen = {choice.method: choice.job for choice in choices(results)}
+        if self.study == "parts":
+            rate = _rate(chosen["streaming"])
+            return ["ideal" + _rate(chosen["ideal"]), *(one + rate for one in PARTS)]
+        return [_real(method, chosen[method]) for method in HEADLINE if method != "bsp"]
+
+    def job(self, data: Path) -> Job:
+        """Return the settings that all runs share."""
+        workload = WORKLOADS[self.workload]
+        job = workload.job(data)
+        return workload.with_controlled_steps(job) if self.study == "real" else job
+
+    @contextlib.contextmanager
+    def runner(self) -> Iterator[Runner]:
+        """Yield the network of the cell; that of ``real`` exists until the end."""
+        if self.study == "real":
+            with ShapedLinks(WORKERS, parse_bandwidth(self.bandwidth)) as links:
+                yield links
+        else:
+            compute = Compute(WORKLOADS[self.workload].step_seconds, jitter=JITTER)
+            yield VirtualCluster(Network(self.bandwidth, latency=self.latency), compute)
+
+
+def _rate(job: Job) -> str:
+    """Return the learning-rate factor of a job as an option."""
+    return "" if job.lr_scale == 1 else f" --lr-scale {job.lr_scale:g}"
+
+
+def _real(method: str, chosen: Job) -> str:
+    """Return what runs on real processes for a method with chosen settings."""
+    if method not in PEERS:
+        return chosen.label
+    period = getattr(parse_strategy(chosen.strategy), "period", None)
+    return PEERS[method].format(period=period) + _rate(chosen)
+
+
+CELLS = (
+    *(Cell("headline", name, link) for name in ("cnn", "transformer") for link in LINKS),
+    *(Cell("real", name, link) for name in ("cnn", "transformer") for link in LINKS),
+    *(Cell("wires", "mlp", link, latency) for latency in (NEAR, FAR) for link in LINKS),
+    *(Cell("parts", name, "50Mbit/s") for name in ("cnn", "transformer")),
+)
+
+
+def select(words: Sequence[str]) -> list[Cell]:
+    """Return the cells whose names contain all words, between dashes; without words all cells.
+
+    Raises:
+        ValueError: There is no such cell.
+    """
+    found = [one for one in CELLS if all(f"-{word}-" in f"-{one.name}-" for word in words)]
+    if not found:
+        raise ValueError(f"no cell has all of {' '.join(words)!r}; --list shows the cells")
+    return found

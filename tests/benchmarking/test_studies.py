@@ -1,0 +1,95 @@
+"""The comparisons that the pages quote continue, and share what does not depend on the link."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks.race import studies
+from benchmarks.race.run import main, run
+from benchmarks.race.studies import CELLS, Cell, Workload, select
+
+from offbeat.lab.job import Job
+from offbeat.lab.results import read_results
+
+
+def test_words_choose_cells() -> None:
+    names = {one.name for one in select(["headline", "cnn"])}
+    assert names == {f"headline-cnn-{link}bit" for link in ("1G", "200M", "50M", "10M")}
+    assert [one.name for one in select(["wires", "10Mbit", "30ms"])] == ["wires-mlp-10Mbit-30ms"]
+    assert select([]) == list(CELLS)
+    with pytest.raises(ValueError, match="no cell has all of 'cnn wires'"):
+        select(["cnn", "wires"])
+
+
+def test_list_runs_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["--list", "parts", "--output", str(tmp_path)])
+    assert capsys.readouterr().out.split() == [
+        *("parts-cnn-50Mbit", "3", "seeds", "parts-transformer-50Mbit", "3", "seeds"),
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a cell of ``mlp`` take seconds: four steps, four methods, three trials and one seed."""
+    whole = Workload.job
+
+    def short(workload: Workload, data: Path) -> Job:
+        return replace(whole(workload, data), max_steps=4)
+
+    monkeypatch.setattr(Workload, "job", short)
+    monkeypatch.setattr(studies, "EVALUATIONS", 2)
+    monkeypatch.setattr(studies, "TRIALS", 3)
+    monkeypatch.setattr(Cell, "seeds", 1)
+    monkeypatch.setattr(studies, "HEADLINE", ("ideal", "streaming", "local", "bsp --wire float32"))
+    monkeypatch.setattr(studies, "PARTS", ("streaming", "streaming:parts=1"))
+
+
+@pytest.mark.usefixtures("small")
+def test_the_ideal_is_shared_between_links(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its runs on a second link are copies, and equal those that this link would have had."""
+    slow, fast = (Cell("headline", "mlp", link) for link in ("10Mbit/s", "1Gbit/s"))
+    monkeypatch.setattr("benchmarks.race.run.CELLS", (slow,))
+    first = run(slow, folder=tmp_path)
+    alone = run(fast, folder=tmp_path / "alone")
+    capsys.readouterr()
+    second = run(fast, folder=tmp_path)
+    assert "ideal" not in capsys.readouterr().out
+    curves = [
+        [(one.job, one.points) for one in of if one.is_ideal] for of in (first, second, alone)
+    ]
+    assert curves[0] == curves[1] == curves[2]
+    assert {one.link for one in second} == {one.link for one in alone} != {first[0].link}
+    assert len(second) == len(alone)
+
+
+@pytest.mark.usefixtures("small")
+def test_an_interrupted_cell_continues(tmp_path: Path) -> None:
+    """The second call runs what the first one lacks: here nothing but the missing line."""
+    cell = Cell("headline", "mlp", "50Mbit/s")
+    run(cell, folder=tmp_path)
+    lines = cell.path(tmp_path).read_text().splitlines(keepends=True)
+    cell.path(tmp_path).write_text("".join(lines[:-1]))
+    run(cell, folder=tmp_path)
+    assert cell.path(tmp_path).read_text().splitlines(keepends=True)[:-1] == lines[:-1]
+    assert len(read_results(cell.path(tmp_path), trials=True)) == len(lines)
+
+
+@pytest.mark.usefixtures("small")
+def test_other_studies_use_the_settings_that_tuning_chose(tmp_path: Path) -> None:
+    """With three trials a rate twice or half as large may be chosen, and no other setting."""
+    run(Cell("headline", "mlp", "50Mbit/s"), folder=tmp_path)
+    real = Cell("real", "mlp", "50Mbit/s").methods(tmp_path)
+    names = [one.partition(" ")[0] for one in real]
+    assert names == ["ideal", "streaming", "torch:postlocal,period=8", "torch:ddp"]
+    assert all(one.partition(" ")[2] in ("", "--lr-scale 2", "--lr-scale 0.5") for one in real)
+    parts = Cell("parts", "mlp", "50Mbit/s").methods(tmp_path)
+    rate = real[1].removeprefix("streaming")
+    assert parts == [real[0], f"streaming{rate}", f"streaming:parts=1{rate}"]
+
+
+def test_real_cells_need_tuned_settings(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="race-headline-cnn-10Mbit"):
+        Cell("real", "cnn", "10Mbit/s").methods(tmp_path)
