@@ -359,6 +359,7 @@ def test_an_exception_starts_no_collective_and_is_noticed(row: Row) -> None:
 def die(rank: int, size: int, text: str, folder: str) -> dict[str, Any]:
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS["momentum"](model.parameters())
+    optimizer.param_groups[0]["lr"] *= 0.1  # so that Downpour does not diverge meanwhile
     sync = attach(model, optimizer, text, timeout_seconds=20)
     with caught() as found:
         for step in range(6000):  # who waits for nobody goes on until it is told
