@@ -115,7 +115,7 @@ def run(
         WorkerFailedError: a worker raised, or died without being in ``may_die``, or the time ran
             out.
     """
-    for _ in range(2):
+    for _ in range(4):
         try:
             return _run(function, args, workers, seconds, may_die, newcomers)
         except StartError as error:
