@@ -1,7 +1,7 @@
 """All benchmarks that have figures, one after the other: ``python -m benchmarks [NAME …]``.
 
-``python -m benchmarks race …`` is the race, with options of its own. ``python -m benchmarks
-evidence`` makes the pages that quote its results.
+``python -m benchmarks evidence`` makes the tables of the page that quotes the comparisons of
+``benchmarks.race``.
 """
 
 import argparse
@@ -32,9 +32,6 @@ NAMES = {
 
 def main(argv: list[str]) -> None:
     """Run ``python -m benchmarks`` with these arguments."""
-    if argv[:1] == ["race"]:
-        importlib.import_module("benchmarks.race.command").main(argv[1:])
-        return
     if argv == ["evidence"]:
         importlib.import_module("benchmarks.race.evidence").main()
         return

@@ -21,7 +21,6 @@ from torch import nn
 
 import offbeat
 from benchmarks.harness import Result
-from benchmarks.models import cifar_wide
 from benchmarks.processes import run
 from offbeat.lab.recipes import stdlib_lm
 from offbeat.lab.recipes.models import transformers
@@ -31,13 +30,23 @@ STEPS = {"cnn": 40, "lm": 20}  # in a block
 WARM_UP = 2  # blocks in which rate control settles
 
 
+def wide_cnn() -> nn.Module:
+    """Return a CNN of 2.1 million parameters for images of 32 × 32 pixels."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(2048, 960), nn.ReLU(), nn.Linear(960, 10)),
+    )
+
+
 def make_step(model: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
     """Return a model (``cnn`` or ``lm``), its optimizer, and a function that takes one step."""
     torch.manual_seed(0)
     network: nn.Module
     optimizer: torch.optim.Optimizer
     if model == "cnn":
-        network = cifar_wide.network()
+        network = wide_cnn()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
         x, y = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
     else:

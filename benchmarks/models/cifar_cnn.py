@@ -4,26 +4,39 @@ It is a custom recipe: ``offbeat compare benchmarks/models/cifar_cnn.py --data D
 directory of ``cifar10.npz``.
 """
 
+import functools
+from pathlib import Path
+
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offbeat.lab import Task, accuracy, recipe
 from offbeat.lab.recipes.datasets import TensorData
 from offbeat.lab.recipes.schedules import warmup_cosine
 
 
-@recipe(metric="accuracy", target=0.5, epochs=1.5)
-def cifar_cnn(setup):
-    """Train three convolutions and two linear layers; the rate rises, then falls to nothing."""
-    with np.load(setup.data / "cifar10.npz") as file:
+@functools.cache
+def load(file: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return training images and labels, and those for evaluation.
+
+    The workers of a simulation share the tensors.
+    """
+    with np.load(file) as arrays:
         x, y, test_x, test_y = (
-            torch.from_numpy(file[name]) for name in ("x_train", "y_train", "x_test", "y_test")
+            torch.from_numpy(arrays[name]) for name in ("x_train", "y_train", "x_test", "y_test")
         )
     x, test_x = (
         ((images.float() / 255 - 0.473) / 0.251).permute(0, 3, 1, 2)  # in memory, channels are last
         for images in (x, test_x)
     )
+    return x, y.long(), test_x, test_y.long()
+
+
+@recipe(metric="accuracy", target=0.5, epochs=1.5)
+def cifar_cnn(setup):
+    """Train three convolutions and two linear layers; the rate rises, then falls to nothing."""
+    x, y, test_x, test_y = load(setup.data / "cifar10.npz")
     model = nn.Sequential(
         *(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -34,8 +47,8 @@ def cifar_cnn(setup):
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.06, momentum=0.9),
         scheduler=warmup_cosine,
-        dataset=TensorData(x, y.long()),
+        dataset=TensorData(x, y),
         batch_size=16,
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        evaluate=accuracy(TensorData(test_x, test_y.long()), {"accuracy": 1}),
+        evaluate=accuracy(TensorData(test_x, test_y), {"accuracy": 1}, batch_size=100),
     )

@@ -1,6 +1,5 @@
-"""The race: every method against every other, on real processes and in virtual time.
+"""The comparisons that the pages quote.
 
-Layers, from the bottom up: ``methods`` and ``settings`` say what is run; ``real`` and ``simulated``
-run it; ``curves`` and ``simulated_results`` read the results; ``tables``, ``figures`` and
-``evidence`` turn them into pages; ``command`` is the command line, ``python -m benchmarks race``.
+Layers, from the bottom up: ``studies`` says what is run, and ``run`` runs it; ``slowdown`` and
+``tables`` read the results; ``figures`` and ``evidence`` turn them into a page.
 """

@@ -1,79 +1,94 @@
 """The slowdown of a run against the ideal network.
 
-The slowdown after s seconds is the run's time to a metric over the ideal network's time to it; the
-metric is the one that the ideal network has after s seconds. Both curves are the best metric so
-far, with straight lines between evaluations.
+The *ideal* is the baseline ``ideal``, the speed-up limit. The slowdown to a metric is the run's
+time to it over the ideal's. Both curves are the best metric so far, with straight lines between
+evaluations.
 """
 
 import statistics
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
-from offbeat.lab.report.intervals import interval_of
+from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
+from offbeat.lab.results import Result
 
-Points = Sequence[tuple[float, float]]
-"""Training seconds and metric of each evaluation, in order."""
+TOLERANCE = 0.02
+"""Share of the ideal's improvement by which its level is relaxed, as in ``offbeat.lab.tuning``."""
+Corners = Sequence[tuple[float, float]]
+"""Corners of a curve: seconds and the best metric so far, negated if lower is better."""
 
 
-def best_so_far(points: Points, *, lower_is_better: bool) -> list[tuple[float, float]]:
-    """Return the corners of the curve; the sign of a metric changes if lower is better."""
+def best_so_far(result: Result) -> Corners:
+    """Return the curve of a run."""
     best, corners = -float("inf"), []
-    for seconds, metric in points:
-        best = max(best, -metric if lower_is_better else metric)
-        corners.append((seconds, best))
+    for point in result.points:
+        best = max(best, point.metric if result.higher_is_better else -point.metric)
+        corners.append((point.seconds, best))
     return corners
 
 
-def metric_at(corners: Points, seconds: float) -> float | None:
-    """Return the best metric after some seconds; None outside of the evaluations."""
-    for (start, low), (end, high) in _pieces(corners):
+def metric_at(corners: Corners, seconds: float) -> float:
+    """Return the best metric after some seconds.
+
+    Raises:
+        ValueError: The run has no evaluations around that time.
+    """
+    for (start, low), (end, high) in pairwise(corners):
         if start <= seconds <= end:
             return low + (high - low) * (seconds - start) / (end - start)
-    return None
+    raise ValueError(f"no metric after {seconds:g} s")
 
 
-def seconds_to(corners: Points, metric: float) -> float | None:
+def seconds_to(corners: Corners, metric: float) -> float | None:
     """Return the time at which the metric is reached; None if it never is.
 
     If the first evaluation is good enough already, the result is its time.
     """
+    return next(_crossings(corners, metric), None)
+
+
+def _crossings(corners: Corners, metric: float) -> Iterator[float]:
     if corners[0][1] >= metric:
-        return corners[0][0]
-    for (start, low), (end, high) in _pieces(corners):
-        if high >= metric:
-            return start + (end - start) * (metric - low) / (high - low)
-    return None
+        yield corners[0][0]
+    for (start, low), (end, high) in pairwise(corners):
+        if low < metric <= high:
+            yield start + (end - start) * (metric - low) / (high - low)
 
 
-def slowdown(
-    points: Points, ideal: Points, seconds: float, *, lower_is_better: bool
-) -> float | None:
-    """Return the slowdown after so many seconds of the ideal network; None if never reached."""
-    fast, slow = (best_so_far(one, lower_is_better=lower_is_better) for one in (ideal, points))
-    target = metric_at(fast, seconds)
-    if target is None:
-        raise ValueError(f"the ideal has no metric after {seconds:g} s")
-    reached, arrived = seconds_to(fast, target), seconds_to(slow, target)
+def slowdown_half_way(run: Result, ideal: Result) -> float | None:
+    """Return the slowdown to what the ideal has after half of its run; None if never reached."""
+    return _slowdown(run, ideal, metric_at(best_so_far(ideal), ideal.seconds / 2))
+
+
+def slowdown_to_level(run: Result, ideal: Result) -> float | None:
+    """Return the slowdown to the ideal's level; None if the run never reaches it.
+
+    The level is the ideal's final metric, relaxed by 2 % of what the ideal gains after its first
+    evaluation.
+    """
+    corners = best_so_far(ideal)
+    final = ideal.final if ideal.higher_is_better else -ideal.final
+    return _slowdown(run, ideal, final - TOLERANCE * (corners[-1][1] - corners[0][1]))
+
+
+def _slowdown(run: Result, ideal: Result, metric: float) -> float | None:
+    arrived, reached = (seconds_to(best_so_far(one), metric) for one in (run, ideal))
     return None if arrived is None or reached is None else arrived / reached
-
-
-def _pieces(corners: Points) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
-    for i in range(len(corners) - 1):
-        yield corners[i], corners[i + 1]
 
 
 def summary(values: Sequence[float | None]) -> str:
     """Return the mean of the values as text; None stands for a run that never arrived.
 
-    With two values their range follows, with more the 95 % interval in brackets. If some
+    From three values on, the 95 % interval follows in brackets; of two values, both follow. If some
     runs never arrived, the number of those that did follows.
     """
     known = [one for one in values if one is not None]
     if not known:
         return "never"
     text = f"{statistics.fmean(known):.2f}"
-    if len(known) == 2:
-        text += f" ({min(known):.2f}–{max(known):.2f})"
-    elif len(known) > 2:
+    if len(known) >= MIN_SEEDS:
         interval = interval_of(known)
         text += f" [{interval.low:.2f}, {interval.high:.2f}]"
+    elif len(known) == 2:
+        text += f" ({min(known):.2f}–{max(known):.2f})"
     return text if len(known) == len(values) else f"{text}, {len(known)} of {len(values)}"

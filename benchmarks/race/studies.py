@@ -67,7 +67,7 @@ WORKLOADS = {
 }
 DILOCO = "diloco:fragments=4,overlap=4"
 FAMILIES = ("streaming", DILOCO, "local", "async", "selsync", "bsp")
-HEADLINE = ("ideal", "streaming", DILOCO, "local", "bsp", "bsp --wire float32")
+HEADLINE = ("ideal", "streaming", DILOCO, "local", "bsp --wire float32")
 """``bsp --wire float32`` is DDP with all gradients in one bucket."""
 PEERS = {"local": "torch:postlocal,period={period}", "bsp --wire float32": "torch:ddp"}
 """Method of ``headline`` → torch's own code for it, which runs in its place on real processes."""
@@ -124,7 +124,7 @@ class Cell:
         if self.study == "parts":
             rate = _rate(chosen["streaming"])
             return ["ideal" + _rate(chosen["ideal"]), *(one + rate for one in PARTS)]
-        return [_real(method, chosen[method]) for method in HEADLINE if method != "bsp"]
+        return [_real(method, chosen[method]) for method in HEADLINE]
 
     def job(self, data: Path) -> Job:
         """Return the settings that all runs share."""

@@ -1,155 +1,185 @@
-"""Tables of the race on real processes, as Markdown, from its results only."""
+"""Tables of the comparisons in ``studies``, for the page that quotes them.
+
+Each value compares a run with the ideal's run of the same seed. The *ideal* is the baseline
+``ideal`` with the learning rate that tuning chose, unless a table says otherwise.
+"""
 
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.race.curves import (
-    Cells,
-    Curves,
-    covers,
-    curves,
-    curves_of,
-    mean_slowdown,
-    read,
-    seconds_of,
-    slowdowns,
-    workload_of,
-)
-from benchmarks.race.earlier_clock import has_known_speed
-from benchmarks.race.methods import DILOCO, is_default, is_peer, short_name
-from benchmarks.race.slowdown import Points, slowdown, summary
-from offbeat.lab.report.intervals import MIN_SEEDS
-from offbeat.lab.report.rows import rows_of
+from benchmarks.harness import RESULTS
+from benchmarks.race.slowdown import slowdown_half_way, slowdown_to_level, summary
+from benchmarks.race.studies import CELLS, FAMILIES, WIRES, Cell, select
+from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
+from offbeat.lab.results import Result, read_results
+from offbeat.lab.tuning import choices
 
-UNCORRECTED = " †"
-"""Mark of a row with runs that neither controlled nor measured the time of a step."""
+Runs = dict[int, Result]
+"""Results of one method by seed."""
+NAMES = {
+    "ideal": "ideal",
+    "streaming": "streaming",
+    "diloco:fragments=4,overlap=4": "DiLoCo",
+    "local": "local SGD",
+    "async": "async",
+    "selsync": "SelSync",
+    "bsp": "BSP",
+    "bsp --wire float32": "DDP",
+}
+"""Method as in ``studies`` → its name in tables and figures."""
 
 
-def every_method(
-    folder: Path,
-    seconds: Sequence[float],
-    track: str = "defaults",
-    *,
-    steady: bool = False,
-    seeds: int | None = None,
-    only: Sequence[str] = (),
-) -> str:
-    """Return a row with the slowdowns of each method in each cell; empty if no cell is left.
+def cells_of(study: str, workload: str, folder: Path = RESULTS) -> list[Cell]:
+    """Return the cells of a study and a workload that have results."""
+    return [one for one in select([study, workload]) if one.path(folder).exists()]
 
-    Cells whose ideal network has no metric at all of the seconds are left out.
 
-    Args:
-        folder: Directory of the results.
-        seconds: Seconds of the ideal network.
-        track: Track to show.
-        steady: True for one step time for all ideal runs of a workload; see ``curves.read``.
-        seeds: Largest number of seeds, so that methods with more seeds are compared fairly.
-        only: Names of cells; without names all.
+def tuned_runs(cell: Cell, folder: Path = RESULTS) -> dict[str, Runs]:
+    """Return the runs of each method of ``headline`` or ``wires`` with the chosen settings."""
+    results = read_results(cell.path(folder), trials=True)
+    return _of_labels(results, {one.method: one.job.label for one in choices(results)})
+
+
+def first_runs(cell: Cell, folder: Path = RESULTS) -> dict[str, Runs]:
+    """Return the runs of each method of ``headline`` or ``wires`` with its first settings."""
+    results = read_results(cell.path(folder), trials=True)
+    first: dict[str, str] = {}
+    for result in results:
+        if result.trial is not None:
+            first.setdefault(result.trial.method, result.label)
+    return _of_labels(results, first)
+
+
+def plain_runs(cell: Cell, folder: Path = RESULTS) -> dict[str, Runs]:
+    """Return the runs of each method of a study without tuning, in order of appearance."""
+    results = read_results(cell.path(folder))
+    return _of_labels(results, {result.label: result.label for result in results})
+
+
+def _of_labels(results: Sequence[Result], labels: dict[str, str]) -> dict[str, Runs]:
+    """Return each method's runs without trials. ``labels`` maps methods to labels."""
+    found = {
+        method: {r.job.seed: r for r in results if r.label == label and r.trial is None}
+        for method, label in labels.items()
+    }
+    return {method: runs for method, runs in found.items() if runs}
+
+
+def pairs(runs: Runs, ideal: Runs) -> list[tuple[Result, Result]]:
+    """Return each run with the ideal's run of the same seed, in order of the seeds."""
+    return [(runs[seed], ideal[seed]) for seed in sorted(runs.keys() & ideal.keys())]
+
+
+def slowdowns(runs: Runs, ideal: Runs) -> list[float | None]:
+    """Return the slowdown to the ideal's level for each seed; None if a run never reaches it."""
+    return [slowdown_to_level(run, best) for run, best in pairs(runs, ideal)]
+
+
+def half_way(runs: Runs, ideal: Runs) -> list[float | None]:
+    """Return the slowdown to what the ideal has after half of its run, for each seed."""
+    return [slowdown_half_way(run, best) for run, best in pairs(runs, ideal)]
+
+
+def loss_at_end(runs: Runs, ideal: Runs) -> str:
+    """Return the final metric less the ideal's: the mean, with an interval from three seeds on.
+
+    Accuracies are in percentage points.
     """
-    lines = [
-        "| cell | method | " + " | ".join(f"{at:g} s" for at in seconds) + " | a step | seeds |"
-    ]
-    lines.append("|---|---|" + "--:|" * (len(seconds) + 2))
-    for cell, results in read(folder, track, steady=steady).items():
-        cell_curves, less = curves_of(results), not results[0].higher_is_better
-        if (only and cell not in only) or not covers(cell_curves, seconds):
-            continue
-        for row in rows_of(results):
-            own = {
-                seed: points
-                for seed, points in cell_curves[row.name].items()
-                if seeds is None or seed < seeds
-            }
-            runs = [run for run in row.runs if run.job.seed in own]
-            if not runs:
-                continue
-            both = {"ideal": cell_curves["ideal"], row.name: own}
-            shown = [summary(slowdowns(both, row.name, at, less=less)) for at in seconds]
-            ends = [(own[run.job.seed][-1][0], run.points[-1].step) for run in runs]
-            step = statistics.median(duration / steps for duration, steps in ends)
-            corrected = all(map(has_known_speed, runs))
-            shown.append(f"{1000 * step:.0f} ms")
-            shown.append(f"{len(runs)}{'' if corrected else UNCORRECTED}")
-            lines.append(f"| {cell} | `{short_name(row.name)}` | {' | '.join(shown)} |")
-    return "\n".join(lines) if len(lines) > 2 else ""
+    found = pairs(runs, ideal)
+    scale, digits = (100, 1) if found[0][1].higher_is_better else (1, 3)
+    values = [scale * (run.final - best.final) for run, best in found]
+    if len(values) < MIN_SEEDS:
+        return f"{statistics.fmean(values):+.{digits}f}"
+    interval = interval_of(values)
+    ends = f"{interval.low:+.{digits}f}, {interval.high:+.{digits}f}"
+    return f"{interval.mean:+.{digits}f} [{ends}]"
 
 
-def overview(cells: Cells) -> str:
-    """Return a row for each cell: the default, our DiLoCo and the nearest peer, means over seeds.
-
-    The nearest peer has the smallest slowdown after the last of the seconds.
-    """
-    lines = ["| cell | after | streaming | DiLoCo | nearest peer | which | seeds |"]
-    lines.append("|---|--:|--:|--:|--:|---|--:|")
-    for cell, (runs, less) in cells.items():
-        last = {
-            name: mean_slowdown(runs, name, seconds_of(runs)[-1], less=less)
-            for name in filter(is_peer, runs)
-        }
-        known = {name: one for name, one in last.items() if one is not None}
-        peer = min(known, key=lambda name: known[name], default="")
-        default = next(filter(is_default, runs), "")
-        shown = [", ".join(f"{at:g}" for at in seconds_of(runs)) + " s"]
-        shown += [_means(runs, name, less=less) for name in (default, DILOCO, peer)]
-        shown.append(f"`{peer}`" if peer else "-")
-        counted = [one for one in (default, DILOCO, peer) if one in runs]
-        shown.append(", ".join(str(len(runs[one])) for one in counted))
-        lines.append(f"| {cell} | {' | '.join(shown)} |")
-    return "\n".join(lines) if len(lines) > 2 else ""
+def end(runs: Runs) -> str:
+    """Return the mean final metric."""
+    result = next(iter(runs.values()))
+    mean = statistics.fmean(run.final for run in runs.values())
+    return f"{100 * mean:.1f} %" if result.higher_is_better else f"{mean:.3f}"
 
 
-def _means(runs: Curves, method: str, *, less: bool) -> str:
-    if method not in runs:
-        return "-"
-    found = [mean_slowdown(runs, method, at, less=less) for at in seconds_of(runs)]
-    return ", ".join("never" if one is None else f"{one:.2f}" for one in found)
+# -- the tables of the page ------------------------------------------------------------------------
 
 
-def against(folder: Path, seconds: Sequence[float], rival: str, track: str = "defaults") -> str:
-    """Return by how much the default's slowdown is below a rival's; empty if no row is left.
-
-    Each value is the mean difference under the same seed, with its interval. There is a row for
-    each cell in which both arrive under three seeds or more, and a row for all runs of a workload,
-    over cells and seeds, if there are three. Cells that the ideal network does not cover are left
-    out.
-
-    Args:
-        folder: Directory of the results.
-        seconds: Seconds of the ideal network.
-        rival: Start of the other method's text; the first method that fits is taken.
-        track: Track to show.
-    """
-    lines = ["| cell | " + " | ".join(f"{at:g} s" for at in seconds) + " | runs |"]
-    lines.append("|---|" + "--:|" * (len(seconds) + 1))
-    pooled: dict[str, list[list[float]]] = {}
-    for cell, (runs, less) in curves(folder, track).items():
-        if not covers(runs, seconds):
-            continue
-        own = next((runs[name] for name in runs if is_default(name)), {})
-        other = next((runs[name] for name in runs if name.startswith(rival)), {})
-        found = []
-        for seed in sorted(own.keys() & other.keys()):
-            pair, ideal = (own[seed], other[seed]), runs["ideal"][seed]
-            values = [_difference(*pair, ideal, at, less=less) for at in seconds]
-            found.append([value for value in values if value is not None])
-        if any(len(values) < len(seconds) for values in found):
-            continue
-        pooled.setdefault(workload_of(cell), []).extend(found)
-        if len(found) >= MIN_SEEDS:
-            lines.append(_row(cell, found))
-    lines += [_row(f"all of {name}", of) for name, of in pooled.items() if len(of) >= MIN_SEEDS]
-    return "\n".join(lines) if len(lines) > 2 else ""
+def headline(workload: str, folder: Path = RESULTS) -> str:
+    """Return the table of all methods with tuned settings."""
+    lines = _heading("link", "method", "settings", "half-way", "level", "end", "end − ideal")
+    for cell in cells_of("headline", workload, folder):
+        found = tuned_runs(cell, folder)
+        for method, runs in found.items():
+            label = next(iter(runs.values())).label
+            lines.append(_row(cell.bandwidth, NAMES[method], f"`{label}`", runs, found["ideal"]))
+    return "\n".join(lines)
 
 
-def _row(name: str, runs: Sequence[Sequence[float]]) -> str:
-    """Return a row of the table; each run has one value for each of the seconds."""
-    shown = " | ".join(summary(of) for of in zip(*runs, strict=True))
-    return f"| {name} | {shown} | {len(runs)} |"
+def first_settings(workload: str, folder: Path = RESULTS) -> str:
+    """Return the table of all methods with their first settings, against the ideal with its own."""
+    lines = _heading("link", "method", "half-way", "level", "end", "end − ideal")
+    for cell in cells_of("headline", workload, folder):
+        found = first_runs(cell, folder)
+        for method, runs in found.items():
+            lines.append(_row(cell.bandwidth, NAMES[method], None, runs, found["ideal"]))
+    return "\n".join(lines)
 
 
-def _difference(
-    own: Points, other: Points, ideal: Points, at: float, *, less: bool
-) -> float | None:
-    mine, theirs = (slowdown(one, ideal, at, lower_is_better=less) for one in (own, other))
-    return None if mine is None or theirs is None else theirs - mine
+def real(workload: str, folder: Path = RESULTS) -> str:
+    """Return the table of the chosen settings on real processes."""
+    lines = _heading("link", "method", "half-way", "level", "end", "end − ideal", "a step")
+    for cell in cells_of("real", workload, folder):
+        found = plain_runs(cell, folder)
+        ideal = next(runs for label, runs in found.items() if label.startswith("ideal"))
+        for label, runs in found.items():
+            step = statistics.fmean(run.mean_step_seconds for run in runs.values())
+            row = _row(cell.bandwidth, f"`{label}`", None, runs, ideal)
+            lines.append(f"{row} {1000 * step:.0f} ms |")
+    return "\n".join(lines)
+
+
+def wires(folder: Path = RESULTS) -> str:
+    """Return the table of all families over float32, int4 and int2, one column per link."""
+    cells = cells_of("wires", "mlp", folder)
+    by_cell = [tuned_runs(cell, folder) for cell in cells]
+    links = [f"{cell.bandwidth}, {cell.latency}" for cell in cells]
+    lines = _heading("method", "wire", *links)
+    for family in FAMILIES:
+        for wire in WIRES:
+            method = f"{family} --wire {wire}"
+            values = [_median(slowdowns(found[method], found["ideal"])) for found in by_cell]
+            lines.append(f"| {NAMES[family]} | {wire} | {' | '.join(values)} |")
+    return "\n".join(lines)
+
+
+def parts(folder: Path = RESULTS) -> str:
+    """Return the table of streaming averaging without one of its parts."""
+    cells = [one for one in CELLS if one.study == "parts" and one.path(folder).exists()]
+    lines = _heading("workload", "method", "half-way", "level", "end", "end − ideal")
+    for cell in cells:
+        found = plain_runs(cell, folder)
+        ideal = next(runs for label, runs in found.items() if label.startswith("ideal"))
+        for label, runs in found.items():
+            lines.append(_row(cell.workload, f"`{label}`", None, runs, ideal))
+    return "\n".join(lines)
+
+
+def _heading(*names: str) -> list[str]:
+    return [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+
+
+def _row(first: str, method: str, settings: str | None, runs: Runs, ideal: Runs) -> str:
+    shown = [first, method, *([] if settings is None else [settings])]
+    shown += [summary(half_way(runs, ideal)), summary(slowdowns(runs, ideal)), end(runs)]
+    shown.append("" if runs is ideal else loss_at_end(runs, ideal))
+    return f"| {' | '.join(shown)} |"
+
+
+def _median(values: Sequence[float | None]) -> str:
+    """Return the median; "never" if at most half of the runs reach the level."""
+    known = sorted(one for one in values if one is not None)
+    if 2 * len(known) <= len(values):
+        return "never"
+    return f"{statistics.median([*known, *[float('inf')] * (len(values) - len(known))]):.2f}"

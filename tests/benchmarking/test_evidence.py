@@ -1,79 +1,85 @@
-"""The pages about the race quote its results."""
+"""The page about the comparisons quotes their results."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.harness import IMAGES, RESULTS
-from benchmarks.race import evidence, simulated_results, simulated_tables
-from benchmarks.race.simulated_results import against_best_rival
-from benchmarks.race.simulated_settings import CORNERS, MAP
+from benchmarks.harness import RESULTS, ROOT
+from benchmarks.race import evidence, tables
+from benchmarks.race.studies import Cell
 
-from benchmarking.test_race_simulated import as_read, rows_of
+from benchmarking.race_results import result
 
-
-def test_times_are_compared_with_the_best_rival(tmp_path: Path) -> None:
-    """Made up so that streaming is last in all cells: at the end after 31.1 s, tuned after 21.1.
-
-    The best rivals are there after 11 s. The share is there after 0.94375 of the time past 1 s.
-    """
-    rows = as_read(rows_of("defaults", "tuned"), tmp_path)
-    usual, tuned = ((1 + (end - 1) * 0.94375) / (1 + 10 * 0.94375) for end in (31.1, 21.1))
-    for expected, tracks in ((usual, ["defaults"]), (tuned, ["tuned", "tuned"])):
-        ratios = [ratio for ratio, _ in against_best_rival(rows, *tracks).values()]
-        assert ratios == pytest.approx([expected] * 12)
-    assert "never" not in simulated_tables.map_table(rows)
+CELL = Cell("headline", "cnn", "10Mbit/s")
+CURVE = [(1.0, 0.1), (2.0, 0.2), (4.0, 0.4)]
+FASTER, SLOWER = 0.05, -0.02
+"""What is added to the metric of the curve."""
 
 
-def test_corners_of_the_larger_model_have_a_table_of_their_own(tmp_path: Path) -> None:
-    """Only those that were run, and only the CNN's."""
-    rows = as_read(rows_of("defaults"), tmp_path)
-    assert "A larger model" not in evidence.tables(tmp_path)
-    corner, other = CORNERS[1], MAP[1]
-    larger = [
-        row | {"workload": "cnn", "points": [[1, 0.1], [2 if row["family"] == "ideal" else 8, 0.9]]}
-        for row in rows
-        if row["cell"] in (corner, other)
-    ]
-    written = [row | {"cell": asdict(row["cell"])} for row in (*rows, *larger)]
-    as_read(written, tmp_path)
-    first, _, ideal, *others = evidence.tables(tmp_path)["A larger model"].splitlines()
-    assert first == "| method | 10Mbit/s, 0.1 ms |"
-    assert ideal.startswith("| `ideal` | 1.9 s (100 %) |")
-    assert "| `streaming` | 7.6 s (26 %) |" in others
+def runs(folder: Path) -> None:
+    """Write a cell: the ideal is better with twice the rate, streaming takes twice the time."""
+    lines = []
+    for seed in (9, 0, 1, 2):
+        trial = {"ideal": "ideal", "streaming": "streaming"} if seed == 9 else {}
+        for method, more in (("ideal", 0.0), ("ideal --lr-scale 2", FASTER)):
+            points = [(s, m + more) for s, m in CURVE]
+            lines.append(result(method, points, seed=seed, trial=trial.get("ideal")))
+        points = [(2 * s, m + FASTER + 0.01 * seed) for s, m in CURVE]
+        lines.append(result("streaming", points, seed=seed, trial=trial.get("streaming")))
+    CELL.path(folder).write_text("".join(json.dumps(one.to_dict()) + "\n" for one in lines))
 
 
-def test_pictures_of_the_repository_are_small_and_copied() -> None:
-    for path in IMAGES.glob("race-*.png"):
-        assert path.stat().st_size < 100_000
-        assert path.read_bytes() == (RESULTS / path.name).read_bytes()
+def test_methods_are_compared_with_the_ideal_at_its_best(tmp_path: Path) -> None:
+    """With twice the rate it ends at 45 %. Streaming has the same, and 1 or 2 points more."""
+    runs(tmp_path)
+    *_, ideal, streaming = tables.headline("cnn", tmp_path).splitlines()
+    assert ideal == (
+        "| 10Mbit/s | ideal | `ideal --lr-scale 2` | 1.00 [1.00, 1.00] | 1.00 [1.00, 1.00] "
+        "| 45.0 % |  |"
+    )
+    # Half-way is 25 % after 2 s; the level is 44.4 % after 3.94 s. A point is 0.2 s.
+    half = [(4 - 0.2 * seed) / 2 for seed in (0, 1, 2)]
+    level = [2 * (3.94 - 0.1 * seed) / 3.94 for seed in (0, 1, 2)]
+    for name, values in (("half-way", half), ("level", level)):
+        mean = f"{sum(values) / 3:.2f} [{values[2]:.2f}, {values[0]:.2f}]"
+        assert mean in streaming, name
+    assert streaming.endswith("| 46.0 % | +1.0 [+0.0, +2.0] |")
 
 
-@pytest.mark.pages
+def test_first_settings_are_compared_with_the_ideal_at_the_same_rate(tmp_path: Path) -> None:
+    runs(tmp_path)
+    *_, ideal, streaming = tables.first_settings("cnn", tmp_path).splitlines()
+    assert ideal.endswith("| 40.0 % |  |")
+    assert streaming.endswith("| 46.0 % | +6.0 [+5.0, +7.0] |")
+
+
+def test_a_method_that_never_arrives_says_so() -> None:
+    ideal = {seed: result("ideal", CURVE, seed=seed) for seed in range(3)}
+    late = {seed: result("bsp", [(s, m + SLOWER) for s, m in CURVE], seed=seed) for seed in ideal}
+    assert tables.slowdowns(late, ideal) == [None] * 3
+    late[0] = ideal[0]
+    assert tables.slowdowns(late, ideal) == [1.0, None, None]
+
+
+def test_a_section_without_a_table_is_refused(tmp_path: Path) -> None:
+    runs(tmp_path)
+    with pytest.raises(ValueError, match="no section 'CNN with SGD'"):
+        evidence.page("# Evidence\n", tmp_path)
+    with pytest.raises(ValueError, match="section 'CNN with SGD' of the page has no table"):
+        evidence.page("\n## CNN with SGD\n\nText.\n\n## Next\n\n| a |\n", tmp_path)
+
+
 def test_the_page_matches_the_results() -> None:
     """``python -m benchmarks evidence`` writes it."""
     text = evidence.PAGE.read_text(encoding="utf-8")
     assert evidence.page(text) == text
 
 
-@pytest.mark.pages
-def test_no_tuned_rival_is_a_tenth_sooner() -> None:
-    """The page claims this of the map, with streaming averaging as it comes."""
-    found = simulated_results.against_best_rival(simulated_results.read(), "tuned")
-    assert set(found) == set(MAP)
-    assert max(times for times, _ in found.values()) <= 1.1
-    assert (
-        "at most 1.1 times the time of\nthe best rival that was tuned" in evidence.PAGE.read_text()
-    )
-
-
-@pytest.mark.pages
 def test_wrong_numbers_in_the_page_are_corrected() -> None:
     """All tables are replaced, so the comparison above can fail."""
     text = wrong = evidence.PAGE.read_text(encoding="utf-8")
-    for old in evidence.tables().values():
+    for old in evidence.sections().values():
         assert old in wrong
         wrong = wrong.replace(old, old.replace("1", "7"))
         assert old not in wrong
@@ -86,7 +92,7 @@ def test_the_table_of_the_readme_is_that_of_its_results() -> None:
     runs: dict[str, list[dict[str, Any]]] = {}
     for one in map(json.loads, lines):
         runs.setdefault(one["strategy"], []).append(one)
-    page = evidence.README.read_text(encoding="utf-8")
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(runs) == 6
     for strategy, of in runs.items():
         (line,) = (one for one in page.splitlines() if one.startswith(f"| `{strategy}`"))

@@ -12,17 +12,15 @@ LEVELS = [
     {"benchmarks.harness", "benchmarks.models"},
     {"benchmarks.processes", "benchmarks.run_cache"},
     {"benchmarks.race"},
-    {"benchmarks.ablation", "benchmarks.costs", "benchmarks.timeline"},
+    {"benchmarks.costs", "benchmarks.timeline"},
     {"benchmarks.papers", "benchmarks.soak"},
     {"benchmarks.__main__"},
 ]
 RACE = [
-    {"methods", "earlier_clock", "slowdown"},
-    {"settings", "simulated_settings", "studies", "curves"},
-    {"real", "simulated_results"},
-    {"tables", "simulated", "simulated_tables", "plots"},
-    {"figures", "run"},
-    {"evidence", "command"},
+    {"slowdown", "studies"},
+    {"tables", "run"},
+    {"figures"},
+    {"evidence"},
 ]
 
 
@@ -108,5 +106,5 @@ def test_an_upward_import_is_found(tmp_path: Path) -> None:
     upward = FOLDER / "race" / "upward.py"
     assert violations({"benchmarks.race.upward": upward}) == ["benchmarks.race.upward has no level"]
     wrong = FOLDER / "race" / "evidence.py"
-    found = violations({"benchmarks.race.methods": wrong})
+    found = violations({"benchmarks.race.studies": wrong})
     assert any(one.endswith("imports benchmarks.race.figures") for one in found)

@@ -135,7 +135,7 @@ def check(words: list[str]) -> None:
         module = rest[1] if rest[0] == "-m" else None
         if module == "benchmarks":
             for one in (one for one in rest[2:3] if one[0] != "-"):
-                assert one in (*NAMES, "race", "evidence"), one
+                assert one in (*NAMES, "evidence"), one
         elif module and module.startswith("benchmarks."):  # not on the path of ``call``
             path = ROOT.joinpath(*module.split("."))
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module

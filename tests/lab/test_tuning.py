@@ -83,7 +83,7 @@ def test_a_diverged_trial_leads_to_smaller_rates() -> None:
 
 RATES = ["x 2", "x 0.5"]
 WIRE = ["--wire int4"]
-MOMENTA = [",outer_momentum=0.95", ",outer_momentum=0.8"]
+DILOCO = "period=16,outer_momentum=0.6"  # its first values
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,16 @@ MOMENTA = [",outer_momentum=0.95", ",outer_momentum=0.8"]
         ("async:staleness=2", ["staleness=2"], RATES + WIRE),
         (
             "diloco",
-            ["", "period=200", "period=50", "outer_lr=1.0", "outer_lr=0.5"]
-            + [one.removeprefix(",") for one in MOMENTA],
+            [DILOCO, "period=32,outer_momentum=0.6", "period=8,outer_momentum=0.6"]
+            + [f"period=16,outer_lr={rate},outer_momentum=0.6" for rate in (1.0, 0.5)]
+            + ["period=16,outer_momentum=0.8", "period=16,outer_momentum=0.0"],
             RATES + WIRE,
         ),
         (
-            "diloco:period=16,outer_lr=0.9",
-            [f"period=16,outer_lr=0.9{more}" for more in ("", *MOMENTA)],
+            "diloco:overlap=20",  # excludes a period of 16
+            ["overlap=20", "period=200,overlap=20", "period=50,overlap=20"]
+            + [f"outer_lr={rate},overlap=20" for rate in (1.0, 0.5)]
+            + [f"outer_momentum={momentum},overlap=20" for momentum in (0.95, 0.8)],
             RATES + WIRE,
         ),
         ("selsync", ["", "target_lssr=0.95", "target_lssr=0.8"], RATES + WIRE),

@@ -114,8 +114,7 @@ def test_a_model_keeps_its_tensors() -> None:
 def test_a_large_tensor_is_a_large_fragment() -> None:
     """Nearly all of this model is one tensor, which DiLoCo does not cut: workers wait for it.
 
-    In ``benchmarks/results/race-defaults-cifar-dsl.jsonl`` they waited 33 % of the time. Four equal
-    fragments would be hidden.
+    Four equal fragments would be hidden.
     """
     sizes = (864, 32, 18432, 64, 73728, 128, 1966080, 960, 9600, 10)
     model = torch.nn.ParameterList(torch.zeros(size) for size in sizes)

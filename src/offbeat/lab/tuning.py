@@ -64,8 +64,13 @@ _SETTINGS = {
     "easgd": (Axis("period"),),
 }
 """Settings to tune, by the name of the strategy, besides learning rate and wire."""
-_FIRST = {"local": "period=8", "fedavg": "period=8", "ssp": "staleness=4"}
-"""First values of settings that have no default."""
+_FIRST = {
+    "local": ("period=8",),
+    "fedavg": ("period=8",),
+    "ssp": ("staleness=4",),
+    "diloco": ("period=16", "outer_momentum=0.6"),
+}
+"""First values of settings that have no default, or a default for much longer runs."""
 
 
 # -- methods and their settings --------------------------------------------------------------------
@@ -78,24 +83,21 @@ def with_ideal(methods: Sequence[str]) -> list[str]:
 
 
 def untuned(text: str) -> str:
-    """Return ``text`` with a first value for a required setting that it omits.
+    """Return ``text`` with first values for settings that it omits, if some are in ``_FIRST``.
 
     Example: ``local --wire int8`` becomes ``local:period=8 --wire int8``.
     """
     strategy, *options = text.split()
-    name, colon, settings = strategy.partition(":")
-    if name not in _FIRST:
-        return text
+    name, _, settings = strategy.partition(":")
+    given = [one for one in settings.split(",") if one]
+    fixed = {one.partition("=")[0] for one in given}
+    added = [one for one in _FIRST.get(name, ()) if one.partition("=")[0] not in fixed]
+    complete = f"{name}:{','.join([*added, *given])}" if added else strategy
     try:
-        parse_method(strategy)
+        parse_method(complete)
     except ValueError:
-        added = f"{strategy}{',' if settings else ':' * (not colon)}{_FIRST[name]}"
-        try:
-            parse_method(added)
-        except ValueError:
-            return text  # has another mistake, which the caller finds
-        return " ".join([added, *options])
-    return text
+        return text  # has a mistake, which the caller finds, or settings that exclude these values
+    return " ".join([complete, *options])
 
 
 def _axes(text: str, job: Job) -> list[Axis]:

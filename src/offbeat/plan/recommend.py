@@ -18,8 +18,7 @@ NEGLIGIBLE_IDLE = 0.02
 the time that a worker waits for others."""
 LOST_STEPS = 0.1
 """Share of additional steps that averaging models may need to reach the same metric as BSP. BSP is
-therefore recommended up to this idle share. One measurement found 0.8 to 1.1 times the steps of BSP
-for accuracies up to 50 % (``benchmarks/results/streaming-links.jsonl``)."""
+therefore recommended up to this idle share. ``docs/evidence.md`` has measurements."""
 
 _WATCH = "watch the final metric, or make a step longer with a larger batch"
 

@@ -1,1 +1,0 @@
-"""The ablation of streaming averaging: ``python -m benchmarks.ablation``."""
