@@ -1,41 +1,38 @@
 """The figure of the headline comparison: slowdown to the ideal's level over the link."""
 
-import statistics
 from pathlib import Path
 
 from benchmarks.harness import RESULTS
-from benchmarks.race.studies import LINKS
-from benchmarks.race.tables import NAMES, cells_of, slowdowns, tuned_runs
+from benchmarks.race.slowdown import median
+from benchmarks.race.studies import HEADLINE, LINKS
+from benchmarks.race.tables import NAMES, cells_of, runs_of, slowdowns
 from offbeat.display.plots import new_figure
 from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
 
 CEILING = 8.0
-"""Slowdown at which a method is drawn that does not reach the level with most seeds."""
+"""Slowdown at which a method is drawn that is slower, or never arrives with most seeds."""
 
 
 def draw(workload: str, path: Path, folder: Path = RESULTS) -> None:
-    """Draw the tuned methods of ``headline`` for a workload; above the line, they never arrive.
+    """Draw the median slowdown of the tuned methods of ``headline`` for a workload.
 
-    A point is the mean over the seeds that reach the level, with its interval. It is filled if all
-    of them do.
+    A point is hollow if some seeds never arrive. If all do, it has the interval of their mean.
     """
     figure, axes = new_figure(4.8, 3.0, dpi=120)
     cells = cells_of("headline", workload, folder)
-    for number, method in enumerate(name for name in tuned_runs(cells[0], folder)):
-        if method == "ideal":
-            continue
+    for number, method in enumerate(HEADLINE[1:]):
         for x, cell in enumerate(cells):
-            runs = tuned_runs(cell, folder)
+            runs = runs_of(cell, folder)
             values = slowdowns(runs[method], runs["ideal"])
             known = [one for one in values if one is not None]
-            mean = statistics.fmean(known) if 2 * len(known) > len(values) else CEILING
+            y = min(median(values), CEILING)
             below = above = 0.0
-            if mean < CEILING and len(known) >= MIN_SEEDS:
+            if len(known) == len(values) >= MIN_SEEDS and y < CEILING:
                 interval = interval_of(known)
-                below, above = mean - interval.low, interval.high - mean
+                below, above = max(0.0, y - interval.low), max(0.0, interval.high - y)
             axes.errorbar(
-                x + 0.1 * (number - 2),
-                min(mean, CEILING),
+                x + 0.1 * (number - 1.5),
+                y,
                 yerr=[[below], [above]],
                 fmt="osD^v<>"[number],
                 color=f"C{number}",

@@ -1,19 +1,20 @@
 """The slowdown of a run against the ideal network.
 
 The *ideal* is the baseline ``ideal``, the speed-up limit. The slowdown to a metric is the run's
-time to it over the ideal's. Both curves are the best metric so far, with straight lines between
-evaluations.
+time until it has this metric, divided by the ideal's time. Both curves are the best metric so far,
+with straight lines between evaluations.
 """
 
+import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat.lab.results import Result
 
 TOLERANCE = 0.02
-"""Share of the ideal's improvement by which its level is relaxed, as in ``offbeat.lab.tuning``."""
+"""Share of the ideal's improvement by which its level is relaxed."""
 Corners = Sequence[tuple[float, float]]
 """Corners of a curve: seconds and the best metric so far, negated if lower is better."""
 
@@ -44,19 +45,16 @@ def seconds_to(corners: Corners, metric: float) -> float | None:
 
     If the first evaluation is good enough already, the result is its time.
     """
-    return next(_crossings(corners, metric), None)
-
-
-def _crossings(corners: Corners, metric: float) -> Iterator[float]:
     if corners[0][1] >= metric:
-        yield corners[0][0]
+        return corners[0][0]
     for (start, low), (end, high) in pairwise(corners):
-        if low < metric <= high:
-            yield start + (end - start) * (metric - low) / (high - low)
+        if high >= metric:
+            return start + (end - start) * (metric - low) / (high - low)
+    return None
 
 
 def slowdown_half_way(run: Result, ideal: Result) -> float | None:
-    """Return the slowdown to what the ideal has after half of its run; None if never reached."""
+    """Return the slowdown to the ideal's metric after half of its time; None if never reached."""
     return _slowdown(run, ideal, metric_at(best_so_far(ideal), ideal.seconds / 2))
 
 
@@ -76,19 +74,24 @@ def _slowdown(run: Result, ideal: Result, metric: float) -> float | None:
     return None if arrived is None or reached is None else arrived / reached
 
 
-def summary(values: Sequence[float | None]) -> str:
-    """Return the mean of the values as text; None stands for a run that never arrived.
+def median(values: Sequence[float | None]) -> float:
+    """Return the median of slowdowns; None, a run that never arrives, counts as infinity."""
+    return statistics.median(math.inf if one is None else one for one in values)
 
-    From three values on, the 95 % interval follows in brackets; of two values, both follow. If some
-    runs never arrived, the number of those that did follows.
+
+def summary(values: Sequence[float | None]) -> str:
+    """Return slowdowns as text; None stands for a run that never arrives.
+
+    If all runs arrive: the mean, with the 95 % interval in brackets from three values on, or with
+    both of two values. Otherwise the number of runs that arrive, and the best one.
     """
     known = [one for one in values if one is not None]
     if not known:
         return "never"
+    if len(known) < len(values):
+        return f"{len(known)} of {len(values)}, {min(known):.2f} at best"
     text = f"{statistics.fmean(known):.2f}"
     if len(known) >= MIN_SEEDS:
         interval = interval_of(known)
-        text += f" [{interval.low:.2f}, {interval.high:.2f}]"
-    elif len(known) == 2:
-        text += f" ({min(known):.2f}–{max(known):.2f})"
-    return text if len(known) == len(values) else f"{text}, {len(known)} of {len(values)}"
+        return f"{text} [{interval.low:.2f}, {interval.high:.2f}]"
+    return f"{text} ({min(known):.2f} and {max(known):.2f})" if len(known) == 2 else text

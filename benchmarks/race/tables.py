@@ -1,16 +1,18 @@
 """Tables of the comparisons in ``studies``, for the page that quotes them.
 
-Each value compares a run with the ideal's run of the same seed. The *ideal* is the baseline
-``ideal`` with the learning rate that tuning chose, unless a table says otherwise.
+The *ideal* is the baseline ``ideal``. Slowdowns and differences compare each run with the ideal's
+run of the same seed.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import RESULTS
-from benchmarks.race.slowdown import slowdown_half_way, slowdown_to_level, summary
-from benchmarks.race.studies import CELLS, FAMILIES, WIRES, Cell, select
+from benchmarks.race.slowdown import median, slowdown_half_way, slowdown_to_level, summary
+from benchmarks.race.studies import CELLS, FAMILIES, WIRES, WORKLOADS, Cell
+from offbeat.lab.job import Job
 from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat.lab.results import Result, read_results
 from offbeat.lab.tuning import choices
@@ -31,30 +33,42 @@ NAMES = {
 
 
 def cells_of(study: str, workload: str, folder: Path = RESULTS) -> list[Cell]:
-    """Return the cells of a study and a workload that have results."""
-    return [one for one in select([study, workload]) if one.path(folder).exists()]
+    """Return the cells of a study and a workload that are complete.
+
+    In a complete cell, each method has all seeds, with the settings that tuning chose.
+    """
+    return [
+        cell
+        for cell in CELLS
+        if (cell.study, cell.workload) == (study, workload) and _is_complete(cell, folder)
+    ]
 
 
-def tuned_runs(cell: Cell, folder: Path = RESULTS) -> dict[str, Runs]:
-    """Return the runs of each method of ``headline`` or ``wires`` with the chosen settings."""
+def _is_complete(cell: Cell, folder: Path) -> bool:
+    if not cell.path(folder).exists():
+        return False
+    found = runs_of(cell, folder)
+    return all(len(found.get(method, {})) == cell.seeds for method in cell.methods(folder))
+
+
+def runs_of(cell: Cell, folder: Path = RESULTS) -> dict[str, Runs]:
+    """Return the runs of each method of a cell, with the settings that tuning chose."""
     results = read_results(cell.path(folder), trials=True)
-    return _of_labels(results, {one.method: one.job.label for one in choices(results)})
+    methods = cell.methods(folder)
+    if cell.trials is None:
+        return _of_labels(results, {one: Job("").under(one).label for one in methods})
+    chosen = {one.method: one.job.label for one in choices(results)}
+    return _of_labels(results, {name: chosen[name] for name in methods if name in chosen})
 
 
 def first_runs(cell: Cell, folder: Path = RESULTS) -> dict[str, Runs]:
-    """Return the runs of each method of ``headline`` or ``wires`` with its first settings."""
+    """Return the runs of each method of ``headline``, with the settings of its first trial."""
     results = read_results(cell.path(folder), trials=True)
     first: dict[str, str] = {}
     for result in results:
         if result.trial is not None:
             first.setdefault(result.trial.method, result.label)
-    return _of_labels(results, first)
-
-
-def plain_runs(cell: Cell, folder: Path = RESULTS) -> dict[str, Runs]:
-    """Return the runs of each method of a study without tuning, in order of appearance."""
-    results = read_results(cell.path(folder))
-    return _of_labels(results, {result.label: result.label for result in results})
+    return _of_labels(results, {name: first[name] for name in cell.methods(folder)})
 
 
 def _of_labels(results: Sequence[Result], labels: dict[str, str]) -> dict[str, Runs]:
@@ -77,12 +91,12 @@ def slowdowns(runs: Runs, ideal: Runs) -> list[float | None]:
 
 
 def half_way(runs: Runs, ideal: Runs) -> list[float | None]:
-    """Return the slowdown to what the ideal has after half of its run, for each seed."""
+    """Return the slowdown to the ideal's metric after half of its time, for each seed."""
     return [slowdown_half_way(run, best) for run, best in pairs(runs, ideal)]
 
 
-def loss_at_end(runs: Runs, ideal: Runs) -> str:
-    """Return the final metric less the ideal's: the mean, with an interval from three seeds on.
+def difference_at_end(runs: Runs, ideal: Runs) -> str:
+    """Return the mean of the final metric minus the ideal's, with an interval from three seeds on.
 
     Accuracies are in percentage points.
     """
@@ -110,9 +124,9 @@ def headline(workload: str, folder: Path = RESULTS) -> str:
     """Return the table of all methods with tuned settings."""
     lines = _heading("link", "method", "settings", "half-way", "level", "end", "end − ideal")
     for cell in cells_of("headline", workload, folder):
-        found = tuned_runs(cell, folder)
+        found = runs_of(cell, folder)
         for method, runs in found.items():
-            label = next(iter(runs.values())).label
+            label = next(iter(runs.values())).label.replace(",fragments=4,overlap=4", "")
             lines.append(_row(cell.bandwidth, NAMES[method], f"`{label}`", runs, found["ideal"]))
     return "\n".join(lines)
 
@@ -131,7 +145,7 @@ def real(workload: str, folder: Path = RESULTS) -> str:
     """Return the table of the chosen settings on real processes."""
     lines = _heading("link", "method", "half-way", "level", "end", "end − ideal", "a step")
     for cell in cells_of("real", workload, folder):
-        found = plain_runs(cell, folder)
+        found = runs_of(cell, folder)
         ideal = next(runs for label, runs in found.items() if label.startswith("ideal"))
         for label, runs in found.items():
             step = statistics.fmean(run.mean_step_seconds for run in runs.values())
@@ -141,25 +155,29 @@ def real(workload: str, folder: Path = RESULTS) -> str:
 
 
 def wires(folder: Path = RESULTS) -> str:
-    """Return the table of all families over float32, int4 and int2, one column per link."""
+    """Return the table of all families over float32, int4 and int2: median slowdown to the level.
+
+    There is one column for each link. A run that never arrives counts as infinity.
+    """
     cells = cells_of("wires", "mlp", folder)
-    by_cell = [tuned_runs(cell, folder) for cell in cells]
+    by_cell = [runs_of(cell, folder) for cell in cells]
     links = [f"{cell.bandwidth}, {cell.latency}" for cell in cells]
     lines = _heading("method", "wire", *links)
     for family in FAMILIES:
         for wire in WIRES:
             method = f"{family} --wire {wire}"
-            values = [_median(slowdowns(found[method], found["ideal"])) for found in by_cell]
-            lines.append(f"| {NAMES[family]} | {wire} | {' | '.join(values)} |")
+            values = [median(slowdowns(found[method], found["ideal"])) for found in by_cell]
+            shown = [f"{one:.2f}" if math.isfinite(one) else "never" for one in values]
+            lines.append(f"| {NAMES[family]} | {wire} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
 def parts(folder: Path = RESULTS) -> str:
-    """Return the table of streaming averaging without one of its parts."""
-    cells = [one for one in CELLS if one.study == "parts" and one.path(folder).exists()]
+    """Return the table of streaming averaging with other settings."""
+    cells = [cell for workload in WORKLOADS for cell in cells_of("parts", workload, folder)]
     lines = _heading("workload", "method", "half-way", "level", "end", "end − ideal")
     for cell in cells:
-        found = plain_runs(cell, folder)
+        found = runs_of(cell, folder)
         ideal = next(runs for label, runs in found.items() if label.startswith("ideal"))
         for label, runs in found.items():
             lines.append(_row(cell.workload, f"`{label}`", None, runs, ideal))
@@ -173,13 +191,5 @@ def _heading(*names: str) -> list[str]:
 def _row(first: str, method: str, settings: str | None, runs: Runs, ideal: Runs) -> str:
     shown = [first, method, *([] if settings is None else [settings])]
     shown += [summary(half_way(runs, ideal)), summary(slowdowns(runs, ideal)), end(runs)]
-    shown.append("" if runs is ideal else loss_at_end(runs, ideal))
+    shown.append("" if runs is ideal else difference_at_end(runs, ideal))
     return f"| {' | '.join(shown)} |"
-
-
-def _median(values: Sequence[float | None]) -> str:
-    """Return the median; "never" if at most half of the runs reach the level."""
-    known = sorted(one for one in values if one is not None)
-    if 2 * len(known) <= len(values):
-        return "never"
-    return f"{statistics.median([*known, *[float('inf')] * (len(values) - len(known))]):.2f}"

@@ -6,18 +6,28 @@ from typing import Any
 
 import pytest
 from benchmarks.harness import RESULTS, ROOT
-from benchmarks.race import evidence, tables
+from benchmarks.race import evidence, studies, tables
 from benchmarks.race.studies import Cell
 
 from benchmarking.race_results import result
 
 CELL = Cell("headline", "cnn", "10Mbit/s")
+METHODS = ("ideal", "streaming")
 CURVE = [(1.0, 0.1), (2.0, 0.2), (4.0, 0.4)]
 FASTER, SLOWER = 0.05, -0.02
 """What is added to the metric of the curve."""
 
 
-def runs(folder: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a directory with one cell, of two methods and three seeds."""
+    monkeypatch.setattr(studies, "HEADLINE", METHODS)
+    monkeypatch.setattr(Cell, "seeds", 3)
+    write(tmp_path)
+    return tmp_path
+
+
+def write(folder: Path) -> None:
     """Write a cell: the ideal is better with twice the rate, streaming takes twice the time."""
     lines = []
     for seed in (9, 0, 1, 2):
@@ -30,10 +40,9 @@ def runs(folder: Path) -> None:
     CELL.path(folder).write_text("".join(json.dumps(one.to_dict()) + "\n" for one in lines))
 
 
-def test_methods_are_compared_with_the_ideal_at_its_best(tmp_path: Path) -> None:
+def test_methods_are_compared_with_the_ideal_at_its_best(folder: Path) -> None:
     """With twice the rate it ends at 45 %. Streaming has the same, and 1 or 2 points more."""
-    runs(tmp_path)
-    *_, ideal, streaming = tables.headline("cnn", tmp_path).splitlines()
+    *_, ideal, streaming = tables.headline("cnn", folder).splitlines()
     assert ideal == (
         "| 10Mbit/s | ideal | `ideal --lr-scale 2` | 1.00 [1.00, 1.00] | 1.00 [1.00, 1.00] "
         "| 45.0 % |  |"
@@ -47,11 +56,18 @@ def test_methods_are_compared_with_the_ideal_at_its_best(tmp_path: Path) -> None
     assert streaming.endswith("| 46.0 % | +1.0 [+0.0, +2.0] |")
 
 
-def test_first_settings_are_compared_with_the_ideal_at_the_same_rate(tmp_path: Path) -> None:
-    runs(tmp_path)
-    *_, ideal, streaming = tables.first_settings("cnn", tmp_path).splitlines()
+def test_first_settings_are_compared_with_the_ideal_at_the_same_rate(folder: Path) -> None:
+    *_, ideal, streaming = tables.first_settings("cnn", folder).splitlines()
     assert ideal.endswith("| 40.0 % |  |")
     assert streaming.endswith("| 46.0 % | +6.0 [+5.0, +7.0] |")
+
+
+def test_an_unfinished_cell_is_left_out(folder: Path) -> None:
+    path = CELL.path(folder)
+    assert tables.cells_of("headline", "cnn", folder) == [CELL]
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert tables.cells_of("headline", "cnn", folder) == []
+    assert evidence.sections(folder) == {}
 
 
 def test_a_method_that_never_arrives_says_so() -> None:
@@ -62,12 +78,11 @@ def test_a_method_that_never_arrives_says_so() -> None:
     assert tables.slowdowns(late, ideal) == [1.0, None, None]
 
 
-def test_a_section_without_a_table_is_refused(tmp_path: Path) -> None:
-    runs(tmp_path)
+def test_a_section_without_a_table_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="no section 'CNN with SGD'"):
-        evidence.page("# Evidence\n", tmp_path)
+        evidence.page("# Evidence\n", folder)
     with pytest.raises(ValueError, match="section 'CNN with SGD' of the page has no table"):
-        evidence.page("\n## CNN with SGD\n\nText.\n\n## Next\n\n| a |\n", tmp_path)
+        evidence.page("\n## CNN with SGD\n\nText.\n\n## Next\n\n| a |\n", folder)
 
 
 def test_the_page_matches_the_results() -> None:

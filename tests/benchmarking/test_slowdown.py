@@ -1,8 +1,11 @@
 """Times to the ideal's metric, against numbers found by hand."""
 
+import math
+
 import pytest
 from benchmarks.race.slowdown import (
     best_so_far,
+    median,
     metric_at,
     seconds_to,
     slowdown_half_way,
@@ -45,7 +48,9 @@ def test_the_slowdown_is_a_ratio_of_times_to_one_metric(higher: bool) -> None:
 
 
 def test_runs_that_never_arrive_are_counted() -> None:
-    assert summary([1.6, 0.9]) == "1.25 (0.90–1.60)"
-    assert summary([None, 0.6]) == "0.60, 1 of 2"
+    assert summary([1.6, 0.9]) == "1.25 (0.90 and 1.60)"
+    assert summary([None, 0.6, 0.8]) == "2 of 3, 0.60 at best"
     assert summary([None, None]) == "never"
     assert summary([1.0, 2.0, 3.0]) == "2.00 [1.00, 3.00]"
+    assert median([None, 0.6, 0.8]) == 0.8
+    assert median([None, 0.6]) == math.inf

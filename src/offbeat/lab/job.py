@@ -161,7 +161,7 @@ class Job:
     wire: Precision | None = option(
         None,
         help="Precision of models and gradients on the network.",
-        unset="float32; chosen at run time by streaming",
+        unset="float32; int2 for streaming",
         of_method=True,
     )
 

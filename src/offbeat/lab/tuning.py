@@ -29,7 +29,7 @@ class Axis:
 
     Attributes:
         name: Field of ``Job`` or of the strategy.
-        values: Possible values in order. Empty: the first value times powers of 2.
+        values: Possible values in order. Empty: the first value, doubled or halved repeatedly.
     """
 
     name: str
@@ -83,7 +83,7 @@ def with_ideal(methods: Sequence[str]) -> list[str]:
 
 
 def untuned(text: str) -> str:
-    """Return ``text`` with first values for settings that it omits, if some are in ``_FIRST``.
+    """Return ``text`` with the values of ``_FIRST`` for settings that it omits.
 
     Example: ``local --wire int8`` becomes ``local:period=8 --wire int8``.
     """
@@ -118,7 +118,7 @@ def _axes(text: str, job: Job) -> list[Axis]:
 
 
 def _fixed(text: str) -> set[str]:
-    """Return the words in a method's text, which include the names of its settings and options."""
+    """Return all words in a method's text, among them the names of its settings and options."""
     return {word.lstrip("-").replace("-", "_") for word in re.split(r"[\s:,=]+", text)}
 
 
@@ -237,8 +237,8 @@ def tune(
 def search(first: Job, axes: Sequence[Axis], score: Callable[[Job], Score], budget: int) -> Job:
     """Return the job with the smallest score found by a coordinate search.
 
-    The search changes one setting after the other. It takes larger values while the score improves,
-    or else smaller ones. It repeats this with all settings until none improves the score, or the
+    The search changes one setting after the other. It goes up the axis while the score improves, or
+    else down. It repeats this with all settings until none improves the score, or the
     budget is spent. Of jobs with equal scores, the earlier one is better. A value that the method
     refuses ends the search in this direction and costs no trial.
     """
@@ -273,7 +273,8 @@ class Choice:
         method: The method as the user gave it.
         job: Job of the method's best trial.
         trials: Number of the method's trials.
-        rates: Learning-rate factors of these trials, in ascending order.
+        rates: Learning-rate factors of these trials, in ascending order. The other settings of the
+            trials may differ.
     """
 
     method: str
