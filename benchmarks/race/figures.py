@@ -1,4 +1,4 @@
-"""The figure of the headline comparison: slowdown to the ideal's level over the link."""
+"""The figure of the headline comparison: slowdown over the link."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def draw(workload: str, path: Path, folder: Path = RESULTS) -> None:
     axes.axhline(1, color="0.5", linewidth=1, linestyle=":")
     axes.set_xticks(range(len(cells)), [cell.bandwidth for cell in cells])
     axes.set_xlim(-0.5, len(LINKS) - 0.5)
-    axes.set_ylabel("time to the ideal's level / the ideal's")
+    axes.set_ylabel("time to 98 % / the ideal's")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", frameon=False, ncols=4)
     figure.savefig(path)

@@ -13,8 +13,6 @@ from itertools import pairwise
 from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat.lab.results import Result
 
-TOLERANCE = 0.02
-"""Share of the ideal's improvement by which its level is relaxed."""
 Corners = Sequence[tuple[float, float]]
 """Corners of a curve: seconds and the best metric so far, negated if lower is better."""
 
@@ -58,15 +56,16 @@ def slowdown_half_way(run: Result, ideal: Result) -> float | None:
     return _slowdown(run, ideal, metric_at(best_so_far(ideal), ideal.seconds / 2))
 
 
-def slowdown_to_level(run: Result, ideal: Result) -> float | None:
-    """Return the slowdown to the ideal's level; None if the run never reaches it.
+def slowdown_to_share(run: Result, ideal: Result, share: float) -> float | None:
+    """Return the slowdown to a share of the ideal's improvement; None if never reached.
 
-    The level is the ideal's final metric, relaxed by 2 % of what the ideal gains after its first
-    evaluation.
+    The improvement is what the ideal's metric gains from the first evaluation to the last one.
     """
-    corners = best_so_far(ideal)
-    final = ideal.final if ideal.higher_is_better else -ideal.final
-    return _slowdown(run, ideal, final - TOLERANCE * (corners[-1][1] - corners[0][1]))
+    first, last = (
+        point.metric if ideal.higher_is_better else -point.metric
+        for point in (ideal.points[0], ideal.points[-1])
+    )
+    return _slowdown(run, ideal, first + share * (last - first))
 
 
 def _slowdown(run: Result, ideal: Result, metric: float) -> float | None:

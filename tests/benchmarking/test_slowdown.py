@@ -9,7 +9,7 @@ from benchmarks.race.slowdown import (
     metric_at,
     seconds_to,
     slowdown_half_way,
-    slowdown_to_level,
+    slowdown_to_share,
     summary,
 )
 
@@ -34,17 +34,17 @@ def test_curves_are_the_best_so_far_and_straight_between() -> None:
 
 @pytest.mark.parametrize("higher", [True, False])
 def test_the_slowdown_is_a_ratio_of_times_to_one_metric(higher: bool) -> None:
-    """Half-way, at 20 s, the ideal has 0.4; its level is 0.5 − 2 % of 0.3."""
+    """Half-way, at 20 s, the ideal has 0.4; 98 % of its improvement are 0.2 + 0.98 · 0.3."""
     late, ideal, better = (
         result("bsp", [(s, m if higher else 1 - m) for s, m in points], higher=higher)
         for points in (LATE, IDEAL, [*LATE, (60.0, 0.498)])
     )
     assert slowdown_half_way(late, ideal) == pytest.approx(32 / 20)
-    assert slowdown_to_level(late, ideal) is None
+    assert slowdown_to_share(late, ideal, 0.98) is None
     arrived = 48 + 12 * (0.494 - 0.47) / (0.498 - 0.47)
     reached = 30 + 10 * (0.494 - 0.4) / (0.5 - 0.4)
-    assert slowdown_to_level(better, ideal) == pytest.approx(arrived / reached)
-    assert slowdown_to_level(ideal, ideal) == 1
+    assert slowdown_to_share(better, ideal, 0.98) == pytest.approx(arrived / reached)
+    assert slowdown_to_share(ideal, ideal, 0.98) == 1
 
 
 def test_runs_that_never_arrive_are_counted() -> None:
