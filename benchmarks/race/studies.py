@@ -71,6 +71,8 @@ HEADLINE = ("ideal", "streaming", DILOCO, "local", "bsp --wire float32")
 """``bsp --wire float32`` is DDP with all gradients in one bucket."""
 PEERS = {"local": "torch:postlocal,period={period}", "bsp --wire float32": "torch:ddp"}
 """Method of ``headline`` → torch's own code for it, which runs in its place on real processes."""
+LEAST_PERIOD = 2
+"""Least period of ``torch:postlocal``."""
 WIRES = ("float32", "int4", "int2")
 PARTS = (
     *("streaming", "streaming:outer_gain=1", "streaming:outer_gain=2"),
@@ -152,8 +154,8 @@ def _real(method: str, chosen: Job) -> str:
     """Return what runs on real processes for a method with chosen settings."""
     if method not in PEERS:
         return chosen.label
-    period = getattr(parse_strategy(chosen.strategy), "period", None)
-    return PEERS[method].format(period=period) + _rate(chosen)
+    period = getattr(parse_strategy(chosen.strategy), "period", LEAST_PERIOD)
+    return PEERS[method].format(period=max(LEAST_PERIOD, period)) + _rate(chosen)
 
 
 CELLS = (

@@ -100,14 +100,18 @@ def half_way(runs: Runs, ideal: Runs) -> list[float | None]:
     return [slowdown_half_way(run, best) for run, best in pairs(runs, ideal)]
 
 
-def difference_at_end(runs: Runs, ideal: Runs) -> str:
-    """Return the mean of the final metric minus the ideal's, with an interval from three seeds on.
+def differences(runs: Runs, ideal: Runs) -> list[float]:
+    """Return the final metric minus the ideal's for each seed. Accuracies are in points."""
+    return [
+        (run.final - best.final) * (100 if best.higher_is_better else 1)
+        for run, best in pairs(runs, ideal)
+    ]
 
-    Accuracies are in percentage points.
-    """
-    found = pairs(runs, ideal)
-    scale, digits = (100, 1) if found[0][1].higher_is_better else (1, 3)
-    values = [scale * (run.final - best.final) for run, best in found]
+
+def difference_at_end(runs: Runs, ideal: Runs) -> str:
+    """Return the mean of ``differences``, with an interval from three seeds on."""
+    values = differences(runs, ideal)
+    digits = 1 if next(iter(ideal.values())).higher_is_better else 3
     if len(values) < MIN_SEEDS:
         return f"{statistics.fmean(values):+.{digits}f}"
     interval = interval_of(values)
