@@ -151,15 +151,23 @@ def first_settings(workload: str, folder: Path = RESULTS) -> str:
 
 
 def real(workload: str, folder: Path = RESULTS) -> str:
-    """Return the table of the chosen settings on real processes."""
-    lines = _heading("link", "method", "half-way", "90 %", "98 %", "end", "end − ideal", "a step")
+    """Return the table of the chosen settings on real processes.
+
+    The last columns are the mean duration of a step, and the share of steps whose computing took
+    longer than the time to which steps are padded.
+    """
+    names = ("link", "method", "half-way", "90 %", "98 %", "end", "end − ideal", "a step", "late")
+    lines = _heading(*names)
     for cell in cells_of("real", workload, folder):
         found = runs_of(cell, folder)
         ideal = next(runs for label, runs in found.items() if label.startswith("ideal"))
         for label, runs in found.items():
-            step = statistics.fmean(run.mean_step_seconds for run in runs.values())
+            step, late = (
+                statistics.fmean(getattr(run, name) for run in runs.values())
+                for name in ("mean_step_seconds", "late_share")
+            )
             row = _row(cell.bandwidth, f"`{label}`", None, runs, ideal)
-            lines.append(f"{row} {1000 * step:.0f} ms |")
+            lines.append(f"{row} {1000 * step:.0f} ms | {100 * late:.0f} % |")
     return "\n".join(lines)
 
 
