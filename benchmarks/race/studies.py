@@ -39,12 +39,15 @@ class Workload:
     Attributes:
         file: File of the recipe in ``models/``.
         data: Subdirectory of the data directory; None if the recipe needs no files.
-        step_seconds: Time of a step: virtual time, or real workers sleep up to it.
+        step_seconds: Virtual time of a step.
+        real_step_seconds: Time up to which real workers sleep in each step. It is longer than
+            the computing of four processes on two cores.
     """
 
     file: str
     data: str | None
     step_seconds: float
+    real_step_seconds: float = 0.05
 
     def job(self, data: Path) -> Job:
         """Return the settings that all runs of this workload share."""
@@ -57,7 +60,7 @@ class Workload:
 
     def with_controlled_steps(self, job: Job) -> Job:
         """Return the job for real workers, with a time limit."""
-        return replace(job, step_seconds=self.step_seconds, max_seconds=MAX_SECONDS)
+        return replace(job, step_seconds=self.real_step_seconds, max_seconds=MAX_SECONDS)
 
 
 WORKLOADS = {
