@@ -25,6 +25,8 @@ from offbeat.simulate import Compute, Network
 from offbeat.units import parse_bandwidth
 
 WORKERS, TRIALS, EVALUATIONS, JITTER = 4, 8, 20, 0.05
+REAL_STEP_SECONDS = 0.05
+"""Time up to which real workers sleep in each step. It is longer than their computing."""
 MAX_SECONDS = 60.0
 """Time limit of a run on real processes, more than twice what the ideal takes."""
 NEAR, FAR = "100us", "30ms"
@@ -40,14 +42,11 @@ class Workload:
         file: File of the recipe in ``models/``.
         data: Subdirectory of the data directory; None if the recipe needs no files.
         step_seconds: Virtual time of a step.
-        real_step_seconds: Time up to which real workers sleep in each step. It is longer than
-            the computing of four processes on two cores.
     """
 
     file: str
     data: str | None
     step_seconds: float
-    real_step_seconds: float = 0.05
 
     def job(self, data: Path) -> Job:
         """Return the settings that all runs of this workload share."""
@@ -57,10 +56,6 @@ class Workload:
             data=None if self.data is None else str(data / self.data),
             evaluations=EVALUATIONS,
         )
-
-    def with_controlled_steps(self, job: Job) -> Job:
-        """Return the job for real workers, with a time limit."""
-        return replace(job, step_seconds=self.real_step_seconds, max_seconds=MAX_SECONDS)
 
 
 WORKLOADS = {
@@ -135,7 +130,9 @@ class Cell:
         """Return the settings that all runs share."""
         workload = WORKLOADS[self.workload]
         job = workload.job(data)
-        return workload.with_controlled_steps(job) if self.study == "real" else job
+        if self.study != "real":
+            return job
+        return replace(job, step_seconds=REAL_STEP_SECONDS, max_seconds=MAX_SECONDS)
 
     @contextlib.contextmanager
     def runner(self) -> Iterator[Runner]:

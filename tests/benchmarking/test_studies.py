@@ -93,3 +93,13 @@ def test_other_studies_use_the_settings_that_tuning_chose(tmp_path: Path) -> Non
 def test_real_cells_need_tuned_settings(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="race-headline-cnn-10Mbit"):
         Cell("real", "cnn", "10Mbit/s").methods(tmp_path)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_the_stored_results_have_the_settings_of_the_cell(cell: Cell) -> None:
+    """Results that were made with other step times or workers must run again."""
+    shared = cell.job(Path("data"))
+    names = ("workers", "evaluations", "max_seconds", "step_seconds")
+    for result in read_results(cell.path(), trials=True):
+        for name in names:
+            assert getattr(result.job, name) == getattr(shared, name), (result.label, name)
