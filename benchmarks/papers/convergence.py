@@ -34,7 +34,7 @@ WORKERS = 8
 WITHIN = 0.01
 EPOCHS = {"cifar": 6.0, "mnist": 1.5}
 EVALUATIONS = {"cifar": 30, "mnist": 12}
-SSP_SCALES = (0.03, 0.1, 0.3, 1.0)
+SSP_SCALES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 DEFDP = " --sampler defdp"
 AN_EPOCH = {"cifar": 62, "mnist": 117}  # steps of each worker
 

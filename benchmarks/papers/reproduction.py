@@ -42,7 +42,11 @@ def values() -> dict[str, str]:
     """Return the text for each ``{{name}}`` of the template."""
     return {
         **_of(speedup.NAME, _speedup),
-        **{f"long {key}": one for key, one in _of(f"{speedup.NAME}-long", _speedup).items()},
+        **{
+            f"{study} {key}": one
+            for study in ("long", "cifar-long")
+            for key, one in _of(f"{speedup.NAME}-{study}", _speedup).items()
+        },
         **_of(exponents.NAME, _exponents),
         **_of(costs.NAME, _costs),
         **_of(convergence.NAME, _convergence),

@@ -7,7 +7,7 @@ for one worker is the recipe's, or a quarter of it. The studies:
 
 - ``speedup``: CIFAR-10, 750 steps of each of 4 workers;
 - ``speedup-long``: MNIST, 3,750 steps of each of 4 workers, with Downpour and EASGD;
-- ``speedup-cifar-long``: CIFAR-10, 3,750 steps, with Downpour and EASGD; about an hour.
+- ``speedup-cifar-long``: CIFAR-10, 3,750 steps, with Downpour and EASGD; about half an hour.
 
     python -m benchmarks.papers.speedup --study speedup-long
 """
