@@ -21,6 +21,7 @@ from offbeat.quantization.wire import Precision
 from offbeat.strategies.base import SharedModel, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.synchronizer import Synchronizer, attached
+from offbeat.training.adam_correction import can_correct, require_correctable
 from offbeat.training.checks.compatibility import (
     rejects_moved_arguments,
     require_abilities,
@@ -44,6 +45,7 @@ def attach(
     node_group: NodeGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
     wire: Precision | None = None,
+    adam_correction: bool | None = None,
     non_finite: NonFinite = "raise",
     min_workers: int | None = None,
     log: object = None,
@@ -87,6 +89,11 @@ def attach(
             and "float32" for the other strategies of Offbeat. The quantization error of a message
             is added to the next message (error feedback). Storing the errors takes one or two
             copies of the model, and none with ``StreamingAveraging``. Buffers are not quantized.
+        adam_correction: True to lengthen the local steps of Adam, AdamW and NAdam by a measured
+            factor from 1 to √N. Each of the N workers divides its steps by the noise of its own
+            batches, so that their mean is shorter than one step of Adam with the mean gradient; see
+            docs/streaming.md. None: only with ``StreamingAveraging``, if all optimizers are of
+            these types.
         non_finite: Handling of a worker that is about to contribute NaN or infinity to a mean.
 
             - "raise": all workers raise ``OffbeatError``.
@@ -119,7 +126,7 @@ def attach(
         AttachError: for example, ``WORLD_SIZE`` > 1 without a process group, the model is attached
             already, two options exclude each other, or the strategy does not support an option.
         MismatchError: the workers differ in the model, the optimizers, the strategy, ``wire``,
-            ``non_finite`` or ``min_workers``.
+            ``adam_correction``, ``non_finite`` or ``min_workers``.
         CommunicationError: another worker failed, or did not call ``attach`` in time.
         TypeError, ValueError: an argument has a wrong type or value.
     """
@@ -142,12 +149,18 @@ def attach(
     require_abilities(
         strategy,
         wire=wire,
+        adam_correction=bool(adam_correction),
         non_finite=non_finite,
         nodes=node_group is not None,
         sharded=shards is not None,
         elastic=elastic,
         optimizers=len(optimizers),
     )
+    if adam_correction is None:
+        adam_correction = strategy.corrects_adam and all(map(can_correct, optimizers))
+    if adam_correction:
+        require_correctable(optimizers)
+        strategy = strategy.with_adam_correction()
     local_model = model if shards is None else shards
     require_usable(local_model)
     require_no_engine(model)
@@ -184,6 +197,7 @@ def attach(
             team,
             scaler=scaler,
             wire=wire,
+            adam_correction=adam_correction,
             log=log,
             non_finite=non_finite,
             min_workers=min_workers,

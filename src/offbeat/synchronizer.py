@@ -36,6 +36,7 @@ from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Strategy
 from offbeat.telemetry import Stats
+from offbeat.training.adam_correction import AdamCorrection
 from offbeat.training.background import BackgroundTasks
 from offbeat.training.checks.compatibility import repeatable
 from offbeat.training.checks.consistency import (
@@ -75,6 +76,7 @@ class Synchronizer:
         *,
         scaler: torch.amp.GradScaler | None = None,
         wire: Precision = "float32",
+        adam_correction: bool = False,
         log: object = None,
         non_finite: NonFinite = "raise",
         min_workers: int | None = None,
@@ -90,6 +92,7 @@ class Synchronizer:
         if shards is not None:
             replica = Replica(shards, [p for p in shards.parameters() if p.requires_grad])
         lines = [f"wire {wire!r}", f"non_finite {non_finite!r}", f"min_workers {min_workers}"]
+        lines += [f"adam_correction {adam_correction}"]
         lines += describe(strategy, full, optimizers)
         joining = team.view > 0  # this worker joins a running training
         opened = Wire(team)
@@ -122,6 +125,8 @@ class Synchronizer:
         for each in optimizers:
             record_loss = self._recorder.record_loss
             self._hooks += hook_optimizer(each, self._iteration, self._clipping, record_loss)
+            if adam_correction:
+                self._hooks.append(AdamCorrection(worker, each))
         self._scaler = None if scaler is None else ScalerHooks(scaler, self._iteration)
         self._attached_objects: tuple[Any, ...] = (model, *(each.optimizer for each in optimizers))
         attached.update(self._attached_objects)

@@ -1,4 +1,4 @@
-"""The squared L2 norm of many tensors, with few calls of torch."""
+"""Norms of many tensors together, with few calls of torch."""
 
 from collections.abc import Iterable
 
@@ -18,29 +18,38 @@ def squared_norm(tensors: Iterable[Tensor]) -> float:
 
     Sparse tensors are coalesced first.
     """
+    # Unlike ``value**2``, ``value * value`` gives ∞ on overflow.
+    return sum((value * value for value in _norms(tensors, 2)), start=0.0)
+
+
+def absolute_sum(tensors: Iterable[Tensor]) -> float:
+    """Return the sum of the absolute values of all elements, accumulated like ``squared_norm``."""
+    return sum(_norms(tensors, 1), start=0.0)
+
+
+def _norms(tensors: Iterable[Tensor], order: int) -> list[float]:
+    """Return norms of ``tensors`` or of groups of them: L2 for the ``order`` 2, L1 for 1."""
     parts: list[Tensor] = []
     small: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # by dtype and device
     for tensor in tensors:
         values = tensor.coalesce().values() if tensor.is_sparse else tensor
         count = values.numel()
         if count >= _SMALL:
-            parts.append(_norm(values))
+            parts.append(_norm(values, order))
         elif count:
             small.setdefault((values.dtype, values.get_device()), []).append(values.reshape(-1))
-    parts += [_norm(torch.cat(group)) for group in small.values()]
-    if not parts:
-        return 0.0
+    parts += [_norm(torch.cat(group), order) for group in small.values()]
     devices = {part.device for part in parts}
-    if len(devices) > 1 or parts[0].device.type == "cpu":
-        # Unlike ``value**2``, ``value * value`` gives ∞ on overflow.
-        return sum(value * value for value in (part.item() for part in parts))
-    return float(torch.stack([part.double() for part in parts]).square().sum().item())
+    if len(devices) > 1 or not parts or parts[0].device.type == "cpu":
+        return [part.item() for part in parts]
+    norms: list[float] = torch.stack([part.double() for part in parts]).tolist()
+    return norms
 
 
-def _norm(values: Tensor) -> Tensor:
+def _norm(values: Tensor, order: int) -> Tensor:
     dtype = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None
     count = values.numel()
     if count >= _LARGE and not count % _ROWS and values.is_cpu and values.is_contiguous():
-        values = torch.linalg.vector_norm(values.view(_ROWS, -1), dim=1, dtype=dtype)
-    norm: Tensor = torch.linalg.vector_norm(values, dtype=dtype)
+        values = torch.linalg.vector_norm(values.view(_ROWS, -1), order, dim=1, dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
     return norm

@@ -43,7 +43,7 @@ class Ideal(Baseline):
 
     name: ClassVar[str] = IDEAL
     simulated: ClassVar[bool] = True
-    refused: ClassVar[tuple[str, ...]] = ("wire", "injection", "log", *SAVING)
+    refused: ClassVar[tuple[str, ...]] = ("wire", "adam_correction", "injection", "log", *SAVING)
 
     @override
     def start(

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from offbeat.arguments import Precision, check_settings, setting, types_of
 
@@ -164,6 +164,12 @@ class Job:
         unset="float32; int2 for streaming",
         of_method=True,
     )
+    adam_correction: Literal["on", "off"] | None = option(
+        None,
+        help="Lengthen the local steps of Adam, see attach().",
+        unset="on for streaming",
+        of_method=True,
+    )
 
     def setup(self) -> "Setup":
         """Return the argument of the recipe's ``build``."""
@@ -263,7 +269,12 @@ class Job:
             return
         wire = self.wire or method.default_wire
         try:
-            require_abilities(method, wire=wire, nodes=self.workers_per_node > 1)
+            require_abilities(
+                method,
+                wire=wire,
+                adam_correction=self.adam_correction == "on",
+                nodes=self.workers_per_node > 1,
+            )
         except AttachError as error:  # on the command line, this is a wrong argument
             raise ValueError(str(error)) from None
 
@@ -312,7 +323,7 @@ class Job:
 
         Args:
             text: Strategy or baseline, optionally followed by ``--lr-scale``, ``--sampler``,
-                ``--injection`` or ``--wire`` with a value.
+                ``--injection``, ``--wire`` or ``--adam-correction`` with a value.
 
         Raises:
             ValueError: an option is not one of these, is repeated, or has no valid value.

@@ -145,6 +145,7 @@ class _Worker:
     def _start_method(self) -> Method:
         """Attach the job's strategy, or start its baseline."""
         job, task = self._job, self._task
+        corrects = None if job.adam_correction is None else job.adam_correction == "on"
 
         def attach_strategy(strategy: Strategy) -> Synchronizer:
             return attach(
@@ -153,6 +154,7 @@ class _Worker:
                 strategy,
                 node_group="auto" if job.workers_per_node > 1 else None,
                 wire=job.wire,
+                adam_correction=corrects,
                 log=job.log,
                 non_finite="warn",  # a run that diverges is a result, and tuning continues after it
                 timeout_seconds=job.timeout_seconds,

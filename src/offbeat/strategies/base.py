@@ -356,6 +356,10 @@ class Strategy(ABC):
     """True if the strategy reads ``WorkerView.gradient_norm_squared``. The flow then measures it in
     every step."""
 
+    corrects_adam: ClassVar[bool] = False
+    """True if the local steps of Adam are corrected by default (``adam_correction`` of ``attach``).
+    """
+
     @property
     def default_wire(self) -> Precision:
         """Default of the ``wire`` argument of ``attach``."""
@@ -390,6 +394,10 @@ class Strategy(ABC):
         steps must request a round at the same local step, for example in every eighth step.
         """
         return 1.0
+
+    def with_adam_correction(self) -> "Strategy":
+        """Return the strategy that runs in place of this one if the steps of Adam are corrected."""
+        return self
 
     def state(self, worker: WorkerView) -> object | None:
         """Return the strategy's mutable state: a dataclass of plain values, or None.

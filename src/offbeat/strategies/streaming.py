@@ -7,7 +7,7 @@ model is complete when every part has landed once.
 
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from typing_extensions import override
@@ -108,7 +108,8 @@ class StreamingAveraging(Strategy):
             landed part. In the eager schedule a worker with the staleness τ waits for a landing.
             This bound has priority over the window and the CPU budget, which limit launches.
         schedule: Times of launches and landings: "eager" or "cyclic".
-        outer_gain: G ≥ 1, or "auto" for the formula above. With 1 there is no v.
+        outer_gain: G ≥ 1, or "auto": 1 if the local steps of Adam are corrected, which makes up
+            for the same loss, and else the formula above. With 1 there is no v.
 
     *Communication*: the updates of one part for each launch, and eleven numbers per worker for each
     decision to launch. Both overlap with computation. *Memory*: P, v, and the quantized messages of
@@ -124,6 +125,7 @@ class StreamingAveraging(Strategy):
     """
 
     name: ClassVar[str] = "streaming"
+    corrects_adam: ClassVar[bool] = True
     parts: int | Literal["auto"] = setting("auto", least=1)
     staleness: int = setting(64, least=1)
     schedule: Literal["eager", "cyclic"] = "eager"
@@ -155,6 +157,10 @@ class StreamingAveraging(Strategy):
             outer=Outer(momentum=float(self.outer_gain != 1)),
             error_feedback=True,
         )
+
+    @override
+    def with_adam_correction(self) -> "StreamingAveraging":
+        return replace(self, outer_gain=1.0) if self.outer_gain == "auto" else self
 
     @staticmethod
     def _auto_parts(model_bytes: int) -> int:

@@ -137,7 +137,7 @@ class Baseline(ABC):
     """Name on the command line, such as ``torch:ddp``."""
     simulated: ClassVar[bool]
     """True if the baseline can also run in the simulator."""
-    refused: ClassVar[tuple[str, ...]] = ("wire", "injection", "log", *SAVING)
+    refused: ClassVar[tuple[str, ...]] = ("wire", "adam_correction", "injection", "log", *SAVING)
     """Fields of ``Job`` that the baseline does not support."""
 
     @classmethod

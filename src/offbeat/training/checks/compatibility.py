@@ -42,6 +42,7 @@ def require_abilities(
     strategy: Strategy,
     *,
     wire: Precision = "float32",
+    adam_correction: bool = False,
     non_finite: NonFinite = "raise",
     nodes: bool = False,
     sharded: bool = False,
@@ -64,6 +65,7 @@ def require_abilities(
     if isinstance(averages, CustomFlow):
         used = {
             f"wire={wire!r}": wire != "float32",
+            "adam_correction": adam_correction,
             'non_finite="exclude"': non_finite == "exclude",
             "node_group": nodes,
             "min_workers": elastic,
@@ -77,6 +79,11 @@ def require_abilities(
                 )
         return
     _require_wire(strategy, wire, averages, nodes=nodes)
+    if adam_correction and isinstance(averages, Gradients):
+        raise AttachError(
+            f"adam_correction with {strategy}: the workers average gradients, so each Adam steps "
+            "with the mean gradient already; leave it out"
+        )
     if elastic and nodes:
         raise AttachError(
             "min_workers with node_group: a node cannot continue without one of its workers; leave "

@@ -1,0 +1,298 @@
+"""Longer steps of Adam: the factor against two real optimizers, the steps, options, checkpoints."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offbeat
+from loops import Sink, attach, close, error_of
+from offbeat.strategies.base import Strategy
+from offbeat.training.adam_correction import AdamCorrection, factor_of
+from problems import flat, make_batch, make_model, train_step
+from worlds import run, simulated
+
+ADAMS = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), weight_decay=0.1),
+}
+LOCAL = "local:period=1000"  # nothing is averaged, so that a test sees local steps
+
+
+# -- the factor -----------------------------------------------------------------------------------
+
+
+def moments(steps: int, workers: int, signal: float, betas: tuple[float, float]) -> Any:
+    """Train a worker's Adam on noise, and one on the mean noise of all workers."""
+    torch.manual_seed(steps)
+    number, results = 20_000, []
+    noise = torch.randn(steps, workers, number)
+    mean = signal * torch.randn(number)
+    for gradients in (noise[:, 0] + mean, noise.mean(1) + mean):
+        parameter = nn.Parameter(torch.zeros(number))
+        optimizer = torch.optim.Adam([parameter], betas=betas)
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        results.append(optimizer.state[parameter])
+    return results
+
+
+@pytest.mark.parametrize("workers", [1, 4, 16])
+@pytest.mark.parametrize("signal", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    ("steps", "betas"), [(10, (0.9, 0.999)), (60, (0.9, 0.95)), (30, (0.5, 0.99))]
+)
+def test_the_factor_is_the_ratio_of_two_real_optimizers(
+    workers: int, signal: float, steps: int, betas: tuple[float, float]
+) -> None:
+    own, mean = moments(steps, workers, signal, betas)
+    v, v_mean = own["exp_avg_sq"].sum().item(), mean["exp_avg_sq"].sum().item()
+    found = factor_of(v, own["exp_avg"].square().sum().item(), betas, steps, workers)
+    assert found == pytest.approx(math.sqrt(v / v_mean), rel=0.06)
+    assert 1 <= found <= math.sqrt(workers)
+
+
+@pytest.mark.parametrize(
+    ("v", "m_squared"),
+    [
+        (0.0, 0.0),
+        (math.inf, 1.0),
+        (math.nan, 1.0),
+        (1.0, math.nan),
+        (1e-3, 1e3),
+        (math.inf, math.inf),
+    ],
+)
+def test_the_factor_of_useless_moments_is_one(v: float, m_squared: float) -> None:
+    assert factor_of(v, m_squared, (0.9, 0.999), 50, 4) == 1
+
+
+def test_the_factor_is_one_without_first_moments() -> None:
+    assert factor_of(1.0, 0.5, (0.0, 0.999), 50, 4) == 1
+
+
+def test_equal_gradients_give_the_factor_one() -> None:
+    decay, decay_2 = 1 - 0.9**50, 1 - 0.999**50
+    assert factor_of(3.0 * decay_2, 3.0 * decay**2, (0.9, 0.999), 50, 16) == pytest.approx(1.0)
+
+
+# -- steps ----------------------------------------------------------------------------------------
+
+
+def step_with(rank: int, size: int, kind: str, factor: float) -> None:
+    model = make_model(seed=rank)
+    optimizer = ADAMS[kind](model.parameters())
+    sync = attach(model, optimizer, LOCAL, adam_correction=True)
+    twin = copy.deepcopy(model)
+    reference = ADAMS[kind](twin.parameters())
+    group = reference.param_groups[0]
+    group["lr"] = group["lr"] * factor
+    if group["decoupled_weight_decay"]:
+        group["weight_decay"] /= factor
+    before = copy.deepcopy(optimizer.param_groups[0]["lr"])
+    for step in range(3):
+        sync.stats.details["lr_factor"] = [factor]
+        for one, its in ((model, optimizer), (twin, reference)):
+            train_step(one, its, make_batch(rank, step))
+        close(flat(model), flat(twin), 1e-13)
+        assert optimizer.param_groups[0]["lr"] == before
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    sync.detach()
+
+
+@pytest.mark.parametrize("kind", ADAMS)
+def test_a_step_has_the_longer_learning_rate_and_the_same_decoupled_decay(kind: str) -> None:
+    run(step_with, kind, 1.75, workers=2)
+
+
+def measured(rank: int, size: int) -> Any:
+    """Train two groups and compute their factors by hand."""
+    model, sink = make_model(seed=rank), Sink()
+    parameters = [*model.parameters()]
+    groups = [{"params": parameters[:2], "betas": (0.8, 0.9)}, {"params": parameters[2:]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    sync = attach(model, optimizer, LOCAL, log=sink, adam_correction=True)
+    factors = [1.0, 1.0]
+    for step in range(30):
+        train_step(model, optimizer, make_batch(rank, step))
+        assert sink.records[-1]["lr_factor"] == pytest.approx(factors, rel=1e-9)
+        if (step + 1) % 10:
+            continue
+        for i, group in enumerate(optimizer.param_groups):
+            states = [optimizer.state[p] for p in group["params"]]
+            v = sum(state["exp_avg_sq"].sum().item() for state in states)
+            m = sum(state["exp_avg"].square().sum().item() for state in states)
+            target = factor_of(v, m, group["betas"], step + 1, size)
+            factors[i] = 0.9 * factors[i] + 0.1 * target
+        assert sync.stats.details["lr_factor"] == pytest.approx(factors, rel=1e-9)
+    assert all(1 < factor < math.sqrt(size) for factor in factors)
+    sync.detach()
+    return factors
+
+
+def test_each_group_has_a_smoothed_factor_of_its_own() -> None:
+    one, other = run(measured, workers=2)
+    assert one[0] != one[1]
+    assert one != other  # each worker measures its own gradients
+
+
+def test_a_failed_step_does_not_lengthen_the_next_one() -> None:
+    def worker(rank: int, size: int) -> None:
+        model = make_model(seed=rank)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        sync = attach(model, optimizer, LOCAL, adam_correction=True)
+        train_step(model, optimizer, make_batch(rank, 0))
+        sync.stats.details["lr_factor"] = [2.0]
+        (correction,) = (x for x in sync._hooks if isinstance(x, AdamCorrection))
+        correction._before(optimizer, (), {})
+        assert optimizer.param_groups[0]["lr"] == 0.02
+        correction._before(optimizer, (), {})  # the step between raised an error
+        assert optimizer.param_groups[0]["lr"] == 0.02
+        sync.detach()
+        assert optimizer.param_groups[0]["lr"] == 0.01
+
+    run(worker, workers=2)
+
+
+def test_a_scheduler_sees_its_own_learning_rates() -> None:
+    def worker(rank: int, size: int) -> list[float]:
+        model = make_model(seed=rank)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        sync = attach(model, optimizer, "streaming")
+        rates = []
+        for step in range(25):
+            train_step(model, optimizer, make_batch(rank, step))
+            rates.append(optimizer.param_groups[0]["lr"])
+            schedule.step()
+        assert sync.stats.details["lr_factor"][0] > 1
+        sync.finish()
+        return rates
+
+    for rates in run(worker, workers=2):
+        assert rates == pytest.approx([0.01 * 0.9**i for i in range(25)])
+
+
+def test_two_optimizers_have_factors_of_their_own() -> None:
+    def worker(rank: int, size: int) -> dict[str, Any]:
+        model = make_model(seed=rank)
+        parameters = [*model.parameters()]
+        optimizers = [torch.optim.AdamW(parameters[:2]), torch.optim.NAdam(parameters[2:])]
+        sync = attach(model, optimizers, "streaming")
+        for step in range(11):
+            model(make_batch(rank, step)[0]).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        sync.finish()
+        return sync.stats.details
+
+    for details in run(worker, workers=2):
+        assert details["lr_factor"][0] > 1
+        assert details["lr_factor_1"][0] > 1
+
+
+# -- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "option", "active"),
+    [
+        ("streaming", "adamw", None, True),
+        ("streaming", "adamw", False, False),
+        ("streaming", "sgd", None, False),
+        ("local:period=4", "adamw", None, False),
+        ("local:period=4", "adamw", True, True),
+        ("diloco:period=4", "adamw", True, True),
+        ("async:staleness=4", "adamw", True, True),
+        ("bsp", "adamw", None, False),
+    ],
+)
+def test_it_is_on_for_streaming_averaging_with_adam(
+    text: str, kind: str, option: bool | None, active: bool
+) -> None:
+    def worker(rank: int, size: int) -> tuple[bool, str]:
+        model = make_model(seed=rank)
+        make = ADAMS["adamw"] if kind == "adamw" else lambda p: torch.optim.SGD(p, lr=0.01)
+        optimizer = make(model.parameters())
+        sync = attach(model, optimizer, text, adam_correction=option)
+        for step in range(10):
+            train_step(model, optimizer, make_batch(rank, step))
+        sync.finish()
+        return "lr_factor" in sync.stats.details, repr(sync._strategy)
+
+    for found, strategy in run(worker, workers=2):
+        assert found == active
+        assert ("outer_gain=1.0" in strategy) == (active and text == "streaming")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "make", "message"),
+    [
+        (offbeat.StreamingAveraging(), torch.optim.RMSprop, "adam_correction with RMSprop: it is"),
+        (offbeat.BSP(), torch.optim.AdamW, "adam_correction with bsp: the workers average grad"),
+        (offbeat.parse_strategy("easgd"), torch.optim.AdamW, "adam_correction with easgd"),
+    ],
+)
+def test_it_is_refused_where_it_has_no_effect(strategy: Strategy, make: Any, message: str) -> None:
+    def worker(rank: int, size: int) -> Any:
+        model = make_model()
+        return error_of(
+            lambda: attach(model, make(model.parameters()), strategy, adam_correction=True)
+        )
+
+    for kinds, text in run(worker, workers=2):
+        assert "AttachError" in kinds
+        assert text.startswith(message)
+
+
+def test_all_workers_must_agree() -> None:
+    def worker(rank: int, size: int) -> Any:
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        return error_of(lambda: attach(model, optimizer, LOCAL, adam_correction=rank == 1))
+
+    for kinds, text in run(worker, workers=2):
+        assert "MismatchError" in kinds
+        assert "adam_correction True" in text
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+def resumed(rank: int, size: int) -> None:
+    def start() -> tuple[nn.Module, Any, Any]:
+        model = make_model(seed=rank)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        text = "streaming:schedule=cyclic,staleness=4"
+        return model, optimizer, attach(model, optimizer, text)
+
+    def train(model: nn.Module, optimizer: Any, steps: range) -> Tensor:
+        for step in steps:
+            train_step(model, optimizer, make_batch(rank, step))
+        return flat(model)
+
+    model, optimizer, sync = start()
+    train(model, optimizer, range(25))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), sync.state_dict()))
+    want = train(model, optimizer, range(25, 45))
+    sync.detach()
+    model, optimizer, sync = start()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    sync.load_state_dict(saved[2])
+    assert saved[2]["stats"]["details"]["lr_factor"][0] > 1
+    assert torch.equal(train(model, optimizer, range(25, 45)), want)
+    sync.detach()
+
+
+def test_a_checkpoint_continues_with_the_same_factors() -> None:
+    simulated(resumed, workers=2)
