@@ -1,13 +1,15 @@
 """The comparisons that the pages quote: workloads, links and methods.
 
 A *cell* is one workload on one network. Its results are in ``results/race-CELL.jsonl``. The *ideal*
-is the baseline ``ideal``, the speed-up limit. There are four studies:
+is the baseline ``ideal``, the speed-up limit. There are five studies:
 
 - ``headline``: every method tuned with the same number of trials, five seeds, in virtual time.
 - ``real``: the main methods with the settings that ``headline`` chose, on real processes behind
   shaped links.
 - ``wires``: every family of strategies over float32, int4 and int2, tuned alike, in virtual time.
-- ``parts``: streaming averaging without one of its parts, at the rate that ``headline`` chose.
+- ``parts``: streaming averaging with other settings, at the rate that ``headline`` chose.
+- ``rates``: streaming averaging and the ideal at several learning rates and numbers of workers. All
+  take equally many steps, so more workers see more samples.
 """
 
 import contextlib
@@ -18,6 +20,7 @@ from pathlib import Path
 from benchmarks.harness import RESULTS
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import Runner, ShapedLinks, VirtualCluster
+from offbeat.lab.recipes import find_recipe
 from offbeat.lab.results import read_results
 from offbeat.lab.tuning import choices
 from offbeat.registry import parse_strategy
@@ -48,11 +51,17 @@ class Workload:
     data: str | None
     step_seconds: float
 
-    def job(self, data: Path) -> Job:
-        """Return the settings that all runs of this workload share."""
+    def job(self, data: Path, workers: int) -> Job:
+        """Return the settings that all runs of this workload share.
+
+        The number of steps is the same with any number of workers.
+        """
+        file = str(Path("benchmarks", "models", self.file))
+        more = workers / WORKERS
         return Job(
-            str(Path("benchmarks", "models", self.file)),
-            workers=WORKERS,
+            file,
+            workers=workers,
+            epochs=None if more == 1 else find_recipe(file).epochs * more,
             data=None if self.data is None else str(data / self.data),
             evaluations=EVALUATIONS,
         )
@@ -79,6 +88,18 @@ PARTS = (
 )
 
 
+RATES = {"cnn": (0.25, 0.5, 1, 2), "transformer": (0.5, 1, 2, 4)}
+"""Factors on the recipe's learning rate."""
+VARIANTS = {
+    "cnn": ("ideal", "streaming", "streaming:outer_gain=1"),
+    "transformer": (
+        *("ideal", "streaming", "streaming:outer_gain=1"),
+        *("streaming --adam-correction off", "streaming:outer_gain=1 --adam-correction off"),
+    ),
+}
+"""Methods of ``rates``."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """One workload on one network, in one study."""
@@ -87,12 +108,14 @@ class Cell:
     workload: str
     bandwidth: str
     latency: str = NEAR
+    workers: int = WORKERS
 
     @property
     def name(self) -> str:
         """Name such as ``headline-cnn-50Mbit``."""
         late = "" if self.latency == NEAR else f"-{self.latency}"
-        return f"{self.study}-{self.workload}-{self.bandwidth.removesuffix('/s')}{late}"
+        many = "" if self.workers == WORKERS else f"-{self.workers}workers"
+        return f"{self.study}-{self.workload}-{self.bandwidth.removesuffix('/s')}{late}{many}"
 
     def path(self, folder: Path = RESULTS) -> Path:
         """Return the path of the cell's results."""
@@ -116,6 +139,9 @@ class Cell:
         """
         if self.study == "headline":
             return list(HEADLINE)
+        if self.study == "rates":
+            grid = [f" --lr-scale {rate:g}" * (rate != 1) for rate in RATES[self.workload]]
+            return [method + rate for method in VARIANTS[self.workload] for rate in grid]
         if self.study == "wires":
             return ["ideal", *(f"{one} --wire {wire}" for one in FAMILIES for wire in WIRES)]
         headline = replace(self, study="headline")
@@ -129,7 +155,7 @@ class Cell:
     def job(self, data: Path) -> Job:
         """Return the settings that all runs share."""
         workload = WORKLOADS[self.workload]
-        job = workload.job(data)
+        job = workload.job(data, self.workers)
         if self.study != "real":
             return job
         return replace(job, step_seconds=REAL_STEP_SECONDS, max_seconds=MAX_SECONDS)
@@ -164,6 +190,7 @@ CELLS = (
     *(Cell("wires", "mlp", link) for link in LINKS),
     *(Cell("wires", "mlp", link, FAR) for link in LINKS[:2]),
     *(Cell("parts", name, "50Mbit/s") for name in ("cnn", "transformer")),
+    *(Cell("rates", name, "50Mbit/s", workers=n) for n in (4, 16) for name in RATES),
 )
 
 
