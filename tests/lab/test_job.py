@@ -52,7 +52,7 @@ def test_options_of_the_whole_comparison_stay() -> None:
     ("text", "message"),
     [
         ("bsp --workers 4", "in 'bsp --workers 4': --workers cannot be given to one strategy; .*"),
-        ("bsp --epochs 4", ".*; --lr-scale, --sampler, --injection, --wire can"),
+        ("bsp --epochs 4", ".*; --lr-scale, --sampler, --injection, --wire, --adam-correction can"),
         ("bsp wire=int8", "in 'bsp wire=int8': wire cannot be given to one strategy; .*"),
         ("bsp --wire", "in 'bsp --wire': --wire needs a value"),
         ("bsp --wire=", "in 'bsp --wire=': --wire needs a value"),

@@ -219,10 +219,10 @@ def test_several_optimizers_exclude_elastic_means_of_gradients() -> None:
         offbeat.attach(model, optimizers, offbeat.BSP(), min_workers=1)
 
 
-def test_attach_has_eleven_arguments() -> None:
+def test_attach_has_twelve_arguments() -> None:
     assert list(inspect.signature(offbeat.attach).parameters) == [
         *("model", "optimizer", "strategy", "group", "node_group", "scaler"),
-        *("wire", "non_finite", "min_workers", "log", "timeout_seconds"),
+        *("wire", "adam_correction", "non_finite", "min_workers", "log", "timeout_seconds"),
     ]
 
 
