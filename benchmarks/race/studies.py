@@ -7,7 +7,7 @@ is the baseline ``ideal``, the speed-up limit. There are four studies:
 - ``real``: the main methods with the settings that ``headline`` chose, on real processes behind
   shaped links.
 - ``wires``: every family of strategies over float32, int4 and int2, tuned alike, in virtual time.
-- ``parts``: streaming averaging without one of its parts, at the rate that ``headline`` chose.
+- ``parts``: streaming averaging with other settings, at the rate that ``headline`` chose.
 """
 
 import contextlib
