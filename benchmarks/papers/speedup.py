@@ -133,17 +133,17 @@ def table(data: dict[str, Any]) -> str:
     """Return the table as Markdown."""
     lines = [
         "| rate for one | workers | method | accuracy at the end, % | samples/s | "
-        "time to the target | idle |",
+        "speed-up to the target | idle |",
         "|--:|--:|---|--:|--:|--:|--:|",
     ]
     for one in data["facts"]:
         known = [each for each in one["speedups"] if each is not None]
         arrived = f", {len(known)} of {len(one['speedups'])}" * (len(known) < len(one["speedups"]))
-        faster = f"{statistics.median(known):.2f} × faster{arrived}" if known else "never"
+        speedup = f"{statistics.median(known):.2f} ×{arrived}" if known else "never"
         lines.append(
             f"| {0.02 * one['rate']:g} | {one['workers']} | {one['method']} | "
             f"{percent(one['finals'])} | {one['throughput']:.2f} × | "
-            f"{'-' if one['workers'] == 1 else faster} | {100 * one['idle']:.0f} % |"
+            f"{'-' if one['workers'] == 1 else speedup} | {100 * one['idle']:.0f} % |"
         )
     return "\n".join(lines)
 
