@@ -8,11 +8,8 @@ is the baseline ``ideal``, the speed-up limit. There are five studies:
   shaped links.
 - ``wires``: every family of strategies over float32, int4 and int2, tuned alike, in virtual time.
 - ``parts``: streaming averaging with other settings, at the rate that ``headline`` chose.
-<<<<<<< HEAD
 - ``rates``: streaming averaging and the ideal at several learning rates and numbers of workers. All
   take equally many steps, so more workers see more samples.
-=======
->>>>>>> main
 """
 
 import contextlib
