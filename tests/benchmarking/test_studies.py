@@ -34,8 +34,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a cell of ``mlp`` take seconds: four steps, four methods, three trials and one seed."""
     whole = Workload.job
 
-    def short(workload: Workload, data: Path) -> Job:
-        return replace(whole(workload, data), max_steps=4)
+    def short(workload: Workload, data: Path, workers: int) -> Job:
+        return replace(whole(workload, data, workers), max_steps=4)
 
     monkeypatch.setattr(Workload, "job", short)
     monkeypatch.setattr(studies, "EVALUATIONS", 2)
