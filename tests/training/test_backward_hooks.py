@@ -54,7 +54,7 @@ class Watched:
         self.passes, self.until = 0, until
         parameters = list(self.layers.parameters())
         self.optimizer = AttachedOptimizer(0, torch.optim.SGD(parameters, lr=0.1), parameters)
-        self.backward = BackwardHooks(self.optimizer, self.host, self.ready)
+        self.backward = BackwardHooks(self.optimizer.buckets, self.host, self.ready)
         assert [[id(p) for p in b] for b in self.optimizer.buckets] == [
             [id(p)] for p in parameters[::-1]
         ]
@@ -97,7 +97,7 @@ def test_a_bucket_is_reported_when_it_is_complete(monkeypatch: pytest.MonkeyPatc
         return True
 
     watched.backward.close()
-    watched.backward = BackwardHooks(watched.optimizer, watched.host, ready)
+    watched.backward = BackwardHooks(watched.optimizer.buckets, watched.host, ready)
     watched.step("0123")
     assert seen == [
         (0, [True, False, False, False]),

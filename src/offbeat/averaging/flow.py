@@ -42,7 +42,6 @@ class Flow(ABC):
             are not finite. Only with ``non_finite="exclude"``.
         check: Policy for non-finite contributions.
         rounds: Makes, sends and numbers this worker's votes.
-        wants_buckets: True if ``bucket_ready`` should be called during backward.
         uses_gradients: True if the flow reads or changes gradients.
         needs_unscaled: True if a GradScaler must unscale the gradients before the flow reads them.
         can_exclude: True if the flow supports ``non_finite="exclude"``.
@@ -52,7 +51,6 @@ class Flow(ABC):
     """
 
     state: Any
-    wants_buckets = False
     uses_gradients = True
     needs_unscaled = True
     can_exclude = True
@@ -103,13 +101,17 @@ class Flow(ABC):
     def unsynced(self) -> bool:
         """True if this model may contain changes that the other workers lack."""
 
+    def backward_buckets(self, optimizer: AttachedOptimizer) -> Sequence[Sequence[Tensor]]:
+        """Return the buckets that ``bucket_ready`` should receive. Empty: no calls."""
+        return []
+
     def bucket_ready(self, bucket: int) -> bool:
         """Handle a bucket of gradients that is complete while backward still runs.
 
         The buckets are reported in order, without the last one.
 
         Args:
-            bucket: Index of the bucket in ``AttachedOptimizer.buckets``.
+            bucket: Index of the bucket in ``backward_buckets``.
 
         Returns:
             False if this method need not be called again.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
@@ -63,7 +64,7 @@ class GradientFlow(Flow):
     def __init__(self, strategy: Strategy, worker: Worker, gradients: Gradients) -> None:
         self.every_step = self.can_exclude = gradients.every_step
         super().__init__(strategy, worker)
-        self.wants_buckets = self.replicates = self.every_step
+        self.replicates = self.every_step
         self.needs_unscaled = not self.every_step
         self._wanted = 0.0  # last return value of ``Strategy.due``
 
@@ -123,6 +124,10 @@ class GradientFlow(Flow):
         return view
 
     # -- events ----------------------------------------------------------------------------------
+
+    @override
+    def backward_buckets(self, optimizer: AttachedOptimizer) -> Sequence[Sequence[Tensor]]:
+        return optimizer.buckets if self.every_step else []
 
     @override
     def bucket_ready(self, bucket: int) -> bool:

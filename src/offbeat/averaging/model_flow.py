@@ -39,20 +39,27 @@ the same order. So all workers start the same collectives in the same order.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from typing_extensions import override
 
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
 from offbeat.averaging.flow import Flow
+from offbeat.averaging.parts.cuts import cut_by_tensors
 from offbeat.averaging.parts.pipeline import Pipeline, PipelineState
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.checkpoint.state import transient
 from offbeat.errors import OffbeatError
 from offbeat.strategies.base import SharedModel, Strategy, WorkerView
+
+# A quantized sum may take two messages. The second one starts at a step boundary or when backward
+# completes one of these buckets. So it starts soon after the first one has arrived, and the part
+# may land one step earlier.
+_BACKWARD_BUCKETS = 8
 
 
 @dataclass
@@ -95,8 +102,6 @@ class ModelFlow(Flow):
         self.votes_between_steps = shared.eager
         self.uses_gradients = strategy.gradient_norm
         self.waits = shared.blocking and shared.outer.plain
-        # A quantized sum may take two messages. ``bucket_ready`` sends the second during backward.
-        self.wants_buckets = not worker.wire.exact and not shared.blocking
         self._calls_after_step = type(strategy).after_step is not Strategy.after_step
         self._wanted = 0.0  # last return value of ``Strategy.due``
         self._squared = 0.0  # ‖g‖² of this step's gradients so far
@@ -145,6 +150,14 @@ class ModelFlow(Flow):
         return view
 
     # -- events ----------------------------------------------------------------------------------
+
+    @override
+    def backward_buckets(self, optimizer: AttachedOptimizer) -> Sequence[Sequence[Tensor]]:
+        """Return buckets of about equal bytes. The gradients are not sent, see ``bucket_ready``."""
+        if self.worker.wire.exact or self.shared.blocking:
+            return []
+        parameters = [p for p in reversed(optimizer.parameters) if p.numel()]
+        return cut_by_tensors(parameters, min(_BACKWARD_BUCKETS, len(parameters)))
 
     @override
     def bucket_ready(self, bucket: int) -> bool:

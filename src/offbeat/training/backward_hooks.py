@@ -4,18 +4,17 @@ A *bucket* is a group of parameters whose gradients are sent in one message. A r
 be sent while backward computes the next one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.averaging import AttachedOptimizer
 from offbeat.transport.costs import FORWARD_SHARE
 from offbeat.transport.host import Host
 
 
 class BackwardHooks:
-    """Reports each bucket of one optimizer once it and all earlier buckets are complete.
+    """Reports each bucket once it and all earlier buckets are complete.
 
     The last bucket is not reported, because backward ends with it anyway.
 
@@ -25,26 +24,29 @@ class BackwardHooks:
     gradients that change after the report. If a step has fewer passes, no bucket is reported.
 
     Args:
-        optimizer: The optimizer.
+        buckets: The buckets, in the order in which backward is expected to complete them.
         host: Receives the progress of each step's computation, which only a simulation uses.
         ready: Called with the index of each complete bucket. If it returns False, all hooks are
             removed.
     """
 
     def __init__(
-        self, optimizer: AttachedOptimizer, host: Host, ready: Callable[[int], bool]
+        self,
+        buckets: Sequence[Sequence[Tensor]],
+        host: Host,
+        ready: Callable[[int], bool],
     ) -> None:
         self._host, self._ready = host, ready
-        self._bucket_of = {id(p): i for i, bucket in enumerate(optimizer.buckets) for p in bucket}
-        self._sizes = [len(bucket) for bucket in optimizer.buckets]
-        elements = [sum(p.numel() for p in bucket) for bucket in optimizer.buckets]
+        self._bucket_of = {id(p): i for i, bucket in enumerate(buckets) for p in bucket}
+        self._sizes = [len(bucket) for bucket in buckets]
+        elements = [sum(p.numel() for p in bucket) for bucket in buckets]
         total = sum(elements)
         self._shares = [sum(elements[: i + 1]) / total for i in range(len(elements))]
         self._passes = 1  # expected number of backward passes in a step
         self._begin_step()
         self._hooks: list[RemovableHandle] = [
             p.register_post_accumulate_grad_hook(self._accumulated)
-            for bucket in optimizer.buckets
+            for bucket in buckets
             for p in bucket
         ]
 
