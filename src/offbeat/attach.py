@@ -92,8 +92,8 @@ def attach(
         adam_correction: True to lengthen the local steps of Adam, AdamW and NAdam by a measured
             factor from 1 to √N. Each of the N workers divides its steps by the noise of its own
             batches, so that their mean is shorter than one step of Adam with the mean gradient; see
-            docs/streaming.md. None: only with ``StreamingAveraging``, if all optimizers are of
-            these types.
+            docs/adam.md. None: if the strategy averages models, and all optimizers are of these
+            types.
         non_finite: Handling of a worker that is about to contribute NaN or infinity to a mean.
 
             - "raise": all workers raise ``OffbeatError``.
@@ -156,8 +156,9 @@ def attach(
         elastic=elastic,
         optimizers=len(optimizers),
     )
+    averages = strategy.averages()
     if adam_correction is None:
-        adam_correction = strategy.corrects_adam and all(map(can_correct, optimizers))
+        adam_correction = isinstance(averages, SharedModel) and all(map(can_correct, optimizers))
     if adam_correction:
         require_correctable(optimizers)
         strategy = strategy.with_adam_correction()
@@ -165,7 +166,6 @@ def attach(
     require_usable(local_model)
     require_no_engine(model)
     require_distinct_memory(dict(local_model.named_parameters()), strategy)
-    averages = strategy.averages()
     if isinstance(averages, SharedModel) and averages.optimizer_state:
         require_own_state(optimizers)
     attached_optimizers = _attached(model, optimizers)

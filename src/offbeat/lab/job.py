@@ -167,7 +167,7 @@ class Job:
     adam_correction: Literal["on", "off"] | None = option(
         None,
         help="Lengthen the local steps of Adam, see attach().",
-        unset="on for streaming",
+        unset="on for strategies that average models",
         of_method=True,
     )
 

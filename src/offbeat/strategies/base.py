@@ -356,10 +356,6 @@ class Strategy(ABC):
     """True if the strategy reads ``WorkerView.gradient_norm_squared``. The flow then measures it in
     every step."""
 
-    corrects_adam: ClassVar[bool] = False
-    """True if the local steps of Adam are corrected by default (``adam_correction`` of ``attach``).
-    """
-
     @property
     def default_wire(self) -> Precision:
         """Default of the ``wire`` argument of ``attach``."""

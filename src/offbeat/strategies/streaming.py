@@ -125,7 +125,6 @@ class StreamingAveraging(Strategy):
     """
 
     name: ClassVar[str] = "streaming"
-    corrects_adam: ClassVar[bool] = True
     parts: int | Literal["auto"] = setting("auto", least=1)
     staleness: int = setting(64, least=1)
     schedule: Literal["eager", "cyclic"] = "eager"

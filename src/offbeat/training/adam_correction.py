@@ -27,7 +27,7 @@ from offbeat.nodes.shards import local_parts
 
 _EVERY = 10  # local steps from one measurement of f to the next
 # Weight of a new measurement in f. f starts at 1 and needs some hundred steps to come near its
-# value. Without smoothing, and with less than this weight, models end worse: docs/streaming.md.
+# value. Without smoothing, and with less than this weight, models end worse: docs/adam.md.
 _SMOOTHING = 0.1
 
 
