@@ -38,6 +38,11 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
         found["Few bits for all"] = tables.wires(folder)
     if any(tables.cells_of("parts", workload, folder) for workload in WORKLOADS):
         found["Streaming averaging, taken apart"] = tables.parts(folder)
+    if tables.cells_of("adam", "transformer", folder):
+        found["Longer steps of Adam"] = tables.adam(folder)
+    for workload, name in WORKLOADS.items():
+        if tables.cells_of("rates", workload, folder):
+            found[f"{name}, other learning rates and 16 workers"] = tables.rates(workload, folder)
     return found
 
 

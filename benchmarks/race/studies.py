@@ -1,7 +1,7 @@
 """The comparisons that the pages quote: workloads, links and methods.
 
 A *cell* is one workload on one network. Its results are in ``results/race-CELL.jsonl``. The *ideal*
-is the baseline ``ideal``, the speed-up limit. There are five studies:
+is the baseline ``ideal``, the speed-up limit. There are six studies:
 
 - ``headline``: every method tuned with the same number of trials, five seeds, in virtual time.
 - ``real``: the main methods with the settings that ``headline`` chose, on real processes behind
@@ -10,6 +10,7 @@ is the baseline ``ideal``, the speed-up limit. There are five studies:
 - ``parts``: streaming averaging with other settings, at the rate that ``headline`` chose.
 - ``rates``: streaming averaging and the ideal at several learning rates and numbers of workers. All
   take equally many steps, so more workers see more samples.
+- ``adam``: strategies with and without longer steps of Adam.
 """
 
 import contextlib
@@ -90,14 +91,21 @@ PARTS = (
 
 RATES = {"cnn": (0.25, 0.5, 1, 2), "transformer": (0.5, 1, 2, 4)}
 """Factors on the recipe's learning rate."""
+UNCORRECTED = " --adam-correction off"
 VARIANTS = {
     "cnn": ("ideal", "streaming", "streaming:outer_gain=1"),
     "transformer": (
-        *("ideal", "streaming", "streaming:outer_gain=1"),
-        *("streaming --adam-correction off", "streaming:outer_gain=1 --adam-correction off"),
+        *("ideal", "streaming", f"streaming{UNCORRECTED}"),
+        f"streaming:outer_gain=1{UNCORRECTED}",
     ),
 }
 """Methods of ``rates``."""
+CORRECTED = (
+    *("streaming", "async:staleness=4", "local:period=4", "local:period=16"),
+    f"{DILOCO},period=16,outer_lr=0.5,outer_momentum=0.6 --lr-scale 0.5",
+)
+"""Methods of ``adam``, each with and without longer steps. DiLoCo has the settings that were chosen
+without them."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +147,11 @@ class Cell:
         """
         if self.study == "headline":
             return list(HEADLINE)
+        if self.study == "adam":
+            return ["ideal", *(one + end for one in CORRECTED for end in ("", UNCORRECTED))]
         if self.study == "rates":
-            grid = [f" --lr-scale {rate:g}" * (rate != 1) for rate in RATES[self.workload]]
-            return [method + rate for method in VARIANTS[self.workload] for rate in grid]
+            grid = RATES[self.workload]
+            return [at_rate(method, rate) for method in VARIANTS[self.workload] for rate in grid]
         if self.study == "wires":
             return ["ideal", *(f"{one} --wire {wire}" for one in FAMILIES for wire in WIRES)]
         headline = replace(self, study="headline")
@@ -171,6 +181,11 @@ class Cell:
             yield VirtualCluster(Network(self.bandwidth, latency=self.latency), compute)
 
 
+def at_rate(method: str, rate: float) -> str:
+    """Return a method with a factor on the learning rate."""
+    return method if rate == 1 else f"{method} --lr-scale {rate:g}"
+
+
 def _rate(job: Job) -> str:
     """Return the learning-rate factor of a job as an option."""
     return "" if job.lr_scale == 1 else f" --lr-scale {job.lr_scale:g}"
@@ -191,6 +206,7 @@ CELLS = (
     *(Cell("wires", "mlp", link, FAR) for link in LINKS[:2]),
     *(Cell("parts", name, "50Mbit/s") for name in ("cnn", "transformer")),
     *(Cell("rates", name, "50Mbit/s", workers=n) for n in (4, 16) for name in RATES),
+    Cell("adam", "transformer", "50Mbit/s"),
 )
 
 

@@ -11,7 +11,18 @@ from pathlib import Path
 
 from benchmarks.harness import RESULTS
 from benchmarks.race.slowdown import median, slowdown_half_way, slowdown_to_share, summary
-from benchmarks.race.studies import CELLS, FAMILIES, WIRES, WORKLOADS, Cell
+from benchmarks.race.studies import (
+    CELLS,
+    CORRECTED,
+    FAMILIES,
+    RATES,
+    UNCORRECTED,
+    VARIANTS,
+    WIRES,
+    WORKLOADS,
+    Cell,
+    at_rate,
+)
 from offbeat.lab.job import Job
 from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat.lab.results import Result, read_results
@@ -199,6 +210,54 @@ def parts(folder: Path = RESULTS) -> str:
         for label, runs in found.items():
             lines.append(_row(cell.workload, f"`{label}`", None, runs, ideal))
     return "\n".join(lines)
+
+
+def adam(folder: Path = RESULTS) -> str:
+    """Return the table of strategies with and without longer steps of Adam.
+
+    All columns are differences of the final metric between runs of the same seed.
+    """
+    lines = _heading(
+        "strategy", "as it is − ideal", "longer steps − ideal", "longer steps − as it is"
+    )
+    for cell in cells_of("adam", "transformer", folder):
+        found = runs_of(cell, folder)
+        ideal = found["ideal"]
+        for method in CORRECTED:
+            longer, plain = found[method], found[method + UNCORRECTED]
+            compared = ((plain, ideal), (longer, ideal), (longer, plain))
+            shown = (difference_at_end(one, other) for one, other in compared)
+            lines.append(f"| `{method}` | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def rates(workload: str, folder: Path = RESULTS) -> str:
+    """Return the table of methods at several learning rates: final metric minus the ideal's.
+
+    The ideal is that at its best rate, the one with the best mean. There is one row for each number
+    of workers and each method, with one column for each rate.
+    """
+    factors = RATES[workload]
+    lines = _heading("workers", "method", *(f"× {rate:g}" for rate in factors))
+    for cell in cells_of("rates", workload, folder):
+        found = runs_of(cell, folder)
+        grid = {
+            method: [found[at_rate(method, rate)] for rate in factors]
+            for method in VARIANTS[workload]
+        }
+        ideal = best_of(grid["ideal"])
+        for method, row in grid.items():
+            shown = " | ".join(
+                end(one) if one is ideal else difference_at_end(one, ideal) for one in row
+            )
+            lines.append(f"| {cell.workers} | `{method}` | {shown} |")
+    return "\n".join(lines)
+
+
+def best_of(runs: Sequence[Runs]) -> Runs:
+    """Return the runs with the best mean of the final metric."""
+    sign = 1 if next(iter(runs[0].values())).higher_is_better else -1
+    return max(runs, key=lambda one: sign * statistics.fmean(run.final for run in one.values()))
 
 
 def _heading(*names: str) -> list[str]:

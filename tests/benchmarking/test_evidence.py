@@ -79,6 +79,50 @@ def test_a_method_that_never_arrives_says_so() -> None:
     assert tables.slowdowns(late, ideal) == [1.0, None, None]
 
 
+def write_ends(cell: Cell, folder: Path, ends: dict[str, float]) -> None:
+    """Write runs of three seeds. The metric ends at the given value plus 1 % of the seed."""
+    lines = [
+        result(method, [(1.0, 0.1), (2.0, final + 0.01 * seed)], seed=seed).to_dict()
+        for method, final in ends.items()
+        for seed in range(3)
+    ]
+    cell.path(folder).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_learning_rates_are_compared_with_the_ideal_at_its_best_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(studies, "RATES", {"cnn": (0.5, 1)})
+    monkeypatch.setattr(tables, "RATES", {"cnn": (0.5, 1)})
+    for module in (studies, tables):
+        monkeypatch.setattr(module, "VARIANTS", {"cnn": ("ideal", "streaming")})
+    ends = {
+        **{"ideal --lr-scale 0.5": 0.50, "ideal": 0.40},
+        **{"streaming --lr-scale 0.5": 0.45, "streaming": 0.52},
+    }
+    cell = Cell("rates", "cnn", "50Mbit/s", workers=16)
+    write_ends(cell, tmp_path, ends)
+    assert tables.rates("cnn", tmp_path).splitlines() == [
+        "| workers | method | × 0.5 | × 1 |",
+        "|---|---|---|---|",
+        "| 16 | `ideal` | 51.0 % | -10.0 [-10.0, -10.0] |",
+        "| 16 | `streaming` | -5.0 [-5.0, -5.0] | +2.0 [+2.0, +2.0] |",
+    ]
+
+
+def test_longer_steps_are_compared_with_those_of_the_same_strategy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (studies, tables):
+        monkeypatch.setattr(module, "CORRECTED", ("local:period=4",))
+    plain = f"local:period=4{studies.UNCORRECTED}"
+    cell = Cell("adam", "transformer", "50Mbit/s")
+    write_ends(cell, tmp_path, {"ideal": 0.5, "local:period=4": 0.47, plain: 0.4})
+    assert tables.adam(tmp_path).splitlines()[2:] == [
+        "| `local:period=4` | -10.0 [-10.0, -10.0] | -3.0 [-3.0, -3.0] | +7.0 [+7.0, +7.0] |"
+    ]
+
+
 def test_a_section_without_a_table_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="no section 'CNN with SGD'"):
         evidence.page("# Evidence\n", folder)
