@@ -118,7 +118,7 @@ def messages(rank: int, size: int, text: str, wire: Any) -> list[list[str]]:
     return seen
 
 
-VOTES, MEAN, BUFFERS = ["Sum"], ["Sum"], ["Sum"]
+VOTES, MEAN, BUFFERS = ["Gather"], ["Sum"], ["Sum"]
 COUNTERS, LOSSY = ["Maximum"], ["Exchange", "Gather"]
 
 

@@ -11,7 +11,7 @@ from offbeat.plan import Forecast, plan
 NUMBERS = 96 * 2**18
 SIZE = 4 * NUMBERS
 RING = 2 * 3
-ROLL = RING * (1e-4 + 56 / (4 * 125e6))  # seven float64
+ROLL = 1e-4 + 3 * 56 / 125e6  # seven float64, sent to three workers at the same time
 MEAN = RING * (12 * 1e-4 + SIZE / (4 * 125e6))  # 1.2151 s, 12.15 steps
 CASE: dict[str, Any] = {
     "parameters": NUMBERS,
@@ -37,9 +37,9 @@ def check(row: Forecast, step: float, payload: float, copies: float, apart: floa
 
 
 def test_a_ring_all_reduce() -> None:
-    """2(N−1)·(α + S/(N·B)) for the votes and for the only bucket, after each step."""
+    """2(N−1)·(α + S/(N·B)) for the only bucket, and α + (N−1)·56/B for the votes, in each step."""
     row = one("local:period=1", parameters=2**18, workers=16, latency="1ms")
-    ring = 30 * (1e-3 + 2**20 / (16 * 125e6)) + 30 * (1e-3 + 56 / (16 * 125e6))
+    ring = 30 * (1e-3 + 2**20 / (16 * 125e6)) + 1e-3 + 15 * 56 / 125e6
     assert row.step_seconds == pytest.approx(0.1 + ring, rel=1e-9)
     assert row.payload_bytes == 2**20 + 56
 
@@ -74,7 +74,7 @@ def test_bsp_with_a_single_bucket() -> None:
 def test_a_lossy_wire() -> None:
     """Two stages per bucket with 3 messages each, of 512 blocks of 516 bytes per worker."""
     chunk = 12 * 2**21 // (4 * 512) * 516
-    mean = RING * (12 * 1e-4 + chunk / 125e6)
+    mean = 2 * (12 * 1e-4 + 3 * chunk / 125e6)
     row = one("local:period=8", wire="int8")
     assert row.step_seconds == pytest.approx(0.1 + (ROLL + mean) / 8, rel=1e-9)
     assert row.payload_bytes == pytest.approx((56 + 5 * chunk) / 8)
@@ -82,7 +82,7 @@ def test_a_lossy_wire() -> None:
 
 def test_selsync() -> None:
     """Nine numbers per step and a mean every ten; deferred flags arrive during the next step."""
-    votes = RING * (1e-4 + 72 / (4 * 125e6))
+    votes = 1e-4 + 3 * 72 / 125e6
     check(one("selsync:target_lssr=0.9"), 0.1 + votes + MEAN / 10, 72 + SIZE / 10, 1, 10)
     check(one("selsync:delta=0.3", lssr=0.9), 0.1 + votes + MEAN / 10, 72 + SIZE / 10, 1, 10)
     check(one("selsync:delta=0"), 0.1 + votes + MEAN, 72 + SIZE, 1, 1)
@@ -135,7 +135,7 @@ def test_nodes() -> None:
     inside = 2 * (10e-6 + 2**20 / (2 * 1.25e9))
     assert result.node_step_seconds == pytest.approx(0.1 + inside, rel=1e-5)
     mean = 2 * (1e-4 + 2**20 / (2 * 125e6)) + 10e-6 + 2**19 / 1.25e9
-    votes = 2 * (1e-4 + 56 / (2 * 125e6))  # gathered inside while the mean travels across
+    votes = 1e-4 + 28 / (125e6 / 2)  # gathered inside while the mean travels across
     (row,) = result.rows
     assert row.step_seconds == pytest.approx(result.node_step_seconds + (votes + mean) / 8)
     assert row.idle == pytest.approx(1 - result.node_step_seconds / row.step_seconds)

@@ -63,8 +63,8 @@ def test_the_default_strategies() -> None:
 
 
 def test_a_larger_staleness_is_suggested_if_streaming_would_wait() -> None:
-    """A million numbers over 20 Mbit/s and 60 ms."""
-    far = {**CASE, "workers": 8, "bandwidth": "20Mbit/s", "latency": "60ms", "step_time": "20ms"}
+    """A million numbers over 4 Mbit/s and 60 ms."""
+    far = {**CASE, "workers": 8, "bandwidth": "4Mbit/s", "latency": "60ms", "step_time": "20ms"}
     setting = check_arguments(**{**far, "parameters": "1M"})[0]
     usual = evaluate(StreamingAveraging(), None, setting)
     larger = suggest_streaming(None, setting)

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cells import some
+from offbeat.averaging.rounds import Rounds
+from offbeat.averaging.votes import Round, Vote
 from offbeat.plan import plan
+from offbeat.simulate import network
 
 RECORDED = json.loads((Path(__file__).parent / "reference_cells.json").read_text())
 CELLS: list[dict[str, Any]] = RECORDED["cells"]
@@ -41,6 +45,34 @@ def takes_long(cell: dict[str, Any]) -> bool:
     """More than about half a second."""
     asks = cell["cluster"] == "jitter" and cell["strategy"].startswith(("async", "streaming"))
     return cell["cluster"] in SLOW or asks or key(cell) == ("far", "streaming", None)
+
+
+@pytest.fixture(autouse=True)
+def messages_in_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the closed forms: an all-gather or all-to-all is a ring, and votes are an all-reduce.
+
+    Since then their messages are sent at the same time.
+    """
+
+    def ring(size: float, workers: int, rate: float, latency: float) -> float:
+        return (workers - 1) * (latency + size / rate)
+
+    def pairs(size: float, workers: int, rate: float, latency: float) -> float:
+        return ring(size / workers, workers, rate, latency)
+
+    def vote(self: Rounds, vote: Vote, optimizer: int = 0) -> Round:
+        worker, size = self._worker, self._worker.size
+        tensor = torch.tensor(vote.encode(), dtype=torch.float64)
+        total = worker.team.communicator.sum(tensor, what=f"votes at step {worker.step}")
+        sums = total.then(lambda numbers: vote.tally(numbers.tolist(), size))
+        return Round(optimizer, vote, self._checked(sums))
+
+    formulas = dict(network._COLLECTIVES)
+    gather, exchange = formulas["gather"], formulas["exchange"]
+    formulas["gather"] = gather._replace(seconds=ring, direct=False)
+    formulas["exchange"] = exchange._replace(seconds=pairs)
+    monkeypatch.setattr(network, "_COLLECTIVES", formulas)
+    monkeypatch.setattr(Rounds, "send", vote)
 
 
 quick = [i for i, cell in enumerate(CELLS) if not takes_long(cell)]

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.votes import Round, Sums, Vote
@@ -67,8 +68,9 @@ class Rounds:
             return self.from_sums(vote, values, optimizer)
         communicator = worker.team.communicator
         tensor = torch.tensor(values, dtype=torch.float64, device=communicator.control_device)
-        handle = communicator.sum(tensor, what=f"votes at step {worker.step}")
-        sums = handle.then(lambda total: vote.tally(total.tolist(), size))
+        # A sum would take 2(N−1) messages in sequence.
+        handle = communicator.gather(tensor, what=f"votes at step {worker.step}")
+        sums = handle.then(lambda votes: vote.tally(_sum(votes), size))
         return Round(optimizer, vote, self._checked(sums))
 
     def from_sums(self, vote: Vote, sums: Sequence[float], optimizer: int) -> Round:
@@ -83,6 +85,11 @@ class Rounds:
         # The lambda does not capture ``self``: a pending round must not keep the worker alive.
         check, step = self._check, self._worker.step
         return sums.then(lambda tally: check(tally, step))
+
+
+def _sum(votes: Sequence[Tensor]) -> list[float]:
+    """Return the elementwise sum, added in the order of the ranks: the same on all workers."""
+    return [sum(numbers) for numbers in zip(*(vote.tolist() for vote in votes), strict=True)]
 
 
 class WaitingWarning:

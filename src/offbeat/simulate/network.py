@@ -47,7 +47,7 @@ class _Formulas(NamedTuple):
 _COLLECTIVES: dict[CollectiveKind, _Formulas] = {
     "reduce": _Formulas(all_reduce_seconds, all_reduce_bytes, direct=False),
     "broadcast": _Formulas(broadcast_seconds, broadcast_bytes, direct=True),
-    "gather": _Formulas(all_gather_seconds, all_gather_bytes, direct=False),
+    "gather": _Formulas(all_gather_seconds, all_gather_bytes, direct=True),
     "exchange": _Formulas(all_to_all_seconds, all_to_all_bytes, direct=True),
 }
 
@@ -69,9 +69,9 @@ class Network:
 
     **Nodes.** With ``workers_per_node=4``, ranks 0 to 3 are one node, ranks 4 to 7 another, and so
     on. A node has one link to the switch, shared by its workers. Inside the node each worker has
-    its own link. An all-reduce or all-gather over several nodes is a ring, which enters and leaves
-    each node once. It therefore has the full link of the node. In an all-to-all and in a broadcast
-    the workers of a node share the link.
+    its own link. An all-reduce over several nodes is a ring, which enters and leaves each node
+    once. It therefore has the full link of the node. In an all-gather, an all-to-all and a
+    broadcast the workers of a node share the link.
 
     Args:
         bandwidth: Bandwidth of every link to the switch, in each direction. If ``upload`` is given,

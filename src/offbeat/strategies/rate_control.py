@@ -22,7 +22,7 @@ from offbeat.strategies.base import Precision, common, transient
 
 TARGET_PASS_STEPS = 2.5
 """Target for the number of local steps in a pass. If passes are longer, fewer bits are sent. It is
-above 2, because a quantized part usually lands two steps after its launch, even on a fast link."""
+above 2, because a quantized part may land two steps after its launch, even on a fast link."""
 
 _LEAST_WINDOW = 2  # parts; the link sends one of them until the worker notices the other's arrival
 _LATE_SHARE = 4  # the window shrinks if more than 1/4 of the parts (rounded down) are late

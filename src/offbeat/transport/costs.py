@@ -8,6 +8,8 @@ Sources:
 * Messages: Hockney, "The communication challenge for MPP", Parallel Computing 20(3), 1994.
 * All-reduce: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
   workstations", JPDC 69(2), 2009. They show that no all-reduce sends fewer bytes than the ring.
+* All-gather and all-to-all: all messages are sent at the same time, as in gloo's all-to-all and in
+  grouped messages of NCCL.
 * All others: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in
   MPICH", IJHPCA 19(1), 2005.
 """
@@ -63,24 +65,26 @@ def reduce_seconds(
 def all_gather_seconds(
     size_bytes: float, workers: int, bytes_per_second: float, latency_seconds: float
 ) -> float:
-    """Return the duration of a ring all-gather of M bytes from *each* worker: (N−1)·(α + M/B).
+    """Return the duration of an all-gather of M bytes from *each* worker: α + (N−1)·M/B.
 
-    In each of N−1 steps every worker sends one tensor of M bytes to the next worker in the ring:
-    first its own, then the one that it received last.
+    Every worker sends its tensor to all others at the same time. With one worker the duration is 0.
     """
     _require_cost(size_bytes, bytes_per_second, latency_seconds, workers)
-    return (workers - 1) * (latency_seconds + size_bytes / bytes_per_second)
+    if workers == 1:
+        return 0.0
+    return latency_seconds + (workers - 1) * size_bytes / bytes_per_second
 
 
 def all_to_all_seconds(
     size_bytes: float, workers: int, bytes_per_second: float, latency_seconds: float
 ) -> float:
-    """Return the duration of an all-to-all of M bytes from each worker: (N−1)·(α + M/(N·B)).
+    """Return the duration of an all-to-all of M bytes from each worker: α + (N−1)/N·M/B.
 
-    In step k = 1, …, N−1 worker r sends M/N bytes to worker (r + k) mod N.
+    Every worker sends M/N bytes to each of the others at the same time. With one worker the
+    duration is 0.
     """
     _require_cost(size_bytes, bytes_per_second, latency_seconds, workers)
-    return (workers - 1) * (latency_seconds + size_bytes / workers / bytes_per_second)
+    return all_gather_seconds(size_bytes / workers, workers, bytes_per_second, latency_seconds)
 
 
 def all_reduce_bytes(size_bytes: float, workers: int) -> float:

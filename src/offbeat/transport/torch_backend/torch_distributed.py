@@ -139,6 +139,12 @@ class TorchCommunicator(Communicator):
                 root = dist.BroadcastOptions()
                 root.rootRank, root.rootTensor = source, 0
                 return group.broadcast([tensor], root), tensor
+            case Gather(tensor=tensor) if gloo:
+                # Gloo's all-gather is a ring: N−1 messages in sequence. Its all-to-all sends all
+                # messages at the same time, so it takes one latency instead of N−1.
+                copies = tensor.expand(self.size, *tensor.shape).contiguous()
+                received = torch.empty_like(copies)
+                return group.alltoall_base(received, copies, [], []), list(received)
             case Gather(tensor=tensor):
                 parts = [torch.empty_like(tensor) for _ in range(self.size)]
                 return group.allgather([parts], [tensor]), parts
