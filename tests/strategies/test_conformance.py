@@ -463,7 +463,7 @@ def test_an_eager_training_resumes_to_one_model(row: Row, wire: str) -> None:
 def send(rank: int, size: int, text: str, wire: Any) -> tuple[int, Tensor]:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(4, 5000), nn.Tanh(), nn.Linear(5000, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0001)
     sync = attach(model, optimizer, text, wire=wire)
     for step in range(12):
         x, y = make_batch(rank, step, dtype=torch.float32)
@@ -490,8 +490,9 @@ def test_a_wire_is_honoured(row: Row, wire: str, share: float) -> None:
             assert after < share * before
         assert not torch.equal(a, b)
         assert torch.equal(b, lossy[0][1])
-        # Runs of an eager schedule differ, too, in the steps at which parts land.
-        assert (a - b).norm() < (0.5 if row.timed else 0.2) * (a - start).norm()
+        # Runs of an eager schedule differ, too, in the steps at which parts land. With the small
+        # learning rate above, that changes little.
+        assert (a - b).norm() < 0.2 * (a - start).norm()
 
 
 def normed_start() -> nn.Module:
