@@ -115,8 +115,14 @@ class DesLoc(Strategy):
 
     *Communication*: M·(1/K_x + 1/K_u + 1/K_v) bytes per step for a model of M bytes, and 56 bytes
     for the vote of each round. A round with moments sends 16 more bytes, which compare the lists of
-    their tensors. The workers wait for each mean. *Memory*: one flat copy of each of x, u and v.
-    *State*: the steps until the next round.
+    their tensors. The workers wait for each mean. *Memory*: one flat copy of the model, and during
+    a round one of each moment that is averaged. *State*: the steps until the next round.
+
+    **Stability.** Choose ``second_period`` ≤ ``first_period`` if some gradients are exactly 0 on
+    some workers, as with ReLU or rare tokens. If u is averaged before v, such an element has u from
+    the other workers, but still v = 0, and its step is η·û/ε. On the recipe ``digits`` the largest
+    |u|/√v rises from 7 to 2·10⁵ at the first mean of u with the default periods, and the run fails.
+    A mean of v before or in the same round prevents this.
 
     *Differs from the paper*: clipping is left to the training loop. At the end of training only the
     parameters are averaged once more. If an optimizer also updates other state, such as the maximum

@@ -41,7 +41,7 @@ class MuonWithAdamW(Optimizer):
         super().__init__([group for one in self._optimizers for group in one.param_groups], {})
 
     @override
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
