@@ -20,6 +20,7 @@ __all__ = [
     "CommunicationError",
     "CommunicationTimeout",
     "Compute",
+    "DesLoc",
     "DiLoCo",
     "Downpour",
     "FedAvg",
@@ -53,7 +54,7 @@ __all__ = [
 if TYPE_CHECKING:
     from offbeat import data
     from offbeat.attach import attach
-    from offbeat.baselines import EASGD, SSP, Downpour, FedAvg
+    from offbeat.baselines import EASGD, SSP, DesLoc, Downpour, FedAvg
     from offbeat.checkpoint.save_load import load, save
     from offbeat.elastic.joining import join
     from offbeat.errors import (

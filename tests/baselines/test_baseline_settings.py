@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import offbeat
-from offbeat.baselines import EASGD, SSP, Downpour, FedAvg
+from offbeat.baselines import EASGD, SSP, DesLoc, Downpour, FedAvg
 from offbeat.strategies import Strategy
 from problems import OPTIMIZERS, make_model
 from worlds import run
@@ -30,6 +30,10 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], type[Exception], str]] = [
     (FedAvg, {"period": 4, "weights": (1, math.inf)}, ValueError, "weights must be positive and"),
     (FedAvg, {"period": 4, "weights": ("a",)}, TypeError, "each of weights must be a number, got"),
     (FedAvg, {"period": 4, "momentum": 0.9}, TypeError, "momentum"),
+    (DesLoc, {}, TypeError, "period"),
+    (DesLoc, {"period": 0}, ValueError, "period must be at least 1, got 0"),
+    (DesLoc, {"period": 4, "first_period": 0}, ValueError, "first_period must be at least 1"),
+    (DesLoc, {"period": 4, "second_period": 2.5}, TypeError, "second_period must be an integer"),
     (SSP, {}, TypeError, "staleness"),
     (SSP, {"staleness": -1}, ValueError, "staleness must be at least 0, got -1"),
     (SSP, {"staleness": 1.5}, TypeError, "staleness must be an integer of at least 0, got 1.5"),

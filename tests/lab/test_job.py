@@ -17,6 +17,8 @@ JOB = Job("digits", "bsp", 2)
         "local:period=8 --lr-scale 0.25 --sampler distributed --injection 0.5,0.25",
         "fedavg:period=8,weights=1/2 --lr-scale 1e-05",
         "local:period=8,optimizer_state=average --wire int8",
+        "diloco:period=16 --wire int8 --optimizer muon",
+        "ideal --optimizer adamw",
     ],
 )
 def test_a_label_is_what_was_typed(text: str) -> None:
@@ -52,7 +54,10 @@ def test_options_of_the_whole_comparison_stay() -> None:
     ("text", "message"),
     [
         ("bsp --workers 4", "in 'bsp --workers 4': --workers cannot be given to one strategy; .*"),
-        ("bsp --epochs 4", ".*; --lr-scale, --sampler, --injection, --wire, --adam-correction can"),
+        (
+            "bsp --epochs 4",
+            ".*; --lr-scale, --sampler, --injection, --wire, --adam-correction, --optimizer can",
+        ),
         ("bsp wire=int8", "in 'bsp wire=int8': wire cannot be given to one strategy; .*"),
         ("bsp --wire", "in 'bsp --wire': --wire needs a value"),
         ("bsp --wire=", "in 'bsp --wire=': --wire needs a value"),
@@ -74,6 +79,7 @@ def test_mistakes_behind_a_strategy_are_one_line(text: str, message: str) -> Non
         ("bsp --lr-scale nan", "lr-scale must be positive and finite, got nan"),
         ("bsp --sampler all", "sampler must be seldp, defdp or distributed, got 'all'"),
         ("bsp --injection 2", "injection must be .*"),
+        ("bsp --optimizer lion", "optimizer must be None, .*, got 'lion'"),
         ("local:period=8,optimizer_state=mean", "optimizer_state must be .*, got .mean."),
         ("async:optimizer_state=average", "async has no setting 'optimizer_state'; .*"),
         (

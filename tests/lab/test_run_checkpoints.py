@@ -35,6 +35,8 @@ JOB = Job(
 )  # epochs of 12 steps
 ROWS = [
     "async:staleness=4",
+    "diloco:period=5 --optimizer muon",
+    "desloc:period=2 --optimizer adamw",
     *(
         pytest.param(text, marks=pytest.mark.nightly)
         for text in ("bsp", "selsync:target_lssr=0.5", "diloco:period=5,overlap=2")
@@ -74,7 +76,7 @@ def remove_later(folder: Path, step: int) -> None:
 @pytest.mark.parametrize("strategy", ROWS)
 def test_a_resumed_run_ends_with_the_same_bits(strategy: str, every: int, tmp_path: Path) -> None:
     """All metrics and totals are equal, and the events continue."""
-    job = replace(JOB, strategy=strategy, evaluations=6)
+    job = replace(JOB.under(strategy), evaluations=6)
     plain, _ = trained(job)
     saving = replace(job, checkpoints=str(tmp_path), save_every=every)
     watched, _ = trained(saving)

@@ -113,6 +113,7 @@ DILOCO = "period=16,outer_momentum=0.6"  # its first values
         ("selsync:delta=0.3", ["delta=0.3"], RATES + WIRE),
         ("streaming", ["", "outer_gain=1"], [*RATES, "--wire int4"]),
         ("fedavg", ["period=8", "period=16", "period=4"], RATES),
+        ("desloc", ["period=8", "period=16", "period=4"], RATES),
         ("ssp", ["staleness=4", "staleness=8", "staleness=2"], RATES),
         ("easgd", ["", "period=20", "period=5"], RATES),
         ("downpour", ["", "push_every=2"], RATES),  # push_every=0 is refused

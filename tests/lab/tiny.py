@@ -51,7 +51,7 @@ def build(setup: Setup) -> Task:
     task = Task(
         model=model,
         optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
+        scheduler=lambda optimizer, _: torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
         dataset=TensorData(data, data.sin().sum(1, keepdim=True)),
         batch_size=4,
         loss=loss,
@@ -59,6 +59,7 @@ def build(setup: Setup) -> Task:
         steps=STEPS,
         evaluate=HeldOut(TensorData(data[:8], data[:8]), scores, batch_size=4),
     )
+    task.complete(setup)
     built.append(task)
     return task
 

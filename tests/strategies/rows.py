@@ -11,7 +11,7 @@ import worlds
 from offbeat import parse_strategy
 from offbeat.strategies.base import CustomFlow, Gradients, SharedModel, Strategy
 from offbeat.training.checks.compatibility import chooses_precision
-from strategies.references import BSP, AsyncAveraging, DiLoCo, Make, SelSync, Streaming
+from strategies.references import BSP, AsyncAveraging, DesLoc, DiLoCo, Make, SelSync, Streaming
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Row:
     def repeatable(self) -> int:
         """Number of workers with which two runs give the same bits."""
         # A server of processes adds up in the order in which updates arrive, which rounds.
-        served = self.baseline and not self.text.startswith("fedavg")
+        served = self.baseline and not self.text.startswith(("fedavg", "desloc"))
         return 1 if self.timed or (served and worlds.world == "gloo") else 3
 
 
@@ -127,6 +127,8 @@ TO_TRAIN_WITH = [
 ]
 BASELINES = [
     Row("fedavg:period=3,fraction=0.67", alone="fedavg:period=3"),
+    Row("desloc:period=2,first_period=3", partial(DesLoc, periods=(2, 3, 12))),
+    Row("desloc:period=4", partial(DesLoc, periods=(4, 12, 24))),
     Row("ssp:staleness=0"),
     Row("ssp:staleness=2", timed=True),
     Row("ssp:staleness=2,refresh=lazy", timed=True),
@@ -135,6 +137,11 @@ BASELINES = [
     Row("easgd:period=2", alone="easgd:period=1000", timed=True),
 ]
 ROWS = [*TO_TRAIN_WITH, *BASELINES]
+
+
+def kind_for(text: str | None, kind: str = "momentum") -> str:
+    """Return the kind of optimizer: ``kind``, or "adamw" if a strategy needs Adam's moments."""
+    return "adamw" if text is not None and text.startswith("desloc") else kind
 
 
 def each(rows: Iterable[Row]) -> Any:

@@ -18,10 +18,10 @@ from offbeat.registry import STRATEGIES
 from offbeat.strategies.base import SharedModel
 from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step
 from strategies.references import Reference, SelSync
-from strategies.rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each
+from strategies.rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each, kind_for
 from worlds import run, simulated
 
-with_reference = each(row for row in TO_TRAIN_WITH if row.reference is not None)
+with_reference = each(row for row in ROWS if row.reference is not None)
 
 
 def test_every_strategy_has_a_row() -> None:
@@ -40,7 +40,7 @@ def train(
 ) -> dict[str, Any]:
     """Train unequal models on unequal data, with a consensus after the steps in ``looks``."""
     model = make_model(seed=rank)
-    optimizer = OPTIMIZERS[kind](model.parameters())
+    optimizer = OPTIMIZERS[kind_for(text, kind)](model.parameters())
     sink = Sink()
     sync = attach(model, optimizer, text, log=sink, **options)
     trace, seen = [], []
@@ -97,6 +97,7 @@ def test_values_are_those_of_the_reference(
 ) -> None:
     """Compares models after every step, in every consensus and at the end; decisions; bytes."""
     assert row.reference is not None
+    kind = kind_for(row.text, kind)
     reference = row.reference(steps, kind)
 
     def worker(*place: int) -> dict[str, Any]:  # the references take plain steps of Adam
@@ -170,8 +171,8 @@ def test_one_worker_trains_as_if_alone(row: Row, kind: str, policy: str) -> None
     if policy == "exclude" and not row.excludes:
         return
     model = make_model(seed=0)
-    optimizer = OPTIMIZERS[kind](model.parameters())
     text = row.alone or row.text
+    optimizer = OPTIMIZERS[kind_for(text, kind)](model.parameters())
     (got,) = run(lambda *place: train(*place, text, [8], kind, non_finite=policy), workers=1)
     for step, one in enumerate(got["trace"]):
         train_step(model, optimizer, make_batch(0, step))
@@ -266,7 +267,7 @@ def buffered(rank: int, size: int, row: Row) -> tuple[dict[str, Tensor], list[di
     model = make_model(seed=rank)
     for name, value in BUFFERS.items():
         model.register_buffer(name, value.clone())
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    optimizer = OPTIMIZERS[kind_for(row.text, "sgd")](model.parameters())
     sync = attach(model, optimizer, row.text)
 
     def buffers() -> dict[str, Tensor]:
@@ -320,7 +321,9 @@ def by_hand(rank: int, size: int, text: str, wire: Any, device: str) -> tuple[Te
     with torch.device("cpu"):
         model = make_wide(seed=rank)
         model[0].empty = nn.Parameter(torch.empty(0, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    # The state of other variants of AdamW is on the default device.
+    kind = kind_for(text).replace("adamw", "fused")
+    optimizer = OPTIMIZERS[kind](model.parameters())
     with torch.device(device), attach(model, optimizer, text, wire=wire) as sync:
         start = flat(model)
         for step in range(8):
@@ -377,7 +380,7 @@ def normed(seed: int) -> nn.Sequential:
 def resume(rank: int, size: int, text: str, wire: Any, at: int, steps: int) -> list[Tensor]:
     """Train to the end, with ``at`` > 0 in two scripts, of which the second loads a file."""
     model = normed(rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    optimizer = OPTIMIZERS[kind_for(text)](model.parameters())
     sync = attach(model, optimizer, text, wire=wire)
     trace = []
     for step in range(steps):
@@ -388,7 +391,7 @@ def resume(rank: int, size: int, text: str, wire: Any, at: int, steps: int) -> l
             sync.detach()
             loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
             model = normed(100 + rank)  # another process, with another fresh model
-            optimizer = OPTIMIZERS["momentum"](model.parameters())
+            optimizer = OPTIMIZERS[kind_for(text)](model.parameters())
             sync = attach(model, optimizer, text, wire=wire)
             model.load_state_dict(loaded["model"])
             optimizer.load_state_dict(loaded["optimizer"])
@@ -405,7 +408,7 @@ def resume(rank: int, size: int, text: str, wire: Any, at: int, steps: int) -> l
 
 def saved(rank: int, size: int, text: str, at: int) -> Tensor:
     model = normed(rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    optimizer = OPTIMIZERS[kind_for(text)](model.parameters())
     sync = attach(model, optimizer, text)
     for step in range(11):
         if step == at:

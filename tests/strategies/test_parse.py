@@ -13,6 +13,7 @@ from offbeat import (
     EASGD,
     SSP,
     AsyncAveraging,
+    DesLoc,
     DiLoCo,
     Downpour,
     FedAvg,
@@ -79,6 +80,12 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         alpha=st.none() | unit,
         synchronous=st.booleans(),
         difference=st.sampled_from(["before_step", "after_step"]),
+    ),
+    "desloc": build(
+        DesLoc,
+        period=st.integers(1, 10**6),
+        first_period=st.none() | st.integers(1, 10**6),
+        second_period=st.none() | st.integers(1, 10**6),
     ),
     "fedavg": build(
         FedAvg,
@@ -203,9 +210,9 @@ def test_only_what_differs_from_the_defaults_is_shown(
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("", ValueError, "unknown strategy ''; there are async, bsp, diloco, "),
+        ("", ValueError, "unknown strategy ''; there are async, bsp, desloc, "),
         ("bps", ValueError, f"unknown strategy 'bps'; there are {', '.join(sorted(STRATEGIES))}"),
-        ("SelSync", ValueError, "unknown strategy 'SelSync'; there are async, bsp, diloco, "),
+        ("SelSync", ValueError, "unknown strategy 'SelSync'; there are async, bsp, desloc, "),
         ("selsync:detla=1", ValueError, "selsync has no setting 'detla'; it has delta, target_lss"),
         ("bsp:delta=1", ValueError, "bsp has no setting 'delta'; it has no settings"),
         ("local", ValueError, "local needs period, as in local:period=8"),

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,9 @@ class OptimizerState:
         self._team, self._optimizers = team, optimizers
         self._names = {id(tensor): name for name, tensor in parameters}
 
-    def launch(self, weight: float, total: float) -> list[Landing]:
+    def launch(
+        self, weight: float, total: float, names: Collection[str] | None = None
+    ) -> list[Landing]:
         """Start state ← Σ w·state / Σ w. Blocks while the workers compare lists of their tensors.
 
         *Communication*: sums of the state, never quantized, and 16 bytes for the comparison. If the
@@ -67,8 +69,9 @@ class OptimizerState:
         Args:
             weight: Weight w of this worker (≥ 0).
             total: Sum of w over the workers, > 0.
+            names: Names of the state to average, such as "exp_avg". None: all of it.
         """
-        tensors = self._tensors()
+        tensors = self._tensors(names)
         common = self._common(sorted(tensors))
         what = "mean of the optimizer's state"
 
@@ -78,7 +81,7 @@ class OptimizerState:
 
         return [start(bucket) for bucket in make_buckets(tensors[line] for line in common)]
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self, names: Collection[str] | None) -> dict[str, Tensor]:
         """Return the state tensors of this worker, by a line of text that describes the tensor.
 
         Raises:
@@ -92,12 +95,15 @@ class OptimizerState:
                 for key, value in state.items():
                     if not isinstance(value, Tensor) or key == "step":
                         continue
+                    if names is not None and key not in names:
+                        continue
                     name = self._names[id(parameter)]
                     if _is_quantized(value):
                         raise AttachError(
                             f'optimizer_state="average": {key!r} of parameter {name!r} in this '
                             f"{type(optimizer).__name__} is quantized, and quantized values cannot "
-                            'be averaged; use optimizer_state="local"'
+                            'be averaged; use optimizer_state="local", or an optimizer with exact '
+                            "state"
                         )
                     if value.is_floating_point() or value.is_complex():
                         tensors[f"{name} {key} {tuple(value.shape)} {value.dtype}"] = value

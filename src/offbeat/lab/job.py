@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from offbeat.arguments import Precision, check_settings, setting, types_of
+from offbeat.arguments import OptimizerName, Precision, check_settings, setting, types_of
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -170,6 +170,12 @@ class Job:
         unset="on for strategies that average models",
         of_method=True,
     )
+    optimizer: OptimizerName | None = option(
+        None,
+        help="Optimizer; muon: Muon for hidden matrices, AdamW for the rest.",
+        unset="the recipe's",
+        of_method=True,
+    )
 
     def setup(self) -> "Setup":
         """Return the argument of the recipe's ``build``."""
@@ -177,13 +183,15 @@ class Job:
 
         recipe = find_recipe(self.recipe)
         epochs = recipe.epochs if self.epochs is None else self.epochs
-        return Setup(self.workers, epochs, self.seed, Path(self.data) if self.data else None)
+        data = Path(self.data) if self.data else None
+        return Setup(self.workers, epochs, self.seed, data, self.optimizer)
 
     def check(self, task: "Task | None" = None) -> "Task":
         """Find mistakes before a worker starts, and return the task.
 
         Args:
-            task: A task already built with the same recipe, data and workers. None: build it.
+            task: A task already built with the same recipe, data and workers. None: build it. A
+                job with its own optimizer builds it in any case, because its model may not fit.
 
         Raises:
             ValueError, TypeError: an unknown recipe or strategy, or an invalid setting.
@@ -201,7 +209,7 @@ class Job:
         recipe = find_recipe(self.recipe)
         if self.data is not None and recipe.needs_data is None and recipe.file is None:
             raise ValueError(f"data {self.data}: the {recipe.name} recipe brings its own data")
-        if task is None:
+        if task is None or self.optimizer is not None:
             task = recipe.build(self.setup())
             if recipe.file is not None:
                 try_out(recipe, task)
@@ -323,7 +331,8 @@ class Job:
 
         Args:
             text: Strategy or baseline, optionally followed by ``--lr-scale``, ``--sampler``,
-                ``--injection``, ``--wire`` or ``--adam-correction`` with a value.
+                ``--injection``, ``--wire``, ``--adam-correction`` or
+                ``--optimizer`` with a value.
 
         Raises:
             ValueError: an option is not one of these, is repeated, or has no valid value.

@@ -59,6 +59,7 @@ _SETTINGS = {
     "async": (Axis("staleness"),),
     "streaming": (Axis("outer_gain", ("auto", 1)),),
     "fedavg": (Axis("period"),),
+    "desloc": (Axis("period"),),
     "ssp": (Axis("staleness"),),
     "downpour": (Axis("push_every"),),
     "easgd": (Axis("period"),),
@@ -67,6 +68,7 @@ _SETTINGS = {
 _FIRST = {
     "local": ("period=8",),
     "fedavg": ("period=8",),
+    "desloc": ("period=8",),
     "ssp": ("staleness=4",),
     "diloco": ("period=16", "outer_momentum=0.6"),
 }

@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from offbeat.arguments import require_integer
+from offbeat.arguments import OptimizerName, require_integer
 from offbeat.lab.recipes.datasets import Samples, as_samples
 from offbeat.lab.recipes.held_out import HeldOut
+from offbeat.lab.recipes.optimizers import with_optimizer
 
 _MAX_STEPS = 10**9
 Schedule = Callable[[Optimizer, int], LRScheduler]
@@ -37,20 +38,22 @@ class Setup:
         epochs: Number of passes over the training set, by all workers together.
         seed: Seed of all random choices, equal on all workers, so that they build the same model.
         data: Path of the data set's files, given by ``--data``. None: not given.
+        optimizer: Optimizer in place of the recipe's, given by ``--optimizer``. None: the recipe's.
+            ``Task.complete`` replaces it.
     """
 
     workers: int
     epochs: float
     seed: int = 0
     data: Path | None = None
+    optimizer: OptimizerName | None = None
 
 
 @dataclass
 class Task:
     """Everything that one worker needs to train. Every worker builds the same task.
 
-    If ``steps`` is 0 or ``scheduler`` is a function, ``complete`` must be called before training.
-    The decorator ``recipe`` calls it.
+    ``complete`` must be called before training. The decorator ``recipe`` calls it.
 
     Attributes:
         model: The model.
@@ -97,8 +100,22 @@ class Task:
         return as_samples(self.dataset)
 
     def complete(self, setup: Setup) -> None:
-        """Compute ``steps`` if it is 0, and replace a scheduler function by the scheduler."""
+        """Compute ``steps`` if it is 0, and create the optimizer of ``setup`` and the scheduler.
+
+        A second call changes nothing.
+
+        Raises:
+            ValueError: ``setup.optimizer`` cannot replace the task's optimizer.
+        """
         self.steps = self.steps or steps_for(setup, len(self.samples), self.batch_size)
+        if setup.optimizer is not None:
+            own = self.optimizer
+            self.optimizer = with_optimizer(setup.optimizer, self.model, own)
+            if self.optimizer is not own and isinstance(self.scheduler, LRScheduler):
+                raise ValueError(
+                    f"optimizer {setup.optimizer}: the recipe's scheduler belongs to its own "
+                    "optimizer; give Task a function (optimizer, number of steps) → scheduler"
+                )
         if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
             self.scheduler = self.scheduler(self.optimizer, self.steps)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from offbeat.lab.recipes.base import Recipe, Setup, Task
+from offbeat.lab.recipes.base import Recipe, Schedule, Setup, Task
 from offbeat.lab.recipes.cifar_files import CIFAR10, CIFAR100, Layout, load
 from offbeat.lab.recipes.classification import classification_task, sgd_warmup_cosine
 from offbeat.lab.recipes.datasets import Batch, TensorData, shifted
@@ -75,11 +75,14 @@ def cifar_recipe(
     def build(setup: Setup) -> Task:
         train, test = splits(setup, layout, name)
 
-        def sgd_steps(net: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
-            optimizer = SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
+        def decay(optimizer: Optimizer, steps: int) -> LRScheduler:
             samples = [epoch * len(train) for epoch in milestones or ()]
             step = batch_size * setup.workers
-            return optimizer, decay_at(optimizer, samples, 0.1, samples_per_step=step)
+            return decay_at(optimizer, samples, 0.1, samples_per_step=step)
+
+        def sgd_steps(net: nn.Module) -> tuple[Optimizer, Schedule]:
+            optimizer = SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
+            return optimizer, decay
 
         return classification_task(
             setup,

@@ -5,15 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from offbeat.lab.recipes.base import Setup, Task, steps_for
+from offbeat.lab.recipes.base import Schedule, Setup, Task
 from offbeat.lab.recipes.datasets import Samples
 from offbeat.lab.recipes.held_out import accuracy
 from offbeat.lab.recipes.schedules import warmup_cosine
 
-Optimize = Callable[[nn.Module, int], tuple[Optimizer, LRScheduler]]
-"""Function (model, number of steps) → optimizer and scheduler."""
+Optimize = Callable[[nn.Module], tuple[Optimizer, Schedule]]
+"""Function (model) → optimizer and function that makes its scheduler."""
 
 
 def classification_task(
@@ -35,25 +34,25 @@ def classification_task(
     """
     torch.manual_seed(setup.seed)
     model = make_model()
-    steps = steps_for(setup, len(train), batch_size)
-    optimizer, scheduler = optimize(model, steps)
-    return Task(
+    optimizer, scheduler = optimize(model)
+    task = Task(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
         dataset=train,
         batch_size=batch_size,
-        steps=steps,
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
         evaluate=accuracy(test, metrics, batch_size=test_batch_size),
     )
+    task.complete(setup)
+    return task
 
 
 def sgd_warmup_cosine(lr: float, weight_decay: float) -> Optimize:
     """Return a function that creates SGD with momentum 0.9 and a ``warmup_cosine`` schedule."""
 
-    def optimize(model: nn.Module, steps: int) -> tuple[Optimizer, LRScheduler]:
+    def optimize(model: nn.Module) -> tuple[Optimizer, Schedule]:
         optimizer = SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
-        return optimizer, warmup_cosine(optimizer, steps)
+        return optimizer, warmup_cosine
 
     return optimize

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from offbeat.lab.recipes.base import Recipe, Setup, Task, steps_for
+from offbeat.lab.recipes.base import Recipe, Setup, Task
 from offbeat.lab.recipes.datasets import TensorData
 from offbeat.lab.recipes.held_out import HeldOut
 from offbeat.lab.recipes.models.transformers import ByteTransformer, next_token_loss, token_losses
@@ -60,18 +60,17 @@ def build(setup: Setup) -> Task:
     test = test[:: max(1, len(test) // TEST_WINDOWS)][:TEST_WINDOWS]
     torch.manual_seed(setup.seed)
     model = ByteTransformer(CONTEXT)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    steps = steps_for(setup, len(train), BATCH_SIZE)
-    return Task(
+    task = Task(
         model=model,
-        optimizer=optimizer,
-        scheduler=warmup_cosine(optimizer, steps),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01),
+        scheduler=warmup_cosine,
         dataset=TensorData(train),
         batch_size=BATCH_SIZE,
-        steps=steps,
         loss=next_token_loss,
         evaluate=HeldOut(TensorData(test), bits_per_byte, batch_size=32),
     )
+    task.complete(setup)
+    return task
 
 
 RECIPE = Recipe(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from offbeat.lab.recipes.base import Recipe, Setup, Task, steps_for
+from offbeat.lab.recipes.base import Recipe, Setup, Task
 from offbeat.lab.recipes.datasets import TensorData
 from offbeat.lab.recipes.files import find_file, require_directory, share_tensors
 from offbeat.lab.recipes.held_out import HeldOut
@@ -105,11 +105,10 @@ def build(setup: Setup) -> Task:
     train, test, words = load(setup.data)
     torch.manual_seed(setup.seed)
     model = WordTransformer(words, CONTEXT)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
-    return Task(
+    task = Task(
         model=model,
-        optimizer=optimizer,
-        scheduler=decay_every(
+        optimizer=torch.optim.SGD(model.parameters(), lr=2.0),
+        scheduler=lambda optimizer, _: decay_every(
             optimizer,
             DECAY_STEPS * PAPER_WORKERS * BATCH_SIZE,
             0.8,
@@ -117,11 +116,12 @@ def build(setup: Setup) -> Task:
         ),
         dataset=TensorData(train),
         batch_size=BATCH_SIZE,
-        steps=steps_for(setup, len(train), BATCH_SIZE),
         loss=next_token_loss,
         evaluate=HeldOut(TensorData(test), nats_per_word, BATCH_SIZE, metrics=perplexity),
         clip_norm=2.0,
     )
+    task.complete(setup)
+    return task
 
 
 RECIPE = Recipe(

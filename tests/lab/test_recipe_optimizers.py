@@ -1,0 +1,365 @@
+"""``--optimizer``: an optimizer in place of the recipe's, for every method."""
+
+import copy
+import io
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import offbeat
+from lab import tiny
+from offbeat import Compute, Network
+from offbeat.lab.compare import compare, run_and_record
+from offbeat.lab.job import Job
+from offbeat.lab.launch.runners import VirtualCluster
+from offbeat.lab.recipes import RECIPES, Setup, find_recipe
+from offbeat.lab.recipes.models.transformers import ByteTransformer
+from offbeat.lab.recipes.optimizers import MuonWithAdamW, with_optimizer
+from offbeat.lab.samplers import Batches, make_sampler
+
+PLACE = VirtualCluster(Network("1Gbit/s"), Compute("10ms"))
+JOB = Job("tiny", "bsp", 2, evaluations=tiny.STEPS)
+
+
+@pytest.fixture(autouse=True)
+def recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECIPES, "tiny", tiny.RECIPE)
+
+
+def ignore(event: object) -> None:
+    """Ignore an event."""
+
+
+def gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def muon_for(model: nn.Module, own: Optimizer | None = None) -> Optimizer:
+    return with_optimizer("muon", model, own or AdamW(model.parameters(), lr=0.02))
+
+
+# -- the optimizer ---------------------------------------------------------------------------------
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """U·Vᵀ of the singular value decomposition."""
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    return u @ v
+
+
+def test_a_step_of_muon_is_a_nearly_orthogonal_matrix() -> None:
+    """x ← x − lr·0.2·√max(rows, columns)·UVᵀ, where the singular values are only near 1."""
+    model = small_model()
+    optimizer = muon_for(model, AdamW(model.parameters(), lr=0.02, weight_decay=0.0))
+    before = model[2].weight.detach().clone()
+    gradients(model, 1)
+    gradient = model[2].weight.grad
+    assert gradient is not None
+    optimizer.step()
+    step = (before - model[2].weight.detach()) / (0.02 * 0.2 * 8**0.5)
+    assert nn.functional.cosine_similarity(
+        step.flatten(), orthogonal(gradient).flatten(), dim=0
+    ) == pytest.approx(1, abs=0.03)
+    singular = torch.linalg.svdvals(step)
+    assert 0.6 < singular.min() < singular.max() < 1.3
+
+
+def test_the_other_parameters_take_steps_of_adamw() -> None:
+    """The first step is lr·sign(g) after the decay; the last layer and all biases take it."""
+    model = small_model()
+    optimizer = muon_for(model, AdamW(model.parameters(), lr=0.02, weight_decay=0.5))
+    before = copy.deepcopy(model)
+    gradients(model, 1)
+    optimizer.step()
+    for index, names in ((0, ["bias"]), (2, ["bias"]), (4, ["weight", "bias"])):
+        for name in names:
+            old, new = getattr(before[index], name), getattr(model[index], name)
+            want = old * (1 - 0.02 * 0.5) - 0.02 * new.grad.sign()
+            torch.testing.assert_close(new, want, rtol=0, atol=1e-5)
+
+
+def test_it_is_torchs_muon_and_adamw_to_the_last_bit() -> None:
+    """Over several steps, a changed rate, and a state that was saved and loaded."""
+    model, other = small_model(), small_model()
+    own = AdamW(model.parameters(), lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    optimizer = muon_for(model, own)
+    hidden = [other[0].weight, other[2].weight]
+    rest = [p for p in other.parameters() if not any(p is h for h in hidden)]
+    pair: list[Optimizer] = [
+        Muon(hidden, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        AdamW(rest, lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
+    ]
+    for step in range(6):
+        if step == 3:
+            file = io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
+            optimizer = muon_for(model)
+            file.seek(0)
+            optimizer.load_state_dict(torch.load(file, weights_only=True))
+        for one in (optimizer, *pair):
+            for group in one.param_groups:
+                group["lr"] = 0.02 / (1 + step)
+        for trained in (model, other):
+            gradients(trained, step)
+        optimizer.step()
+        for one in pair:
+            one.step()
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+def test_a_closure_is_evaluated_once_with_gradients() -> None:
+    model, values = small_model(), iter(range(2))
+    optimizer = muon_for(model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(2, 6)).square().sum() + next(values)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+    assert next(values) == 1
+
+
+def names_for_muon(model: nn.Module) -> list[str]:
+    optimizer = muon_for(model)
+    assert isinstance(optimizer, MuonWithAdamW)
+    names = {id(p): name for name, p in model.named_parameters()}
+    hidden, others = ([names[id(p)] for p in g["params"]] for g in optimizer.param_groups)
+    assert sorted(hidden + others) == sorted(names.values())
+    return hidden
+
+
+def test_muon_gets_the_hidden_matrices() -> None:
+    """Not embeddings, the output layer, convolutions, norms or biases; tied weights count once."""
+    layers = ["self_attn.in_proj_weight", "self_attn.out_proj.weight"]
+    layers += ["linear1.weight", "linear2.weight"]
+    model = ByteTransformer(context=8, width=16)
+    want = [f"blocks.{block}.{layer}" for block in (0, 1) for layer in layers]
+    assert names_for_muon(model) == want
+    model.head.weight = model.bytes.weight
+    assert names_for_muon(model) == want
+    assert names_for_muon(find_recipe("digits").build(Setup(1, 1)).model) == ["8.weight"]
+
+
+def test_settings_are_those_of_an_adam_and_defaults_otherwise() -> None:
+    model = small_model()
+    adam = Adam(model.parameters(), lr=0.3, betas=(0.5, 0.6), eps=0.1, weight_decay=0.2)
+    muon, rest = muon_for(model, adam).param_groups
+    assert (muon["lr"], muon["weight_decay"], muon["momentum"]) == (0.3, 0.2, 0.95)
+    assert (rest["lr"], rest["weight_decay"], rest["betas"]) == (0.3, 0.2, (0.5, 0.6))
+    assert rest["eps"] == 0.1
+    sgd = SGD(model.parameters(), lr=0.3, weight_decay=0.2)
+    for name in ("adamw", "muon"):
+        for group in with_optimizer(name, model, sgd).param_groups:  # type: ignore[arg-type]
+            assert (group["lr"], group["weight_decay"]) == (0.001, 0.01)
+    (group,) = with_optimizer("sgd", model, adam).param_groups
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.05, 0.9, 0)
+    assert with_optimizer("sgd", model, sgd) is sgd
+    assert isinstance(with_optimizer("adamw", model, adam), AdamW)
+
+
+# -- tasks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["digits", "stdlib-lm"])
+def test_the_schedule_of_a_recipe_moves_the_rates_of_both_groups(name: str) -> None:
+    task = find_recipe(name).build(Setup(4, 1, optimizer="muon"))
+    own = find_recipe(name).build(Setup(4, 1))
+    assert isinstance(task.optimizer, MuonWithAdamW)
+    assert task.steps == own.steps
+    first, (own_group,) = task.optimizer.param_groups[0]["lr"], own.optimizer.param_groups
+    factor = first / own_group["lr"]
+    for _ in range(3):
+        for one in (task, own):
+            one.optimizer.step()
+            one.advance()
+        for group in task.optimizer.param_groups:
+            assert group["lr"] == pytest.approx(factor * own_group["lr"])
+    rate = task.optimizer.param_groups[0]["lr"]
+    assert rate != first
+    task.complete(Setup(4, 1, optimizer="muon"))  # as the decorator ``recipe`` may do again
+    assert task.optimizer.param_groups[0]["lr"] == rate
+
+
+CUSTOM = """
+import torch
+from torch import nn
+from offbeat.lab import Task, accuracy, recipe
+
+@recipe(metric="accuracy", target=0.9, epochs=1)
+def custom(setup):
+    data = [(torch.ones(4), 0)] * 32
+    model = {model}
+    optimizer = torch.optim.SGD({groups}, lr=0.1)
+    return Task(
+        model, optimizer, data, 4, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]),
+        accuracy(data, {{"accuracy": 1}}), scheduler={scheduler},
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "nn.Linear(4, 2)"}, "optimizer muon: the model has no hidden matrix"),
+        (
+            {"groups": "[{'params': [p]} for p in model.parameters()]"},
+            "optimizer muon: the recipe's SGD has 4 parameter groups",
+        ),
+        (
+            {"scheduler": "torch.optim.lr_scheduler.StepLR(optimizer, 1)"},
+            "optimizer muon: the recipe's scheduler belongs to its own optimizer; give Task a",
+        ),
+    ],
+)
+def test_a_task_that_does_not_fit_is_refused_before_the_run(
+    change: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    parts = {
+        "model": "nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))",
+        "groups": "model.parameters()",
+        "scheduler": "lambda o, steps: torch.optim.lr_scheduler.StepLR(o, steps)",
+    }
+    for name, settings in (("right", parts), ("wrong", {**parts, **change})):
+        (tmp_path / f"{name}.py").write_text(CUSTOM.format(**settings))
+    task = Job(str(tmp_path / "right.py"), "bsp --optimizer muon", 2).under("bsp").check()
+    Job(str(tmp_path / "right.py"), "bsp", 2, optimizer="muon").check(task)
+    job = Job(str(tmp_path / "wrong.py"), "bsp", 2)
+    task = job.check()
+    with pytest.raises(ValueError, match=message) as caught:
+        job.under("bsp --optimizer muon").check(task)
+    assert "\n" not in str(caught.value)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """One worker of a reference, with two optimizers of torch."""
+
+    def __init__(self, rank: int) -> None:
+        task = tiny.build(Setup(2, 1.0))
+        self.model = task.model
+        self.batches = iter(Batches(task, make_sampler(task, 2, rank, seed=0)))
+        first, _, second, last = task.model
+        assert isinstance(last, nn.Linear)
+        hidden = [first.weight, second.weight]
+        others = [first.bias, second.bias, last.weight, last.bias]
+        self.optimizers: list[Optimizer] = [
+            Muon(hidden, lr=0.001, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            AdamW(others, lr=0.001, weight_decay=0.01),
+        ]
+        self.schedules = [LambdaLR(one, tiny.rate) for one in self.optimizers]
+
+    def step(self) -> None:
+        for one in self.optimizers:
+            one.zero_grad()
+        tiny.loss(self.model, next(self.batches)).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), tiny.CLIP)
+        for one in (*self.optimizers, *self.schedules):
+            one.step()
+
+
+def diloco_curve(period: int, outer_lr: float, momentum: float) -> list[float]:
+    """Return ``size_of`` the mean model after each step, by the definition of DiLoCo."""
+    workers = [Replica(rank) for rank in range(2)]
+    theta = [nn.Parameter(p.detach().clone()) for p in workers[0].model.parameters()]
+    outer = SGD(theta, lr=outer_lr, momentum=momentum, nesterov=True)
+    sizes = []
+    for step in range(1, tiny.STEPS + 1):
+        for worker in workers:
+            worker.step()
+        means = tiny.mean([[*worker.model.parameters()] for worker in workers])
+        if step % period == 0:
+            for p, mean in zip(theta, means, strict=True):
+                p.grad = p.detach() - mean.detach()
+            outer.step()
+            for worker in workers:
+                for p, q in zip(worker.model.parameters(), theta, strict=True):
+                    p.data.copy_(q.data)
+            means = [p.detach() for p in theta]
+        sizes.append(tiny.size_of(means))
+    return sizes
+
+
+def curve(text: str) -> list[float]:
+    result = run_and_record(JOB.under(text), ignore, PLACE)
+    return [point.metric for point in result.points]
+
+
+def test_diloco_with_muon_inside_is_its_definition() -> None:
+    text = "diloco:period=3,outer_lr=0.7,outer_momentum=0.9"
+    want = diloco_curve(3, 0.7, 0.9)
+    assert curve(f"{text} --optimizer muon") == pytest.approx(want, rel=1e-6)
+    assert curve(text) != pytest.approx(want, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_ideal_and_bsp_with_the_same_optimizer_are_equal(name: str) -> None:
+    bsp = curve(f"bsp --optimizer {name}")
+    assert curve(f"ideal --optimizer {name}") == bsp
+    assert curve(f"bsp --optimizer {name} --lr-scale 2") != pytest.approx(bsp, rel=1e-3)
+    assert curve("bsp") != pytest.approx(bsp, rel=1e-3)
+
+
+def test_the_state_of_muon_can_be_averaged() -> None:
+    """Muon's momentum takes the mean of the workers, with a step in each of both groups."""
+
+    def work() -> list[Tensor]:
+        rank = torch.distributed.get_rank()
+        model = small_model()
+        optimizer = muon_for(model)
+        strategy = offbeat.LocalSGD(period=2, optimizer_state="average")
+        with offbeat.attach(model, optimizer, strategy):
+            for step in range(4):
+                gradients(model, 10 * step + rank)
+                optimizer.step()
+        return [optimizer.state[p]["momentum_buffer"] for p in optimizer.param_groups[0]["params"]]
+
+    for one, other in itertools.pairwise(offbeat.simulate(work, workers=3).results):
+        assert len(one) == 2
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_desloc_refuses_muon_and_takes_adamw() -> None:
+    """The state of Muon has no second moment."""
+    with pytest.raises(offbeat.AttachError, match="this MuonWithAdamW lacks them"):
+        curve("desloc:period=2 --optimizer muon")
+    with pytest.raises(offbeat.AttachError, match="this SGD lacks them"):
+        curve("desloc:period=2")
+    assert len(curve("desloc:period=2 --optimizer adamw")) == tiny.STEPS
+
+
+def test_a_comparison_has_a_row_for_each_optimizer(tmp_path: Path) -> None:
+    """And continues with the results in its file."""
+    methods = ["ideal", "ideal --optimizer muon", "local:period=3 --optimizer muon"]
+    reused: list[Any] = []
+    for _ in range(2):
+        results = compare(
+            JOB,
+            methods,
+            runner=PLACE,
+            output=tmp_path,
+            on_start=ignore,
+            on_event=ignore,
+            on_reused=reused.append,
+        )
+    assert [result.label for result in results] == methods
+    assert [result.job.optimizer for result in results] == [None, "muon", "muon"]
+    assert len(reused) == 3
