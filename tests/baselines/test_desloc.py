@@ -25,7 +25,7 @@ def train(rank: int, size: int, text: str, steps: int, kind: str = "adamw") -> d
     """Return the model and the moments after each step, as rows."""
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS[kind](model.parameters())
-    sync = attach(model, optimizer, text)
+    sync = attach(model, optimizer, text, adam_correction=False)
     trace = []
     for step in range(steps):
         train_step(model, optimizer, make_batch(rank, step))
