@@ -6,7 +6,7 @@ Example of a text form: ``selsync:delta=0.3,max_interval=50``.
 import dataclasses
 import importlib
 
-from offbeat.baselines import EASGD, SSP, Downpour, FedAvg
+from offbeat.baselines import EASGD, SPARTA, SSP, Downpour, FedAvg, SparseLoCo
 from offbeat.strategies import (
     BSP,
     AsyncAveraging,
@@ -30,9 +30,11 @@ STRATEGIES: dict[str, type[Strategy]] = {
         SSP,
         Downpour,
         EASGD,
+        SparseLoCo,
+        SPARTA,
     )
 }
-"""Strategy classes by name. The last four are baselines: methods to compare with."""
+"""Strategy classes by name. The last six are baselines: methods to compare with."""
 
 _CONSTANTS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
 

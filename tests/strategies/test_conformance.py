@@ -21,7 +21,7 @@ from strategies.references import Reference, SelSync
 from strategies.rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each
 from worlds import run, simulated
 
-with_reference = each(row for row in TO_TRAIN_WITH if row.reference is not None)
+with_reference = each(row for row in ROWS if row.reference is not None)
 
 
 def test_every_strategy_has_a_row() -> None:
@@ -185,6 +185,7 @@ IDENTITIES = [
     ("selsync:delta=inf,warmup_steps=6", "local:period=1000,warmup_steps=6"),
     ("diloco:period=1,outer_lr=1.0,outer_momentum=0.0", "bsp"),
     ("diloco:period=4,outer_lr=1.0,outer_momentum=0.0", "local:period=4"),
+    ("sparta:share=1", "local:period=1"),
     ("streaming:parts=1,schedule=cyclic,staleness=2,outer_gain=1", "async:staleness=2"),
     ("streaming:parts=1,schedule=cyclic,staleness=6,outer_gain=1", "async:staleness=6"),
 ]

@@ -11,6 +11,7 @@ import offbeat
 from offbeat import (
     BSP,
     EASGD,
+    SPARTA,
     SSP,
     AsyncAveraging,
     DiLoCo,
@@ -18,6 +19,7 @@ from offbeat import (
     FedAvg,
     LocalSGD,
     SelSync,
+    SparseLoCo,
     StreamingAveraging,
     parse_strategy,
 )
@@ -79,6 +81,19 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         alpha=st.none() | unit,
         synchronous=st.booleans(),
         difference=st.sampled_from(["before_step", "after_step"]),
+    ),
+    "sparseloco": build(
+        SparseLoCo,
+        period=st.integers(1, 10**6),
+        density=unit | st.just(1.0),
+        outer_lr=positive,
+        decay=unit | st.sampled_from([0.0, 1.0]),
+    ),
+    "sparta": build(
+        SPARTA,
+        share=unit | st.just(1.0),
+        overlap=st.integers(0, 100),
+        seed=st.integers(0, 10**6),
     ),
     "fedavg": build(
         FedAvg,
