@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BSP",
     "EASGD",
+    "SPARTA",
     "SSP",
     "AsyncAveraging",
     "AttachError",
@@ -34,6 +35,7 @@ __all__ = [
     "Plan",
     "SelSync",
     "Simulation",
+    "SparseLoCo",
     "Stats",
     "Strategy",
     "StreamingAveraging",
@@ -54,7 +56,7 @@ __all__ = [
 if TYPE_CHECKING:
     from offbeat import data
     from offbeat.attach import attach
-    from offbeat.baselines import EASGD, SSP, DesLoc, Downpour, FedAvg
+    from offbeat.baselines import EASGD, SPARTA, SSP, DesLoc, Downpour, FedAvg, SparseLoCo
     from offbeat.checkpoint.save_load import load, save
     from offbeat.elastic.joining import join
     from offbeat.errors import (

@@ -6,7 +6,7 @@ Example of a text form: ``selsync:delta=0.3,max_interval=50``.
 import dataclasses
 import importlib
 
-from offbeat.baselines import EASGD, SSP, DesLoc, Downpour, FedAvg
+from offbeat.baselines import EASGD, SPARTA, SSP, DesLoc, Downpour, FedAvg, SparseLoCo
 from offbeat.strategies import (
     BSP,
     AsyncAveraging,
@@ -31,9 +31,11 @@ STRATEGIES: dict[str, type[Strategy]] = {
         SSP,
         Downpour,
         EASGD,
+        SparseLoCo,
+        SPARTA,
     )
 }
-"""Strategy classes by name. The last five are baselines: methods to compare with."""
+"""Strategy classes by name. The last seven are baselines: methods to compare with."""
 
 _CONSTANTS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
 

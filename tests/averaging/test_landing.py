@@ -274,6 +274,7 @@ MEANS = [
     ("bsp", INT8),
     ("async:staleness=2", {}),
     ("diloco:period=1", INT8),
+    ("sparseloco:period=1", {}),
 ]
 
 

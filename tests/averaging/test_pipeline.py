@@ -62,7 +62,8 @@ class Line:
         self.view = self.worker.strategy_view()
         self.strategy = Asked(shared)
         self.check = NonFiniteCheck(0, non_finite)
-        self.pipeline = Pipeline(self.worker, self.strategy, shared, self.view, self.check)
+        parts = make_parts(self.worker, shared)
+        self.pipeline = Pipeline(self.worker, self.strategy, shared, parts, self.view, self.check)
         self.events: list[str] = []
         for index, part in enumerate(self.pipeline.parts):
             self.note(part, "launch", index)

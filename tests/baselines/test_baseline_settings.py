@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import offbeat
-from offbeat.baselines import EASGD, SSP, DesLoc, Downpour, FedAvg
+from offbeat.baselines import EASGD, SPARTA, SSP, DesLoc, Downpour, FedAvg, SparseLoCo
 from offbeat.strategies import Strategy
 from problems import OPTIMIZERS, make_model
 from worlds import run
@@ -51,6 +51,13 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], type[Exception], str]] = [
     (EASGD, {"alpha": math.nan}, ValueError, "alpha must be between 0 and 1, got nan"),
     (EASGD, {"synchronous": 1}, TypeError, "synchronous must be true or false, got 1"),
     (EASGD, {"difference": "step"}, ValueError, 'must be "before_step" or "after_step", got'),
+    (SparseLoCo, {"period": 0}, ValueError, "period must be at least 1, got 0"),
+    (SparseLoCo, {"density": 0.0}, ValueError, r"density must be in \(0, 1\], got 0\.0"),
+    (SparseLoCo, {"outer_lr": 0.0}, ValueError, r"outer_lr must be positive and finite, got 0\.0"),
+    (SparseLoCo, {"decay": 1.5}, ValueError, "decay must be"),
+    (SPARTA, {"share": 0.0}, ValueError, r"share must be in \(0, 1\], got 0\.0"),
+    (SPARTA, {"overlap": -1}, ValueError, "overlap must be at least 0, got -1"),
+    (SPARTA, {"seed": -1}, ValueError, "seed must be at least 0, got -1"),
     # The setting that all strategies with a parameter server share.
     (EASGD, {"servers": ()}, ValueError, "servers must be one or more different ranks"),
     (EASGD, {"servers": (0, 0)}, ValueError, "servers must be one or more different ranks"),

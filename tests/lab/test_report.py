@@ -102,6 +102,8 @@ def test_columns_are_means_over_the_workers() -> None:
         ("async:staleness=4 --wire int8", "0.50"),
         ("fedavg:period=2", "0.50"),
         ("desloc:period=2", "0.50"),
+        ("sparseloco:period=2", "0.50"),
+        ("sparta", "0.50"),
         ("selsync:aggregate=gradients", "0.50"),
         ("ssp:staleness=3", "-"),
         ("downpour", "-"),

@@ -116,6 +116,8 @@ DILOCO = "period=16,outer_momentum=0.6"  # its first values
         ("desloc", ["period=8", "period=16", "period=4"], RATES),
         ("ssp", ["staleness=4", "staleness=8", "staleness=2"], RATES),
         ("easgd", ["", "period=20", "period=5"], RATES),
+        ("sparseloco", ["period=16", "period=32", "period=8"], RATES),
+        ("sparta", ["", "share=0.01", "share=0.0025"], RATES),
         ("downpour", ["", "push_every=2"], RATES),  # push_every=0 is refused
         ("torch:ddp", [""], RATES),
     ],

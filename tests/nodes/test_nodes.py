@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import offbeat
 import offbeat.nodes.detection
 from loops import Faulty, attach, bits, close, error_of, everything, sgd, trained
-from offbeat.baselines import EASGD, SSP, DesLoc, Downpour, FedAvg
 from offbeat.nodes.communicator import NodeCommunicator
 from offbeat.nodes.detection import WorkerCommunicators, layout, open_nodes
 from offbeat.registry import STRATEGIES
@@ -100,8 +99,7 @@ def of_one_worker(rank: int, size: int, text: str) -> Any:
 
 def test_every_strategy_that_trains_in_nodes_has_a_row() -> None:
     """Baselines, which have a flow of their own, cannot train in nodes."""
-    baselines = (FedAvg, DesLoc, SSP, Downpour, EASGD)
-    names = {name for name, kind in STRATEGIES.items() if not issubclass(kind, baselines)}
+    names = {name for name, kind in STRATEGIES.items() if "baselines" not in kind.__module__}
     assert {text.partition(":")[0] for text in TEXTS} == names
 
 

@@ -158,7 +158,16 @@ def test_custom_strategies_are_planned(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "text", ["fedavg:period=8", "desloc:period=8", "ssp:staleness=3", "downpour", "easgd:period=4"]
+    "text",
+    [
+        "fedavg:period=8",
+        "desloc:period=8",
+        "ssp:staleness=3",
+        "downpour",
+        "easgd:period=4",
+        "sparseloco",
+        "sparta",
+    ],
 )
 def test_baselines_are_refused(text: str) -> None:
     with pytest.raises(

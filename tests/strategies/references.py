@@ -39,7 +39,8 @@ class Reference:
     """
 
     vote_numbers = 7
-    launches = numbers = 0
+    launches = 0
+    numbers: float = 0
 
     def __init__(self, counts: Sequence[int], kind: str) -> None:
         self.counts, self.size, self.time = list(counts), len(counts), 0

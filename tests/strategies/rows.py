@@ -9,9 +9,11 @@ import pytest
 
 import worlds
 from offbeat import parse_strategy
+from offbeat.baselines.server_strategy import ServerStrategy
 from offbeat.strategies.base import CustomFlow, Gradients, SharedModel, Strategy
 from offbeat.training.checks.compatibility import chooses_precision
 from strategies.references import BSP, AsyncAveraging, DesLoc, DiLoCo, Make, SelSync, Streaming
+from strategies.sparse_references import SPARTA, SparseLoCo
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Row:
     def repeatable(self) -> int:
         """Number of workers with which two runs give the same bits."""
         # A server of processes adds up in the order in which updates arrive, which rounds.
-        served = self.baseline and not self.text.startswith(("fedavg", "desloc"))
+        served = isinstance(self.strategy, ServerStrategy)
         return 1 if self.timed or (served and worlds.world == "gloo") else 3
 
 
@@ -135,6 +137,18 @@ BASELINES = [
     Row("downpour", alone="downpour:fetch_every=1000", timed=True),
     Row("easgd:period=2,synchronous=true", alone="easgd:period=1000"),
     Row("easgd:period=2", alone="easgd:period=1000", timed=True),
+    Row(
+        "sparseloco:period=4,density=0.25",
+        partial(SparseLoCo, period=4, density=0.25),
+        alone="sparseloco:period=1000",
+    ),
+    Row(
+        "sparseloco:period=3,density=0.1,outer_lr=0.7,decay=0.5",
+        partial(SparseLoCo, period=3, density=0.1, outer_lr=0.7, decay=0.5),
+        alone="sparseloco:period=1000",
+    ),
+    Row("sparta:share=0.1", partial(SPARTA, share=0.1)),
+    Row("sparta:share=0.2,overlap=3,seed=5", partial(SPARTA, share=0.2, overlap=3, seed=5)),
 ]
 ROWS = [*TO_TRAIN_WITH, *BASELINES]
 

@@ -190,6 +190,7 @@ IDENTITIES = [
     ("selsync:delta=inf,warmup_steps=6", "local:period=1000,warmup_steps=6"),
     ("diloco:period=1,outer_lr=1.0,outer_momentum=0.0", "bsp"),
     ("diloco:period=4,outer_lr=1.0,outer_momentum=0.0", "local:period=4"),
+    ("sparta:share=1", "local:period=1"),
     ("streaming:parts=1,schedule=cyclic,staleness=2,outer_gain=1", "async:staleness=2"),
     ("streaming:parts=1,schedule=cyclic,staleness=6,outer_gain=1", "async:staleness=6"),
 ]

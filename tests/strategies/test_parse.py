@@ -11,6 +11,7 @@ import offbeat
 from offbeat import (
     BSP,
     EASGD,
+    SPARTA,
     SSP,
     AsyncAveraging,
     DesLoc,
@@ -19,6 +20,7 @@ from offbeat import (
     FedAvg,
     LocalSGD,
     SelSync,
+    SparseLoCo,
     StreamingAveraging,
     parse_strategy,
 )
@@ -86,6 +88,19 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         period=st.integers(1, 10**6),
         first_period=st.none() | st.integers(1, 10**6),
         second_period=st.none() | st.integers(1, 10**6),
+    ),
+    "sparseloco": build(
+        SparseLoCo,
+        period=st.integers(1, 10**6),
+        density=unit | st.just(1.0),
+        outer_lr=positive,
+        decay=unit | st.sampled_from([0.0, 1.0]),
+    ),
+    "sparta": build(
+        SPARTA,
+        share=unit | st.just(1.0),
+        overlap=st.integers(0, 100),
+        seed=st.integers(0, 10**6),
     ),
     "fedavg": build(
         FedAvg,

@@ -49,6 +49,8 @@ from typing_extensions import override
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.parts.cuts import cut_by_tensors
+from offbeat.averaging.parts.make_parts import make_parts
+from offbeat.averaging.parts.part import Part
 from offbeat.averaging.parts.pipeline import Pipeline, PipelineState
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
@@ -116,13 +118,18 @@ class ModelFlow(Flow):
     def start(self, common: dict[str, Any] | None = None) -> None:
         worker = self.worker
         view = worker.strategy_view()
-        self.pipeline = Pipeline(worker, self.strategy, self.shared, view, self.check)
+        parts = self.make_parts()
+        self.pipeline = Pipeline(worker, self.strategy, self.shared, parts, view, self.check)
         if common is not None:
             view.start_step = common["step"]
         view.state = self.strategy.state(view)
         if common is not None:
             load_common_values(view.state, common["state"])
         self.state = ModelFlowState(self.pipeline.state, view, checked_step=worker.step)
+
+    def make_parts(self) -> list[Part]:
+        """Return the parts of the shared model. A subclass may use another kind of part."""
+        return make_parts(self.worker, self.shared)
 
     @override
     def model_loaded(self) -> None:

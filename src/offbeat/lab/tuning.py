@@ -63,6 +63,8 @@ _SETTINGS = {
     "ssp": (Axis("staleness"),),
     "downpour": (Axis("push_every"),),
     "easgd": (Axis("period"),),
+    "sparseloco": (Axis("period"),),
+    "sparta": (Axis("share"),),
 }
 """Settings to tune, by the name of the strategy, besides learning rate and wire."""
 _FIRST = {
@@ -71,6 +73,7 @@ _FIRST = {
     "desloc": ("period=8",),
     "ssp": ("staleness=4",),
     "diloco": ("period=16", "outer_momentum=0.6"),
+    "sparseloco": ("period=16",),
 }
 """First values of settings that have no default, or a default for much longer runs."""
 

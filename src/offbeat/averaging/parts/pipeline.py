@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.parts.landing import Landing
-from offbeat.averaging.parts.make_parts import make_parts
 from offbeat.averaging.parts.part import Part
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import Worker
@@ -67,8 +66,8 @@ class PipelineState:
 class Pipeline:
     """Launches and lands the parts of one worker in the order that the rounds decide.
 
-    ``shared`` gives the number and kind of the parts, and the time of their landing. The pipeline
-    updates the fields of ``view`` about parts, launches and landings.
+    ``shared`` gives the time at which ``parts`` land, and their outer step. The pipeline updates
+    the fields of ``view`` about parts, launches and landings.
 
     Attributes:
         state: State for checkpoints.
@@ -82,13 +81,14 @@ class Pipeline:
         worker: Worker,
         strategy: Strategy,
         shared: SharedModel,
+        parts: list[Part],
         view: WorkerView,
         check: NonFiniteCheck,
     ) -> None:
         self._worker, self._strategy, self._shared = worker, strategy, shared
         self._view, self._check = view, check
         self.changed, self.report_non_finite = True, False
-        self.state = PipelineState(make_parts(worker, shared))
+        self.state = PipelineState(parts)
         view.count = len(self.state.parts)
 
     @property

@@ -8,7 +8,7 @@ without synchronization. The *target* is a value of the metric, set by the recip
 import statistics
 from collections.abc import Sequence
 
-from offbeat.baselines import DesLoc, FedAvg
+from offbeat.baselines import SPARTA, DesLoc, FedAvg, SparseLoCo
 from offbeat.display.table import Table
 from offbeat.lab.report.rows import (
     Row,
@@ -122,7 +122,9 @@ def _has_lssr(result: Result) -> bool:
     averages = strategy.averages()
     if isinstance(averages, SharedModel):
         return not averages.eager
-    return isinstance(averages, Gradients) or isinstance(strategy, FedAvg | DesLoc)
+    return isinstance(averages, Gradients) or isinstance(
+        strategy, FedAvg | DesLoc | SparseLoCo | SPARTA
+    )
 
 
 def _not_reached(runs: Sequence[Result]) -> str:

@@ -7,8 +7,7 @@ names a remedy. What a strategy supports depends on the result of its method ``a
   averaging. The strategy is *blocking* if workers wait for each mean, and *eager* if a mean takes
   effect as soon as it arrives.
 - ``Gradients``: the workers average gradients.
-- ``CustomFlow``: the strategy has its own communication code, as the baselines FedAvg, DES-LOC,
-  SSP, Downpour and EASGD have.
+- ``CustomFlow``: the strategy has its own communication code, as the baselines have.
 """
 
 import math

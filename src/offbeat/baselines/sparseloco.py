@@ -1,0 +1,199 @@
+"""SparseLoCo: DiLoCo with sparse, 2-bit messages, and error feedback in place of outer momentum.
+
+P is the shared model, equal on all workers, and x the local model of one worker. A flat vector of
+parameters is cut into *chunks* of at most 4096 elements. Of each chunk a worker sends a few entries
+with the largest absolute values. Let a be their mean absolute value. A message contains:
+
+- for each chunk two *levels* in float32: the mean absolute value of the sent entries up to a, and
+  the mean absolute value of those above a;
+- for each sent entry 14 bits: its index in the chunk (12 bits), its sign, and its level.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from typing_extensions import override
+
+from offbeat.averaging.buckets import unpack
+from offbeat.averaging.model_flow import ModelFlow
+from offbeat.averaging.parts.part import Part
+from offbeat.strategies.base import CustomFlow, Outer, SharedModel, Strategy, WorkerView, setting
+from offbeat.transport.handle import Handle
+
+_CHUNK = 4096  # largest number of elements of a chunk: an index has 12 bits
+_BITS, _ENTRIES, _WORD = 14, 4, 7  # bits of an entry; entries and bytes of a word
+_LEVELS = 8  # bytes of the two levels of a chunk
+
+
+class SparseVectors:
+    """Messages, of ``nbytes`` bytes, of vectors that are padded with zeros to equal chunks."""
+
+    def __init__(self, elements: int, density: float) -> None:
+        self._elements, self._chunks = elements, math.ceil(elements / _CHUNK)
+        self._width = math.ceil(elements / self._chunks)
+        self._kept = max(1, round(density * self._width))  # entries sent of each chunk
+        self._words = math.ceil(self._chunks * self._kept / _ENTRIES)
+        self.nbytes = _LEVELS * self._chunks + _WORD * self._words
+
+    def encode(self, vector: Tensor) -> Tensor:
+        """Return the message with the largest entries of each chunk of ``vector``."""
+        padded = functional.pad(vector, (0, self._chunks * self._width - self._elements))
+        values = padded.view(self._chunks, self._width)
+        sizes, indices = values.abs().topk(self._kept, dim=1)
+        high = sizes > sizes.mean(dim=1, keepdim=True)
+        groups = torch.stack([~high, high], dim=1)
+        levels = (groups * sizes.unsqueeze(1)).sum(2) / groups.sum(2).clamp(min=1)
+        negative = values.gather(1, indices) < 0
+        codes = (indices << 2 | negative.long() << 1 | high.long()).view(-1)
+        codes = functional.pad(codes, (0, self._words * _ENTRIES - codes.numel()))
+        words = (codes.view(-1, _ENTRIES) << _shifts(vector)).sum(1)
+        packed = words.view(torch.uint8).view(-1, _WORD + 1)[:, :_WORD].reshape(-1)
+        return torch.cat([levels.float().view(-1).view(torch.uint8), packed])
+
+    def sum(self, messages: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the sum of the vectors in ``messages``, added in their order."""
+        total = messages[0].new_zeros(self._chunks, self._width, dtype=dtype)
+        for message in messages:
+            levels, packed = message.split([_LEVELS * self._chunks, _WORD * self._words])
+            levels = levels.clone().view(torch.float32).view(-1, 2)
+            words = functional.pad(packed.view(-1, _WORD), (0, 1)).view(torch.int64)
+            codes = (words >> _shifts(message) & (1 << _BITS) - 1).view(-1)
+            codes = codes[: self._chunks * self._kept].view(self._chunks, self._kept)
+            values = levels.gather(1, codes & 1) * (1 - (codes & 2))
+            total.scatter_add_(1, codes >> 2, values.to(dtype))
+        return total.view(-1)[: self._elements]
+
+
+def _shifts(like: Tensor) -> Tensor:
+    """Return the position of the first bit of each entry in a word."""
+    return torch.arange(_ENTRIES, device=like.device) * _BITS
+
+
+@dataclass(init=False, eq=False, kw_only=True)
+class SparsePart(Part):
+    """The whole model, of which each launch sends sparse updates. It lands before the next step.
+
+    Attributes:
+        error: e, the sum of what was not sent, one flat tensor for each bucket of parameters.
+    """
+
+    error: list[Tensor]
+
+    def __init__(self, *arguments: Any, density: float, decay: float, **options: Any) -> None:
+        super().__init__(*arguments, name="model", **options)
+        self._decay, parameters = decay, self.buckets[: self.parameter_buckets]
+        self._formats = [SparseVectors(b.elements, density) for b in parameters]
+        self._received: list[list[Tensor]] = []
+        self.keeps_base = True
+        self.base = [bucket.copy_parameters() for bucket in parameters]
+        self.buffer_base = [bucket.copy_buffers() for bucket in self.buckets]
+        self.error = [torch.zeros_like(base) for base in self.base]
+
+    @override
+    def launch(
+        self, total: Handle[float], *, weight: float, step: int, what: str, **_: Any
+    ) -> None:
+        """Start to gather the messages of all workers. With ``weight`` 0 the message is 0."""
+        self._begin(total, weight, step)
+        communicator = self._team.communicator
+        for i, bucket in enumerate(self.buckets):
+            if i >= self.parameter_buckets:
+                self._handles.append(communicator.sum(bucket.pack(weight), what=what))
+                continue
+            vectors, error = self._formats[i], self.error[i]
+            if weight:
+                error.mul_(self._decay).add_(bucket.pack()).sub_(self.base[i])
+                message = vectors.encode(error)
+                error.sub_(vectors.sum([message], error.dtype))
+            else:
+                message = error.new_zeros(vectors.nbytes, dtype=torch.uint8)
+            self._handles.append(communicator.gather(message, what=what))
+
+    @override
+    def _receive(self) -> None:
+        results = [handle.wait() for handle in self._handles]
+        self._received = results[: self.parameter_buckets]
+
+    @override
+    def _write(self, *, moved: bool, show: bool) -> None:
+        self._refresh_tensors()  # the part lands at once: neither ``moved`` nor ``show``
+        for i, bucket in enumerate(self.buckets):
+            if i < self.parameter_buckets:
+                mean = self._formats[i].sum(self._received[i], self.base[i].dtype)
+                self.base[i].add_(mean.mul_(1 / self.weight), alpha=self._outer.lr)
+                unpack(self.base[i], bucket.parameters)
+            self._write_buffers(i, None, show=False)
+        self._received = []
+
+
+class SparseLoCoFlow(ModelFlow):
+    """Averages models in one ``SparsePart``."""
+
+    can_exclude = False
+    strategy: "SparseLoCo"
+
+    @override
+    def make_parts(self) -> list[Part]:
+        worker, replica, strategy = self.worker, self.worker.replica, self.strategy
+        options: dict[str, Any] = {"density": strategy.density, "decay": strategy.decay}
+        options |= {"outer": self.shared.outer, "buffers": replica.float_buffers}
+        tensors = [p for _, p in replica.parameters]
+        return [SparsePart(worker.team, worker.wire, lambda: tensors, step=worker.step, **options)]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SparseLoCo(Strategy):
+    """Each worker takes ``period`` steps, then sends the largest entries of its update in 2 bits.
+
+    **Update**. P is the shared model, x the local model of a worker (initially P), and T the step
+    of its optimizer with the gradient g. e is the error feedback of the worker (initially 0), and
+    Q the selection and quantization of the largest entries of each chunk:
+
+        x ← T(x, g)                         H times
+        e ← β·e + (x − P)
+        s = Q(e);  e ← e − s
+        P ← P + η_o·Σ w·s / Σ w             w = 1, or 0 for a worker without new steps
+        x ← P
+
+    Q keeps the sign of an entry and one of two levels for each chunk, see the module. The decayed
+    error e replaces the outer momentum of DiLoCo. The inner optimizer is not reset.
+
+    Args:
+        period: H, steps between two launches (≥ 1).
+        density: Share of the entries that are sent, in (0, 1]. At least one of each chunk is sent.
+        outer_lr: Outer learning rate η_o > 0.
+        decay: β in [0, 1], the factor of the error in each launch.
+
+    *Communication*: every H steps each worker gathers the messages of all workers, and the means of
+    floating-point buffers; blocking. An entry has 14 bits, and a chunk 64 bits for its levels: by
+    default 0.23 bits per parameter, so a worker receives N − 1 times that. *Memory*: three copies
+    of the model for P, e and the staging. *State*: P and e.
+
+    ``consensus`` and ``finish`` show the mean of the local models. They do not contain e.
+
+    *Differs from the paper*: chunks are cut from all parameters in the order of their names, not
+    from each tensor. The paper's quantizer takes its levels from the statistics of a tensor.
+
+    Source: Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo", arXiv
+    2508.15706, Algorithm 1.
+    """
+
+    name: ClassVar[str] = "sparseloco"
+    period: int = setting(50, least=1)
+    density: float = setting(1 / 64, above=0, most=1)
+    outer_lr: float = setting(1.0, above=0)
+    decay: float = setting(0.95, least=0, most=1)
+
+    @override
+    def averages(self) -> CustomFlow:
+        shared = SharedModel(outer=Outer(self.outer_lr))
+        return CustomFlow(lambda strategy, worker: SparseLoCoFlow(strategy, worker, shared))
+
+    @override
+    def due(self, worker: WorkerView) -> float:
+        return float(worker.since_launch >= self.period)

@@ -1,0 +1,253 @@
+"""SparseLoCo and SPARTA: their messages, large and unusual tensors, refusals, and convergence."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offbeat
+from loops import attach, close, sgd
+from offbeat import SPARTA, AttachError, SparseLoCo, Strategy
+from offbeat.baselines.sparseloco import SparseVectors
+from problems import flat, make_model, make_wide, wide_loss
+from strategies.sparse_references import largest_in_two_bits
+from worlds import run, simulated
+
+VOTE_BYTES = 7 * 8
+
+
+# -- messages of SparseLoCo ------------------------------------------------------------------------
+
+
+def read(message: Tensor, elements: int, kept: int) -> list[float]:
+    """Decode a message bit by bit, by its documentation."""
+    chunks = math.ceil(elements / 4096)
+    width = math.ceil(elements / chunks)
+    raw = message.numpy().tobytes()
+    levels = np.frombuffer(raw[: 8 * chunks], "<f4").reshape(chunks, 2)
+    bits = int.from_bytes(raw[8 * chunks :], "little")
+    values = [0.0] * (chunks * width)
+    for entry in range(chunks * kept):
+        code = bits >> (14 * entry) & 0x3FFF
+        size = float(levels[entry // kept, code & 1])
+        values[entry // kept * width + (code >> 2)] = -size if code & 2 else size
+    return values[:elements]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("elements", "density"), [(40, 0.25), (4096, 1 / 64), (9001, 0.01), (4097, 1.0), (1, 0.5)]
+)
+def test_a_message_holds_the_largest_entries_of_each_chunk(
+    elements: int, density: float, dtype: torch.dtype
+) -> None:
+    vector = torch.randn(elements, dtype=dtype, generator=torch.Generator().manual_seed(elements))
+    vectors = SparseVectors(elements, density)
+    message = vectors.encode(vector)
+    chunks = math.ceil(elements / 4096)
+    width = math.ceil(elements / chunks)
+    kept = max(1, round(density * width))
+    assert message.nbytes == vectors.nbytes == 8 * chunks + 7 * math.ceil(chunks * kept / 4)
+    padded = [*vector.tolist(), *[0.0] * (chunks * width - elements)]
+    expected = [
+        value
+        for start in range(0, chunks * width, width)
+        for value in largest_in_two_bits(padded[start : start + width], kept)
+    ]
+    decoded = vectors.sum([message], dtype)
+    close(decoded.double(), torch.tensor(read(message, elements, kept), dtype=torch.float64), 0)
+    close(decoded.double(), torch.tensor(expected[:elements], dtype=torch.float64), 1e-6)
+    other = vectors.encode(vector.roll(3))
+    close(
+        vectors.sum([message, other], dtype),
+        decoded + vectors.sum([other], dtype),
+        0 if dtype == torch.float64 else 1e-6,
+    )
+
+
+def test_zeros_are_sent_as_zeros() -> None:
+    vectors = SparseVectors(100, 0.1)
+    assert torch.equal(
+        vectors.sum([vectors.encode(torch.zeros(100))], torch.float32), torch.zeros(100)
+    )
+
+
+# -- larger models ---------------------------------------------------------------------------------
+
+
+def wide(rank: int, size: int, strategy: Strategy, steps: int, *, norm: bool) -> dict[str, Any]:
+    """Train 8,705 parameters in float32, and observe the bytes and the models after each step."""
+    model = make_wide(rank, norm=norm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sync = attach(model, optimizer, strategy)
+    trace, sent = [flat(model)], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        wide_loss(model, rank, step).backward()
+        optimizer.step()
+        trace.append(flat(model))
+        sent.append(sync.stats.payload_bytes)
+    buffers = [b.clone() for b in model.buffers() if b.is_floating_point()]
+    sync.finish()
+    return {"trace": trace, "sent": sent, "buffers": buffers, "end": flat(model)}
+
+
+def test_sparseloco_counts_the_bytes_of_its_messages() -> None:
+    """Three chunks of 2,902 elements, of which 45 are sent: 34 words of 7 bytes, and 6 levels."""
+    strategy = SparseLoCo(period=3)
+    results = run(lambda *place: wide(*place, strategy, 7, norm=False), workers=3)
+    each = 3 * 8 + math.ceil(3 * round(2902 / 64) / 4) * 7 + VOTE_BYTES
+    for result in results:
+        assert result["sent"] == [0, 0, each, each, each, 2 * each, 2 * each]
+        start, synced = result["trace"][0], result["trace"][3]
+        changed = int((synced != start).sum())
+        assert 45 * 3 <= changed <= 3 * 45 * 3  # of three workers, some entries coincide
+        assert torch.equal(synced, results[0]["trace"][3])
+        assert torch.equal(result["end"], results[0]["end"])
+
+
+def test_sparseloco_averages_buffers() -> None:
+    strategy = SparseLoCo(period=5)
+    results = run(lambda *place: wide(*place, strategy, 5, norm=True), workers=3)
+    for result in results:
+        for own, same in zip(result["buffers"], results[0]["buffers"], strict=True):
+            assert torch.equal(own, same)
+
+
+def test_sparta_counts_the_bytes_of_its_values() -> None:
+    strategy = SPARTA(share=0.01)
+    results = run(lambda *place: wide(*place, strategy, 4, norm=False), workers=3)
+    each = round(0.01 * 8705) * 4 + VOTE_BYTES
+    for result in results:
+        assert result["sent"] == [each, 2 * each, 3 * each, 4 * each]
+    equal = torch.stack([r["trace"][1] == results[0]["trace"][1] for r in results]).all(0)
+    apart = torch.stack([r["trace"][0] == results[0]["trace"][0] for r in results]).all()
+    assert bool(apart)  # all start with the same model
+    assert round(0.01 * 8705) <= int(equal.sum()) < 0.05 * 8705
+
+
+def test_sparta_draws_another_subset_in_each_step_and_for_each_seed() -> None:
+    draws = [tuple(SPARTA(share=0.1).draw(launch, 0, 1000)) for launch in range(20)]
+    assert len(set(draws)) == 20
+    assert all(len(set(one)) == 100 and list(one) == sorted(one) for one in draws)
+    assert draws[0] != tuple(SPARTA(share=0.1, seed=1).draw(0, 0, 1000))
+    covered = len(set().union(*draws))
+    assert covered == pytest.approx(1000 * (1 - 0.9**20), rel=0.05)
+
+
+class Unusual(nn.Module):
+    """Parameters of several dtypes, complex ones, and one that is not contiguous."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(seed)
+
+        def values(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=random)
+
+        self.half = nn.Parameter(values(7).to(torch.bfloat16))
+        self.complex = nn.Parameter(torch.complex(values(3, 5), values(3, 5)))
+        self.turned = nn.Parameter(values(6, 4).t())
+        self.double = nn.Parameter(values(9).double())
+        self.empty = nn.Parameter(values(0, 3))
+
+
+@pytest.mark.parametrize("strategy", [SPARTA(share=1.0), SPARTA(share=1.0, overlap=1)], ids=str)
+def test_sparta_averages_every_kind_of_parameter(strategy: Strategy) -> None:
+    """With all parameters in each subset the models become the mean of the models sent."""
+
+    def trained(rank: int, size: int) -> tuple[list[Tensor], list[Tensor]]:
+        model = Unusual(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        sync = attach(model, optimizer, strategy)
+        before = [p.detach().clone() for p in model.parameters()]
+        for gradient in (float(rank), 0.0):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, gradient)
+            optimizer.step()
+        after = [p.detach().clone() for p in model.parameters()]
+        sync.finish()
+        return before, after
+
+    for before, after in run(trained, workers=3):
+        for b, a in zip(before, after, strict=True):
+            torch.testing.assert_close(a, b - 0.5, rtol=0.02, atol=0.02)
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [SparseLoCo(), SPARTA()], ids=str)
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"wire": "int8"},
+        {"wire": "auto"},
+        {"non_finite": "exclude"},
+        {"min_workers": 1},
+        {"node_group": "auto"},
+    ],
+    ids=str,
+)
+def test_abilities_that_baselines_do_not_have_are_refused(
+    strategy: Strategy, option: dict[str, Any]
+) -> None:
+    def refuse(rank: int, size: int) -> str:
+        model = make_model()
+        with pytest.raises(AttachError) as caught:
+            attach(model, sgd(model), strategy, **option)
+        return str(caught.value)
+
+    for text in simulated(refuse, workers=2):
+        assert f"with {strategy}: baselines to compare with" in text
+
+
+# -- virtual time ----------------------------------------------------------------------------------
+
+CONVERGING = [
+    "sparseloco:period=8,density=0.05",
+    "sparta:share=0.05",
+    "sparta:share=0.05,overlap=4",
+]
+
+
+def fit(text: str) -> tuple[float, float, float]:
+    """Fit four workers to data of four sources over a slow link.
+
+    Returns:
+        Loss on all sources at the end, that of the first model, and the seconds of the training.
+    """
+
+    def worker() -> tuple[float, float]:
+        rank = torch.distributed.get_rank()
+        model = make_wide(0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+        def loss() -> float:
+            losses = [wide_loss(model, source, 10**6, 256) for source in range(4)]
+            return float(sum(losses)) / 4
+
+        first = loss()
+        with offbeat.attach(model, optimizer, offbeat.parse_strategy(text)):
+            for step in range(120):
+                optimizer.zero_grad()
+                wide_loss(model, rank, step, 32).backward()
+                optimizer.step()
+        return loss(), first
+
+    place = {"network": offbeat.Network("2Mbit/s", latency="1ms")}
+    run = offbeat.simulate(worker, workers=4, compute=offbeat.Compute("10ms"), **place)
+    return *run.results[0], run.seconds
+
+
+@pytest.mark.parametrize("text", CONVERGING)
+def test_it_converges_in_less_time_than_dense_means(text: str) -> None:
+    """The loss is near that of a mean after every step, which takes several times as long."""
+    end, first, seconds = fit(text)
+    dense, _, dense_seconds = fit("local:period=1")
+    assert dense < 0.5 * first
+    assert end < 1.15 * dense
+    assert seconds < 0.3 * dense_seconds

@@ -1,0 +1,136 @@
+"""References of the baselines that send some of the parameters: SparseLoCo and SPARTA.
+
+Written without Offbeat, like ``references``. The parameters are one vector in the order of their
+names.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from problems import PARAMETERS
+from strategies.references import Reference, by_name
+
+
+class VectorReference(Reference):
+    """Workers whose models are read and written as vectors."""
+
+    def vectors(self) -> list[Tensor]:
+        return [torch.cat([p.detach().reshape(-1) for p in by_name(m)]) for m in self.sim.models]
+
+    def write(self, n: int, values: Tensor) -> None:
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(values.clone(), by_name(self.sim.models[n]))
+
+
+def largest_in_two_bits(chunk: Sequence[float], kept: int) -> list[float]:
+    """The largest entries of a chunk, each with its sign and one of two float32 levels; else 0."""
+    order = sorted(range(len(chunk)), key=lambda i: -abs(chunk[i]))[:kept]
+    middle = sum(abs(chunk[i]) for i in order) / kept
+    sent = [0.0] * len(chunk)
+    for group in (
+        [i for i in order if abs(chunk[i]) > middle],
+        [i for i in order if abs(chunk[i]) <= middle],
+    ):
+        for i in group:
+            level = float(np.float32(sum(abs(chunk[j]) for j in group) / len(group)))
+            sent[i] = math.copysign(level, chunk[i])
+    return sent
+
+
+class SparseLoCo(VectorReference):
+    """Algorithm 1, of one chunk: explicit pseudo-gradients P − x, and an outer SGD without v."""
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        kind: str,
+        *,
+        period: int,
+        density: float,
+        outer_lr: float = 1.0,
+        decay: float = 0.95,
+    ) -> None:
+        super().__init__(counts, kind)
+        self.period, self.lr, self.decay = period, outer_lr, decay
+        self.kept = round(density * PARAMETERS)
+        self.p = self.vectors()[0].clone()
+        self.errors = [torch.zeros_like(self.p) for _ in counts]
+        self.news = [False] * self.size
+
+    def advance(self) -> bool:
+        self.local_steps()
+        for n in self.stepping:
+            self.news[n] = True
+        if self.time % self.period:
+            return False
+        sent = []
+        for n, x in enumerate(self.vectors()):
+            if self.news[n]:
+                self.errors[n] = self.decay * self.errors[n] + (self.p - x)
+                sent.append(
+                    torch.tensor(
+                        largest_in_two_bits(self.errors[n].tolist(), self.kept),
+                        dtype=torch.float64,
+                    )
+                )
+                self.errors[n] = self.errors[n] - sent[-1]
+        self.p = self.p - self.lr * sum(sent) / len(sent)
+        for n in range(self.size):
+            self.write(n, self.p)
+        self.news = [False] * self.size
+        self.launches += 1
+        # Two levels, and 14 bits for each entry in words of 7 bytes; in units of 8 bytes.
+        self.numbers += self.vote_numbers + (8 + 7 * math.ceil(self.kept / 4)) / 8
+        return True
+
+    def mean(self) -> Tensor:
+        return self.weighted(self.models(), [float(new) for new in self.news])
+
+    def unsynced(self) -> bool:
+        return any(self.news)
+
+
+class SPARTA(VectorReference):
+    """Subsets drawn by numpy; a queue of those in flight, with the values and the means."""
+
+    def __init__(
+        self, counts: Sequence[int], kind: str, *, share: float, overlap: int = 0, seed: int = 0
+    ) -> None:
+        super().__init__(counts, kind)
+        self.kept, self.overlap, self.seed = round(share * PARAMETERS), overlap, seed
+        self.flights: list[tuple[int, Tensor, list[Tensor]]] = []
+
+    def advance(self) -> bool:
+        self.local_steps()
+        landed = self.land(self.time)
+        seeds = [self.seed, int.from_bytes(b"sparta", "big"), self.time - 1, 0]
+        drawn = np.random.default_rng(seeds).choice(
+            PARAMETERS, self.kept, replace=False, shuffle=False
+        )
+        chosen = torch.from_numpy(drawn)
+        self.flights.append((self.time, chosen, [x[chosen] for x in self.vectors()]))
+        self.numbers += self.vote_numbers + self.kept
+        return self.land(self.time) or landed
+
+    def land(self, time: int) -> bool:
+        landed = False
+        while self.flights and self.flights[0][0] + self.overlap <= time:
+            _, chosen, sent = self.flights.pop(0)
+            mean, landed = sum(sent) / self.size, True
+            for n, x in enumerate(self.vectors()):
+                x[chosen] = x[chosen] + mean - sent[n]
+                self.write(n, x)
+        return landed
+
+    def mean(self) -> Tensor:
+        then = copy.deepcopy(self)
+        then.land(then.time + then.overlap)
+        return then.weighted(then.models(), [1.0] * self.size)
+
+    def unsynced(self) -> bool:
+        return True
