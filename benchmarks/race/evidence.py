@@ -42,7 +42,7 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
         found["Longer steps of Adam"] = tables.adam(folder)
     for workload, name in WORKLOADS.items():
         if tables.cells_of("rates", workload, folder):
-            found[f"{name}, other learning rates and 16 workers"] = tables.rates(workload, folder)
+            found[f"{name}, other learning rates"] = tables.rates(workload, folder)
     return found
 
 
