@@ -9,7 +9,7 @@ is the baseline ``ideal``, the speed-up limit. There are six studies:
 - ``wires``: every family of strategies over float32, int4 and int2, tuned alike, in virtual time.
 - ``parts``: streaming averaging with other settings, at the rate that ``headline`` chose.
 - ``rates``: streaming averaging and the ideal at several learning rates and numbers of workers. All
-  take equally many steps, so more workers see more samples.
+  take equally many steps, so more workers see more samples. No results are stored yet.
 - ``adam``: strategies with and without longer steps of Adam.
 """
 
@@ -205,7 +205,6 @@ CELLS = (
     *(Cell("wires", "mlp", link) for link in LINKS),
     Cell("wires", "mlp", "200Mbit/s", FAR),
     *(Cell("parts", name, "50Mbit/s") for name in ("cnn", "transformer")),
-    *(Cell("rates", name, "50Mbit/s") for name in RATES),
     Cell("adam", "transformer", "50Mbit/s"),
 )
 

@@ -101,6 +101,7 @@ def test_learning_rates_are_compared_with_the_ideal_at_its_best_one(
         **{"streaming --lr-scale 0.5": 0.45, "streaming": 0.52},
     }
     cell = Cell("rates", "cnn", "50Mbit/s", workers=16)
+    monkeypatch.setattr(tables, "CELLS", (cell,))
     write_ends(cell, tmp_path, ends)
     assert tables.rates("cnn", tmp_path).splitlines() == [
         "| workers | method | × 0.5 | × 1 |",
