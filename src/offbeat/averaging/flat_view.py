@@ -23,6 +23,7 @@ class FlatView:
         elements: Number of elements of all tensors. A complex element counts as two.
         device: Device of the tensors.
         dtype: Dtype for computations with the elements: float32 for half-precision tensors.
+        contiguous: True if all tensors are contiguous. The view then has no copies.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -31,6 +32,7 @@ class FlatView:
         self._ends = list(itertools.accumulate(t.numel() for t in self._flat))
         self.elements, self.device = self._ends[-1], self._flat[0].device
         self.dtype = staging_dtype(tensors[0])
+        self.contiguous = all(t.is_contiguous() for t in self._tensors)
 
     def pieces(self, start: int, elements: int) -> Iterator[tuple[Tensor, slice]]:
         """Yield 1-D slices of the tensors that cover ``elements`` elements from ``start`` on.
@@ -55,6 +57,8 @@ class FlatView:
 
     def write_back(self) -> None:
         """Write the changes to the tensors that are not contiguous."""
+        if self.contiguous:
+            return
         for tensor, flat in zip(self._tensors, self._flat, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(flat.view(tensor.shape))

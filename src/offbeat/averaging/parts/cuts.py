@@ -44,8 +44,8 @@ def cut_by_bytes(tensors: Sequence[Tensor], parts: int) -> list[Callable[[], lis
         parts: Number of parts (≥ 1). The result may have fewer parts.
 
     Returns:
-        A function for each part, which returns tensors or views into them. Each call makes new
-        views, because a tensor's memory changes if its module is moved to another device.
+        A function for each part, which returns tensors or views into them. The views
+        are made again if a tensor's memory has changed, because its module was moved.
     """
     sizes = [staged_bytes(tensor) for tensor in tensors]
     total, done = sum(sizes), 0  # done: bytes of the tensors before the current one
@@ -65,7 +65,7 @@ def cut_by_bytes(tensors: Sequence[Tensor], parts: int) -> list[Callable[[], lis
             slices[part].append(_Slice(tensor, start, stop))
             start = stop
         done += size
-    return [_views(group) for group in slices if group]
+    return [_Views(group) for group in slices if group]
 
 
 @dataclass(frozen=True)
@@ -83,5 +83,16 @@ class _Slice:
         return numbers.view(-1)[self.start : self.stop]
 
 
-def _views(slices: list[_Slice]) -> Callable[[], list[Tensor]]:
-    return lambda: [piece.view() for piece in slices]
+class _Views:
+    """Function that returns the views of slices. It makes them again if a tensor has moved."""
+
+    def __init__(self, slices: list[_Slice]) -> None:
+        self._slices = slices
+        self._addresses: list[int] = []
+        self._views: list[Tensor] = []
+
+    def __call__(self) -> list[Tensor]:
+        addresses = [piece.tensor.data_ptr() for piece in self._slices]
+        if addresses != self._addresses:
+            self._addresses, self._views = addresses, [piece.view() for piece in self._slices]
+        return self._views

@@ -12,6 +12,7 @@ of the quantization errors: in a ``SnapshotPart`` the wire stores them, in an ``
 stay in x. A ``SnapshotPart`` need not store P. It then sends x instead of u.
 """
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -104,6 +105,7 @@ class Part(ABC):
         self._outer = Outer() if outer is None else outer
         self._find_parameters, self._find_buffers = parameters, buffers
         self._shared: int | None = None  # index of the bucket of parameters that contains buffers
+        self._found: list[Tensor] = []  # tensors at the last call of ``_refresh_tensors``
         self._make_buckets(share_bucket=share_bucket)
         self.base, self.velocity, self.buffer_base = [], [], []
         self.sums, self.own = [], []
@@ -146,6 +148,10 @@ class Part(ABC):
 
     def _refresh_tensors(self) -> None:
         """Look up the tensors again, because a module may have been moved."""
+        found = [*self._find_parameters(), *self._find_buffers()]
+        if len(found) == len(self._found) and all(map(operator.is_, found, self._found)):
+            return
+        self._found = found
         parameters, buffers = self._groups()
         shared = buffers.pop() if self._shared is not None else []
         for i, (bucket, group) in enumerate(

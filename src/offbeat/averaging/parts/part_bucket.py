@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from offbeat.averaging.buckets import Bucket, add_clamped, as_real, unpack
+from offbeat.averaging.flat_view import FlatView
 
 
 class PartBucket(Bucket):
@@ -18,6 +19,7 @@ class PartBucket(Bucket):
     def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         super().__init__([*parameters, *buffers])
         self.parameters, self.buffers = list(parameters), list(buffers)
+        self._view: FlatView | None = None
         # Offset of the first buffer in the staging tensor.
         self._split = self.elements - sum(as_real(b).numel() for b in buffers)
 
@@ -25,6 +27,15 @@ class PartBucket(Bucket):
         """Use other tensors with the same shapes from now on."""
         self.parameters, self.buffers = list(parameters), list(buffers)
         self.tensors = [*parameters, *buffers]
+        self._view = None
+
+    @property
+    def flat_view(self) -> FlatView:
+        """The parameters as one vector, with their present values."""
+        # A view of parameters that are not contiguous contains copies, so it is made for each use.
+        if self._view is None or not self._view.contiguous:
+            self._view = FlatView(self.parameters)
+        return self._view
 
     @property
     def parameter_values(self) -> Tensor:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.flat_view import Difference, FlatView
+from offbeat.averaging.flat_view import Difference
 from offbeat.averaging.parts.part import Part, Tensors
 from offbeat.quantization.base import piece_elements
 from offbeat.quantization.decoding import LazyVector, PackedPayloads, TensorVector, UpdateSum
@@ -102,7 +102,7 @@ class UpdatePart(Part):
         for i, bucket in enumerate(self.buckets):
             if i < self.parameter_buckets:
                 update = self._wire.sum_updates(
-                    Difference(FlatView(bucket.parameters), self.base[i]),
+                    Difference(bucket.flat_view, self.base[i]),
                     stream=f"{self._name}, bucket {i}",
                     what=what,
                     contribute=weight != 0,
@@ -141,7 +141,7 @@ class UpdatePart(Part):
     def _write_bucket(self, i: int, show: bool) -> None:
         """v ← μ·v + D; P ← P + Δ; x ← x + Δ − u, in pieces. With ``show`` only x changes."""
         update, base = self._updates[i], self.base[i]
-        view = FlatView(self.buckets[i].parameters)
+        view = self.buckets[i].flat_view
         total, limit = update.wait(), piece_elements(base.numel(), base.device)
         scratch = torch.empty(2, min(limit, base.numel()), dtype=view.dtype, device=base.device)
         squares, start = np.zeros(2), 0
@@ -234,7 +234,7 @@ class UpdatePart(Part):
     @override
     def _restored(self, index: int) -> None:
         if self.in_flight:  # x ← x + u, because the landing will subtract u
-            view = FlatView(self.buckets[index].parameters)
+            view = self.buckets[index].flat_view
             view.add(self._updates[index].sent.to_tensor(), 0)
             view.write_back()
 
