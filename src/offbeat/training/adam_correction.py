@@ -42,7 +42,7 @@ def require_correctable(optimizers: Sequence[Optimizer]) -> None:
         if not can_correct(optimizer):
             raise AttachError(
                 f"adam_correction with {type(optimizer).__name__}: it is for Adam, AdamW and NAdam "
-                "of torch.optim, which divide by the noise of the gradient; leave it out"
+                "of torch.optim; leave it out"
             )
 
 
@@ -54,7 +54,8 @@ class AdamCorrection:
     ``Stats.details["lr_factor"]`` lists the factors of the groups, and is part of checkpoints. With
     several optimizers there are also ``lr_factor_1`` and so on.
 
-    *Communication*: none. *Computing*: one pass over both moments every ten steps.
+    *Communication*: none, except between the shards of a node. *Computing*: one pass over both
+    moments every ten steps.
     """
 
     def __init__(self, worker: Worker, attached: AttachedOptimizer) -> None:
@@ -139,7 +140,8 @@ def factor_of(
 ) -> float:
     """Return f for one group of parameters, from 1 to √N. 1 if the noise cannot be measured.
 
-    It cannot be if β₁ = 0, because m is then the newest gradient with all of its noise.
+    It cannot be if m is the newest gradient with all of its noise: with β₁ = 0, and in the first
+    step.
 
     Args:
         v: Sum of Adam's second moments, without bias correction.
