@@ -90,9 +90,11 @@ def wide(rank: int, size: int, strategy: Strategy, steps: int, *, norm: bool) ->
         optimizer.step()
         trace.append(flat(model))
         sent.append(sync.stats.payload_bytes)
-    buffers = [b.clone() for b in model.buffers() if b.is_floating_point()]
+    before = [b.clone() for b in model.buffers() if b.is_floating_point()]
     sync.finish()
-    return {"trace": trace, "sent": sent, "buffers": buffers, "end": flat(model)}
+    buffers = [b.clone() for b in model.buffers() if b.is_floating_point()]
+    seen = {"trace": trace, "sent": sent, "before": before}
+    return {**seen, "buffers": buffers, "end": flat(model)}
 
 
 def test_sparseloco_counts_the_bytes_of_its_messages() -> None:
@@ -109,12 +111,19 @@ def test_sparseloco_counts_the_bytes_of_its_messages() -> None:
         assert torch.equal(result["end"], results[0]["end"])
 
 
-def test_sparseloco_averages_buffers() -> None:
-    strategy = SparseLoCo(period=5)
-    results = run(lambda *place: wide(*place, strategy, 5, norm=True), workers=3)
-    for result in results:
-        for own, same in zip(result["buffers"], results[0]["buffers"], strict=True):
+@pytest.mark.parametrize("strategy", [SparseLoCo(period=2), SPARTA(share=0.01)], ids=str)
+def test_buffers_are_sent_at_the_end_only(strategy: Strategy) -> None:
+    """Also if no worker has steps that the others lack."""
+    norm, plain = (
+        run(lambda *place, n=n: wide(*place, strategy, 4, norm=n), workers=3) for n in (True, False)
+    )
+    extra = 128 if isinstance(strategy, SparseLoCo) else round(0.01 * 128) * 4 * 4
+    for one, other in zip(norm, plain, strict=True):
+        assert one["sent"][-1] <= other["sent"][-1] + extra
+        assert not torch.equal(one["before"][0], norm[0]["before"][0]) or one is norm[0]
+        for own, same in zip(one["buffers"], norm[0]["buffers"], strict=True):
             assert torch.equal(own, same)
+    close(norm[0]["buffers"][0], sum(one["before"][0] for one in norm) / 3, 1e-6)
 
 
 def test_sparta_counts_the_bytes_of_its_values() -> None:

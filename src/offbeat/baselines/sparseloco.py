@@ -22,6 +22,7 @@ from typing_extensions import override
 from offbeat.averaging.buckets import unpack
 from offbeat.averaging.model_flow import ModelFlow
 from offbeat.averaging.parts.part import Part
+from offbeat.averaging.votes import Round
 from offbeat.strategies.base import CustomFlow, Outer, SharedModel, Strategy, WorkerView, setting
 from offbeat.transport.handle import Handle
 
@@ -86,12 +87,11 @@ class SparsePart(Part):
 
     def __init__(self, *arguments: Any, density: float, decay: float, **options: Any) -> None:
         super().__init__(*arguments, name="model", **options)
-        self._decay, parameters = decay, self.buckets[: self.parameter_buckets]
-        self._formats = [SparseVectors(b.elements, density) for b in parameters]
+        self._decay = decay
+        self._formats = [SparseVectors(bucket.elements, density) for bucket in self.buckets]
         self._received: list[list[Tensor]] = []
         self.keeps_base = True
-        self.base = [bucket.copy_parameters() for bucket in parameters]
-        self.buffer_base = [bucket.copy_buffers() for bucket in self.buckets]
+        self.base = [bucket.copy_parameters() for bucket in self.buckets]
         self.error = [torch.zeros_like(base) for base in self.base]
 
     @override
@@ -100,11 +100,7 @@ class SparsePart(Part):
     ) -> None:
         """Start to gather the messages of all workers. With ``weight`` 0 the message is 0."""
         self._begin(total, weight, step)
-        communicator = self._team.communicator
         for i, bucket in enumerate(self.buckets):
-            if i >= self.parameter_buckets:
-                self._handles.append(communicator.sum(bucket.pack(weight), what=what))
-                continue
             vectors, error = self._formats[i], self.error[i]
             if weight:
                 error.mul_(self._decay).add_(bucket.pack()).sub_(self.base[i])
@@ -112,22 +108,19 @@ class SparsePart(Part):
                 error.sub_(vectors.sum([message], error.dtype))
             else:
                 message = error.new_zeros(vectors.nbytes, dtype=torch.uint8)
-            self._handles.append(communicator.gather(message, what=what))
+            self._handles.append(self._team.communicator.gather(message, what=what))
 
     @override
     def _receive(self) -> None:
-        results = [handle.wait() for handle in self._handles]
-        self._received = results[: self.parameter_buckets]
+        self._received = [handle.wait() for handle in self._handles]
 
     @override
     def _write(self, *, moved: bool, show: bool) -> None:
         self._refresh_tensors()  # the part lands at once: neither ``moved`` nor ``show``
         for i, bucket in enumerate(self.buckets):
-            if i < self.parameter_buckets:
-                mean = self._formats[i].sum(self._received[i], self.base[i].dtype)
-                self.base[i].add_(mean.mul_(1 / self.weight), alpha=self._outer.lr)
-                unpack(self.base[i], bucket.parameters)
-            self._write_buffers(i, None, show=False)
+            mean = self._formats[i].sum(self._received[i], self.base[i].dtype)
+            self.base[i].add_(mean.mul_(1 / self.weight), alpha=self._outer.lr)
+            unpack(self.base[i], bucket.parameters)
         self._received = []
 
 
@@ -139,11 +132,19 @@ class SparseLoCoFlow(ModelFlow):
 
     @override
     def make_parts(self) -> list[Part]:
-        worker, replica, strategy = self.worker, self.worker.replica, self.strategy
+        worker, strategy = self.worker, self.strategy
         options: dict[str, Any] = {"density": strategy.density, "decay": strategy.decay}
-        options |= {"outer": self.shared.outer, "buffers": replica.float_buffers}
-        tensors = [p for _, p in replica.parameters]
-        return [SparsePart(worker.team, worker.wire, lambda: tensors, step=worker.step, **options)]
+        options |= {"outer": self.shared.outer, "step": worker.step}
+        tensors = [p for _, p in worker.replica.parameters]
+        return [SparsePart(worker.team, worker.wire, lambda: tensors, **options)]
+
+    @override
+    def consensus(self, last: Round, *, final: bool) -> None:
+        super().consensus(last, final=final)
+        workers, (_, total) = self.worker.size, self.consensus_weights(last)
+        if workers > 1 and not total:  # no worker has new steps, but the buffers may differ
+            what = f"mean of the buffers at step {self.worker.step}"
+            self.worker.exact_mean.average_buffers(1.0, workers, what=what)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -169,12 +170,10 @@ class SparseLoCo(Strategy):
         outer_lr: Outer learning rate η_o > 0.
         decay: β in [0, 1], the factor of the error in each launch.
 
-    *Communication*: every H steps each worker gathers the messages of all workers, and the means of
-    floating-point buffers; blocking. An entry has 14 bits, and a chunk 64 bits for its levels: by
-    default 0.23 bits per parameter, so a worker receives N − 1 times that. *Memory*: three copies
-    of the model for P, e and the staging. *State*: P and e.
-
-    ``consensus`` and ``finish`` show the mean of the local models. They do not contain e.
+    *Communication*: every H steps each worker gathers the messages of all workers, by default with
+    0.23 bits per parameter; blocking. *Memory*: three copies of the model for P, e and the staging.
+    *State*: P and e. ``consensus`` and ``finish`` show the mean of the local models, which does not
+    contain e. Only they average floating-point buffers.
 
     *Differs from the paper*: chunks are cut from all parameters in the order of their names, not
     from each tensor. The paper's quantizer takes its levels from the statistics of a tensor.
