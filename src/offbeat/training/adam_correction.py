@@ -26,8 +26,8 @@ from offbeat.errors import AttachError
 from offbeat.nodes.shards import local_parts
 
 _EVERY = 10  # local steps from one measurement of f to the next
-# Weight of a new measurement in f. f starts at 1, and has covered two thirds of the way to its value
-# after 100 steps. Models end worse with more weight and with less: docs/adam.md.
+# Weight of a new measurement in f. f starts at 1, and after 100 steps it has covered two thirds of
+# the way to its value. Models end worse with more weight and with less: docs/adam.md.
 _SMOOTHING = 0.1
 
 
