@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.harness import IMAGES, RESULTS, ROOT
 from benchmarks.race import figures, tables
+from benchmarks.race.studies import FEATURES
 
 PAGE = ROOT / "docs" / "evidence.md"
 WORKLOADS = {"cnn": "CNN with SGD", "transformer": "Transformer with AdamW"}
@@ -43,6 +44,8 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
     for workload, name in WORKLOADS.items():
         if tables.cells_of("rates", workload, folder):
             found[f"{name}, other learning rates"] = tables.rates(workload, folder)
+    if any(tables.cells_of("features", workload, folder) for workload in FEATURES):
+        found["Other trainings"] = tables.features(folder)
     return found
 
 

@@ -43,7 +43,8 @@ def copy_ideal(cell: Cell, runner: Runner, folder: Path) -> None:
     others = [
         one.path(folder)
         for one in CELLS
-        if (one.study, one.workload) == (cell.study, cell.workload) and one.path(folder).exists()
+        if replace(one, bandwidth=cell.bandwidth, latency=cell.latency) == cell
+        and one.path(folder).exists()
     ]
     if path.exists() or not others:
         return

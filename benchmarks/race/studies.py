@@ -1,7 +1,7 @@
 """The comparisons that the pages quote: workloads, links and methods.
 
 A *cell* is one workload on one network. Its results are in ``results/race-CELL.jsonl``. The *ideal*
-is the baseline ``ideal``, the speed-up limit. There are six studies:
+is the baseline ``ideal``, the speed-up limit. There are seven studies:
 
 - ``headline``: every method tuned with the same number of trials, five seeds, in virtual time.
 - ``real``: the main methods with the settings that ``headline`` chose, on real processes behind
@@ -9,8 +9,10 @@ is the baseline ``ideal``, the speed-up limit. There are six studies:
 - ``wires``: every family of strategies over float32, int4 and int2, tuned alike, in virtual time.
 - ``parts``: streaming averaging with other settings, at the rate that ``headline`` chose.
 - ``rates``: streaming averaging and the ideal at several learning rates and numbers of workers. All
-  take equally many steps, so more workers see more samples. No results are stored yet.
+  take equally many steps, so more workers see more samples.
 - ``adam``: strategies with and without longer steps of Adam.
+- ``features``: streaming averaging and the ideal with clipping, weight decay, LoRA and others, and
+  with labels that differ between workers. The settings are the first ones.
 """
 
 import contextlib
@@ -46,11 +48,13 @@ class Workload:
         file: File of the recipe in ``models/``.
         data: Subdirectory of the data directory; None if the recipe needs no files.
         step_seconds: Virtual time of a step.
+        partition: Partition of the data among the workers, as in ``Job``.
     """
 
     file: str
     data: str | None
     step_seconds: float
+    partition: str | None = None
 
     def job(self, data: Path, workers: int) -> Job:
         """Return the settings that all runs of this workload share.
@@ -65,6 +69,7 @@ class Workload:
             epochs=None if more == 1 else find_recipe(file).epochs * more,
             data=None if self.data is None else str(data / self.data),
             evaluations=EVALUATIONS,
+            partition=self.partition,
         )
 
 
@@ -73,10 +78,28 @@ WORKLOADS = {
     "transformer": Workload("byte_transformer.py", None, 0.025),
     "mlp": Workload("digits_mlp.py", None, 0.02),
 }
+FEATURES = {
+    name: Workload(f"features.py:{name}", None, 0.025)
+    for name in (
+        *("weight_decay", "tied_weights", "clipping", "accumulation", "lora"),
+        *("short_memory", "long_memory", "large_batch"),
+    )
+} | {
+    "batchnorm": Workload("features.py:batchnorm", "cifar10", 0.05),
+    "skewed": Workload("cifar_cnn.py", "cifar10", 0.05, partition="label:3"),
+}
+"""Workloads of ``features``."""
 DILOCO = "diloco:fragments=4,overlap=4"
 FAMILIES = ("streaming", DILOCO, "local", "async", "selsync", "bsp")
 HEADLINE = ("ideal", "streaming", DILOCO, "local", "bsp --wire float32")
-"""``bsp --wire float32`` is DDP with all gradients in one bucket."""
+"""Methods of ``headline`` and ``real``. ``bsp --wire float32`` is DDP with all gradients in one
+bucket."""
+RIVALS = {
+    "cnn": ("bsp", "sparseloco", "sparta"),
+    "transformer": ("bsp", "sparseloco", "sparta", "desloc", f"{DILOCO} --optimizer muon"),
+}
+"""Further methods of ``headline`` on slow links: ``bsp`` with tuned precision, and baselines."""
+SLOW_LINKS = ("50Mbit/s", "10Mbit/s")
 PEERS = {"local": "torch:postlocal,period={period}", "bsp --wire float32": "torch:ddp"}
 """Method of ``headline`` → torch's own code for it, which runs in its place on real processes."""
 LEAST_PERIOD = 2
@@ -89,17 +112,20 @@ PARTS = (
 )
 
 
-RATES = {"cnn": (0.25, 0.5, 1, 2), "transformer": (0.5, 1, 2, 4)}
-"""Factors on the recipe's learning rate."""
+RATES = {
+    ("cnn", 4): (0.25, 0.5, 1, 2),
+    ("cnn", 16): (0.5, 1, 2),
+    ("transformer", 4): (0.5, 1, 2, 4),
+    ("transformer", 16): (1, 2, 4),
+}
+"""Workload and number of workers → factors on the recipe's learning rate."""
 UNCORRECTED = " --adam-correction off"
 VARIANTS = {
     "cnn": ("ideal", "streaming", "streaming:outer_gain=1"),
-    "transformer": (
-        *("ideal", "streaming", f"streaming{UNCORRECTED}"),
-        f"streaming:outer_gain=1{UNCORRECTED}",
-    ),
+    "transformer": ("ideal", "streaming", f"streaming{UNCORRECTED}"),
 }
-"""Methods of ``rates``."""
+"""Methods of ``rates`` and ``features``: the ideal, the default, and the default without what
+makes up for the short steps of a mean."""
 CORRECTED = (
     *("streaming", "async:staleness=4", "local:period=4", "local:period=16"),
     f"{DILOCO},period=16,outer_lr=0.5,outer_momentum=0.6 --lr-scale 0.5",
@@ -125,6 +151,11 @@ class Cell:
         many = "" if self.workers == WORKERS else f"-{self.workers}workers"
         return f"{self.study}-{self.workload}-{self.bandwidth.removesuffix('/s')}{late}{many}"
 
+    @property
+    def task(self) -> Workload:
+        """The workload."""
+        return (FEATURES if self.study == "features" else WORKLOADS)[self.workload]
+
     def path(self, folder: Path = RESULTS) -> Path:
         """Return the path of the cell's results."""
         return folder / f"race-{self.name}.jsonl"
@@ -146,11 +177,13 @@ class Cell:
             FileNotFoundError: ``headline`` has no results for the workload and the link.
         """
         if self.study == "headline":
-            return list(HEADLINE)
+            return [*HEADLINE, *(RIVALS[self.workload] if self.bandwidth in SLOW_LINKS else ())]
+        if self.study == "features":
+            return list(VARIANTS["transformer" if self.task.data is None else "cnn"])
         if self.study == "adam":
             return ["ideal", *(one + end for one in CORRECTED for end in ("", UNCORRECTED))]
         if self.study == "rates":
-            grid = RATES[self.workload]
+            grid = RATES[self.workload, self.workers]
             return [at_rate(method, rate) for method in VARIANTS[self.workload] for rate in grid]
         if self.study == "wires":
             return ["ideal", *(f"{one} --wire {wire}" for one in FAMILIES for wire in WIRES)]
@@ -164,8 +197,7 @@ class Cell:
 
     def job(self, data: Path) -> Job:
         """Return the settings that all runs share."""
-        workload = WORKLOADS[self.workload]
-        job = workload.job(data, self.workers)
+        job = self.task.job(data, self.workers)
         if self.study != "real":
             return job
         return replace(job, step_seconds=REAL_STEP_SECONDS, max_seconds=MAX_SECONDS)
@@ -177,7 +209,7 @@ class Cell:
             with ShapedLinks(WORKERS, parse_bandwidth(self.bandwidth)) as links:
                 yield links
         else:
-            compute = Compute(WORKLOADS[self.workload].step_seconds, jitter=JITTER)
+            compute = Compute(self.task.step_seconds, jitter=JITTER)
             yield VirtualCluster(Network(self.bandwidth, latency=self.latency), compute)
 
 
@@ -206,6 +238,8 @@ CELLS = (
     Cell("wires", "mlp", "200Mbit/s", FAR),
     *(Cell("parts", name, "50Mbit/s") for name in ("cnn", "transformer")),
     Cell("adam", "transformer", "50Mbit/s"),
+    *(Cell("rates", name, "50Mbit/s", workers=many) for name, many in RATES),
+    *(Cell("features", name, "50Mbit/s") for name in FEATURES),
 )
 
 

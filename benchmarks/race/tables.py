@@ -15,6 +15,7 @@ from benchmarks.race.studies import (
     CELLS,
     CORRECTED,
     FAMILIES,
+    FEATURES,
     RATES,
     UNCORRECTED,
     VARIANTS,
@@ -237,20 +238,39 @@ def rates(workload: str, folder: Path = RESULTS) -> str:
     The ideal is that at its best rate, the one with the best mean. There is one row for each number
     of workers and each method, with one column for each rate.
     """
-    factors = RATES[workload]
-    lines = _heading("workers", "method", *(f"× {rate:g}" for rate in factors))
-    for cell in cells_of("rates", workload, folder):
+    cells = cells_of("rates", workload, folder)
+    columns = sorted({rate for cell in cells for rate in RATES[workload, cell.workers]})
+    lines = _heading("workers", "method", *(f"× {rate:g}" for rate in columns))
+    for cell in cells:
         found = runs_of(cell, folder)
+        factors = RATES[workload, cell.workers]
         grid = {
-            method: [found[at_rate(method, rate)] for rate in factors]
+            method: {rate: found[at_rate(method, rate)] for rate in factors}
             for method in VARIANTS[workload]
         }
-        ideal = best_of(grid["ideal"])
+        ideal = best_of([*grid["ideal"].values()])
         for method, row in grid.items():
-            shown = " | ".join(
-                end(one) if one is ideal else difference_at_end(one, ideal) for one in row
-            )
-            lines.append(f"| {cell.workers} | `{method}` | {shown} |")
+            shown = [_against(row.get(rate), ideal) for rate in columns]
+            lines.append(f"| {cell.workers} | `{method}` | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _against(runs: Runs | None, ideal: Runs) -> str:
+    """Return the final metric of the ideal itself, or the difference to it of other runs."""
+    if runs is None:
+        return ""
+    return end(runs) if runs is ideal else difference_at_end(runs, ideal)
+
+
+def features(folder: Path = RESULTS) -> str:
+    """Return the table of trainings with one feature each: final metric minus the ideal's."""
+    lines = _heading("training", "ideal", "90 %", "streaming − ideal", "as it is − ideal")
+    for workload in FEATURES:
+        for cell in cells_of("features", workload, folder):
+            ideal, streaming, plain = runs_of(cell, folder).values()
+            shown = [end(ideal), summary(slowdowns(streaming, ideal, 0.9))]
+            shown += [difference_at_end(one, ideal) for one in (streaming, plain)]
+            lines.append(f"| {workload.replace('_', ' ')} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
