@@ -46,7 +46,7 @@ def tied_weights(setup):
     model = transformer()
     nn.init.normal_(model.bytes.weight, std=0.1)
     model.head.weight = model.bytes.weight
-    return task(model, lr=3.2e-2)
+    return task(model)
 
 
 @transformer_recipe(epochs=0.33)
