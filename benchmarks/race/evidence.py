@@ -1,17 +1,19 @@
-"""The page that quotes the comparisons: ``python -m benchmarks evidence`` makes its tables.
+"""The pages that quote the comparisons: ``python -m benchmarks evidence`` makes their tables.
 
-It rewrites the first table of some sections of ``docs/evidence.md`` from the results, and draws the
-figures into ``docs/images/``. A test compares the tables with the results.
+It rewrites the first table of some sections of ``docs/evidence.md``, a summary, and of
+``benchmarks/EVIDENCE.md``, which has all tables. It draws the figures into ``docs/images/``. A test
+compares the tables with the results.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.harness import IMAGES, RESULTS, ROOT
 from benchmarks.race import figures, tables
 from benchmarks.race.studies import FEATURES
 
-PAGE = ROOT / "docs" / "evidence.md"
+SUMMARY, ALL = ROOT / "docs" / "evidence.md", ROOT / "benchmarks" / "EVIDENCE.md"
 WORKLOADS = {"cnn": "CNN with SGD", "transformer": "Transformer with AdamW"}
 """Workload → the name of its sections."""
 
@@ -26,8 +28,10 @@ def draw_all(folder: Path = RESULTS) -> list[Path]:
     return paths
 
 
-def sections(folder: Path = RESULTS) -> dict[str, str]:
-    """Return the table of each section of the page that has results."""
+def sections(path: Path, folder: Path = RESULTS) -> dict[str, str]:
+    """Return the table of each section of a page that has results."""
+    if path == SUMMARY:
+        return {"What to expect": tables.expectations(folder)}
     found = {}
     for workload, name in WORKLOADS.items():
         if tables.cells_of("headline", workload, folder):
@@ -49,13 +53,13 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
     return found
 
 
-def page(text: str, folder: Path = RESULTS) -> str:
-    """Return the text of the page with its tables made again.
+def page(text: str, sections: Mapping[str, str]) -> str:
+    """Return the text of a page with the table of each section made again.
 
     Raises:
-        ValueError: The page lacks a section that has results, or the section lacks a table.
+        ValueError: The page lacks one of the sections, or the section lacks a table.
     """
-    for section, table in sections(folder).items():
+    for section, table in sections.items():
         heading = re.search(rf"\n##+ {re.escape(section)}\n", text)
         if heading is None:
             raise ValueError(f"the page has no section {section!r}")
@@ -68,8 +72,10 @@ def page(text: str, folder: Path = RESULTS) -> str:
 
 
 def main() -> None:
-    """Draw all figures, and write the page."""
+    """Draw all figures, and write the pages."""
     for path in draw_all():
         print(path)
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(PAGE)
+    for path in (SUMMARY, ALL):
+        text = page(path.read_text(encoding="utf-8"), sections(path))
+        path.write_text(text, encoding="utf-8")
+        print(path)

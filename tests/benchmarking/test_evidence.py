@@ -92,9 +92,8 @@ def write_ends(cell: Cell, folder: Path, ends: dict[str, float]) -> None:
 def test_learning_rates_are_compared_with_the_ideal_at_its_best_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(studies, "RATES", {"cnn": (0.5, 1)})
-    monkeypatch.setattr(tables, "RATES", {"cnn": (0.5, 1)})
     for module in (studies, tables):
+        monkeypatch.setattr(module, "RATES", {("cnn", 16): (0.5, 1)})
         monkeypatch.setattr(module, "VARIANTS", {"cnn": ("ideal", "streaming")})
     ends = {
         **{"ideal --lr-scale 0.5": 0.50, "ideal": 0.40},
@@ -111,6 +110,29 @@ def test_learning_rates_are_compared_with_the_ideal_at_its_best_one(
     ]
 
 
+def test_training_features_have_a_row_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = Cell("features", "clipping", "50Mbit/s")
+    monkeypatch.setattr(tables, "CELLS", (cell,))
+    ideal, streaming, plain = cell.methods()
+    write_ends(cell, tmp_path, {ideal: 0.5, streaming: 0.53, plain: 0.4})
+    (row,) = tables.features(tmp_path).splitlines()[2:]
+    assert row.startswith("| clipping | 51.0 % | 0.9")
+    assert row.endswith("| +3.0 [+3.0, +3.0] | -10.0 [-10.0, -10.0] |")
+
+
+def test_expectations_are_of_first_settings_and_the_best_other_method(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the ideal's rate is its best, and the default has no other settings."""
+    methods = (*METHODS, "local:period=4", tables.DDP)
+    monkeypatch.setattr(studies, "HEADLINE", methods)
+    monkeypatch.setattr(studies, "RIVALS", {"cnn": ()})
+    monkeypatch.setitem(tables.NAMES, "local:period=4", "local SGD")
+    ...
+
+
 def test_longer_steps_are_compared_with_those_of_the_same_strategy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,26 +147,30 @@ def test_longer_steps_are_compared_with_those_of_the_same_strategy(
 
 
 def test_a_section_without_a_table_is_refused(folder: Path) -> None:
+    sections = evidence.sections(evidence.ALL, folder)
     with pytest.raises(ValueError, match="no section 'CNN with SGD'"):
-        evidence.page("# Evidence\n", folder)
+        evidence.page("# Evidence\n", sections)
     with pytest.raises(ValueError, match="section 'CNN with SGD' of the page has no table"):
-        evidence.page("\n## CNN with SGD\n\nText.\n\n## Next\n\n| a |\n", folder)
+        evidence.page("\n## CNN with SGD\n\nText.\n\n## Next\n\n| a |\n", sections)
 
 
-def test_the_page_matches_the_results() -> None:
-    """``python -m benchmarks evidence`` writes it."""
-    text = evidence.PAGE.read_text(encoding="utf-8")
-    assert evidence.page(text) == text
+@pytest.mark.parametrize("path", [evidence.SUMMARY, evidence.ALL], ids=lambda path: path.name)
+def test_the_pages_match_the_results(path: Path) -> None:
+    """``python -m benchmarks evidence`` writes them."""
+    text = path.read_text(encoding="utf-8")
+    assert evidence.page(text, evidence.sections(path)) == text
 
 
-def test_wrong_numbers_in_the_page_are_corrected() -> None:
+@pytest.mark.parametrize("path", [evidence.SUMMARY, evidence.ALL], ids=lambda path: path.name)
+def test_wrong_numbers_in_the_pages_are_corrected(path: Path) -> None:
     """All tables are replaced, so the comparison above can fail."""
-    text = wrong = evidence.PAGE.read_text(encoding="utf-8")
-    for old in evidence.sections().values():
+    text = wrong = path.read_text(encoding="utf-8")
+    sections = evidence.sections(path)
+    for old in sections.values():
         assert old in wrong
         wrong = wrong.replace(old, old.replace("1", "7"))
         assert old not in wrong
-    assert evidence.page(wrong) == text
+    assert evidence.page(wrong, sections) == text
 
 
 def test_the_table_of_the_readme_is_that_of_its_results() -> None:
