@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from offbeat.arguments import require_integer
 from offbeat.averaging import AttachedOptimizer, NonFinite, Replica, Worker, flow_of
@@ -54,6 +54,7 @@ from offbeat.training.iteration import Iteration
 from offbeat.training.monitors import Distance, GradientChange
 from offbeat.training.optimizers import unwrapped_optimizer
 from offbeat.training.stats_recorder import StatsRecorder
+from offbeat.training.step_factor import SGDStepFactor
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.team import Team
 
@@ -127,6 +128,8 @@ class Synchronizer:
             self._hooks += hook_optimizer(each, self._iteration, self._clipping, record_loss)
             if adam_correction:
                 self._hooks.append(AdamCorrection(worker, each))
+            elif isinstance(each.optimizer, SGD):
+                self._hooks.append(SGDStepFactor(each.optimizer, self._iteration))
         self._scaler = None if scaler is None else ScalerHooks(scaler, self._iteration)
         self._attached_objects: tuple[Any, ...] = (model, *(each.optimizer for each in optimizers))
         attached.update(self._attached_objects)

@@ -256,6 +256,22 @@ class DiLoCo(Reference):
         place = (part + 1) * self.period // len(self.parts)
         return self.time % self.period == place % self.period
 
+    def local_steps(self) -> None:
+        for n in self.stepping:
+            (group,) = self.sim.optimizers[n].param_groups
+            rate = group["lr"]
+            if isinstance(self.sim.optimizers[n], torch.optim.SGD):
+                group["lr"] = rate * self.factors[n]
+            train_step(self.sim.models[n], self.sim.optimizers[n], make_batch(n, self.time - 1))
+            group["lr"] = rate
+
+    def shorten(self) -> None:
+        """A worker's steps become shorter by the root of the gain of its own updates."""
+        for n in self.stepping if self.gain is None else ():
+            u, d = self.squares[:, n].tolist()
+            gain = min(max(math.sqrt(u / d), 1.0), math.sqrt(self.size)) if d else 1.0
+            self.factors[n] = 1 / math.sqrt(gain)
+
     def advance(self) -> bool:
         self.local_steps()
         for new in self.news:
@@ -450,6 +466,7 @@ class Streaming(Reference):
         self.launched = [0.0] * parts  # the workers' mean step at the last launch of each part
         self.flights: list[Flight] = []
         self.squares = torch.zeros(2, self.size, dtype=torch.float64)  # of u and D, by worker
+        self.factors = [1.0] * self.size  # on the learning rates of SGD
         self.news = [[False] * self.size for _ in range(parts)]
 
     def vectors(self) -> list[Tensor]:
@@ -460,6 +477,22 @@ class Streaming(Reference):
         moved[where] += shift
         with torch.no_grad():
             nn.utils.vector_to_parameters(moved, by_name(self.sim.models[n]))
+
+    def local_steps(self) -> None:
+        for n in self.stepping:
+            (group,) = self.sim.optimizers[n].param_groups
+            rate = group["lr"]
+            if isinstance(self.sim.optimizers[n], torch.optim.SGD):
+                group["lr"] = rate * self.factors[n]
+            train_step(self.sim.models[n], self.sim.optimizers[n], make_batch(n, self.time - 1))
+            group["lr"] = rate
+
+    def shorten(self) -> None:
+        """A worker's steps become shorter by the root of the gain of its own updates."""
+        for n in self.stepping if self.gain is None else ():
+            u, d = self.squares[:, n].tolist()
+            gain = min(max(math.sqrt(u / d), 1.0), math.sqrt(self.size)) if d else 1.0
+            self.factors[n] = 1 / math.sqrt(gain)
 
     def advance(self) -> bool:
         self.local_steps()
@@ -472,6 +505,7 @@ class Streaming(Reference):
         landed = 0
         while self.flights and self.time - self.flights[0].launched >= self.lands:
             landed += self.land()
+        self.shorten()
         self.since += 1
         if self.since == self.every:
             self.since = 0

@@ -307,6 +307,37 @@ def test_the_gain_is_that_of_coherence() -> None:
         assert len(set(found)) == 1
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "strategy", "shorter"),
+    [
+        *[(torch.optim.SGD, "streaming", True), (torch.optim.SGD, "streaming:outer_gain=2", False)],
+        *[(torch.optim.SGD, "local:period=2", False), (torch.optim.RMSprop, "streaming", False)],
+    ],
+)
+def test_steps_of_sgd_are_shorter_by_the_root_of_the_gain(
+    optimizer: Any, strategy: str, shorter: bool
+) -> None:
+    """The gradients are noise, so G is √N. A scheduler sees its own rate."""
+
+    def worker() -> tuple[float, float]:
+        model = torch.nn.Linear(1, 4096, bias=False)
+        steps = optimizer(model.parameters(), lr=0.5)
+        sync = attach(model, steps, strategy, wire="float32")
+        random = torch.Generator().manual_seed(dist.get_rank())
+        used: list[float] = []
+        steps.register_step_pre_hook(lambda *_: used.append(steps.param_groups[0]["lr"]))
+        for _ in range(30):
+            model.weight.grad = torch.randn(4096, 1, generator=random)
+            steps.step()
+        sync.finish()
+        return used[-1], steps.param_groups[0]["lr"]
+
+    place = {"network": Network("1Gbit/s"), "compute": Compute("10ms")}
+    for used, after in simulate(worker, workers=4, **place).results:
+        assert used == pytest.approx(0.5 / math.sqrt(2) if shorter else 0.5, rel=0.02)
+        assert after == 0.5
+
+
 # -- the end --------------------------------------------------------------------------------------
 
 

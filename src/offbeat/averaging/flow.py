@@ -101,6 +101,11 @@ class Flow(ABC):
     def unsynced(self) -> bool:
         """True if this model may contain changes that the other workers lack."""
 
+    @property
+    def lr_factor(self) -> float:
+        """``WorkerView.lr_factor``, or 1 if the strategy averages gradients."""
+        return 1.0
+
     def backward_buckets(self, optimizer: AttachedOptimizer) -> Sequence[Sequence[Tensor]]:
         """Return the buckets that ``bucket_ready`` should receive. Empty: no calls."""
         return []

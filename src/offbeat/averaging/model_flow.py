@@ -158,6 +158,11 @@ class ModelFlow(Flow):
 
     # -- events ----------------------------------------------------------------------------------
 
+    @property
+    @override
+    def lr_factor(self) -> float:
+        return self.state.view.lr_factor
+
     @override
     def backward_buckets(self, optimizer: AttachedOptimizer) -> Sequence[Sequence[Tensor]]:
         """Return buckets of about equal bytes. The gradients are not sent, see ``bucket_ready``."""

@@ -258,7 +258,8 @@ def local(**options: Any) -> Any:
 class WorkerView:
     """Data about one worker for the strategy. The flow keeps them up to date.
 
-    The strategy may write into ``state``, ``record`` and ``details``. It only reads the rest.
+    The strategy may write ``state``, ``lr_factor``, ``record`` and ``details``. It only reads the
+    rest.
 
     A value marked *common* is equal on all workers. ``decide`` must depend on common values and
     the tally only, so that all workers make the same decision.
@@ -271,6 +272,7 @@ class WorkerView:
         stepping: True if this worker takes a step in the current round. False if it waits for the
             other workers, for example in ``Synchronizer.finish`` or ``consensus``.
         state: The object that ``state()`` returned.
+        lr_factor: Factor on the learning rates in this worker's next steps of SGD optimizers.
         count: Number of parts (common).
         launches: Number of launches in this view.
         landings: Number of landings in this view.
@@ -307,6 +309,7 @@ class WorkerView:
     start_step: int = 0
     stepping: bool = transient(default=True)
     state: Any = None
+    lr_factor: float = 1.0
     count: int = transient(default=1)
     launches: int = 0
     landings: int = 0

@@ -90,6 +90,9 @@ class StreamingAveraging(Strategy):
 
         G = √(mean‖u‖² / ‖D‖²), at least 1, at most √N, smoothed over five passes of the model
 
+    With SGD, G alone would act like a larger learning rate. So the learning rate of its local steps
+    is divided by √G, with the u of this worker. Shorter local steps also keep the workers together.
+
     ``schedule="eager"``: the parts take turns, and the workers launch as many as keep the link
     busy. A part lands at the end of the local step in which its mean arrives, or later if earlier
     launches have not landed. The default ``wire`` is "int2". ``wire="auto"`` chooses the precision
@@ -109,7 +112,8 @@ class StreamingAveraging(Strategy):
             This bound has priority over the window and the CPU budget, which limit launches.
         schedule: Times of launches and landings: "eager" or "cyclic".
         outer_gain: G ≥ 1, or "auto": 1 if the local steps of Adam are corrected, which makes up
-            for the same loss, and else the formula above. With 1 there is no v.
+            for the same loss, and else the formula above. With 1 there is no v. Only with "auto"
+            the steps of SGD are shorter.
 
     *Communication*: the updates of one part for each launch, and eleven numbers per worker for each
     decision to launch. Both overlap with computation. *Memory*: P, v, and the quantized messages of
@@ -272,11 +276,21 @@ class StreamingAveraging(Strategy):
         state.launch_steps[part] = step
         return decay, (state.gain - 1) * (1 - decay)
 
+    @staticmethod
+    def _lr_factor(worker: WorkerView) -> float:
+        """Return 1/√G for the learning rate, with G of this worker's updates that have landed."""
+        sent, mean = worker.sent_squared, worker.mean_squared
+        if not sent > mean > 0:
+            return 1.0
+        return math.sqrt(math.sqrt(max(mean / sent, 1 / worker.size)))
+
     @override
     def after_step(self, worker: WorkerView) -> None:
         """Measure the step, and adapt the window and the CPU budget of the eager schedule."""
         state: StreamingState = worker.state
         worker.details.update(outer_gain=state.gain)
+        if self.outer_gain == "auto":
+            worker.lr_factor = self._lr_factor(worker)
         if self.schedule == "cyclic":
             return
         rate = _up_to_date(worker)

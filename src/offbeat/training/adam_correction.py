@@ -15,15 +15,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.optim import Adam, NAdam, Optimizer
+from typing_extensions import override
 
 from offbeat.averaging import AttachedOptimizer, Worker
 from offbeat.averaging.buckets import as_real
 from offbeat.averaging.norm import absolute_sum, squared_norm
 from offbeat.errors import AttachError
 from offbeat.nodes.shards import local_parts
+from offbeat.training.step_factor import StepFactor
 
 _EVERY = 10  # local steps from one measurement of f to the next
 # Weight of a new measurement in f. f starts at 1, and after 100 steps it has covered two thirds of
@@ -46,75 +46,43 @@ def require_correctable(optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-class AdamCorrection:
+class AdamCorrection(StepFactor):
     """Multiplies the learning rates by f in each step of one optimizer that ``can_correct``.
 
-    Each parameter group has its own f. The learning rates change only inside ``optimizer.step()``,
-    so schedulers see their own values. Decoupled weight decay (AdamW) keeps its strength.
-    ``Stats.details["lr_factor"]`` lists the factors of the groups, and is part of checkpoints. With
-    several optimizers there are also ``lr_factor_1`` and so on.
+    Each parameter group has its own f. ``Stats.details["lr_factor"]`` lists the factors of the
+    groups, and is part of checkpoints. With several optimizers there are also ``lr_factor_1`` and
+    so on.
 
     *Communication*: none, except between the shards of a node. *Computing*: one pass over both
     moments every ten steps.
     """
 
     def __init__(self, worker: Worker, attached: AttachedOptimizer) -> None:
-        self._worker, self._optimizer = worker, attached.optimizer
+        self._worker = worker
         self._name = f"lr_factor_{attached.index}" if attached.index else "lr_factor"
-        self._changed: list[tuple[dict[str, Any], str, Any]] = []  # group, name, value before
-        untraced: Any = torch.compiler.disable
-        self._hooks = [
-            attached.optimizer.register_step_pre_hook(untraced(self._before)),
-            attached.optimizer.register_step_post_hook(untraced(self._after)),
-        ]
+        super().__init__(attached.optimizer)
 
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._restore()
+    @override
+    def factors(self) -> list[float]:
+        factors = self._known()
+        self._worker.record[self._name] = [*factors]
+        return factors
 
-    def _factors(self) -> list[float]:
+    @override
+    def stepped(self) -> None:
+        if self._worker.step % _EVERY == 0:
+            self._measure()
+
+    def _known(self) -> list[float]:
         """Return the factor of each parameter group, which is 1 for a new group."""
         known = self._worker.details.get(self._name, [])
         number = len(self._optimizer.param_groups)
         factors = self._worker.details[self._name] = [*known, *[1.0] * number][:number]
         return factors
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore()  # an earlier step has failed, or this step runs inside another one
-        factors = self._factors()
-        self._worker.record[self._name] = [*factors]
-        for group, factor in zip(optimizer.param_groups, factors, strict=True):
-            self._multiply(group, "lr", factor)
-            if group.get("decoupled_weight_decay"):
-                self._multiply(group, "weight_decay", 1 / factor)
-
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._restore()
-        if self._worker.step % _EVERY == 0:
-            self._measure()
-
-    def _multiply(self, group: dict[str, Any], name: str, factor: float) -> None:
-        value = group[name]
-        if isinstance(value, Tensor):  # in place: compiled code may hold this tensor
-            self._changed.append((group, name, value.clone()))
-            value.mul_(factor)
-        else:
-            self._changed.append((group, name, value))
-            group[name] = value * factor
-
-    def _restore(self) -> None:
-        for group, name, value in self._changed:
-            if isinstance(value, Tensor):
-                group[name].copy_(value)
-            else:
-                group[name] = value
-        self._changed.clear()
-
     def _measure(self) -> None:
         """Measure the factor of each group, and move the smoothed factors toward the results."""
-        factors, groups = self._factors(), self._optimizer.param_groups
+        factors, groups = self._known(), self._optimizer.param_groups
         states = [
             [state for p in group["params"] if (state := self._optimizer.state.get(p))]
             for group in groups

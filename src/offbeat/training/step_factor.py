@@ -1,0 +1,86 @@
+"""Factors on the learning rates of an optimizer, in effect only inside ``optimizer.step()``."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+from typing_extensions import override
+
+from offbeat.training.iteration import Iteration
+
+
+class StepFactor(ABC):
+    """Multiplies the learning rates of one optimizer by factors in each of its steps.
+
+    The learning rates change only inside ``optimizer.step()``, so schedulers see their own values.
+    Decoupled weight decay (AdamW) keeps its strength.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._changed: list[tuple[dict[str, Any], str, Any]] = []  # group, name, value before
+        untraced: Any = torch.compiler.disable
+        self._hooks = [
+            optimizer.register_step_pre_hook(untraced(self._before)),
+            optimizer.register_step_post_hook(untraced(self._after)),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._restore()
+
+    @abstractmethod
+    def factors(self) -> list[float]:
+        """Return the factor of each parameter group for the next step."""
+
+    def stepped(self) -> None:  # noqa: B027
+        """Handle the end of a step."""
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._restore()  # an earlier step has failed, or this step runs inside another one
+        for group, factor in zip(optimizer.param_groups, self.factors(), strict=True):
+            self._multiply(group, "lr", factor)
+            if group.get("decoupled_weight_decay"):
+                self._multiply(group, "weight_decay", 1 / factor)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._restore()
+        self.stepped()
+
+    def _multiply(self, group: dict[str, Any], name: str, factor: float) -> None:
+        value = group[name]
+        if isinstance(value, Tensor):  # in place: compiled code may hold this tensor
+            self._changed.append((group, name, value.clone()))
+            value.mul_(factor)
+        else:
+            self._changed.append((group, name, value))
+            group[name] = value * factor
+
+    def _restore(self) -> None:
+        for group, name, value in self._changed:
+            if isinstance(value, Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value
+        self._changed.clear()
+
+
+class SGDStepFactor(StepFactor):
+    """Multiplies the learning rates of an SGD optimizer by the factor that the strategy wants.
+
+    Args:
+        optimizer: The optimizer.
+        iteration: Its flow has the factor, ``WorkerView.lr_factor``.
+    """
+
+    def __init__(self, optimizer: SGD, iteration: Iteration) -> None:
+        self._iteration = iteration
+        super().__init__(optimizer)
+
+    @override
+    def factors(self) -> list[float]:
+        return [self._iteration.flow.lr_factor] * len(self._optimizer.param_groups)
