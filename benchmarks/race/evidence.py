@@ -1,8 +1,7 @@
-"""The pages that quote the comparisons: ``python -m benchmarks evidence`` makes their tables.
+"""The page that quotes the comparisons: ``python -m benchmarks evidence`` makes its tables.
 
-It rewrites the first table of some sections of ``docs/evidence.md``, a summary, and of
-``benchmarks/EVIDENCE.md``, which has all tables. It draws the figures into ``docs/images/``. A test
-compares the tables with the results.
+It rewrites the first table of some sections of ``docs/evidence.md`` from the results, and draws the
+figures into ``docs/images/``. A test compares the tables with the results.
 """
 
 import re
@@ -13,7 +12,7 @@ from benchmarks.harness import IMAGES, RESULTS, ROOT
 from benchmarks.race import figures, tables
 from benchmarks.race.studies import FEATURES
 
-SUMMARY, ALL = ROOT / "docs" / "evidence.md", ROOT / "benchmarks" / "EVIDENCE.md"
+PAGE = ROOT / "docs" / "evidence.md"
 WORKLOADS = {"cnn": "CNN with SGD", "transformer": "Transformer with AdamW"}
 """Workload → the name of its sections."""
 
@@ -28,11 +27,11 @@ def draw_all(folder: Path = RESULTS) -> list[Path]:
     return paths
 
 
-def sections(path: Path, folder: Path = RESULTS) -> dict[str, str]:
-    """Return the table of each section of a page that has results."""
-    if path == SUMMARY:
-        return {"What to expect": tables.expectations(folder)}
+def sections(folder: Path = RESULTS) -> dict[str, str]:
+    """Return the table of each section of the page that has results."""
     found = {}
+    if any(tables.cells_of("headline", workload, folder) for workload in WORKLOADS):
+        found["What to expect"] = tables.expectations(folder)
     for workload, name in WORKLOADS.items():
         if tables.cells_of("headline", workload, folder):
             found[name] = tables.headline(workload, folder)
@@ -72,10 +71,8 @@ def page(text: str, sections: Mapping[str, str]) -> str:
 
 
 def main() -> None:
-    """Draw all figures, and write the pages."""
+    """Draw all figures, and write the page."""
     for path in draw_all():
         print(path)
-    for path in (SUMMARY, ALL):
-        text = page(path.read_text(encoding="utf-8"), sections(path))
-        path.write_text(text, encoding="utf-8")
-        print(path)
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), sections()), encoding="utf-8")
+    print(PAGE)

@@ -12,7 +12,7 @@ from benchmarks.race.studies import Cell
 from benchmarking.race_results import result
 
 CELL = Cell("headline", "cnn", "10Mbit/s")
-METHODS = ("ideal", "streaming")
+METHODS = ("ideal", "streaming", tables.DDP)
 CURVE = [(1.0, 0.1), (2.0, 0.2), (4.0, 0.4)]
 FASTER, SLOWER = 0.05, -0.02
 """What is added to the metric of the curve."""
@@ -22,6 +22,7 @@ FASTER, SLOWER = 0.05, -0.02
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a directory with one cell, of two methods and three seeds."""
     monkeypatch.setattr(studies, "HEADLINE", METHODS)
+    monkeypatch.setattr(studies, "RIVALS", {"cnn": ()})
     monkeypatch.setattr(Cell, "seeds", 3)
     write(tmp_path)
     return tmp_path
@@ -37,12 +38,15 @@ def write(folder: Path) -> None:
             lines.append(result(method, points, seed=seed, trial=trial.get("ideal")))
         points = [(2 * s, m + FASTER + 0.01 * seed) for s, m in CURVE]
         lines.append(result("streaming", points, seed=seed, trial=trial.get("streaming")))
+        points = [(3 * s, m + FASTER) for s, m in CURVE]
+        trial_of = tables.DDP if seed == 9 else None
+        lines.append(result("bsp", points, seed=seed, trial=trial_of))
     CELL.path(folder).write_text("".join(json.dumps(one.to_dict()) + "\n" for one in lines))
 
 
 def test_methods_are_compared_with_the_ideal_at_its_best(folder: Path) -> None:
     """With twice the rate it ends at 45 %. Streaming has the same, and 1 or 2 points more."""
-    *_, ideal, streaming = tables.headline("cnn", folder).splitlines()
+    *_, ideal, streaming, _ = tables.headline("cnn", folder).splitlines()
     assert ideal == (
         "| 10Mbit/s | ideal | `ideal --lr-scale 2` | 1.00 [1.00, 1.00] | 1.00 [1.00, 1.00] "
         "| 1.00 [1.00, 1.00] | 45.0 % |  |"
@@ -58,7 +62,7 @@ def test_methods_are_compared_with_the_ideal_at_its_best(folder: Path) -> None:
 
 
 def test_first_settings_are_compared_with_the_ideal_at_the_same_rate(folder: Path) -> None:
-    *_, ideal, streaming = tables.first_settings("cnn", folder).splitlines()
+    *_, ideal, streaming, _ = tables.first_settings("cnn", folder).splitlines()
     assert ideal.endswith("| 40.0 % |  |")
     assert streaming.endswith("| 46.0 % | +6.0 [+5.0, +7.0] |")
 
@@ -110,9 +114,7 @@ def test_learning_rates_are_compared_with_the_ideal_at_its_best_one(
     ]
 
 
-def test_training_features_have_a_row_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_features_have_a_row_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = Cell("features", "clipping", "50Mbit/s")
     monkeypatch.setattr(tables, "CELLS", (cell,))
     ideal, streaming, plain = cell.methods()
@@ -122,15 +124,27 @@ def test_training_features_have_a_row_each(
     assert row.endswith("| +3.0 [+3.0, +3.0] | -10.0 [-10.0, -10.0] |")
 
 
-def test_expectations_are_of_first_settings_and_the_best_other_method(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_expectations_are_those_of_the_first_settings(folder: Path) -> None:
+    """DDP, the only other method, takes three times the ideal's time and ends level with it."""
+    (row,) = tables.expectations(folder).splitlines()[2:]
+    first = tables.first_settings("cnn", folder).splitlines()[3].split(" | ")
+    assert row.startswith(f"| CNN, SGD | 4 | 10Mbit/s | {first[3]} | {first[6].rstrip(' |')} |")
+    three, level = "3.00 [3.00, 3.00]", "+0.0 [+0.0, +0.0]"
+    assert row.endswith(f" | DDP | {three} | {level} | {three} |")
+
+
+def test_expectations_of_many_workers_are_those_at_the_best_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice the ideal's rate is its best, and the default has no other settings."""
-    methods = (*METHODS, "local:period=4", tables.DDP)
-    monkeypatch.setattr(studies, "HEADLINE", methods)
-    monkeypatch.setattr(studies, "RIVALS", {"cnn": ()})
-    monkeypatch.setitem(tables.NAMES, "local:period=4", "local SGD")
-    ...
+    for module in (studies, tables):
+        monkeypatch.setattr(module, "RATES", {("cnn", 16): (0.5, 1)})
+        monkeypatch.setattr(module, "VARIANTS", {"cnn": ("ideal", "streaming")})
+    cell = Cell("rates", "cnn", "50Mbit/s", workers=16)
+    monkeypatch.setattr(tables, "CELLS", (cell,))
+    ends = {"ideal --lr-scale 0.5": 0.50, "ideal": 0.40}
+    write_ends(cell, tmp_path, {**ends, "streaming --lr-scale 0.5": 0.45, "streaming": 0.6})
+    (row,) = tables.expectations(tmp_path).splitlines()[2:]
+    assert row == "| CNN, SGD | 16 | 50Mbit/s | never | -5.0 [-5.0, -5.0] | | | | |"
 
 
 def test_longer_steps_are_compared_with_those_of_the_same_strategy(
@@ -147,25 +161,23 @@ def test_longer_steps_are_compared_with_those_of_the_same_strategy(
 
 
 def test_a_section_without_a_table_is_refused(folder: Path) -> None:
-    sections = evidence.sections(evidence.ALL, folder)
-    with pytest.raises(ValueError, match="no section 'CNN with SGD'"):
+    sections = evidence.sections(folder)
+    with pytest.raises(ValueError, match="no section 'What to expect'"):
         evidence.page("# Evidence\n", sections)
-    with pytest.raises(ValueError, match="section 'CNN with SGD' of the page has no table"):
-        evidence.page("\n## CNN with SGD\n\nText.\n\n## Next\n\n| a |\n", sections)
+    with pytest.raises(ValueError, match="section 'What to expect' of the page has no table"):
+        evidence.page("\n## What to expect\n\nText.\n\n## Next\n\n| a |\n", sections)
 
 
-@pytest.mark.parametrize("path", [evidence.SUMMARY, evidence.ALL], ids=lambda path: path.name)
-def test_the_pages_match_the_results(path: Path) -> None:
-    """``python -m benchmarks evidence`` writes them."""
-    text = path.read_text(encoding="utf-8")
-    assert evidence.page(text, evidence.sections(path)) == text
+def test_the_page_matches_the_results() -> None:
+    """``python -m benchmarks evidence`` writes it."""
+    text = evidence.PAGE.read_text(encoding="utf-8")
+    assert evidence.page(text, evidence.sections()) == text
 
 
-@pytest.mark.parametrize("path", [evidence.SUMMARY, evidence.ALL], ids=lambda path: path.name)
-def test_wrong_numbers_in_the_pages_are_corrected(path: Path) -> None:
+def test_wrong_numbers_in_the_page_are_corrected() -> None:
     """All tables are replaced, so the comparison above can fail."""
-    text = wrong = path.read_text(encoding="utf-8")
-    sections = evidence.sections(path)
+    text = wrong = evidence.PAGE.read_text(encoding="utf-8")
+    sections = evidence.sections()
     for old in sections.values():
         assert old in wrong
         wrong = wrong.replace(old, old.replace("1", "7"))
