@@ -98,8 +98,7 @@ RIVALS = {
     "cnn": ("bsp", "sparseloco", "sparta"),
     "transformer": ("bsp", "sparseloco", "sparta", "desloc", f"{DILOCO} --optimizer muon"),
 }
-"""Further methods of ``headline`` on slow links: ``bsp`` with tuned precision, and baselines."""
-SLOW_LINKS = ("50Mbit/s", "10Mbit/s")
+"""Further methods of ``headline`` at 50 Mbit/s: ``bsp`` with tuned precision, and baselines."""
 PEERS = {"local": "torch:postlocal,period={period}", "bsp --wire float32": "torch:ddp"}
 """Method of ``headline`` → torch's own code for it, which runs in its place on real processes."""
 LEAST_PERIOD = 2
@@ -177,7 +176,7 @@ class Cell:
             FileNotFoundError: ``headline`` has no results for the workload and the link.
         """
         if self.study == "headline":
-            return [*HEADLINE, *(RIVALS[self.workload] if self.bandwidth in SLOW_LINKS else ())]
+            return [*HEADLINE, *(RIVALS[self.workload] if self.bandwidth == "50Mbit/s" else ())]
         if self.study == "features":
             return list(VARIANTS["transformer" if self.task.data is None else "cnn"])
         if self.study == "adam":
