@@ -34,7 +34,7 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
         found["What to expect"] = tables.expectations(folder)
     for workload, name in WORKLOADS.items():
         if tables.cells_of("headline", workload, folder):
-            found[name] = tables.headline(workload, folder)
+            found[name] = tables.tuned("headline", workload, folder)
             found[f"{name}, first settings"] = tables.first_settings(workload, folder)
         if tables.cells_of("real", workload, folder):
             found[f"{name}, real processes"] = tables.real(workload, folder)
@@ -44,6 +44,8 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
         found["Streaming averaging, taken apart"] = tables.parts(folder)
     if tables.cells_of("adam", "transformer", folder):
         found["Longer steps of Adam"] = tables.adam(folder)
+    if tables.cells_of("muon", "transformer", folder):
+        found["Transformer with Muon"] = tables.tuned("muon", "transformer", folder)
     for workload, name in WORKLOADS.items():
         if tables.cells_of("rates", workload, folder):
             found[f"{name}, other learning rates"] = tables.rates(workload, folder)

@@ -1,7 +1,7 @@
 """The comparisons that the pages quote: workloads, links and methods.
 
 A *cell* is one workload on one network. Its results are in ``results/race-CELL.jsonl``. The *ideal*
-is the baseline ``ideal``, the speed-up limit. There are seven studies:
+is the baseline ``ideal``, the speed-up limit. There are eight studies:
 
 - ``headline``: every method tuned with the same number of trials, five seeds, in virtual time.
 - ``real``: the main methods with the settings that ``headline`` chose, on real processes behind
@@ -11,6 +11,7 @@ is the baseline ``ideal``, the speed-up limit. There are seven studies:
 - ``rates``: streaming averaging and the ideal at several learning rates and numbers of workers. All
   take equally many steps, so more workers see more samples.
 - ``adam``: strategies with and without longer steps of Adam.
+- ``muon``: some methods of ``headline`` with the optimizer Muon in place of AdamW, tuned alike.
 - ``features``: streaming averaging and the ideal with clipping, weight decay, LoRA and others, and
   with labels that differ between workers. The settings are the first ones.
 """
@@ -96,7 +97,7 @@ HEADLINE = ("ideal", "streaming", DILOCO, "local", "bsp --wire float32")
 bucket."""
 RIVALS = {
     "cnn": ("bsp", "sparseloco", "sparta"),
-    "transformer": ("bsp", "sparseloco", "sparta", "desloc", f"{DILOCO} --optimizer muon"),
+    "transformer": ("bsp", "sparseloco", "sparta", "desloc"),
 }
 """Further methods of ``headline`` at 50 Mbit/s: ``bsp`` with tuned precision, and baselines."""
 PEERS = {"local": "torch:postlocal,period={period}", "bsp --wire float32": "torch:ddp"}
@@ -167,7 +168,7 @@ class Cell:
     @property
     def trials(self) -> int | None:
         """Number of trials of each method; None if the methods are not tuned."""
-        return TRIALS if self.study in ("headline", "wires") else None
+        return TRIALS if self.study in ("headline", "wires", "muon") else None
 
     def methods(self, folder: Path = RESULTS) -> list[str]:
         """Return the methods; those of ``real`` and ``parts`` with settings of ``headline``.
@@ -176,7 +177,12 @@ class Cell:
             FileNotFoundError: ``headline`` has no results for the workload and the link.
         """
         if self.study == "headline":
-            return [*HEADLINE, *(RIVALS[self.workload] if self.bandwidth == "50Mbit/s" else ())]
+            return [
+                *HEADLINE,
+                *(RIVALS.get(self.workload, ()) if self.bandwidth == "50Mbit/s" else ()),
+            ]
+        if self.study == "muon":
+            return ["ideal", "streaming", DILOCO, "local"]
         if self.study == "features":
             return list(VARIANTS["transformer" if self.task.data is None else "cnn"])
         if self.study == "adam":
@@ -197,6 +203,8 @@ class Cell:
     def job(self, data: Path) -> Job:
         """Return the settings that all runs share."""
         job = self.task.job(data, self.workers)
+        if self.study == "muon":
+            return replace(job, optimizer="muon")
         if self.study != "real":
             return job
         return replace(job, step_seconds=REAL_STEP_SECONDS, max_seconds=MAX_SECONDS)
@@ -237,6 +245,7 @@ CELLS = (
     Cell("wires", "mlp", "200Mbit/s", FAR),
     *(Cell("parts", name, "50Mbit/s") for name in ("cnn", "transformer")),
     Cell("adam", "transformer", "50Mbit/s"),
+    Cell("muon", "transformer", "50Mbit/s"),
     *(Cell("rates", name, "50Mbit/s", workers=many) for name, many in RATES),
     *(Cell("features", name, "50Mbit/s") for name in FEATURES),
 )

@@ -50,7 +50,6 @@ NAMES = {
     "sparta": "SPARTA",
     "desloc": "DES-LOC",
     "powersgd": "PowerSGD",
-    f"{DILOCO} --optimizer muon": "DiLoCo with Muon",
 }
 """Method as in ``studies`` → its name in tables and figures."""
 
@@ -185,10 +184,10 @@ def _time_and_end(runs: Runs, ideal: Runs) -> list[str]:
     return [summary(slowdowns(runs, ideal, SHARE)), difference_at_end(runs, ideal)]
 
 
-def headline(workload: str, folder: Path = RESULTS) -> str:
-    """Return the table of all methods with tuned settings."""
+def tuned(study: str, workload: str, folder: Path = RESULTS) -> str:
+    """Return the table of all methods with tuned settings, of ``headline`` or ``muon``."""
     lines = _heading("link", "method", "settings", "half-way", "90 %", "98 %", "end", "end − ideal")
-    for cell in cells_of("headline", workload, folder):
+    for cell in cells_of(study, workload, folder):
         found = runs_of(cell, folder)
         for method, runs in found.items():
             label = next(iter(runs.values())).label.replace(",fragments=4,overlap=4", "")

@@ -45,7 +45,7 @@ def write(folder: Path) -> None:
 
 def test_methods_are_compared_with_the_ideal_at_its_best(folder: Path) -> None:
     """With twice the rate it ends at 45 %. Streaming has the same, and 1 or 2 points more."""
-    *_, ideal, streaming, _ = tables.headline("cnn", folder).splitlines()
+    *_, ideal, streaming, _ = tables.tuned("headline", "cnn", folder).splitlines()
     assert ideal == (
         "| 10Mbit/s | ideal | `ideal --lr-scale 2` | 1.00 [1.00, 1.00] | 1.00 [1.00, 1.00] "
         "| 1.00 [1.00, 1.00] | 45.0 % |  |"
@@ -127,7 +127,7 @@ def test_expectations_are_those_of_the_first_settings(folder: Path) -> None:
     """DDP, the only other method, takes three times the ideal's time and ends level with it."""
     (row,) = tables.expectations(folder).splitlines()[2:]
     # The default settings, which are also the tuned ones here, against the ideal at its best.
-    streaming = tables.headline("cnn", folder).splitlines()[3].strip("| ").split(" | ")
+    streaming = tables.tuned("headline", "cnn", folder).splitlines()[3].strip("| ").split(" | ")
     assert row.startswith(f"| CNN, SGD | 4 | 10Mbit/s | {streaming[4]} | {streaming[7]} |")
     three, level = "3.00 [3.00, 3.00]", "+0.0 [+0.0, +0.0]"
     assert row.endswith(f" | DDP | {three} | {level} | {three} |")
