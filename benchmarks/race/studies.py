@@ -124,8 +124,8 @@ VARIANTS = {
     "cnn": ("ideal", "streaming", "streaming:outer_gain=1"),
     "transformer": ("ideal", "streaming", f"streaming{UNCORRECTED}"),
 }
-"""Methods of ``rates`` and ``features``: the ideal, the default, and the default without what
-makes up for the short steps of a mean."""
+"""Methods of ``rates``: the ideal, the default, and the default without what makes up for the short
+steps of a mean."""
 CORRECTED = (
     *("streaming", "async:staleness=4", "local:period=4", "local:period=16"),
     f"{DILOCO},period=16,outer_lr=0.5,outer_momentum=0.6 --lr-scale 0.5",
@@ -184,7 +184,7 @@ class Cell:
         if self.study == "muon":
             return ["ideal", "streaming", DILOCO, "local"]
         if self.study == "features":
-            return list(VARIANTS["transformer" if self.task.data is None else "cnn"])
+            return ["ideal", "streaming"]
         if self.study == "adam":
             return ["ideal", *(one + end for one in CORRECTED for end in ("", UNCORRECTED))]
         if self.study == "rates":

@@ -307,12 +307,11 @@ def _against(runs: Runs | None, ideal: Runs) -> str:
 
 def features(folder: Path = RESULTS) -> str:
     """Return the table of trainings with one feature each: final metric minus the ideal's."""
-    lines = _heading("training", "ideal", "90 %", "streaming − ideal", "as it is − ideal")
+    lines = _heading("training", "ideal", "streaming, 90 %", "streaming − ideal")
     for workload in FEATURES:
         for cell in cells_of("features", workload, folder):
-            ideal, streaming, plain = runs_of(cell, folder).values()
-            shown = [end(ideal), summary(slowdowns(streaming, ideal, SHARE))]
-            shown += [difference_at_end(one, ideal) for one in (streaming, plain)]
+            ideal, streaming = runs_of(cell, folder).values()
+            shown = [end(ideal), *_time_and_end(streaming, ideal)]
             lines.append(f"| {workload.replace('_', ' ')} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
