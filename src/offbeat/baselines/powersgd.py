@@ -27,64 +27,52 @@ from offbeat.transport.handle import Completed, Handle
 _PURPOSE = int.from_bytes(b"powersgd", "big")  # part of the seed of the first Q
 
 
-@dataclass
-class Factors:
-    """State of the compressed matrices of one optimizer.
+class LowRankMean(GradientMean):
+    """The mean of the gradients of one optimizer, exact in the first ``strategy.start`` rounds.
 
     Attributes:
-        q: Q of each matrix, m × r, equal on all workers.
-        errors: e of each matrix, n × m.
-    """
-
-    q: list[Tensor] = field(default_factory=list)
-    errors: list[Tensor] = field(default_factory=list)
-
-
-class LowRankMean(GradientMean):
-    """The mean of the gradients of one optimizer, exact in the first ``strategy.start`` steps.
-
-    ``view.launches`` is the number of previous means. ``options`` are those of ``GradientMean``.
+        q: Q of each compressed matrix, m × r, equal on all workers.
+        errors: e of each compressed matrix, n × m.
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        optimizer: AttachedOptimizer,
-        strategy: "PowerSGD",
-        view: WorkerView,
-        **options: Any,
+        self, flow: "PowerSGDFlow", optimizer: AttachedOptimizer, view: WorkerView, slots: int
     ) -> None:
-        super().__init__(worker.team, worker.wire, optimizer.buckets, **options)
+        worker, strategy = flow.worker, flow.strategy
+        super().__init__(worker.team, worker.wire, optimizer.buckets, slots=slots)
         self._start, self._view = strategy.start, view
         self._shapes: list[tuple[int, int] | None] = []  # by parameter; None if not compressed
-        self.factors = Factors()
+        self.q, self.errors = list[Tensor](), list[Tensor]()
         position = {id(p): i for i, p in enumerate(optimizer.parameters)}
         for parameter in [p for bucket in self._buckets for p in bucket.parameters]:
             rows = parameter.shape[0] if parameter.dim() >= 2 else 1
             columns = as_real(parameter.detach()).numel() // rows
-            if (rows + columns) * strategy.rank >= rows * columns:
-                self._shapes.append(None)
-                continue
-            self._shapes.append((rows, columns))
-            random = np.random.default_rng([_PURPOSE, optimizer.index, position[id(parameter)]])
-            first = torch.from_numpy(random.standard_normal((columns, strategy.rank)))
-            place: Any = {"dtype": staging_dtype(parameter), "device": parameter.device}
-            self.factors.q.append(first.to(**place))
-            self.factors.errors.append(torch.zeros(rows, columns, **place))
+            compressed = (rows + columns) * strategy.rank < rows * columns
+            self._shapes.append((rows, columns) if compressed else None)
+            if compressed:
+                random = np.random.default_rng([_PURPOSE, optimizer.index, position[id(parameter)]])
+                q = torch.from_numpy(random.standard_normal((columns, strategy.rank)))
+                self.q.append(q.to(parameter.device, staging_dtype(parameter)))
+                self.errors.append(self.q[-1].new_zeros(rows, columns))
 
     @override
     def reduce(
         self, slots: Sequence[float], *, contribute: bool, take: bool | None = None
     ) -> list[float]:
-        factors = self.factors
-        if not factors.q or self._view.launches < self._start:
+        if not self.q or self._view.launches < self._start:
             return super().reduce(slots, contribute=contribute, take=take)
+        take = contribute if take is None else take
+        # A step inside torch.autocast would otherwise send the products and the votes in bfloat16.
+        with torch.autocast(self.q[0].device.type, enabled=False):
+            return self._reduce(slots, contribute=contribute, take=take)
+
+    def _reduce(self, slots: Sequence[float], *, contribute: bool, take: bool) -> list[float]:
         matrices, others = self._stage(contribute)
         if contribute:
-            for m, e in zip(matrices, factors.errors, strict=True):
+            for m, e in zip(matrices, self.errors, strict=True):
                 m.add_(e)
         numbers = [*slots, float(contribute), *self._presence(contribute)]
-        products = [m @ q for m, q in zip(matrices, factors.q, strict=True)]
+        products = [m @ q for m, q in zip(matrices, self.q, strict=True)]
         products, numbers = self._sum_all(products, numbers)
         contributing, counts = numbers[self._slots], numbers[self._slots + 1 :]
         if not contributing:
@@ -95,17 +83,17 @@ class LowRankMean(GradientMean):
         projected = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
         sums, _ = self._sum_all([*projected, *others])
         means = [s.mul_(1 / contributing) for s in sums]
-        exists = [n > 0 for n, shape in zip(counts, self._shapes, strict=True) if shape]
-        for i, (m, p, q) in enumerate(zip(matrices, bases, means, strict=False)):
-            mean = p @ q.T
-            if finite and exists[i]:  # else no worker has a gradient of this parameter
-                factors.q[i].copy_(q)
+        holders = [count for count, shape in zip(counts, self._shapes, strict=True) if shape]
+        for i, (m, p, held) in enumerate(zip(matrices, bases, holders, strict=True)):
+            mean = p @ means[i].T
+            if finite and held:  # else no worker has a gradient of this parameter
+                self.q[i].copy_(means[i])
                 if contribute:
-                    torch.sub(m, mean, out=factors.errors[i])
+                    torch.sub(m, mean, out=self.errors[i])
             m.copy_(mean)
         for other, mean in zip(others, means[len(matrices) :], strict=True):
             other.copy_(mean)
-        land(self._landings(float(contribute), counts), self._team.host)
+        land(self._landings(float(take), counts), self._team.host)
         return numbers[: self._slots]
 
     def _stage(self, contribute: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -123,30 +111,32 @@ class LowRankMean(GradientMean):
         """Sum tensors and numbers over the workers, in one message for each dtype and device."""
         groups, handles = group_tensors(tensors, math.inf), list[Handle[Tensor]]()
         for group in groups:
-            tail = torch.tensor([] if handles else numbers, dtype=group[0].dtype, device="cpu")
-            flat = torch.cat([*(t.reshape(-1) for t in group), tail.to(group[0].device)])
+            tail = group[0].new_tensor([] if handles else numbers)
+            flat = torch.cat([*(t.reshape(-1) for t in group), tail])
             what = "low-rank mean of the gradients"
             handles.append(self._team.communicator.sum(flat, what=what, tail=len(tail)))
-        sums = dict[int, Tensor]()
-        arrived = [handle.wait() for handle in handles]
-        for group, flat in zip(groups, arrived, strict=True):
-            parts = flat[: sum(t.numel() for t in group)].split([t.numel() for t in group])
-            sums.update({id(t): part.view(t.shape) for t, part in zip(group, parts, strict=True)})
-        return [sums[id(t)] for t in tensors], arrived[0][-len(numbers) :].tolist()
+        flats, sums = [handle.wait() for handle in handles], dict[int, Tensor]()
+        for group, flat in zip(groups, flats, strict=True):
+            sizes = [t.numel() for t in group]
+            parts = flat[: sum(sizes)].split(sizes)
+            sums |= {id(t): part.view(t.shape) for t, part in zip(group, parts, strict=True)}
+        return [sums[id(t)] for t in tensors], flats[0][-len(numbers) :].tolist()
 
 
 @dataclass
 class PowerSGDState(GradientFlowState):
-    """State of a ``PowerSGDFlow``: adds the ``Factors`` of each optimizer."""
+    """State of a ``PowerSGDFlow``: adds ``q`` and ``errors`` of the means of all optimizers."""
 
-    factors: list[Factors] = field(default_factory=list)
+    q: list[Tensor] = field(default_factory=list)
+    errors: list[Tensor] = field(default_factory=list)
 
 
 class PowerSGDFlow(GradientFlow):
-    """Averages gradients with one ``LowRankMean`` for each optimizer, after backward."""
+    """Averages gradients after backward, with a ``LowRankMean`` for each optimizer."""
 
     can_exclude = False
     strategy: "PowerSGD"
+    state: "PowerSGDState"
 
     def __init__(self, strategy: "PowerSGD", worker: Worker) -> None:
         super().__init__(strategy, worker, Gradients())
@@ -154,25 +144,24 @@ class PowerSGDFlow(GradientFlow):
     @override
     def start(self, common: dict[str, Any] | None = None) -> None:
         super().start(common)
-        means = [mean for mean in self.state.means if isinstance(mean, LowRankMean)]
-        self.state = PowerSGDState(**vars(self.state), factors=[mean.factors for mean in means])
+        state = self.state = PowerSGDState(**vars(self.state))
+        for mean in state.means:
+            assert isinstance(mean, LowRankMean)
+            state.q += mean.q
+            state.errors += mean.errors
 
     @override
     def make_mean(self, optimizer: AttachedOptimizer, view: WorkerView, slots: int) -> LowRankMean:
-        return LowRankMean(self.worker, optimizer, self.strategy, view, slots=slots)
-
-    @override
-    def backward_buckets(self, optimizer: AttachedOptimizer) -> Sequence[Sequence[Tensor]]:
-        return []
+        return LowRankMean(self, optimizer, view, slots)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PowerSGD(Strategy):
-    """Average the gradients in every step, each as a product of two matrices of a low rank.
+    """Average the gradients in every step, each as a product of two thin matrices.
 
     **Update** of the parameters x with the gradient g of a worker, where T is the step of its
-    optimizer. M, P and Q are matrices of n × m, n × r and m × r numbers for each parameter. e is
-    the error feedback of the worker, initially 0. Q is initially random, the same on all workers:
+    optimizer. For a parameter of n × m numbers, P has n × r and Q m × r. e is the error feedback of
+    the worker, initially 0. Q is initially random, and equal on all workers:
 
         M ← g + e
         P ← orthonormal basis of the columns of mean(M·Q)
@@ -180,23 +169,21 @@ class PowerSGD(Strategy):
         e ← M − P·Qᵀ
         x ← T(x, P·Qᵀ)
 
-    P·Qᵀ is the projection of mean(M) to the columns of P, and equal on all workers. Gradients that
-    are not compressed (see the module) are averaged exactly. A single worker does not compress.
+    The module tells which gradients are averaged exactly. A single worker does not compress.
 
     Args:
         rank: r, rank of the means (≥ 1).
-        start: Number of steps before the first compressed one, which average as BSP (≥ 0).
+        start: Number of initial steps that average all gradients exactly (≥ 0).
 
-    *Communication*: two all-reduces in each step, one after the other, after backward. The first
-    has P and the votes, (n + m)·r numbers for a matrix together with the second, which has Q and
-    the other gradients. *Memory*: one copy of the gradients, and e. *State*: Q and e.
+    *Communication*: two all-reduces in each step, one after the other, after backward. A matrix
+    takes (n + m)·r numbers. *Memory*: one copy of the gradients, and e. *State*: Q and e.
 
-    If a gradient is not finite, the mean is NaN and the state does not change, so that a GradScaler
-    may skip the step. e is in units of the scaled gradients: when the scale changes, it is wrong by
-    that factor once. Workers with different hardware get means that differ by rounding.
+    A non-finite gradient makes the mean NaN and leaves Q and e unchanged, so that a GradScaler may
+    skip the step. When its scale changes, e is wrong by that factor once. Workers with different
+    hardware get means that differ by rounding.
 
-    *Differs from the paper*: P is orthogonalized by a QR decomposition, not by Gram-Schmidt. The
-    optimizer is any. Matrices that would not become smaller are not compressed.
+    *Differs from the paper*: P is orthogonalized by QR, not by Gram-Schmidt. The optimizer is any.
+    Matrices that would not become smaller are averaged exactly.
 
     Source: Vogels et al., "PowerSGD: Practical low-rank gradient compression for distributed
     optimization", NeurIPS 2019, arXiv 1905.13727, Algorithms 1 and 2.
