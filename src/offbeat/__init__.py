@@ -33,6 +33,7 @@ __all__ = [
     "Network",
     "OffbeatError",
     "Plan",
+    "PowerSGD",
     "SelSync",
     "Simulation",
     "SparseLoCo",
@@ -56,7 +57,7 @@ __all__ = [
 if TYPE_CHECKING:
     from offbeat import data
     from offbeat.attach import attach
-    from offbeat.baselines import EASGD, SPARTA, SSP, DesLoc, Downpour, FedAvg, SparseLoCo
+    from offbeat.baselines import EASGD, SPARTA, SSP, DesLoc, Downpour, FedAvg, PowerSGD, SparseLoCo
     from offbeat.checkpoint.save_load import load, save
     from offbeat.elastic.joining import join
     from offbeat.errors import (

@@ -6,7 +6,7 @@ Example of a text form: ``selsync:delta=0.3,max_interval=50``.
 import dataclasses
 import importlib
 
-from offbeat.baselines import EASGD, SPARTA, SSP, DesLoc, Downpour, FedAvg, SparseLoCo
+from offbeat.baselines import EASGD, SPARTA, SSP, DesLoc, Downpour, FedAvg, PowerSGD, SparseLoCo
 from offbeat.strategies import (
     BSP,
     AsyncAveraging,
@@ -33,9 +33,10 @@ STRATEGIES: dict[str, type[Strategy]] = {
         EASGD,
         SparseLoCo,
         SPARTA,
+        PowerSGD,
     )
 }
-"""Strategy classes by name. The last seven are baselines: methods to compare with."""
+"""Strategy classes by name. The last eight are baselines: methods to compare with."""
 
 _CONSTANTS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
 

@@ -21,6 +21,7 @@ from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.model_flow import ModelFlow
 from offbeat.averaging.parts import landing
 from offbeat.averaging.parts.landing import Landing, bucket_landing, land
+from offbeat.baselines.powersgd import PowerSGDFlow
 from offbeat.transport.communicator import Wrapper
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import ThreadHost
@@ -177,6 +178,8 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer, sync: Any) ->
     for part in flow.pipeline.parts if isinstance(flow, ModelFlow) else []:
         found |= {f"P {i}": p for i, p in enumerate(part.base)}
         found |= {f"v {i}": v for i, v in enumerate(part.velocity)}
+    if isinstance(flow, PowerSGDFlow):
+        found |= {f"Q or e {i}": t for i, t in enumerate([*flow.state.q, *flow.state.errors])}
     return {name: bits(tensor) for name, tensor in found.items()}
 
 
@@ -275,6 +278,7 @@ MEANS = [
     ("async:staleness=2", {}),
     ("diloco:period=1", INT8),
     ("sparseloco:period=1", {}),
+    ("powersgd:rank=1", {}),
 ]
 
 
@@ -306,7 +310,9 @@ def test_a_mean_is_written_as_a_whole_or_not_at_all(
     """If any operation of a step fails, every bit is as before the mean."""
     results = worlds.run(every_operation, text, options, "fail", workers=2)
     check(results, broken=1)
-    at_end = text.startswith(("async", "diloco", "sparseloco"))  # these always write at the end
+    at_end = text.startswith(
+        ("async", "diloco", "sparseloco", "powersgd")
+    )  # these always write at the end
     swapped = sum(count for _, _, count in results)
     assert (swapped > 0) == (written == "early" and not at_end)
 

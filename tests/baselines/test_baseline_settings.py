@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import offbeat
-from offbeat.baselines import EASGD, SPARTA, SSP, DesLoc, Downpour, FedAvg, SparseLoCo
+from offbeat.baselines import EASGD, SPARTA, SSP, DesLoc, Downpour, FedAvg, PowerSGD, SparseLoCo
 from offbeat.strategies import Strategy
 from problems import OPTIMIZERS, make_model
 from worlds import run
@@ -58,6 +58,9 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], type[Exception], str]] = [
     (SPARTA, {"share": 0.0}, ValueError, r"share must be in \(0, 1\], got 0\.0"),
     (SPARTA, {"overlap": -1}, ValueError, "overlap must be at least 0, got -1"),
     (SPARTA, {"seed": -1}, ValueError, "seed must be at least 0, got -1"),
+    (PowerSGD, {"rank": 0}, ValueError, "rank must be at least 1, got 0"),
+    (PowerSGD, {"rank": 1.5}, TypeError, "rank must be an integer of at least 1, got 1.5"),
+    (PowerSGD, {"start": -1}, ValueError, "start must be at least 0, got -1"),
     # The setting that all strategies with a parameter server share.
     (EASGD, {"servers": ()}, ValueError, "servers must be one or more different ranks"),
     (EASGD, {"servers": (0, 0)}, ValueError, "servers must be one or more different ranks"),

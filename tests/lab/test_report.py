@@ -104,6 +104,7 @@ def test_columns_are_means_over_the_workers() -> None:
         ("desloc:period=2", "0.50"),
         ("sparseloco:period=2", "0.50"),
         ("sparta", "0.50"),
+        ("powersgd", "0.50"),
         ("selsync:aggregate=gradients", "0.50"),
         ("ssp:staleness=3", "-"),
         ("downpour", "-"),

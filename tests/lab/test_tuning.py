@@ -118,6 +118,7 @@ DILOCO = "period=16,outer_momentum=0.6"  # its first values
         ("easgd", ["", "period=20", "period=5"], RATES),
         ("sparseloco", ["period=16", "period=32", "period=8"], RATES),
         ("sparta", ["", "share=0.01", "share=0.0025"], RATES),
+        ("powersgd", ["", "rank=8", "rank=2"], RATES),
         ("downpour", ["", "push_every=2"], RATES),  # push_every=0 is refused
         ("torch:ddp", [""], RATES),
     ],

@@ -167,6 +167,7 @@ def test_custom_strategies_are_planned(tmp_path: Path, monkeypatch: pytest.Monke
         "easgd:period=4",
         "sparseloco",
         "sparta",
+        "powersgd",
     ],
 )
 def test_baselines_are_refused(text: str) -> None:

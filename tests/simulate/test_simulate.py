@@ -236,6 +236,7 @@ TEXTS = [
     "desloc:period=2,first_period=3",
     "sparseloco:period=3",
     "sparta:share=0.1,overlap=2",
+    "powersgd:rank=1",
 ]
 
 

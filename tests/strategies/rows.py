@@ -12,6 +12,7 @@ from offbeat import parse_strategy
 from offbeat.baselines.server_strategy import ServerStrategy
 from offbeat.strategies.base import CustomFlow, Gradients, SharedModel, Strategy
 from offbeat.training.checks.compatibility import chooses_precision
+from strategies.low_rank_reference import PowerSGD
 from strategies.references import BSP, AsyncAveraging, DesLoc, DiLoCo, Make, SelSync, Streaming
 from strategies.sparse_references import SPARTA, SparseLoCo
 
@@ -149,6 +150,9 @@ BASELINES = [
     ),
     Row("sparta:share=0.1", partial(SPARTA, share=0.1)),
     Row("sparta:share=0.2,overlap=3,seed=5", partial(SPARTA, share=0.2, overlap=3, seed=5)),
+    Row("powersgd:rank=1", partial(PowerSGD, rank=1)),
+    Row("powersgd:rank=2,start=5", partial(PowerSGD, rank=2, start=5)),
+    Row("powersgd", PowerSGD),
 ]
 ROWS = [*TO_TRAIN_WITH, *BASELINES]
 

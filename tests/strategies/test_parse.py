@@ -19,6 +19,7 @@ from offbeat import (
     Downpour,
     FedAvg,
     LocalSGD,
+    PowerSGD,
     SelSync,
     SparseLoCo,
     StreamingAveraging,
@@ -102,6 +103,7 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         overlap=st.integers(0, 100),
         seed=st.integers(0, 10**6),
     ),
+    "powersgd": build(PowerSGD, rank=st.integers(1, 10**6), start=st.integers(0, 10**6)),
     "fedavg": build(
         FedAvg,
         period=st.integers(1, 10**6),

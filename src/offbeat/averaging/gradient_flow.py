@@ -62,7 +62,8 @@ class GradientFlow(Flow):
     state: GradientFlowState
 
     def __init__(self, strategy: Strategy, worker: Worker, gradients: Gradients) -> None:
-        self.every_step = self.can_exclude = gradients.every_step
+        self.every_step = gradients.every_step
+        self.can_exclude = self.can_exclude and gradients.every_step
         super().__init__(strategy, worker)
         self.replicates = self.every_step
         self.needs_unscaled = not self.every_step
@@ -83,17 +84,25 @@ class GradientFlow(Flow):
         numbers = len(strategy.vote(views[0])) + worker.wire.measurement_count
         slots = Vote.SLOTS + numbers if self.every_step else 0
         means = [
-            GradientMean(
-                worker.team,
-                worker.wire,
-                optimizer.buckets,
-                name=f"gradients of optimizer {optimizer.index}, bucket",
-                slots=slots,
-                overlap=self.every_step and worker.overlaps_backward,
-            )
-            for optimizer in worker.optimizers
+            self.make_mean(optimizer, view, slots)
+            for optimizer, view in zip(worker.optimizers, views, strict=True)
         ]
         self.state = GradientFlowState(views, means, start_step=worker.step)
+
+    def make_mean(self, optimizer: AttachedOptimizer, view: WorkerView, slots: int) -> GradientMean:
+        """Return the object that averages the gradients of ``optimizer``.
+
+        ``view`` is the strategy's view for this optimizer, ``slots`` an argument of the result.
+        """
+        worker = self.worker
+        return GradientMean(
+            worker.team,
+            worker.wire,
+            optimizer.buckets,
+            name=f"gradients of optimizer {optimizer.index}, bucket",
+            slots=slots,
+            overlap=self.every_step and worker.overlaps_backward,
+        )
 
     @override
     def model_loaded(self) -> None:
@@ -193,6 +202,7 @@ class GradientFlow(Flow):
         if self.every_step:
             round.wait()
             state.newest = round.own.stepping
+            state.views[index].launches += 1
             return True
         chosen: Round | None = round
         if self.strategy.tally_delay:

@@ -22,6 +22,7 @@ Sparse gradients are sent as dense ones. The mean is made sparse again if all gr
 parameter are sparse, because some optimizers accept only sparse gradients.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -271,15 +272,13 @@ class GradientMean:
         # after all must replace what it has sent by zeros. The workers sum these flags, so all of
         # them send again, or none.
         stale = any(b.changed() for b in early) if contribute else bool(early)
-        parameters = [p for b in self._buckets for p in b.parameters]
-        presence = [_presence(p.grad) if contribute else 0.0 for p in parameters]
+        presence = self._presence(contribute)
         others = self._buckets[:-1]
         for bucket in others[self._next :]:
             self._launch(bucket, contribute=contribute)
         agreed = self._agree([*slots, float(stale), float(contribute), *presence], contribute)
         sums = agreed.wait().tolist()
         changed, contributing = sums[self._slots : self._slots + 2]
-        layouts = [_layout(count) for count in sums[self._slots + 2 :]]
         if changed:
             # All workers send all buckets but the last again. The first sums are ignored, so the
             # wire restores its quantization errors from before these sums.
@@ -288,20 +287,33 @@ class GradientMean:
                 self._wire.undo(bucket.stream)
             for bucket in others:
                 self._launch(bucket, contribute=contribute)
-        landings, offset = [], 0
-        for bucket in self._buckets:
-            count = len(bucket.parameters)
-            if take and contributing:
-                landings.append(bucket.landing(contributing, layouts[offset : offset + count]))
-            else:
-                landings.append(Landing(bucket.handle, write=lambda: None))
-            offset += count
-        land(landings, self._team.host)
+        counts = sums[self._slots + 2 :]
+        land(self._landings(contributing if take else 0, counts), self._team.host)
         if self.overlap:  # ``changed`` is equal on all workers, so they switch it off together
             self._repeats = self._repeats + 1 if changed else 0
             self.overlap = self._repeats <= _MOST_REPEATS
         self._next = 0
         return sums[: self._slots]
+
+    def _presence(self, contribute: bool) -> list[float]:
+        """Return the result of the function ``_presence`` for each parameter, or zeros."""
+        parameters = [p for bucket in self._buckets for p in bucket.parameters]
+        return [_presence(p.grad) if contribute else 0.0 for p in parameters]
+
+    def _landings(self, divisor: float, counts: Sequence[float]) -> list[Landing]:
+        """Return a landing for each bucket, which replaces the gradients by sum / ``divisor``.
+
+        ``counts`` are the sums of ``_presence`` over the workers. With ``divisor`` 0 nothing is
+        written.
+        """
+        landings, layouts = [], iter([_layout(count) for count in counts])
+        for bucket in self._buckets:
+            if divisor:
+                own = list(itertools.islice(layouts, len(bucket.parameters)))
+                landings.append(bucket.landing(divisor, own))
+            else:
+                landings.append(Landing(bucket.handle, write=lambda: None))
+        return landings
 
     def _agree(self, numbers: list[float], contribute: bool) -> Handle[Tensor]:
         """Send the last bucket, and sum ``numbers`` over the workers."""

@@ -8,8 +8,9 @@ from offbeat.baselines.desloc import DesLoc
 from offbeat.baselines.downpour import Downpour
 from offbeat.baselines.easgd import EASGD
 from offbeat.baselines.fedavg import FedAvg
+from offbeat.baselines.powersgd import PowerSGD
 from offbeat.baselines.sparseloco import SparseLoCo
 from offbeat.baselines.sparta import SPARTA
 from offbeat.baselines.ssp import SSP
 
-__all__ = ["EASGD", "SPARTA", "SSP", "DesLoc", "Downpour", "FedAvg", "SparseLoCo"]
+__all__ = ["EASGD", "SPARTA", "SSP", "DesLoc", "Downpour", "FedAvg", "PowerSGD", "SparseLoCo"]

@@ -65,6 +65,7 @@ _SETTINGS = {
     "easgd": (Axis("period"),),
     "sparseloco": (Axis("period"),),
     "sparta": (Axis("share"),),
+    "powersgd": (Axis("rank"),),
 }
 """Settings to tune, by the name of the strategy, besides learning rate and wire."""
 _FIRST = {

@@ -8,7 +8,7 @@ without synchronization. The *target* is a value of the metric, set by the recip
 import statistics
 from collections.abc import Sequence
 
-from offbeat.baselines import SPARTA, DesLoc, FedAvg, SparseLoCo
+from offbeat.baselines import SPARTA, DesLoc, FedAvg, PowerSGD, SparseLoCo
 from offbeat.display.table import Table
 from offbeat.lab.report.rows import (
     Row,
@@ -123,7 +123,7 @@ def _has_lssr(result: Result) -> bool:
     if isinstance(averages, SharedModel):
         return not averages.eager
     return isinstance(averages, Gradients) or isinstance(
-        strategy, FedAvg | DesLoc | SparseLoCo | SPARTA
+        strategy, FedAvg | DesLoc | SparseLoCo | SPARTA | PowerSGD
     )
 
 

@@ -1,0 +1,198 @@
+"""PowerSGD: the workers average gradients as products of two thin matrices, with error feedback.
+
+A gradient is viewed as a matrix M. Its n rows are the first dimension of the parameter, and its m
+columns all others. A complex number counts as two columns. M is *compressed* with the rank r if the
+parameter has at least two dimensions and (n + m)·r < n·m. All other gradients are averaged exactly.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from offbeat.averaging.buckets import as_real, group_tensors, staging_dtype
+from offbeat.averaging.gradient_flow import GradientFlow, GradientFlowState
+from offbeat.averaging.gradients import GradientMean
+from offbeat.averaging.norm import squared_norm
+from offbeat.averaging.parts.landing import land
+from offbeat.averaging.worker import AttachedOptimizer, Worker
+from offbeat.strategies.base import CustomFlow, Gradients, Strategy, WorkerView, setting
+from offbeat.transport.handle import Completed, Handle
+
+_PURPOSE = int.from_bytes(b"powersgd", "big")  # part of the seed of the first Q
+
+
+class LowRankMean(GradientMean):
+    """The mean of the gradients of one optimizer, exact in the first ``strategy.start`` rounds.
+
+    Attributes:
+        q: Q of each compressed matrix, m × r, equal on all workers.
+        errors: e of each compressed matrix, n × m.
+    """
+
+    def __init__(
+        self, flow: "PowerSGDFlow", optimizer: AttachedOptimizer, view: WorkerView, slots: int
+    ) -> None:
+        worker, strategy = flow.worker, flow.strategy
+        super().__init__(worker.team, worker.wire, optimizer.buckets, slots=slots)
+        self._start, self._view = strategy.start, view
+        self._shapes: list[tuple[int, int] | None] = []  # by parameter; None if not compressed
+        self.q, self.errors = list[Tensor](), list[Tensor]()
+        position = {id(p): i for i, p in enumerate(optimizer.parameters)}
+        for parameter in [p for bucket in self._buckets for p in bucket.parameters]:
+            rows = parameter.shape[0] if parameter.dim() >= 2 else 1
+            columns = as_real(parameter.detach()).numel() // rows
+            compressed = (rows + columns) * strategy.rank < rows * columns
+            self._shapes.append((rows, columns) if compressed else None)
+            if compressed:
+                random = np.random.default_rng([_PURPOSE, optimizer.index, position[id(parameter)]])
+                q = torch.from_numpy(random.standard_normal((columns, strategy.rank)))
+                self.q.append(q.to(parameter.device, staging_dtype(parameter)))
+                self.errors.append(self.q[-1].new_zeros(rows, columns))
+
+    @override
+    def reduce(
+        self, slots: Sequence[float], *, contribute: bool, take: bool | None = None
+    ) -> list[float]:
+        if not self.q or self._view.launches < self._start:
+            return super().reduce(slots, contribute=contribute, take=take)
+        take = contribute if take is None else take
+        # A step inside torch.autocast would otherwise send the products and the votes in bfloat16.
+        with torch.autocast(self.q[0].device.type, enabled=False):
+            return self._reduce(slots, contribute=contribute, take=take)
+
+    def _reduce(self, slots: Sequence[float], *, contribute: bool, take: bool) -> list[float]:
+        matrices, others = self._stage(contribute)
+        if contribute:
+            for m, e in zip(matrices, self.errors, strict=True):
+                m.add_(e)
+        numbers = [*slots, float(contribute), *self._presence(contribute)]
+        products = [m @ q for m, q in zip(matrices, self.q, strict=True)]
+        products, numbers = self._sum_all(products, numbers)
+        contributing, counts = numbers[self._slots], numbers[self._slots + 1 :]
+        if not contributing:
+            return numbers[: self._slots]
+        # With NaN or infinity on any worker all workers get NaN, and Q and e do not change.
+        finite = math.isfinite(squared_norm(products))
+        bases = [torch.linalg.qr(p)[0] if finite else p * math.nan for p in products]
+        projected = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
+        sums, _ = self._sum_all([*projected, *others])
+        means = [s.mul_(1 / contributing) for s in sums]
+        holders = [count for count, shape in zip(counts, self._shapes, strict=True) if shape]
+        for i, (m, p, held) in enumerate(zip(matrices, bases, holders, strict=True)):
+            mean = p @ means[i].T
+            if finite and held:  # else no worker has a gradient of this parameter
+                self.q[i].copy_(means[i])
+                if contribute:
+                    torch.sub(m, mean, out=self.errors[i])
+            m.copy_(mean)
+        for other, mean in zip(others, means[len(matrices) :], strict=True):
+            other.copy_(mean)
+        land(self._landings(float(take), counts), self._team.host)
+        return numbers[: self._slots]
+
+    def _stage(self, contribute: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Copy the gradients, or zeros, to the buckets. Return the compressed and all others."""
+        values: list[Tensor] = []
+        for bucket in self._buckets:
+            bucket.handle = Completed(bucket.pack(float(contribute)))
+            values += bucket.body.split([as_real(p.detach()).numel() for p in bucket.parameters])
+        pairs = list(zip(values, self._shapes, strict=True))
+        return [v.view(shape) for v, shape in pairs if shape], [v for v, s in pairs if not s]
+
+    def _sum_all(
+        self, tensors: Sequence[Tensor], numbers: Sequence[float] = ()
+    ) -> tuple[list[Tensor], list[float]]:
+        """Sum tensors and numbers over the workers, in one message for each dtype and device."""
+        groups, handles = group_tensors(tensors, math.inf), list[Handle[Tensor]]()
+        for group in groups:
+            tail = group[0].new_tensor([] if handles else numbers)
+            flat = torch.cat([*(t.reshape(-1) for t in group), tail])
+            what = "low-rank mean of the gradients"
+            handles.append(self._team.communicator.sum(flat, what=what, tail=len(tail)))
+        flats, sums = [handle.wait() for handle in handles], dict[int, Tensor]()
+        for group, flat in zip(groups, flats, strict=True):
+            sizes = [t.numel() for t in group]
+            parts = flat[: sum(sizes)].split(sizes)
+            sums |= {id(t): part.view(t.shape) for t, part in zip(group, parts, strict=True)}
+        return [sums[id(t)] for t in tensors], flats[0][-len(numbers) :].tolist()
+
+
+@dataclass
+class PowerSGDState(GradientFlowState):
+    """State of a ``PowerSGDFlow``: adds ``q`` and ``errors`` of the means of all optimizers."""
+
+    q: list[Tensor] = field(default_factory=list)
+    errors: list[Tensor] = field(default_factory=list)
+
+
+class PowerSGDFlow(GradientFlow):
+    """Averages gradients after backward, with a ``LowRankMean`` for each optimizer."""
+
+    can_exclude = False
+    strategy: "PowerSGD"
+    state: "PowerSGDState"
+
+    def __init__(self, strategy: "PowerSGD", worker: Worker) -> None:
+        super().__init__(strategy, worker, Gradients())
+
+    @override
+    def start(self, common: dict[str, Any] | None = None) -> None:
+        super().start(common)
+        state = self.state = PowerSGDState(**vars(self.state))
+        for mean in state.means:
+            assert isinstance(mean, LowRankMean)
+            state.q += mean.q
+            state.errors += mean.errors
+
+    @override
+    def make_mean(self, optimizer: AttachedOptimizer, view: WorkerView, slots: int) -> LowRankMean:
+        return LowRankMean(self, optimizer, view, slots)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PowerSGD(Strategy):
+    """Average the gradients in every step, each as a product of two thin matrices.
+
+    **Update** of the parameters x with the gradient g of a worker, where T is the step of its
+    optimizer. For a parameter of n × m numbers, P has n × r and Q m × r. e is the error feedback of
+    the worker, initially 0. Q is initially random, and equal on all workers:
+
+        M ← g + e
+        P ← orthonormal basis of the columns of mean(M·Q)
+        Q ← mean(Mᵀ·P)
+        e ← M − P·Qᵀ
+        x ← T(x, P·Qᵀ)
+
+    The module tells which gradients are averaged exactly. A single worker does not compress.
+
+    Args:
+        rank: r, rank of the means (≥ 1).
+        start: Number of initial steps that average all gradients exactly (≥ 0).
+
+    *Communication*: two all-reduces in each step, one after the other, after backward. A matrix
+    takes (n + m)·r numbers. *Memory*: one copy of the gradients, and e. *State*: Q and e.
+
+    A non-finite gradient makes the mean NaN and leaves Q and e unchanged, so that a GradScaler may
+    skip the step. When its scale changes, e is wrong by that factor once. Workers with different
+    hardware get means that differ by rounding.
+
+    *Differs from the paper*: P is orthogonalized by QR, not by Gram-Schmidt. The optimizer is any.
+    Matrices that would not become smaller are averaged exactly.
+
+    Source: Vogels et al., "PowerSGD: Practical low-rank gradient compression for distributed
+    optimization", NeurIPS 2019, arXiv 1905.13727, Algorithms 1 and 2.
+    """
+
+    name: ClassVar[str] = "powersgd"
+    rank: int = setting(4, least=1)
+    start: int = setting(0, least=0)
+
+    @override
+    def averages(self) -> CustomFlow:
+        return CustomFlow(PowerSGDFlow)

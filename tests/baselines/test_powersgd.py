@@ -1,0 +1,392 @@
+"""PowerSGD: values, error feedback, bytes, unusual gradients, checkpoints and refusals."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import workers
+import worlds
+from loops import Recorded, attach, close, sgd
+from offbeat import AttachError, PowerSGD
+from problems import flat, make_model, make_wide, train_step, wide_loss
+from strategies.low_rank_reference import LowRank, first_q
+from worlds import run, simulated
+
+
+class Several(nn.Module):
+    """A convolution and a matrix, which are compressed with rank 2, and others that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.zeros(6, 3, 2, 2, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.zeros(7, dtype=torch.float64))
+        self.matrix = nn.Parameter(torch.zeros(9, 8, dtype=torch.float64).t())
+        self.small = nn.Parameter(torch.zeros(3, 4, dtype=torch.float64))
+
+
+COMPRESSED = {0: (6, 12), 2: (8, 9)}
+STEPS = 5
+
+
+def gradient(rank: int, step: int, position: int, shape: Any) -> Tensor:
+    """A random gradient."""
+    random = np.random.default_rng([rank, step, position])
+    return torch.from_numpy(random.standard_normal(shape))
+
+
+def observe(rank: int, size: int) -> list[dict[str, list[Tensor]]]:
+    """Return gradients, means, Q and e of each step."""
+    model = Several()
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, PowerSGD(rank=2))
+    seen = []
+    for step in range(STEPS):
+        parameters = list(model.parameters())
+        for i, p in enumerate(parameters):
+            p.grad = gradient(rank, step, i, p.shape)
+        before = [p.detach().clone() for p in parameters]
+        optimizer.step()
+        moved = [(b - p.detach()) / 0.05 for b, p in zip(before, parameters, strict=True)]
+        state = sync.state_dict()["state"]
+        means = [p.grad.clone() for p in parameters if p.grad is not None]
+        seen.append({"moved": moved, "means": means, "q": state["q"], "errors": state["errors"]})
+    sync.finish()
+    return seen
+
+
+@pytest.mark.parametrize("place", [workers.run, worlds.simulated], ids=["processes", "simulator"])
+def test_values_are_those_of_numpy(place: Callable[..., list[Any]]) -> None:
+    """Compares means, steps, Q and e of three workers in every step with Algorithm 1 in numpy."""
+    size, shapes = 3, [tuple(p.shape) for p in Several().parameters()]
+    results = place(observe, workers=size)
+    references = {i: LowRank(first_q(i, m, 2), n, size) for i, (n, m) in COMPRESSED.items()}
+    for step in range(STEPS):
+        for i, shape in enumerate(shapes):
+            each = [gradient(rank, step, i, shape) for rank in range(size)]
+            expected = sum(each) / size
+            if i in references:
+                arrays = [g.reshape(COMPRESSED[i]).numpy() for g in each]
+                expected = torch.from_numpy(references[i].mean(arrays)).view(shape)
+            for result in results:
+                close(result[step]["means"][i], expected, 1e-10)
+                close(result[step]["moved"][i], expected, 1e-10)
+        for rank, result in enumerate(results):  # the state is in the order of backward
+            for one, q, error in zip(
+                (references[2], references[0]),
+                result[step]["q"],
+                result[step]["errors"],
+                strict=True,
+            ):
+                # Q is unique up to the basis P, so compare Q·Qᵀ.
+                close(q @ q.T, torch.from_numpy(one.q @ one.q.T), 1e-9)
+                close(error, torch.from_numpy(one.errors[rank]), 1e-10)
+
+
+def test_the_error_is_what_the_mean_lacks() -> None:
+    """M = P·Qᵀ + e in each step, so means and last errors add up to the gradients."""
+    results = simulated(observe, workers=2)
+    for place, i in enumerate((2, 0)):
+        shape = COMPRESSED[i]
+        errors = [torch.zeros(shape, dtype=torch.float64)] * 2
+        sent = torch.zeros(shape, dtype=torch.float64)
+        total = torch.zeros(shape, dtype=torch.float64)
+        for step in range(STEPS):
+            mean = results[0][step]["means"][i].reshape(shape)
+            assert torch.linalg.matrix_rank(mean) == 2
+            for rank, result in enumerate(results):
+                own = gradient(rank, step, i, result[step]["means"][i].shape).reshape(shape)
+                matrix, errors[rank] = own + errors[rank], result[step]["errors"][place]
+                close(matrix, mean + errors[rank], 1e-12)
+                total += own / 2
+            sent += mean
+        assert errors[0].norm() > 1
+        close(sent + (errors[0] + errors[1]) / 2, total, 1e-12)
+
+
+def one_step(rank: int, size: int, strategy: PowerSGD) -> tuple[list[Tensor], list[int]]:
+    """Return the means of gradients whose mean has rank 2, and the shapes of Q."""
+    model = make_wide(0)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, strategy)
+    for i, p in enumerate(model.parameters()):
+        p.grad = gradient(rank, 0, i, p.shape).float()
+        if p.shape == (64, 64):
+            left, right = gradient(7, 0, i, (64, 2)), gradient(rank, 0, i, (2, 64))
+            p.grad = (left @ right).float()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    means = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    ranks = [q.shape[1] for q in sync.state_dict()["state"]["q"]]
+    sync.finish()
+    return [*gradients, *means], ranks
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(4, [4, 4]), (8, [8, 8]), (32, []), (64, [])])
+def test_a_mean_of_at_most_this_rank_is_exact(rank: int, ranks: list[int]) -> None:
+    """With (n + m)·r ≥ n·m a mean of any rank is exact."""
+    results = run(one_step, PowerSGD(rank=rank), workers=3)
+    for i in range(8):
+        expected = sum(tensors[i] for tensors, _ in results) / 3
+        for tensors, found in results:
+            close(tensors[8 + i], expected, 1e-4 if ranks else 1e-6)
+            assert found == ranks
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def messages(rank: int, size: int, strategy: PowerSGD) -> tuple[list[int], int]:
+    """Return the bytes of the sums of two steps, and the bytes counted."""
+    model, transport = make_wide(0), Recorded()
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, strategy, group=transport)
+    transport.operations.clear()
+    for step in range(2):
+        optimizer.zero_grad()
+        wide_loss(model, rank, step).backward()
+        optimizer.step()
+    found = [size for _, _, size in transport.operations], sync.stats.payload_bytes
+    sync.finish()
+    return found
+
+
+def test_a_step_sends_two_messages() -> None:
+    """P of two matrices and 16 numbers; Q of both and the 513 other parameters."""
+    first, second = (2 * 64 * 4 + 7 + 1 + 8) * 4, (2 * 64 * 4 + 8705 - 2 * 64 * 64) * 4
+    exact = (8705 + 7 + 2 + 8) * 4
+    for strategy, expected in (
+        (PowerSGD(), [first, second] * 2),
+        (PowerSGD(start=1), [exact, first, second]),
+        (PowerSGD(rank=32), [exact, exact]),
+    ):
+        for sizes, payload in run(messages, strategy, workers=3):
+            assert sizes == expected
+            assert payload == sum(expected)
+
+
+# -- unusual gradients and steps -------------------------------------------------------------------
+
+
+class Unusual(nn.Module):
+    """Matrices of several dtypes, and one whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(*shape, dtype=dtype))
+
+        self.coarse = zeros(8, 9, dtype=torch.bfloat16)
+        self.fine = zeros(7, 6, dtype=torch.float64)
+        self.pairs = zeros(6, 5, dtype=torch.complex64)
+        self.rows = zeros(9, 8)
+        self.missing = zeros(6, 7)
+        self.partly = zeros(7, 7)
+        self.vector = zeros(5, dtype=torch.float64)
+        self.empty = zeros(0, 4)
+
+
+def unusual(rank: int, size: int, autocast: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return means and e after one step with gradients of rank 1."""
+    model = Unusual()
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, PowerSGD(rank=1))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, rank + 1.0)
+    model.missing.grad = None
+    model.rows.grad = model.rows.grad.to_sparse(1)
+    if rank == 0:
+        model.partly.grad = None
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        optimizer.step()
+    errors = sync.state_dict()["state"]["errors"]
+    means = {name: p.grad for name, p in model.named_parameters()}
+    sync.finish()
+    return means, {tuple(e.shape): e for e in errors}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_of_every_kind_are_averaged(autocast: bool) -> None:
+    """A missing gradient counts as zeros, and stays missing if no worker has one."""
+    for rank, (means, errors) in enumerate(simulated(unusual, autocast, workers=3)):
+        assert means["missing"] is None
+        assert not errors[6, 7].any()
+        assert means["rows"].is_sparse
+        for name, p in Unusual().named_parameters():
+            if name != "missing":
+                assert means[name].dtype == p.dtype
+                mean = (2 + 3) / 3 if name == "partly" else 2.0
+                got = means[name].to_dense()
+                torch.testing.assert_close(got, torch.full_like(p.detach(), mean))
+        own = 0.0 if rank == 0 else rank + 1.0
+        torch.testing.assert_close(errors[7, 7], torch.full((7, 7), own - 5 / 3))
+        torch.testing.assert_close(errors[9, 8], torch.full((9, 8), rank + 1.0 - 2))
+
+
+def pause(rank: int, size: int) -> dict[str, list[Tensor]]:
+    """Return Q and e of rank 0 and 1 before and after rank 1 trains alone, or neither has M."""
+    model = Several()
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, PowerSGD(rank=2))
+    seen: dict[str, list[Tensor]] = {}
+
+    def step(number: int, *, missing: bool = False) -> None:
+        for i, p in enumerate(model.parameters()):
+            p.grad = None if missing and i == 2 else gradient(rank, number, i, p.shape)
+        optimizer.step()
+
+    def look(name: str) -> None:
+        state = sync.state_dict()["state"]
+        seen[name] = [*state["q"], *state["errors"]]
+
+    step(0)
+    look("first")
+    step(1, missing=True)  # the first matrix in the order of backward
+    look("missing")
+    if rank == 1:
+        step(2)
+        step(3)
+    with sync.consensus():
+        pass
+    look("paused")
+    sync.finish()
+    return seen
+
+
+def test_errors_stay_while_a_worker_or_a_gradient_is_missing() -> None:
+    """Q changes on all workers with every mean of the matrix."""
+    results = simulated(pause, workers=2)
+    for rank, seen in enumerate(results):
+        q, other_q, error, other_error = range(4)
+        for kept in (q, error):
+            assert torch.equal(seen["first"][kept], seen["missing"][kept])
+        for changed in (other_q, other_error):
+            assert not torch.equal(seen["first"][changed], seen["missing"][changed])
+        for i in (error, other_error):
+            assert torch.equal(seen["missing"][i], seen["paused"][i]) == (rank == 0)
+        for i in (q, other_q):
+            assert torch.equal(seen["paused"][i], results[0]["paused"][i])
+            assert not torch.equal(seen["missing"][i], seen["paused"][i])
+
+
+def overflow(rank: int, size: int) -> tuple[list[float], list[Tensor]]:
+    """Return the model's norm after three steps, the second with an overflow on rank 1, and e."""
+    model = make_model(0, torch.float32)
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", growth_interval=1000)
+    sync = attach(model, optimizer, PowerSGD(rank=1), scaler=scaler)
+    norms, errors = [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.ones(4, 4) * (rank + 1)
+        loss = model(x).square().mean()
+        scaler.scale(loss * (float("inf") if step == rank == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        norms.append(float(flat(model).norm()))
+        errors.append(torch.cat([e.reshape(-1) for e in sync.state_dict()["state"]["errors"]]))
+    sync.finish()
+    return norms, errors
+
+
+def test_a_step_that_a_scaler_skips_changes_neither_q_nor_e() -> None:
+    for norms, errors in simulated(overflow, workers=3):
+        assert norms[0] == norms[1] != norms[2]
+        assert torch.equal(errors[0], errors[1])
+        assert errors[2].isfinite().all()
+        assert not torch.equal(errors[1], errors[2])
+
+
+# -- checkpoints and options -----------------------------------------------------------------------
+
+
+def resume(rank: int, size: int, at: int) -> tuple[list[Tensor], dict[str, Any]]:
+    """Train 8 steps, with ``at`` > 0 in two parts with a state in between."""
+    strategy = PowerSGD(rank=4, start=3)
+    model, state = make_wide(0), {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sync = attach(model, optimizer, strategy)
+    for step in range(8):
+        if at and step == at:
+            state = sync.state_dict()
+            sync.detach()
+            values = model.state_dict()
+            model = make_wide(rank + 5)
+            other = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            sync = attach(model, other, strategy)
+            model.load_state_dict(values)
+            other.load_state_dict(optimizer.state_dict())
+            optimizer = other
+            sync.load_state_dict(state)
+        optimizer.zero_grad()
+        wide_loss(model, rank, step).backward()
+        optimizer.step()
+    q = sync.state_dict()["state"]["q"]
+    sync.finish()
+    return [flat(model), *q], state
+
+
+@pytest.mark.parametrize("at", [2, 3, 6])
+def test_a_resumed_training_continues_with_its_factors_and_errors(at: int) -> None:
+    whole = run(resume, 0, workers=2)
+    for (got, state), (want, _) in zip(run(resume, at, workers=2), whole, strict=True):
+        for one, other in zip(got, want, strict=True):
+            assert torch.equal(one, other)
+        assert [q.shape for q in state["state"]["q"]] == [(64, 4)] * 2
+        assert all(bool(e.any()) == (at > 3) for e in state["state"]["errors"])
+
+
+def test_a_single_worker_does_not_compress() -> None:
+    def train(rank: int, size: int, strategy: str) -> tuple[Tensor, int]:
+        model = make_wide(0)
+        with attach(model, torch.optim.AdamW(model.parameters()), strategy) as sync:
+            for step in range(3):
+                model.zero_grad()
+                wide_loss(model, rank, step).backward()
+                sync._worker.optimizers[0].optimizer.step()
+        return flat(model), sync.stats.payload_bytes
+
+    ((got, sent),), ((want, _),) = (simulated(train, s, workers=1) for s in ("powersgd", "bsp"))
+    assert torch.equal(got, want)
+    assert sent == 0
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"wire": "int8"},
+        {"wire": "auto"},
+        {"non_finite": "exclude"},
+        {"min_workers": 1},
+        {"node_group": "auto"},
+        {"adam_correction": True},
+    ],
+    ids=str,
+)
+def test_abilities_that_baselines_do_not_have_are_refused(option: dict[str, Any]) -> None:
+    def refuse(rank: int, size: int) -> str:
+        model = make_model()
+        with pytest.raises(AttachError) as caught:
+            attach(model, sgd(model), PowerSGD(), **option)
+        return str(caught.value)
+
+    for text in simulated(refuse, workers=2):
+        assert "with powersgd: baselines to compare with" in text
+
+
+def test_a_non_finite_gradient_names_no_option_that_is_refused() -> None:
+    def fail(rank: int, size: int) -> str:
+        model = make_model(0)
+        sync = attach(model, sgd(model), "powersgd:rank=1")
+        bad = torch.full((2, 4), float("nan") if rank else 1.0, dtype=torch.float64)
+        with pytest.raises(RuntimeError) as caught:
+            train_step(model, sync._worker.optimizers[0].optimizer, (bad, bad[:, :1]))
+        sync.detach()
+        return str(caught.value)
+
+    for text in simulated(fail, workers=2):
+        assert "rank 1" in text
+        assert "exclude" not in text
