@@ -7,7 +7,7 @@ SEED ?= 0
 MINUTES ?= 20
 
 .PHONY: help demo test install side-by-side alone nightly soak frameworks launchers lowest lint bench headline \
-  docs dist clean
+  docs api dist clean
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -112,9 +112,14 @@ docs: $(VENV)/.docs $(VENV)/.dev  ## run the code on the pages, build the docume
 	$(BIN)/python -m pytest -n 2 -m "pages and not nightly" tests/docs tests/benchmarking
 	$(BIN)/mkdocs build --strict
 
-dist: $(VENV)/.dev  ## build wheel and sdist into dist/, and train with the wheel
+api: $(VENV)/.dev  ## record the public names and signatures, after an intended change
+	$(BIN)/python tests/public_api.py
+
+dist: $(VENV)/.dev  ## build wheel and sdist into dist/, check both, and train with the wheel
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python .ci/check-wheel dist/*.whl
 	.ci/try-wheel $(BIN)/python dist/*.whl
 
 clean:  ## remove what the other targets made, results of runs excepted

@@ -1,5 +1,7 @@
 """What a new user sees first says what is there: versions, the list of what is public, figures."""
 
+import ast
+import difflib
 import importlib
 import inspect
 import pickle
@@ -13,6 +15,7 @@ import pytest
 
 import offbeat
 from pages import DOCS
+from public_api import SNAPSHOT, public_api
 
 ROOT = Path(__file__).parent.parent
 API = (DOCS / "api.md").read_text(encoding="utf-8")
@@ -81,6 +84,31 @@ def test_the_table_of_attach_has_all_of_its_arguments() -> None:
     """Each once."""
     asked = names_in_table(section("api", "Attach"))
     assert sorted(asked) == sorted(inspect.signature(offbeat.attach).parameters)
+
+
+def test_a_change_of_the_public_api_is_recorded() -> None:
+    """An intended change needs `make api` and, if users must act, a line in CHANGELOG.md."""
+    recorded = SNAPSHOT.read_text(encoding="utf-8").splitlines()
+    changes = [*difflib.unified_diff(recorded, public_api().splitlines(), lineterm="", n=16)][2:]
+    if changes:
+        heading = "the public API has changed; if this is intended, run `make api`:"
+        pytest.fail("\n".join([heading, *changes]), pytrace=False)
+
+
+def test_the_recorded_parameters_are_those_of_the_code() -> None:
+    """Those that Python sees after the import."""
+    text = SNAPSHOT.read_text(encoding="utf-8")
+    recorded = dict(re.findall(r"(?ms)^([\w.]+)(\(.*?\))(?: [-[][^\n]*)?$", text))
+    shown = {path: thing for path, thing in shown_in_api().items() if path in recorded}
+    assert len(shown) > 50
+    for path, thing in shown.items():
+        if recorded[path] == "()":  # of exceptions and protocols Python has another signature
+            continue
+        (function,) = ast.parse(f"def f{recorded[path]}: ...").body
+        assert isinstance(function, ast.FunctionDef)
+        children = ast.iter_child_nodes(function.args)
+        names = {child.arg for child in children if isinstance(child, ast.arg)}
+        assert names == set(inspect.signature(thing).parameters), path
 
 
 def test_the_first_page_quotes_the_measurement() -> None:

@@ -8,10 +8,12 @@ import contextlib
 import os
 import select
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Mapping
 
+from offbeat.errors import AttachError
 from offbeat.transport.torch_backend.network_interface import gloo_address
 
 _CONNECT_SECONDS = 2.0  # time limit of connect()
@@ -30,9 +32,14 @@ class HeartbeatConnections:
         address: Address on which this process listens, as ``host:port``.
         close: Function that closes all sockets of this object. Also called when this object is
             garbage-collected, and at exit.
+
+    Raises:
+        AttachError: On Windows, which lacks ``select.poll``.
     """
 
     def __init__(self) -> None:
+        if sys.platform == "win32":
+            raise AttachError("min_workers and join() need Linux or macOS; leave min_workers out")
         listener = socket.create_server((gloo_address(), 0), backlog=_BACKLOG)
         host, port = listener.getsockname()
         self.address = f"{host}:{port}"
@@ -82,7 +89,8 @@ def _close_all() -> None:
 
 # A forked child, such as a process of a DataLoader, inherits the sockets. Unless it closes them,
 # they stay open after the death of its parent.
-os.register_at_fork(after_in_child=_close_all)
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=_close_all)
 
 
 def find_unreachable(addresses: Mapping[int, str]) -> list[int]:

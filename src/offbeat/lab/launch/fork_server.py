@@ -42,7 +42,8 @@ _PR_SET_PDEATHSIG = 1
 _START_SECONDS = 120.0  # limit for the server's answer, including its imports
 _END_SECONDS = 10.0  # limit for a killed process to end
 _INTEGER = struct.Struct("q")
-_SERVER_ENDED = -signal.SIGKILL  # the kernel kills the workers together with the server
+# The kernel kills the workers together with the server. Windows has no SIGKILL.
+_SERVER_ENDED = -getattr(signal, "SIGKILL", 9)
 
 
 def prepare_worker() -> None:

@@ -45,8 +45,14 @@ def run_job(job: Job, on_event: Callable[[Event], None], cluster: Cluster | None
         cluster: Emulated network with a node for each worker. None: use the loopback interface.
 
     Raises:
+        OffbeatError: On Windows, where worker processes are not supported.
         WorkerError: A worker failed or was killed. The message has its rank and its error.
     """
+    if sys.platform == "win32":
+        raise OffbeatError(
+            "worker processes need Linux or macOS; on Windows use offbeat simulate or "
+            "offbeat compare --simulate"
+        )
     with _temporary_folder() as folder:
         path = None if job.checkpoints is None else f"{folder}/stop"
         read, write = os.pipe()
@@ -93,7 +99,8 @@ class _Run:
     def start(self, cluster: Cluster | None, rank: int, argument: str, out: IO[bytes]) -> None:
         """Start worker ``rank``: on its node of the cluster, or else by a fork if possible."""
         argv = [sys.executable, "-m", "offbeat.lab.train", argument]
-        interface = "lo" if cluster is None else cluster.interface
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        interface = loopback if cluster is None else cluster.interface
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface}
         with open(self._folder / f"stderr{rank}", "wb") as errors:
             if cluster is None and fork_server.AVAILABLE:

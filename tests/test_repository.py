@@ -1,0 +1,112 @@
+"""Files for the host of the repository: workflows, forms, containers and addresses."""
+
+import json
+import re
+import shlex
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+FORMS = sorted(
+    set((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")) - {GITHUB / "ISSUE_TEMPLATE/config.yml"}
+)
+PINNED = re.compile(r"actions/[\w-]+@v\d+|pypa/gh-action-pypi-publish@release/v1")
+
+
+@cache
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@cache
+def make_targets() -> set[str]:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    return set(re.findall(r"^([a-z-]+):", text, re.MULTILINE))
+
+
+def steps(workflow: Path) -> list[dict[str, Any]]:
+    return [step for job in read(workflow)["jobs"].values() for step in job.get("steps", [])]
+
+
+def made(command: str) -> list[str]:
+    """The targets that a shell command passes to make."""
+    found = re.findall(r"^make (.*)$", command, re.MULTILINE)
+    return [target for arguments in found for target in shlex.split(arguments)]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_reads_by_default_and_ends(path: Path) -> None:
+    """Jobs ask for further permissions by name, and none of them uses a secret."""
+    workflow = read(path)
+    assert workflow["permissions"] == {"contents": "read"}
+    assert "group" in workflow["concurrency"]
+    assert "secrets." not in path.read_text(encoding="utf-8")
+    for job in workflow["jobs"].values():
+        assert "uses" in job or 0 < job["timeout-minutes"] <= 240
+        assert set(job.get("permissions", {})) <= {"pages", "id-token"}
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_the_actions_of_a_workflow_are_pinned(path: Path) -> None:
+    for step in steps(path):
+        assert PINNED.fullmatch(step.get("uses", "actions/none@v0"))
+    for job in read(path)["jobs"].values():
+        assert (ROOT / job.get("uses", ".")).exists()
+
+
+def test_workflows_and_containers_call_targets_of_make() -> None:
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    commands = [step["run"] for path in WORKFLOWS for step in steps(path) if "run" in step]
+    called = {target for one in [*commands, container["postCreateCommand"]] for target in made(one)}
+    assert called == {"test", "nightly", "docs", "dist", "install"}
+    assert called <= make_targets()
+
+
+def test_the_version_is_published_by_its_tag_only() -> None:
+    workflow = read(GITHUB / "workflows/release.yml")
+    assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML reads the key `on` as true
+    publish = workflow["jobs"]["publish"]
+    assert publish["environment"] == "pypi"
+    assert publish["permissions"] == {"id-token": "write"}
+    assert set(publish["needs"]) == {"test", "build"}
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_a_form_has_the_fields_that_github_requires(path: Path) -> None:
+    form = read(path)
+    assert form["name"]
+    assert form["description"]
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert len({field["id"] for field in fields}) == len(fields) > 0
+    assert all(field["attributes"]["label"] for field in fields)
+
+
+def test_the_image_is_built_from_files_that_its_context_has() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for name in line.split()}
+    kept = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert copied == {line[1:] for line in kept if line.startswith("!")}
+    assert all((ROOT / name).exists() for name in copied)
+
+
+ADDRESSES = ("pyproject.toml", "mkdocs.yml", "SECURITY.md", ".github/ISSUE_TEMPLATE/config.yml")
+
+
+@pytest.mark.parametrize("name", ADDRESSES)
+def test_the_address_of_the_repository_is_the_same_everywhere(name: str) -> None:
+    """That of ``project.urls`` in pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    owner, repository = project["urls"]["Repository"].removeprefix("https://github.com/").split("/")
+    text = (ROOT / name).read_text(encoding="utf-8")
+    found = re.findall(r"https://([\w-]+\.)?(github\w*)\.(com|io)/([\w-]+)(?:/([\w-]+))?", text)
+    assert found
+    for subdomain, _, domain, first, second in found:
+        here = (subdomain[:-1], first) if domain == "io" else (first, second)
+        assert here == (owner, repository)
