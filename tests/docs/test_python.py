@@ -135,7 +135,8 @@ def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *ways: st
 
 
 LONG = ("docs/data.md", "docs/simulator.md")  # some seconds each
-PAGES = sorted({one.page for one in BLOCKS if one.way != "not run"} - {*LONG})
+OWN = ("docs/tutorial.md",)  # test_tutorial.py runs its programs
+PAGES = sorted({one.page for one in BLOCKS if one.way != "not run"} - {*LONG, *OWN})
 
 
 @pytest.mark.pages
