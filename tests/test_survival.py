@@ -1,4 +1,4 @@
-"""Failures that Offbeat survives, and others that it does not: the list of docs/survival.md."""
+"""Failures that Offbeat survives, and others that it does not: the list of docs/failures.md."""
 
 import re
 from pathlib import Path
@@ -217,7 +217,7 @@ def table() -> str:
 
 def test_the_page_has_the_table_of_this_list() -> None:
     """It has these rows and no others."""
-    page = (DOCS / "survival.md").read_text(encoding="utf-8")
+    page = (DOCS / "failures.md").read_text(encoding="utf-8")
     assert table() in page
     first = re.search(r"\n\n\| fault \| noticed.*?\n\n", page, re.DOTALL)
     assert first is not None

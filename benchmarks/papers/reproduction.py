@@ -168,7 +168,6 @@ def _costs(data: dict[str, Any]) -> dict[str, str]:
         next(one for one in data["batches"] if one["batch"] == size) for size in (32, 512)
     )
     return {
-        "batches": costs.batch_table(data),
         **{
             f"partition {name} {key}": f"{1000 * seconds:.1f}"
             for name, one in data["partitions"].items()
@@ -235,7 +234,7 @@ def _curvature(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _densities(data: dict[str, Any]) -> dict[str, str]:
-    found = {"layer": densities.layer_table(data), "seeds densities": _seeds(data["seeds"])}
+    found = {"seeds densities": _seeds(data["seeds"])}
     first, last = (
         [run[i]["spread"] for run in data["layer"]] for i in (1, len(data["epochs"]) - 1)
     )

@@ -92,8 +92,8 @@ def attach(
         adam_correction: True to lengthen the local steps of Adam, AdamW and NAdam by a measured
             factor from 1 to √N. Each of the N workers divides its steps by the noise of its own
             batches, so that their mean is shorter than one step of Adam with the mean gradient; see
-            docs/adam.md. None: if the strategy averages models, and all optimizers are of these
-            types.
+            docs/streaming.md. None: if the strategy averages models, and all optimizers are of
+            these types.
         non_finite: Handling of a worker that is about to contribute NaN or infinity to a mean.
 
             - "raise": all workers raise ``OffbeatError``.
@@ -107,7 +107,7 @@ def attach(
             checked, because the scaler skips steps with non-finite gradients.
         min_workers: Smallest number of workers (≥ 1) with which training continues. With this
             option training is elastic: it continues after the loss of workers, and workers can
-            join and receive the model of another worker; see docs/elastic.md. None: if a worker is
+            join and receive the model of another worker; see docs/failures.md. None: if a worker is
             lost, all others raise a ``CommunicationError``.
         log: Destination of the telemetry records, one for each step: the path of a file of JSON
             lines, a sink (an object with ``write(record)`` and ``close()``), or a list of these.

@@ -26,7 +26,7 @@ from offbeat.cli import launcher, network, runs
 from offbeat.lab.launch.cluster import Cluster
 from pages import ROOT, SHELL, Block, blocks_in, code_on, files_of
 
-BLOCKS = blocks_in(*SHELL)
+BLOCKS = [one for one in blocks_in(*SHELL) if one.way != "file"]
 APP: Any = typer.main.get_command(cli.app)
 STEPS = ["--max-steps", "3", "--evaluations", "1"]
 SHORT = {"train": STEPS, "simulate": STEPS, "compare": [*STEPS, "--seeds", "1"]}
@@ -145,6 +145,9 @@ def check(words: list[str]) -> None:
         assert named
     elif name in ("ruff", "mkdocs", "srun"):
         assert rest
+    elif name == "sh":  # a script that runs another command
+        assert Path(rest[0]).exists(), rest[0]
+        check(rest[1:])
     else:
         assert name in named or name in OTHERS, f"nothing is known of {name}"
 

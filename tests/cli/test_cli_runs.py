@@ -548,9 +548,7 @@ LOCAL = "local:period=2"
 @pytest.fixture
 def own_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the page's module into the current directory, outside Python's path."""
-    (tmp_path / "growing_period.py").write_text(
-        code_on("writing-a-strategy", "class GrowingPeriod")
-    )
+    (tmp_path / "growing_period.py").write_text(code_on("extending", "class GrowingPeriod"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as with a console script, for worker processes
     monkeypatch.delitem(sys.modules, "growing_period", raising=False)

@@ -134,8 +134,9 @@ def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *ways: st
         torch.set_num_threads(threads)
 
 
-LONG = ("docs/data.md", "docs/simulator.md")  # some seconds each
-PAGES = sorted({one.page for one in BLOCKS if one.way != "not run"} - {*LONG})
+LONG = ("docs/data.md", "docs/planning.md")  # some seconds each
+OWN = ("docs/tutorial.md",)  # test_tutorial.py runs its programs
+PAGES = sorted({one.page for one in BLOCKS if one.way != "not run"} - {*LONG, *OWN})
 
 
 @pytest.mark.pages

@@ -185,7 +185,7 @@ def test_it_resumes_from_a_checkpoint_bit_for_bit(wire: str) -> None:
 
 def test_the_strategy_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has at most 40 lines in a file, and the page's test passes."""
-    code = code_on("writing-a-strategy", "class GrowingPeriod")
+    code = code_on("extending", "class GrowingPeriod")
     assert len([line for line in code.splitlines() if line.strip()]) <= 40
     (tmp_path / "growing_period.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -203,7 +203,7 @@ def test_the_strategy_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.Mon
     first, second = simulated(train, workers=2)
     assert torch.equal(first, second)
     space: dict[str, Any] = {}
-    exec(code_on("writing-a-strategy", "def test_growing_period_of_one_is_bsp"), space)
+    exec(code_on("extending", "def test_growing_period_of_one_is_bsp"), space)
     space["test_growing_period_of_one_is_bsp"]()
 
 

@@ -25,7 +25,7 @@ from offbeat.training.checks.compatibility import chooses_precision
 IDLE_LIMIT = 0.05
 """Largest idle share that the search for a setting accepts."""
 SHORT_PERIOD = 8
-"""Period of LocalSGD with which to start, according to docs/choosing.md."""
+"""Period of LocalSGD with which to start, according to docs/strategies.md."""
 
 _EAGER_BOUND = 16  # least staleness bound suggested for the eager schedule
 _MARGIN = 1.25  # with jitter: factor on the staleness that a run has reached

@@ -29,8 +29,8 @@ The methods:
     outer_step(...)        coefficients of the step that moves P along the mean update
     after_step(worker)     measurements at the end of a local step
 
-Only ``averages`` is required. ``LocalSGD`` is a short example; docs/writing-a-strategy.md explains
-the order of the calls.
+Only ``averages`` is required. ``LocalSGD`` is a short example; docs/extending.md explains the order
+of the calls.
 """
 
 import dataclasses

@@ -27,7 +27,7 @@ from offbeat.training.step_factor import StepFactor
 
 _EVERY = 10  # local steps from one measurement of f to the next
 # Weight of a new measurement in f. f starts at 1, and after 100 steps it has covered two thirds of
-# the way to its value. Models end worse with more weight and with less: docs/adam.md.
+# the way to its value. Of 1, 0.3, 0.1, 0.05 and 0.03 this weight ended best, over two seeds.
 _SMOOTHING = 0.1
 
 
