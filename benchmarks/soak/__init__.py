@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.soak --seed 1 --minutes 20`` plans faults from the seed (``plan``), starts
 workers that train a model of constants (``worker``, ``model``), injects the faults (``faults``),
-and compares the workers' reports with docs/survival.md (``policy``) or docs/elastic.md
-(``continue_policy``).
+and compares the workers' reports with docs/failures.md (``policy`` and
+``continue_policy``).
 
 Layers, from the bottom up: ``plan``; ``records``, ``model``; ``worker``; ``processes``; ``faults``;
 ``runner``; ``policy``; ``continue_policy``; ``soak``.

@@ -1,4 +1,4 @@
-"""``Continue``: the promises of docs/elastic.md, where training continues without lost workers."""
+"""``Continue``: the promises of docs/failures.md, where training continues without lost workers."""
 
 import re
 from collections.abc import Iterator

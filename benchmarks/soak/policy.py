@@ -1,4 +1,4 @@
-"""Policies: what must hold after a fault, and ``Stop``, the promises of docs/survival.md."""
+"""Policies: what must hold after a fault, and ``Stop``, the promises of docs/failures.md."""
 
 import re
 from abc import ABC, abstractmethod

@@ -117,7 +117,7 @@ class WaitingWarning:
         logger.warning(
             "rank %d has waited in consensus() or offbeat.save() for %.0f s; the other workers "
             "have taken %d steps since. Every rank must call it, not only rank %d: see "
-            '"Evaluate" in the quickstart',
+            '"Coming from DDP" in the documentation',
             worker.rank,
             seconds,
             steps,

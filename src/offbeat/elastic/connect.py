@@ -142,7 +142,7 @@ def open_elastic(
             store.put("keeper", rank)
             logger.warning(
                 "rank %d keeps the store of the process group: training cannot go on without it. "
-                'Keep the store in a process of its own, see "Elastic training"',
+                'Keep the store in a process of its own, see "When workers fail"',
                 rank,
             )
         return store

@@ -74,7 +74,7 @@ class SharedStore:
             f"{what}: the store of the process group at {self.location} cannot be reached "
             f"({reason}). Elastic training needs it to agree on the next view. This worker is cut "
             "off, or the process that kept the store has ended: keep the store in a process that "
-            'outlives the workers, see "Elastic training"'
+            'outlives the workers, see "When workers fail"'
         )
 
 
