@@ -70,7 +70,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Block],
             monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
         own = tmp_path / "path" / "to" / "model.py"
         own.parent.mkdir(parents=True)
-        own.write_text(code_on("your-own-model", "def spirals"))
+        own.write_text(code_on("comparing", "def spirals"))
         shutil.copy(ROOT / "examples" / "train_selsync.py", tmp_path / "train.py")
         monkeypatch.chdir(tmp_path)
 

@@ -22,7 +22,7 @@ from offbeat.lab.step_time import measure_recipe
 from offbeat.plan.placeholder_model import shapes_of
 from pages import code_on
 
-CODE = code_on("your-own-model", "def spirals")
+CODE = code_on("comparing", "def spirals")
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_it_can_import_neighbouring_files(spirals: Path) -> None:
 def test_documented_scores_are_means_over_samples() -> None:
     inputs = torch.arange(10.0)
     space: dict[str, Any] = {"held_out": torch.utils.data.TensorDataset(inputs, inputs + 0.05)}
-    exec(code_on("your-own-model", "def scores"), space)
+    exec(code_on("comparing", "def scores"), space)
     evaluate = space["evaluate"]
     assert isinstance(evaluate, HeldOut)
     metrics = evaluate.combine([evaluate.share(Identity(), rank, 3) for rank in range(3)])
