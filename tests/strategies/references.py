@@ -256,22 +256,6 @@ class DiLoCo(Reference):
         place = (part + 1) * self.period // len(self.parts)
         return self.time % self.period == place % self.period
 
-    def local_steps(self) -> None:
-        for n in self.stepping:
-            (group,) = self.sim.optimizers[n].param_groups
-            rate = group["lr"]
-            if isinstance(self.sim.optimizers[n], torch.optim.SGD):
-                group["lr"] = rate * self.factors[n]
-            train_step(self.sim.models[n], self.sim.optimizers[n], make_batch(n, self.time - 1))
-            group["lr"] = rate
-
-    def shorten(self) -> None:
-        """A worker's steps become shorter by the root of the gain of its own updates."""
-        for n in self.stepping if self.gain is None else ():
-            u, d = self.squares[:, n].tolist()
-            gain = min(max(math.sqrt(u / d), 1.0), math.sqrt(self.size)) if d else 1.0
-            self.factors[n] = 1 / math.sqrt(gain)
-
     def advance(self) -> bool:
         self.local_steps()
         for new in self.news:
