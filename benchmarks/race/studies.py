@@ -98,8 +98,8 @@ HEADLINE = ("ideal", "streaming", DILOCO, "local", "bsp --wire float32")
 """Methods of ``headline`` and ``real``. ``bsp --wire float32`` is DDP with all gradients in one
 bucket."""
 RIVALS = {
-    "cnn": ("bsp", "sparseloco", "sparta"),
-    "transformer": ("bsp", "sparseloco", "sparta", "desloc"),
+    "cnn": ("bsp", "powersgd", "sparseloco", "sparta"),
+    "transformer": ("bsp", "powersgd", "sparseloco", "sparta", "desloc"),
 }
 """Further methods of ``headline`` at 50 Mbit/s: ``bsp`` with tuned precision, and baselines."""
 PEERS = {"local": "torch:postlocal,period={period}", "bsp --wire float32": "torch:ddp"}
