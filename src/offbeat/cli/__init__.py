@@ -17,7 +17,7 @@ except ImportError:
 
 import offbeat
 from offbeat.cli.commands import COMMANDS
-from offbeat.cli.options import OnceEach
+from offbeat.cli.options import Command
 from offbeat.errors import OffbeatError
 
 app = typer.Typer(
@@ -27,7 +27,7 @@ app = typer.Typer(
     help="Train PyTorch models data-parallel on slow networks without waiting for them.",
 )
 for command in COMMANDS:
-    app.command(cls=OnceEach)(command)
+    app.command(cls=Command)(command)
 
 INTERRUPTED = "interrupted; all workers have been ended"
 
