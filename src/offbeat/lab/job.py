@@ -13,7 +13,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from offbeat.arguments import OptimizerName, Precision, check_settings, setting, types_of
+from offbeat.arguments import (
+    OptimizerName,
+    Precision,
+    check_settings,
+    setting,
+    types_of,
+)
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
