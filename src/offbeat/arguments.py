@@ -5,10 +5,11 @@ declares the range of each number with ``setting`` and checks all fields with ``
 """
 
 import dataclasses
+import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -115,7 +116,20 @@ def require_choice(name: str, value: object, choices: Sequence[object]) -> None:
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         shown = [f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices]
         listed = " or ".join([", ".join(shown[:-1]), shown[-1]][len(shown) == 1 :])
-        raise ValueError(f"{name} must be {listed}, got {value!r}")
+        raise ValueError(f"{name} must be {listed}, got {value!r}{did_you_mean(value, choices)}")
+
+
+def did_you_mean(given: object, names: Iterable[object]) -> str:
+    """Return text such as `` (did you mean 'digits'?)`` for an error about an unknown name.
+
+    The text has the name most similar to ``given``, in any case of letters. It is empty if no name
+    is similar. Values that are no text are ignored.
+    """
+    if not isinstance(given, str):
+        return ""
+    texts = {name.lower(): name for name in names if isinstance(name, str)}
+    similar = difflib.get_close_matches(given.lower(), texts, n=1)
+    return f" (did you mean {texts[similar[0]]!r}?)" if similar else ""
 
 
 def setting(

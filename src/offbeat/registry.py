@@ -6,6 +6,7 @@ Example of a text form: ``selsync:delta=0.3,max_interval=50``.
 import dataclasses
 import importlib
 
+from offbeat.arguments import did_you_mean
 from offbeat.baselines import EASGD, SPARTA, SSP, DesLoc, Downpour, FedAvg, PowerSGD, SparseLoCo
 from offbeat.strategies import (
     BSP,
@@ -63,8 +64,9 @@ def parse_strategy(text: str) -> Strategy:
         class_name, _, settings = settings.partition(":")
         if not class_name.isidentifier():
             raise ValueError(
-                f"unknown strategy {name!r}; there are {', '.join(sorted(STRATEGIES))}, and your "
-                "own as package.module:Class or package.module:Class:setting=value"
+                f"unknown strategy {name!r}{did_you_mean(name, STRATEGIES)}; there are "
+                f"{', '.join(sorted(STRATEGIES))}, and your own as package.module:Class or "
+                "package.module:Class:setting=value"
             )
         kind, name = _find(name, class_name), f"{name}:{class_name}"
     return kind(**read_settings(kind, name, settings, text))
@@ -93,7 +95,9 @@ def read_settings(
             raise ValueError(f"in {text!r}: {setting!r} is not of the form setting=value")
         if key not in fields:
             allowed = ", ".join(fields) or "no settings"
-            raise ValueError(f"{name} has no setting {key!r}; it has {allowed}")
+            raise ValueError(
+                f"{name} has no setting {key!r}{did_you_mean(key, fields)}; it has {allowed}"
+            )
         if key in values:
             raise ValueError(f"in {text!r}: {key} is given twice")
         values[key] = _value(value)

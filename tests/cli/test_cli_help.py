@@ -3,11 +3,13 @@
 import inspect
 import json
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from cli.commands import ended
+from cli.commands import Call, ended
 from offbeat.cli import commands, lists, network, runs
+from offbeat.lab.job import Panel
 from offbeat.lab.methods.base import SAVING
 
 HELP = """
@@ -34,6 +36,29 @@ def test_help_and_version_do_not_import_torch() -> None:
     assert imported == []
     assert lengths[1] == len("offbeat 0.1.0\n")
     assert min(lengths[:1] + lengths[2:]) > 300, "each is a page"
+
+
+LINES = {"train": 80, "simulate": 90, "compare": 110, "plan": 65}  # at most
+
+
+@pytest.mark.parametrize("command", commands.COMMANDS, ids=lambda one: one.__name__)
+def test_help_fits_80_columns(
+    command: Callable[..., None], call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No line of the text is wrapped, so examples can be copied; groups are in one order."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = call(command.__name__, "--help")
+    assert (code, err) == (0, "")
+    lines = [line.strip() for line in out.splitlines()]
+    assert len(lines) <= LINES.get(command.__name__, 30)
+    assert max(map(len, lines)) <= 80
+    _, *others = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    for line in "\n".join(others).replace("[bold]", "").replace("[/bold]", "").splitlines():
+        assert line in lines
+    titles = [line.split(" ─")[0].removeprefix("╭─ ") for line in lines if line.startswith("╭─ ")]
+    grouped = [title for title in titles if title not in ("Arguments", "Options")]
+    assert grouped == [panel for panel in Panel if panel in grouped]
+    assert ("Options" in titles) == (command.__name__ not in LINES), "--help is in the last group"
 
 
 COMPLETE = """

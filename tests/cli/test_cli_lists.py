@@ -41,19 +41,26 @@ def settings_in(out: str) -> dict[str, dict[str, str]]:
 
 
 PLANNED = "plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit"
+LONG = "-s selsync:target_lssr=0.9,window=5,max_interval=32 -s streaming:schedule=cyclic,parts=4"
 
 
-@pytest.mark.parametrize("command", ["recipes", "strategies", PLANNED])
-def test_nothing_is_cut_off_on_a_narrow_screen(
+@pytest.mark.parametrize("command", ["recipes", "strategies", PLANNED, f"{PLANNED} {LONG}"])
+def test_no_word_is_broken_in_80_columns(
     command: str, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long names are wrapped, and words of headings are not."""
+    """Every word and number of a wide screen is on a narrow one. Labels are wrapped at commas."""
+
+    def words_in(out: str) -> set[str]:
+        return set(re.split(r"[\s,:-]+", out))
+
+    wide = call(*command.split())[1]
     monkeypatch.setattr(view.console, "width", 80)
     code, out, err = call(*command.split())
     assert (code, err) == (0, "")
     assert "…" not in out
-    if command == PLANNED:
-        assert "speed-up" in out
+    assert "Not shown" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert words_in(out) == words_in(wide)
 
 
 @pytest.mark.parametrize("width", [100, 200])

@@ -3,6 +3,7 @@
 import gzip
 import os
 import re
+import shlex
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -95,10 +96,13 @@ JOB = [
     ("--sampler all", "sampler must be seldp, defdp or distributed, got 'all'"),
     ("-s selsync:delta=-1", "delta must be at least 0 .*, got -1"),
     ("-s selsync:delta=high", "delta must be a number, got 'high'"),
-    ("-s selsync:dleta=1", "selsync has no setting 'dleta'; it has delta, .*"),
+    (
+        "-s selsync:dleta=1",
+        r"selsync has no setting 'dleta' \(did you mean 'delta'\?\); it has delta, .*",
+    ),
     ("-s selsync:delta", ".*'delta' is not of the form setting=value"),
     ("-s local", ".*period.*"),
-    ("-s local:perod=8", "local has no setting 'perod'; it has .*"),
+    ("-s local:perod=8", r"local has no setting 'perod' \(did you mean 'period'\?\); it has .*"),
     ("--data /no/where -s local:period=0", "period must be at least 1.*, got 0"),
     ("--workers 0", "workers must be at least 1, got 0"),
     ("--epochs 0", "epochs must be positive and finite, got 0.0"),
@@ -166,6 +170,16 @@ SIMULATION = [
             "compare digits -s bsp -s torch:ddp --wire int8",
             "--wire int8: torch:ddp cannot honour it, leave it out; to give an option to some .*",
         ),
+        # misspelled names
+        ("train digit", r"unknown recipe 'digit' \(did you mean 'digits'\?\); there are .*"),
+        ("train cifar10", r"unknown recipe 'cifar10' \(did you mean 'cifar10:cnn'\?\); .*"),
+        ("simulate stdlib_lm", r".* \(did you mean 'stdlib-lm'\?\); .*"),
+        ("train digits -s DiLoCO", r".* 'DiLoCO' \(did you mean 'diloco'\?\); there are .*"),
+        (f"{NET} -s strea", r"unknown strategy 'strea' \(did you mean 'streaming'\?\); there .*"),
+        ("compare digits -s torch:dpd", r".* 'torch:dpd' \(did you mean 'torch:ddp'\?\); .*"),
+        ("train digits --sampler defpd", r"sampler .*, got 'defpd' \(did you mean 'defdp'\?\)"),
+        ("train digits --wire in8", r".* '--wire'.* 'in8' .*'auto'\. \(did you mean 'int8'\?\)"),
+        ("compare digits -s 'bsp --wire in8'", r"wire must .* 'in8' \(did you mean 'int8'\?\)"),
         # where results go
         ("compare digits -s bsp -o FILES/file", "--output .*/file: it is a file; name a dir.*"),
         ("compare digits -s bsp -o FILES/file/x", "--output .*/file/x: .*/file is a file"),
@@ -222,7 +236,10 @@ SIMULATION = [
             "--lr-scale 1,2: --tune chooses the learning rate; leave it out, or fix it for .*",
         ),
         ("compare digits -s local --tune 3 -s local:period=8", "'local:period=8' is given twice"),
-        ("compare digits -s local:perid=8 --tune 3", "local has no setting 'perid'; it has .*"),
+        (
+            "compare digits -s local:perid=8 --tune 3",
+            r"local has no setting 'perid' \(did you mean 'period'\?\); it .*",
+        ),
         ("compare digits -s bsp --tune 3 --wire int8", "--wire int8: ideal cannot honour it, .*"),
         ("compare digits -s bsp --max-steps 0", "max_steps must be at least 1, got 0"),
         ("train digits --max-seconds 0", "max_seconds must be positive and finite, got 0.0"),
@@ -307,7 +324,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     """The line shows the right form."""
     monkeypatch.syspath_prepend(files)
-    code, out, err = idle_call(*(word.replace("FILES", str(files)) for word in argv.split()))
+    code, out, err = idle_call(*(word.replace("FILES", str(files)) for word in shlex.split(argv)))
     assert (code, out) == (2, "")
     assert re.fullmatch(f"error: {message}\n", err)
 

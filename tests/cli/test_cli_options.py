@@ -13,7 +13,7 @@ from cli.commands import Call
 from offbeat import cli
 from offbeat.arguments import setting
 from offbeat.cli import options, runs
-from offbeat.lab.job import Job, Option, option, option_of
+from offbeat.lab.job import Job, Option, Panel, option, option_of
 from offbeat.transport import costs
 
 APP: Any = typer.main.get_command(cli.app)
@@ -110,7 +110,21 @@ def test_a_new_field_is_a_new_option(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_field_has_its_help_and_flags() -> None:
     (workers,) = (one for one in dataclasses.fields(Job) if one.name == "workers")
-    assert option_of(workers) == Option("Number of workers.", ("--workers", "-n"))
+    assert option_of(workers) == Option("Number of workers.", Panel.WORKERS, ("--workers", "-n"))
+
+
+@pytest.mark.parametrize("command", [*LEFT_OUT, "plan"])
+def test_every_option_has_a_panel(command: str) -> None:
+    """Those that a comparison can set for each method are together, also with ``--strategy``."""
+    panels = {
+        one.name: getattr(one, "rich_help_panel", None) for one in APP.commands[command].params
+    }
+    assert {panels[name] for name in panels.keys() - {"recipe"}} <= {*Panel}
+    for name, one in ASKED.items():
+        declared = option_of(one)
+        assert declared is not None
+        if name in panels and name != "recipe" and (declared.of_method or name == "strategy"):
+            assert panels[name] is Panel.STRATEGIES
 
 
 def test_defaults_inside_nodes_are_those_of_the_cost_model() -> None:

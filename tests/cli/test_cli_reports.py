@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.commands import Call
+from offbeat.cli import view
 
 OLD = Path(__file__).parents[1] / "lab" / "old_results.jsonl"
 SHORT = ("--workers", "2", "--max-steps", "2", "--evaluations", "2")
@@ -32,11 +33,29 @@ def test_a_tuned_comparison_continues_where_it_was(call: Call, tmp_path: Path) -
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     code, out, err = call(*argv)
     assert (code, err) == (0, "")
-    assert out.count("is in the results already") == 3
+    assert out.splitlines()[0] == "3 of 3 runs were in the results already"
+    assert "test accuracy 0." not in out.partition("digits, target")[0]
     assert len(path.read_text(encoding="utf-8").splitlines()) == 3
     (tmp_path / "report.html").unlink()
     assert call("report", str(path))[0] == 0
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == page
+
+
+def test_the_table_fits_80_columns(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A comparison with the ideal and several rates has too many columns: table.md has the rest."""
+    monkeypatch.setattr(view.console, "width", 80)
+    label = "async:schedule=eager,staleness=16,outer_momentum=0.9"
+    argv = ("compare", "digits", "-s", "ideal", "-s", label, *SHORT, *VIRTUAL)
+    code, out, err = call(*argv, "--lr-scale", "1,1e9", "--output", str(tmp_path))
+    assert (code, err) == (0, "")
+    table = out[out.index("digits, target") :].partition("\ntable ")[0]
+    assert max(map(len, table.splitlines())) <= 80
+    for word in re.split("[,:]", label):
+        assert re.search(rf"(^|[,:]){re.escape(word)}([,: ]|$)", table, re.MULTILINE)
+    assert "Not shown in 80 columns: sent per worker, idle; table.md has them." in table
+    assert "| sent per worker | idle |" in (tmp_path / "table.md").read_text(encoding="utf-8")
 
 
 def test_tuning_from_the_command_line(call: Call, tmp_path: Path) -> None:
@@ -57,7 +76,8 @@ def test_tuning_from_the_command_line(call: Call, tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "at most 3 trials per method and the seed 0" in page
     code, out, err = call(*argv)
-    assert (code, err, out.count("is in the results already")) == (0, "", len(told))
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0] == f"{len(told)} runs were in the results already"
     (tmp_path / "report.html").unlink()
     assert call("report", str(path))[0] == 0
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == page

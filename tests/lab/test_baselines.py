@@ -267,8 +267,9 @@ def test_unknown_values_are_null_in_a_result(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("torch:dpp", "unknown baseline 'torch:dpp'; there are ideal, torch:ddp, .*"),
-        ("torch:ddp:hook=fp16", "unknown baseline 'torch:ddp:hook=fp16'; .* torch:ddp,hook=bf16"),
+        ("torch:", "unknown baseline 'torch:'.*; there are ideal, torch:ddp, .*"),
+        ("torch:dpp", r"unknown baseline 'torch:dpp' \(did you mean 'torch:ddp'\?\); there are .*"),
+        ("torch:ddp:hook=fp16", "unknown baseline 'torch:ddp:hook=fp16'.*; .* torch:ddp,hook=bf16"),
         ("torch:ddp,hook=int8", 'hook must be None, "fp16", "bf16" or "powersgd", got .*'),
         ("torch:ddp,hook", ".*'hook' is not of the form setting=value"),
         ("torch:ddp,rank=2", "torch:ddp: rank needs hook=powersgd"),

@@ -220,6 +220,8 @@ def test_real_mnist_is_read() -> None:
 
 
 def test_an_unknown_recipe_lists_the_known_ones() -> None:
-    there = f"unknown recipe 'digit'; there are {', '.join(RECIPES)}, and your own as path/to/"
-    with pytest.raises(ValueError, match=there):
+    there = f"; there are {', '.join(RECIPES)}, and your own as path/to/"
+    with pytest.raises(ValueError, match=f"unknown recipe 'nope'{there}"):
+        find_recipe("nope")
+    with pytest.raises(ValueError, match=rf"'digit' \(did you mean 'digits'\?\){there}"):
         find_recipe("digit")

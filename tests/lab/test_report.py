@@ -140,27 +140,55 @@ def test_common_options_are_in_the_caption() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "metrics", "marked"),
+    ("recipe", "metrics", "shown"),
     [
-        ("digits", (0.09, 0.12, 0.1), True),  # chance is 0.1
-        ("digits", (0.09, 0.14, 0.1), False),
-        ("digits", (0.98, 0.97, 0.97), False),  # good from the start
-        ("digits", (0.9, math.nan), True),
-        ("stdlib-lm", (2.5, 2.6, 9.0), True),  # lower is better; no evaluation beats the first
-        ("stdlib-lm", (2.5, 2.4, 9.0), False),
-        ("stdlib-lm", (2.5, 2.6), False),  # two evaluations are too few
+        ("digits", (0.09, 0.12, 0.1), "0.1000 (chance level)"),  # chance is 0.1
+        ("mnist", (0.09, 0.12, 0.1), "0.1000 (chance level)"),  # an alias
+        ("digits", (0.09, 0.14, 0.1), "0.1000"),
+        ("digits", (0.98, 0.97, 0.97), "0.9700"),  # good from the start
+        ("digits", (0.9, math.nan), "nan (diverged)"),
+        ("stdlib-lm", (2.5, 2.6, math.inf), "inf (diverged)"),
+        ("stdlib-lm", (2.5, 2.6, 9.0), "9.0000 (no progress)"),  # lower is better
+        ("stdlib-lm", (2.5, 2.4, 9.0), "9.0000"),
+        ("stdlib-lm", (2.5, 2.6), "2.6000"),  # two evaluations are too few
     ],
 )
 def test_runs_that_did_not_train_are_marked(
-    recipe: str, metrics: Sequence[float], marked: bool
+    recipe: str, metrics: Sequence[float], shown: str
 ) -> None:
-    """One of two seeds is enough. The note explains the mark wherever the table is."""
-    curve = [*enumerate(metrics, start=1)]
-    good = make("bsp", [(1, 0.5)], recipe=recipe, seed=1)
-    runs = [make("bsp", curve, recipe=recipe), good]
-    assert cell(runs, "final").endswith("†") == marked
-    for shown in (report.markdown(runs), report.page(runs)):
-        assert ("† A run did not train" in shown) == marked
+    """A note explains the marks in use wherever the table is."""
+    one = make("bsp", [*enumerate(metrics, start=1)], recipe=recipe)
+    assert cell([one], "final") == shown
+    mark = shown.partition("(")[2].rstrip(")")
+    for page in (report.markdown([one]), report.page([one])):
+        assert ("Runs that did not train: " in page) == bool(mark)
+        assert (f"Runs that did not train: {mark} (" in page) == bool(mark)
+
+
+def test_the_number_of_seeds_that_did_not_train_is_shown() -> None:
+    """NaN counts as the worst value. Other runs have finite medians and differences."""
+    finals = (0.97, math.nan, 0.98, 0.1)
+    runs = [make("bsp", [(1, final)], seed=seed) for seed, final in enumerate(finals)]
+    assert cell(runs[:3], "final") == "0.9700 (nan-0.9800) (1 of 3 diverged)"
+    assert cell(runs[1:2], "final") == "nan (diverged)"
+    assert cell(runs[:2], "final") == "nan (nan-0.9700) (1 of 2 diverged)"
+    assert cell(runs, "final").endswith("(1 of 4 diverged, 1 of 4 chance level)")
+    loss = [make("bsp", [(1, v)], recipe="stdlib-lm", seed=i) for i, v in enumerate(finals[:3])]
+    assert cell(loss, "final") == "0.9800 (0.9700-nan) (1 of 3 diverged)"
+
+
+def test_differences_from_a_diverged_run_are_marked() -> None:
+    ideal = [make("ideal", [(1, 0.9)], seed=seed) for seed in range(2)]
+    diverged = [make("bsp", [(2, math.nan)], seed=seed) for seed in range(2)]
+    for runs, shown in (
+        (diverged, "nan (diverged)"),
+        ([diverged[0], make("bsp", [(2, 0.9)], seed=1)], "nan (1 of 2 diverged)"),
+    ):
+        table = report.differences([*ideal, *runs])
+        assert table is not None
+        assert table.rows[0][3:] == (shown, "+1.0 s")
+    lost = [replace(one, job=replace(one.job, strategy="ideal")) for one in diverged]
+    assert report.times_to_targets([*lost, *diverged]) is None
 
 
 def test_speed_up_is_relative_to_the_first_row() -> None:

@@ -228,9 +228,13 @@ def test_only_what_differs_from_the_defaults_is_shown(
     ("text", "error", "words"),
     [
         ("", ValueError, "unknown strategy ''; there are async, bsp, desloc, "),
-        ("bps", ValueError, f"unknown strategy 'bps'; there are {', '.join(sorted(STRATEGIES))}"),
-        ("SelSync", ValueError, "unknown strategy 'SelSync'; there are async, bsp, desloc, "),
-        ("selsync:detla=1", ValueError, "selsync has no setting 'detla'; it has delta, target_lss"),
+        ("xyz", ValueError, f"unknown strategy 'xyz'; there are {', '.join(sorted(STRATEGIES))}"),
+        ("SelSync", ValueError, "'SelSync' (did you mean 'selsync'?); there are async, bsp, des"),
+        (
+            "selsync:detla=1",
+            ValueError,
+            "'detla' (did you mean 'delta'?); it has delta, target_lss",
+        ),
         ("bsp:delta=1", ValueError, "bsp has no setting 'delta'; it has no settings"),
         ("local", ValueError, "local needs period, as in local:period=8"),
         ("local:warmup_steps=3", ValueError, "local needs period, as in local:period=8"),

@@ -8,7 +8,7 @@ import pytest
 
 from loops import attach, sgd
 from offbeat import AsyncAveraging, DiLoCo, LocalSGD, SelSync, StreamingAveraging
-from offbeat.arguments import check_settings, setting
+from offbeat.arguments import check_settings, did_you_mean, setting
 from offbeat.strategies import Strategy
 from problems import make_model
 from worlds import run
@@ -160,3 +160,18 @@ def test_integers_are_compared_with_every_bound(wrong: dict[str, int]) -> None:
     check_settings(Bounded(most=3, between=3, choice=3))
     with pytest.raises(ValueError, match=rf"{next(iter(wrong))} must be .*, got \d"):
         check_settings(Bounded(**wrong))
+
+
+SUGGESTED: list[tuple[object, str]] = [
+    ("digit", " (did you mean 'digits'?)"),
+    ("SELSYNC", " (did you mean 'selsync'?)"),
+    ("nothing", ""),
+    ("", ""),
+    (8, ""),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), SUGGESTED)
+def test_a_similar_name_is_suggested(given: object, text: str) -> None:
+    """The case of letters does not matter. Values that are no text are ignored."""
+    assert did_you_mean(given, ["digits", "selsync", None, 8]) == text

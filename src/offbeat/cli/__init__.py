@@ -4,6 +4,7 @@ The commands are declared in ``commands.py``.
 """
 
 import os
+import re
 import signal
 import sys
 from types import FrameType
@@ -16,8 +17,9 @@ except ImportError:
     raise SystemExit(2) from None
 
 import offbeat
+from offbeat.arguments import did_you_mean
 from offbeat.cli.commands import COMMANDS
-from offbeat.cli.options import OnceEach
+from offbeat.cli.options import Command
 from offbeat.errors import OffbeatError
 
 app = typer.Typer(
@@ -27,7 +29,7 @@ app = typer.Typer(
     help="Train PyTorch models data-parallel on slow networks without waiting for them.",
 )
 for command in COMMANDS:
-    app.command(cls=OnceEach)(command)
+    app.command(cls=Command)(command)
 
 INTERRUPTED = "interrupted; all workers have been ended"
 
@@ -99,10 +101,18 @@ def _run() -> NoReturn:
         format_message = getattr(error, "format_message", None)  # typer's errors in arguments
         if format_message is None:
             raise
-        _fail(f"error: {format_message()}", 2)
+        _fail(f"error: {_with_suggestion(format_message())}", 2)
     if status == 130:  # typer has caught Ctrl-C and returned this status
         _fail(INTERRUPTED, 130)
     raise SystemExit(status)
+
+
+def _with_suggestion(message: str) -> str:
+    """Add the most similar value to typer's error for a value that is none of the choices."""
+    match = re.search(r"'([^']*)' is not one of ('.*')", message)
+    return (
+        message + did_you_mean(match[1], re.findall(r"'([^']*)'", match[2])) if match else message
+    )
 
 
 def _describe(error: OSError) -> str:

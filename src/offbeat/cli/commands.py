@@ -21,7 +21,7 @@ from offbeat.cli.options import (
     VirtualClusterOptions,
     with_options,
 )
-from offbeat.lab.job import Job
+from offbeat.lab.job import Job, Panel
 
 _SAVING = ("checkpoints", "save_every", "resume")  # only `train` offers them
 
@@ -49,22 +49,19 @@ def implemented_in(module: str) -> Callable[[Callable[Options, None]], Callable[
 @with_options()
 @implemented_in("runs")
 def train(
-    job: Job, bandwidth: Annotated[str | None, typer.Option(help=SHAPED_LINKS)] = None
+    job: Job,
+    bandwidth: Annotated[
+        str | None, typer.Option(help=SHAPED_LINKS, rich_help_panel=Panel.WORKERS)
+    ] = None,
 ) -> None:
     """Train a recipe under one strategy on local worker processes, or on those of torchrun.
-
-    A baseline can take the place of the strategy; `offbeat strategies` lists both.
 
     [bold]Examples[/bold]
 
     offbeat train digits --strategy selsync:delta=0.3 --workers 4
-
-    offbeat train mnist:cnn -s local:period=8 --data ~/mnist --records runs/mnist.jsonl
-
+    offbeat train mnist:cnn -s local:period=8 --data ~/mnist --records run.jsonl
     offbeat train digits -s diloco --checkpoints runs/digits --save-every 100
-
-    offbeat train digits -s diloco --checkpoints runs/digits --save-every 100 --resume
-
+    offbeat train digits -s diloco --checkpoints runs/digits --resume
     torchrun --nproc-per-node 4 -m offbeat.cli train digits -s async:staleness=16
     """
 
@@ -76,9 +73,9 @@ def simulate(job: Job, options: SimulateOptions, simulated: VirtualClusterOption
 
     [bold]Examples[/bold]
 
-    offbeat simulate digits -s bsp --workers 16 --bandwidth 5gbit --latency 50us --step-time 80ms
-
-    offbeat simulate digits -s local:period=8 --workers 16 --workers-per-node 8 --step-time 80ms
+    offbeat simulate digits -s bsp -n 16 --bandwidth 5gbit --latency 50us
+    offbeat simulate digits -s local:period=8 -n 16 --step-time 80ms --jitter 0.2
+    offbeat simulate digits -n 16 --workers-per-node 8 --inside 200gbit
     """
 
 
@@ -87,32 +84,20 @@ def simulate(job: Job, options: SimulateOptions, simulated: VirtualClusterOption
 def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions) -> None:
     """Run strategies one after the other under the same seeds; write table, plot and report.
 
-    A baseline can take the place of a strategy: [bold]ideal[/bold] is bsp on an infinitely fast
-    network, [bold]torch:…[/bold] are torch's own methods, and other baselines need their packages.
-    `offbeat strategies` lists all. To continue an interrupted comparison, run the same command
-    again with the same --output.
+    The baseline ideal is bsp on an infinitely fast network. To continue an
+    interrupted comparison, repeat its command, with the same --output.
 
     [bold]Examples[/bold]
 
-    offbeat compare digits -s bsp -s local:period=8 -s selsync:target_lssr=0.9 --workers 4
-
-    offbeat compare digits -s bsp -s async:staleness=16 --bandwidth 100Mbit/s --seeds 3
-
-    offbeat compare digits -s bsp -s local:period=8 --simulate --workers 16 --step-time 80ms
-
-    offbeat compare digits -s bsp -s diloco --tune 6 --simulate --step-time 20ms --seeds 3
-
+    offbeat compare digits -s bsp -s local:period=8 -s selsync --workers 4
+    offbeat compare digits -s bsp -s async --bandwidth 100Mbit/s --seeds 3
+    offbeat compare digits -s bsp -s diloco --simulate -n 16 --step-time 80ms
+    offbeat compare digits -s bsp -s diloco --tune 6 --simulate --step-time 20ms
     offbeat compare digits -s bsp -s 'local:period=8 --wire int8 --lr-scale 2'
-
-    offbeat compare digits -s ideal -s bsp -s torch:ddp -s torch:ddp,hook=powersgd,rank=2
-
-    offbeat compare digits -s ideal -s bsp -s local:period=8 --lr-scale 0.3,1,3 --seeds 3
-
-    offbeat compare digits -s ideal -s bsp -s local:period=8 --step-time 50ms
-
-    offbeat compare path/to/file.py -s bsp -s local:period=8
-
-    torchrun --nproc-per-node 4 -m offbeat.cli compare digits -s bsp -s local:period=8
+    offbeat compare digits -s ideal -s bsp -s torch:ddp,hook=powersgd,rank=2
+    offbeat compare digits -s ideal -s bsp -s streaming --lr-scale 0.3,1,3
+    offbeat compare path/to/file.py -s bsp -s local:period=8 --step-time 50ms
+    torchrun --nproc-per-node 4 -m offbeat.cli compare digits -s bsp -s diloco
     """
 
 
@@ -134,7 +119,6 @@ def report(
     [bold]Examples[/bold]
 
     offbeat report runs/digits/results.jsonl
-
     offbeat report runs/digits/results.jsonl -o page.html
     """
 
@@ -144,16 +128,14 @@ def report(
 def plan(options: PlanOptions) -> None:
     """Predict the time of a step under each strategy, and recommend one to try first.
 
-    The speed-up counts steps, not the time to a metric: a strategy may need more steps.
+    The speed-up counts steps, not the time to a metric: a strategy may need
+    more steps.
 
     [bold]Examples[/bold]
 
-    offbeat plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit
-
-    offbeat plan --model digits --workers 4 --bandwidth 100Mbit/s -s bsp -s diloco:period=50
-
-    offbeat plan --parameters 100M --step-time 200ms -n 32 --workers-per-node 8 --bandwidth 5gbit
-
+    offbeat plan --parameters 25M --step-time 120ms -n 16 --bandwidth 5gbit
+    offbeat plan --model digits --bandwidth 100Mbit/s -s bsp -s diloco:period=50
+    offbeat plan --model digits -n 32 --workers-per-node 8 --bandwidth 5gbit
     torchrun --nproc-per-node 2 -m offbeat.cli plan --model digits --probe
     """
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from offbeat.arguments import POSITIVE, require_number
 from offbeat.cli.launcher import is_launched
 from offbeat.cli.options import USUAL_LATENCY, USUAL_WORKERS, PlanOptions
-from offbeat.cli.view import console, print_step_time, print_table
+from offbeat.cli.view import console, print_narrow_table, print_step_time, print_table
 from offbeat.display.table import Table
 from offbeat.errors import OffbeatError
 from offbeat.lab import probe as probing
@@ -143,7 +143,7 @@ def _median_latency(pairs: Sequence[probing.Pair]) -> float:
 def _print_plan(answer: Plan) -> None:
     table = answer.table()
     figures = tuple(row[:-1] for row in table.rows)  # the notes are too long for a column
-    print_table(Table(table.headings[:-1], figures, table.caption))
+    print_narrow_table(Table(table.headings[:-1], figures, table.caption))
     for row in table.rows:
         console.print(f"{row[0]}: {row[-1]}", style="dim", highlight=False)
     console.print(f"\n{SPEED_UP_MEANS}", style="dim", highlight=False)

@@ -16,12 +16,12 @@ import typer
 import typer.core
 
 from offbeat.arguments import Precision, types_of
-from offbeat.lab.job import Job, option, option_of
+from offbeat.lab.job import Job, Panel, option, option_of
 
 USUAL_LATENCY = "100us"
 USUAL_WORKERS = 4
 NODE_BANDWIDTH, NODE_LATENCY = "100Gbit/s", "10us"  # as in `offbeat.transport.costs`
-SHAPED_LINKS = "Shape each worker's link, as in 200Mbit/s (Linux, root, iproute2)."
+SHAPED_LINKS = "Limit each link, as in 200Mbit/s (Linux, root, iproute2)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,23 +31,23 @@ class NodeOptions:
     A *node* is a group of workers that average their gradients over a fast network in every step.
     """
 
-    jitter: float = option(
-        0.0,
-        help="Standard deviation of the step time, relative to its mean.",
-    )
     workers_per_node: int = option(
-        1, help="Workers per node, which share its link and train as one."
+        1, help="Workers per node, which share its link.", panel=Panel.WORKERS
     )
     inside: str | None = option(
         None,
-        help="Bandwidth of each worker's link inside its node, as in 200Gbit/s.",
+        help="Bandwidth inside a node.",
+        panel=Panel.WORKERS,
         unset=NODE_BANDWIDTH,
     )
     inside_latency: str | None = option(
-        None, help="Latency of one message inside a node.", unset=NODE_LATENCY
+        None, help="Latency inside a node.", panel=Panel.WORKERS, unset=NODE_LATENCY
     )
     latency: str | None = option(
-        None, help="Latency of one message, as in 50us.", unset=USUAL_LATENCY
+        None, help="Latency of a message, as in 50us.", panel=Panel.WORKERS, unset=USUAL_LATENCY
+    )
+    jitter: float = option(
+        0.0, help="Relative standard deviation of the step time.", panel=Panel.WORKERS
     )
 
 
@@ -57,8 +57,9 @@ class VirtualClusterOptions(NodeOptions):
 
     step_time: str | None = option(
         None,
-        help="Time to compute a step, as in 80ms: virtual time, or real workers sleep up to it.",
-        unset="virtual: measured on this machine, real: as it is",
+        help="Compute time of a step, as in 80ms; real workers sleep up to it.",
+        panel=Panel.WORKERS,
+        unset="as measured",
     )
 
 
@@ -66,11 +67,15 @@ class VirtualClusterOptions(NodeOptions):
 class SimulateOptions:
     """Options that only ``simulate`` has."""
 
-    bandwidth: str = option("1Gbit/s", help="Bandwidth of each link, as in 5Gbit/s.")
-    timeline: Path | None = option(
-        None, help="Image file for a plot of the computing and waiting of each worker."
+    bandwidth: str = option(
+        "1Gbit/s", help="Bandwidth of each link, as in 5Gbit/s.", panel=Panel.WORKERS
     )
-    as_json: Path | None = option(None, "--json", help="JSON file for totals and timeline.")
+    timeline: Path | None = option(
+        None, help="Image of the computing and waiting of each worker.", panel=Panel.OUTPUT
+    )
+    as_json: Path | None = option(
+        None, "--json", help="JSON file for totals and timeline.", panel=Panel.OUTPUT
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,30 +86,40 @@ class CompareOptions:
         dataclasses.MISSING,
         "--strategy",
         "-s",
-        help="A strategy or baseline, optionally with options for it alone. Can be repeated.",
+        help="As in `offbeat strategies`, with options of its own if needed; repeatable.",
+        panel=Panel.STRATEGIES,
+        metavar="METHOD",
     )
-    seeds: int = option(1, help="Number of seeds.")
+    seeds: int = option(1, help="Number of seeds.", panel=Panel.TRAINED)
     tune: int | None = option(
         None,
-        help="Tune each method first, with so many trials on a seed of their own. A trial is "
-        "better if it sooner reaches the final metric of the ideal's best trial, less 2 % of that "
-        "trial's range; the ideal's trials are ranked by their final metric.",
-        unset="no tuning",
+        help="Tune each method first, in at most N trials on another seed.",
+        panel=Panel.STRATEGIES,
+        metavar="N",
     )
-    bandwidth: str | None = option(None, help=SHAPED_LINKS)
+    bandwidth: str | None = option(None, help=SHAPED_LINKS, panel=Panel.WORKERS)
     output: Path | None = option(
         None,
         "--output",
         "-o",
-        help="Directory of results, table, plot and report.",
+        help="Directory of results and report.",
+        panel=Panel.OUTPUT,
         unset="runs/RECIPE-TIME",
     )
-    simulated: bool = option(False, "--simulate", help="Use simulated workers, in virtual time.")
-    slow: str | None = option(None, help="Slow workers down: RANK=FACTOR, as in 0=2.")
+    simulated: bool = option(
+        False, "--simulate", help="Use simulated workers, in virtual time.", panel=Panel.WORKERS
+    )
+    slow: str | None = option(
+        None,
+        help="Slow workers down, as in 0=2.",
+        panel=Panel.WORKERS,
+        metavar="RANK=X",
+    )
     lr_scale: str = option(
         "1",
-        help="Factor on the recipe's learning rate. With several, as in 0.3,1,3, the best one for "
-        "each strategy is shown.",
+        help="Factor on the learning rate. Of several, as in 0.3,1,3, the best one is shown.",
+        panel=Panel.STRATEGIES,
+        metavar="FACTOR",
     )
 
 
@@ -112,30 +127,54 @@ class CompareOptions:
 class PlanOptions(NodeOptions):
     """Options of ``plan``."""
 
-    bandwidth: str | None = option(None, help="Bandwidth of each worker's link, as in 5Gbit/s.")
-    parameters: str | None = option(None, help="Number of parameters of the model, as in 25M.")
-    step_time: str | None = option(None, help="Step time without communication, as in 120ms.")
-    workers: int | None = option(
-        None, "--workers", "-n", help="Number of workers.", unset=str(USUAL_WORKERS)
+    bandwidth: str | None = option(
+        None, help="Bandwidth of each worker's link, as in 5Gbit/s.", panel=Panel.WORKERS
     )
-    lssr: float = option(0.9, help="Share of steps without synchronization, for SelSync.")
+    parameters: str | None = option(
+        None, help="Number of parameters, as in 25M.", panel=Panel.TRAINED
+    )
+    step_time: str | None = option(
+        None, help="Step time without communication, as in 120ms.", panel=Panel.TRAINED
+    )
+    workers: int | None = option(
+        None,
+        "--workers",
+        "-n",
+        help="Number of workers.",
+        panel=Panel.WORKERS,
+        unset=str(USUAL_WORKERS),
+    )
+    lssr: float = option(
+        0.9, help="Share of steps without synchronization, for SelSync.", panel=Panel.STRATEGIES
+    )
     wire: Precision | None = option(
         None,
-        help="Precision of models and gradients on the network.",
-        unset="float32; chosen at run time by streaming",
+        help="Precision of what is sent: float32, bfloat16, int8, int4, int2, auto.",
+        panel=Panel.STRATEGIES,
+        metavar="NAME",
+        unset="float32; streaming chooses",
     )
     strategies: list[str] | None = option(
         None,
         "--strategy",
         "-s",
-        help="A strategy to forecast, instead of the default ones. Can be repeated.",
+        help="Strategy to forecast, instead of the default ones; repeatable.",
+        panel=Panel.STRATEGIES,
+        metavar="METHOD",
     )
     model: str | None = option(
-        None, help="Recipe or file whose parameters and step time are measured."
+        None,
+        help="Recipe or file.py to measure parameters and step time of.",
+        panel=Panel.TRAINED,
+        metavar="RECIPE",
     )
-    data: Path | None = option(None, help="Directory of the recipe's data.")
-    probe: bool = option(False, "--probe", help="Measure the network; start it with torchrun.")
-    as_json: bool = option(False, "--json", help="Print JSON instead of a table.")
+    data: Path | None = option(None, help="Directory of the recipe's data.", panel=Panel.TRAINED)
+    probe: bool = option(
+        False, "--probe", help="Measure the network, under torchrun.", panel=Panel.WORKERS
+    )
+    as_json: bool = option(
+        False, "--json", help="Print JSON instead of a table.", panel=Panel.OUTPUT
+    )
 
 
 _SEVERAL = {
@@ -146,8 +185,11 @@ _SEVERAL = {
 """What to do instead of repeating an option, by the name of its field."""
 
 
-class OnceEach(typer.core.TyperCommand):
-    """A command that refuses an option given twice. Typer would ignore all values but the last."""
+class Command(typer.core.TyperCommand):
+    """A command that refuses an option given twice. Typer would ignore all values but the last.
+
+    Its help lists ``--help`` in the last panel, not in one of its own before the others.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Raise ValueError if an option with a single value is repeated."""
@@ -159,6 +201,14 @@ class OnceEach(typer.core.TyperCommand):
                     raise ValueError(f"{parameter.opts[0]} is given twice: give it once{several}")
         return super().parse_args(ctx, args)
 
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return the option ``--help``."""
+        shown: Any = super().get_help_option(ctx)
+        panels = [getattr(parameter, "rich_help_panel", None) for parameter in self.params]
+        if shown is not None:
+            shown.rich_help_panel = next(filter(None, reversed(panels)), None)
+        return shown
+
 
 def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that replaces dataclass parameters of a command by one option per field.
@@ -166,7 +216,7 @@ def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[...,
     Only fields declared with ``option`` become options. The command receives dataclass objects with
     the values of the options. If two dataclasses have a field of the same name, there is one option
     for the last of them. Example: ``-s`` of ``compare`` sets ``CompareOptions.strategy``, and
-    ``Job.strategy`` keeps its default.
+    ``Job.strategy`` keeps its default. The options are in the order of their panels.
 
     Args:
         without: Names of fields that this command does not offer. They keep their default values.
@@ -186,6 +236,8 @@ def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[...,
                     shown[field.name] = field.replace(kind=inspect.Parameter.KEYWORD_ONLY)
                     owners[field.name] = parameter.name
 
+        ordered = sorted(shown.values(), key=_panel_number)
+
         @wraps(function)
         def command(**values: Any) -> None:
             fields: dict[str, dict[str, Any]] = {name: {} for name in groups}
@@ -200,11 +252,18 @@ def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[...,
             function(**arguments)
 
         # Typer reads these two attributes.
-        command.__signature__ = inspect.Signature([*shown.values()])  # type: ignore[attr-defined]
-        command.__annotations__ = {name: field.annotation for name, field in shown.items()}
+        command.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in ordered}
         return command
 
     return decorate
+
+
+def _panel_number(parameter: inspect.Parameter) -> int:
+    """Return the position of a parameter's panel in the help; parameters without one are last."""
+    shown = getattr(parameter.annotation, "__metadata__", (None,))[0]
+    panel = getattr(shown, "rich_help_panel", None)
+    return [*Panel].index(panel) if panel in [*Panel] else len(Panel)
 
 
 def _options_of(kind: Any) -> Iterator[inspect.Parameter]:
@@ -218,7 +277,11 @@ def _options_of(kind: Any) -> Iterator[inspect.Parameter]:
             shown = typer.Argument(help=declared.help)
         else:
             shown = typer.Option(
-                *declared.flags, help=declared.help, show_default=declared.unset or True
+                *declared.flags,
+                help=declared.help,
+                metavar=declared.metavar or None,
+                rich_help_panel=declared.panel,
+                show_default=declared.unset or True,
             )
         annotation = Path | None if declared.is_path else types_of(kind)[field.name]
         yield inspect.Parameter(

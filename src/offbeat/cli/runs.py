@@ -32,13 +32,12 @@ from offbeat.cli.options import (
     SimulateOptions,
     VirtualClusterOptions,
 )
+from offbeat.cli.progress import Bar
 from offbeat.cli.view import (
-    Bar,
     console,
     print_narrow_table,
     print_path,
     print_step_time,
-    print_table,
 )
 from offbeat.lab import compare as comparison
 from offbeat.lab import report
@@ -153,8 +152,8 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
             runner = stack.enter_context(real_workers(job, options.bandwidth, check))
         if runner is None:
             return
-        runs = comparison.count_runs(job, strategies, seeds, scales)
-        with Bar(runs if options.tune is None else 0) as bar:  # 0: unknown
+        runs = comparison.count_runs(job, strategies, seeds, scales, options.tune)
+        with Bar(runs, at_most=options.tune is not None) as bar:
             results = comparison.compare(
                 job,
                 strategies,
@@ -168,7 +167,7 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
                 command=command_line(),
                 tune=options.tune,
             )
-        _print_results(results)
+        _print_results(results, rest="table.md has them")
         written = report.write_report(results, folder)
         for what, path in written.items():
             print_path(f"{what:7}", path)
@@ -209,14 +208,15 @@ def _run_one(job: Job, runner: Runner) -> None:
     _print_results([result])
 
 
-def _print_results(results: list[Result]) -> None:
+def _print_results(results: list[Result], **where: str) -> None:
     chosen, results = report.tuning(results), report.without_trials(results)
     console.print()
     if chosen is not None:
-        print_table(chosen, texts=2)
-    print_narrow_table(report.table(results, ranges=False))  # the ranges would be too wide
+        print_narrow_table(chosen, labels=2, **where)
+    # The ranges would be too wide.
+    print_narrow_table(report.table(results, ranges=False), **where)
     for note in report.notes(results):
         console.print(f"{note}\n", style="dim", highlight=False)
     for table in (report.times_to_targets(results, ranges=False), report.differences(results)):
         if table is not None and len(results) > 1:
-            print_narrow_table(table)
+            print_narrow_table(table, **where)

@@ -1,132 +1,19 @@
-"""Output of the command line: a progress bar, tables, and paths of written files."""
+"""Output of the command line: tables, and paths of written files."""
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 import rich.table
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
+from offbeat.display.narrow import narrow
 from offbeat.display.table import Table
-from offbeat.lab.evaluation import MAX_EVALUATIONS
-from offbeat.lab.events import (
-    Evaluation,
-    EvaluationCount,
-    Event,
-    NotSaved,
-    Resumed,
-    Start,
-    Step,
-    Stopped,
-    Waiting,
-)
-from offbeat.lab.job import Job
-from offbeat.lab.recipes import find_recipe
-from offbeat.lab.results import Result
 from offbeat.lab.step_time import StepTime
 from offbeat.units import show_seconds
 
 console = Console()
 _WIDE = 100  # columns
 _MOST_SPREAD = 3.0  # ratio of the longest steps to the shortest, above which a warning is printed
-
-
-class Bar:
-    """A context manager that shows a progress bar for each of several runs, one after the other.
-
-    All seconds are training seconds, as in the tables: they do not count evaluations. If the output
-    is not a terminal, a line is printed for each evaluation, too.
-    """
-
-    def __init__(self, runs: int = 1) -> None:
-        self._runs, self._run = runs, 0
-        self._progress = Progress(
-            TextColumn("{task.description}", table_column=None),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total} steps"),
-            TextColumn("{task.fields[metric]}"),
-            TextColumn("{task.fields[seconds]}"),
-            console=console,
-        )
-        self._metric = self._name = self._last = ""
-        self._task: Any = None
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-
-    def start(self, job: Job) -> None:
-        """Start the bar of the next run."""
-        self._metric = find_recipe(job.recipe).metric
-        self._name, self._last = _name(job), ""
-        self._task = self._progress.add_task(
-            self._numbered(self._name), total=None, metric="starting the workers", seconds=""
-        )
-
-    def skip(self, result: Result) -> None:
-        """Report that the next run is skipped: its result exists already."""
-        name = self._numbered(_name(result.job))
-        console.print(f"{name}  is in the results already", soft_wrap=True)
-
-    def _numbered(self, name: str) -> str:
-        self._run += 1
-        number = f"{self._run}/{self._runs} " if self._runs > 1 and console.is_terminal else ""
-        return f"{number}{name}"
-
-    def event(self, event: Event) -> None:
-        """Show the progress that an event of the run reports."""
-        match event:
-            case Start():
-                self._progress.update(self._task, total=event.steps, metric="")
-            case Step():
-                self._update(event.step, event.seconds)
-            case Waiting():
-                self._progress.update(self._task, metric=f"{event.what} …")
-            case Evaluation():
-                self._last = f"{self._metric} {event.metric:.4f}"
-                self._update(event.step, event.seconds)
-                if not console.is_terminal:
-                    self._print(f"step {event.step}  {event.seconds:.1f} s  {self._last}")
-            case EvaluationCount() if event.evaluations < MAX_EVALUATIONS:
-                times = "once" if event.evaluations == 1 else f"{event.evaluations} times"
-                self._print(
-                    f"evaluating takes {show_seconds(event.seconds)}: {times} in this run, so that "
-                    "all evaluations take at most a tenth of the time, or 3 s (--evaluations sets "
-                    "the number)"
-                )
-            case Resumed():
-                self._progress.update(self._task, completed=event.step)
-                self._print(f"continues from step {event.step}")
-            case Stopped():
-                self._print(
-                    f"saved at step {event.step} in {event.directory}: --resume continues from it"
-                )
-            case NotSaved():
-                self._print(f"no checkpoint was saved at the end: {event.why}")
-
-    def _update(self, step: int, seconds: float) -> None:
-        self._progress.update(
-            self._task, completed=step, metric=self._last, seconds=f"{seconds:.1f} s of training"
-        )
-
-    def _print(self, text: str) -> None:
-        console.print(f"{self._name}  {text}", soft_wrap=True)
-
-
-def _name(job: Job) -> str:
-    return f"{job.label} seed {job.seed}" if job.seed else job.label
 
 
 def print_path(what: str, path: Path) -> None:
@@ -169,53 +56,22 @@ def print_table(table: Table, *, texts: int = 1) -> None:
     _print(table, grid)
 
 
-def print_narrow_table(table: Table) -> None:
-    """Print a table of many columns, and its caption. Headings have one word per line.
+def print_narrow_table(
+    table: Table, *, labels: int = 1, rest: str = "a wider terminal shows them"
+) -> None:
+    """Print a table of many columns, and its caption, on a terminal of any width.
 
-    On a narrow screen, other cells are wrapped before names. Names are wrapped at commas, colons
-    and spaces, and inside settings only if they do not fit otherwise.
+    The first ``labels`` columns have methods with their settings. If columns do not fit, a line
+    below the table names them and says with the text ``rest`` where they are.
     """
-    heading, *headings = (text.replace(" ", "\n") for text in table.headings)
-    names, *columns = (list(cells) for cells in zip(*table.rows, strict=True))
-    width = console.width - _width(headings, columns)
-    if width < max(map(len, names)):
-        headings = [text.replace("-", "-\n") for text in headings]
-        columns = [[_BREAK.sub("\n", cell) for cell in column] for column in columns]
-        width = max(len(heading), console.width - _width(headings, columns))
+    shown, left_out = narrow(table, console.width, labels=labels)
     grid = rich.table.Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    grid.add_column(heading, no_wrap=True)
-    for text in headings:
-        grid.add_column(text, justify="right", no_wrap=True)
-    wrapped = ["\n".join(_lines(name, width)) for name in names]
-    _print(
-        Table((heading, *headings), (*zip(wrapped, *columns, strict=True),), table.caption), grid
-    )
-
-
-_BREAK = re.compile(r" (?!(?:s|[kMGT]?B)\b|%)")  # not between a number and its unit
-
-
-def _width(headings: Sequence[str], columns: Sequence[Sequence[str]]) -> int:
-    """Return the width of columns with a space before each."""
-    return sum(
-        1 + max(len(line) for text in (heading, *column) for line in text.split("\n"))
-        for heading, column in zip(headings, columns, strict=True)
-    )
-
-
-def _lines(name: str, width: int) -> list[str]:
-    """Return the name of a method in lines of at most ``width`` characters."""
-    lines = [""]
-    for piece in re.findall(r"--\S+ \S+ ?|[^,: ]*[,: ]|[^,: ]+", name):
-        for part in re.findall(r"[^= ]*[= ]|[^= ]+", piece) if len(piece) > width else [piece]:
-            while len(part.rstrip()) > width:  # nothing else is left
-                lines.append(part[:width])
-                part = part[width:]
-            if len(lines[-1]) + len(part.rstrip()) <= width:
-                lines[-1] += part
-            else:
-                lines.append(part)
-    return [line.rstrip() for line in lines if line]
+    for number, heading in enumerate(shown.headings):
+        grid.add_column(heading, justify="left" if number < labels else "right", no_wrap=True)
+    _print(shown, grid)
+    if left_out:
+        text = f"Not shown in {console.width} columns: {', '.join(left_out)}; {rest}.\n"
+        console.print(text, style="dim", highlight=False)
 
 
 def _print(table: Table, grid: rich.table.Table) -> None:

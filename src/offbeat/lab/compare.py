@@ -28,6 +28,7 @@ from offbeat.lab.launch.runners import Runner
 from offbeat.lab.recipes import find_recipe
 from offbeat.lab.results import Result, Trial, public_job, read_results, writing
 from offbeat.lab.tuning import tune as tune_methods
+from offbeat.lab.tuning import with_ideal
 from offbeat.telemetry import Stats
 
 RESULTS = "results.jsonl"
@@ -142,7 +143,8 @@ def compare(
         output: Directory of ``results.jsonl``, or path of a file whose name ends in ``.jsonl``.
         on_start: Function that receives the job of each run before it starts.
         on_event: Function that receives each event of rank 0.
-        on_reused: Function that receives the existing result of each skipped run.
+        on_reused: Function that receives the existing result of each skipped run, before the first
+            run starts. With ``tune``, the runs depend on the results, and it is called in turn.
         command: Command line to store in the results.
         may_differ: Fields of ``job`` that may differ from the results already in the file.
         tune: Number of trials to tune each method with; see ``lab.tuning``. The comparison then has
@@ -162,13 +164,19 @@ def compare(
     if results:
         job = _with_determined(job, results[0].job)
 
-    def result_of(run: Job, trial: Trial | None = None, scales: Sequence[float] = ()) -> Result:
-        nonlocal job
+    def existing(run: Job, trial: Trial | None = None) -> Result | None:
         run = _with_determined(run, job)
         for result in results:
             if result.trial == trial and _is_of(result, run, ignored):
                 on_reused(result)
                 return result
+        return None
+
+    def result_of(run: Job, trial: Trial | None = None, scales: Sequence[float] = ()) -> Result:
+        nonlocal job
+        if (result := existing(run, trial)) is not None:
+            return result
+        run = _with_determined(run, job)
         on_start(run)
         result = run_and_record(run, on_event, runner, lr_scales=scales, command=command)
         result = replace(result, trial=trial)
@@ -178,7 +186,8 @@ def compare(
         return result
 
     if tune is None:
-        for run, scales in _runs(job, strategies, seeds, lr_scales):
+        runs = _runs(job, strategies, seeds, lr_scales)
+        for run, scales in [each for each in runs if existing(each[0]) is None]:
             result_of(run, None, scales)
     else:
         jobs = tune_methods(job, strategies, tune, result_of)
@@ -188,8 +197,20 @@ def compare(
     return results
 
 
-def count_runs(job: Job, strategies: Sequence[str], seeds: int, lr_scales: Sequence[float]) -> int:
-    """Return the number of runs of a comparison, including those that would be skipped."""
+def count_runs(
+    job: Job,
+    strategies: Sequence[str],
+    seeds: int,
+    lr_scales: Sequence[float],
+    tune: int | None = None,
+) -> int:
+    """Return the number of runs of a comparison, including those that would be skipped.
+
+    The arguments are those of ``compare``. With ``tune``, the number is an upper bound: after its
+    trials, each method runs with its chosen and with its first settings.
+    """
+    if tune is not None:
+        return len(with_ideal(strategies)) * (tune + 2 * seeds)
     return sum(1 for _ in _runs(job, strategies, seeds, lr_scales))
 
 

@@ -9,10 +9,17 @@ imports torch and other slow modules only inside its methods.
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from offbeat.arguments import OptimizerName, Precision, check_settings, setting, types_of
+from offbeat.arguments import (
+    OptimizerName,
+    Precision,
+    check_settings,
+    setting,
+    types_of,
+)
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -24,20 +31,34 @@ MOST_WORKERS = 1000
 MOST_SEED = 4_000_000  # worker r uses the seed 1000 · seed + r, which must fit into 32 bits
 
 
+class Panel(StrEnum):
+    """Titles of the groups of options in the help of a command, in the order of the help."""
+
+    TRAINED = "What is trained"
+    STRATEGIES = "Strategies and their settings"
+    WORKERS = "Workers and network"
+    LIMITS = "Time limits"
+    OUTPUT = "Output"
+
+
 @dataclass(frozen=True)
 class Option:
     """The command-line option of a field of ``Job``.
 
     Attributes:
         help: Help text, one sentence.
+        panel: Group of the option in the help. None: the group "Options".
         flags: Flags such as ``--workers`` and ``-n``. Empty: one flag, made from the field's name.
+        metavar: Placeholder of the value in the help. Empty: the type of the value.
         unset: Text that the help shows in place of a default that is None.
         is_path: True if the value is a path.
         of_method: True if a comparison can set the option separately for each method.
     """
 
     help: str
+    panel: Panel | None = None
     flags: tuple[str, ...] = ()
+    metavar: str = ""
     unset: str = ""
     is_path: bool = False
     of_method: bool = False
@@ -51,6 +72,8 @@ def option(
     default: Any = dataclasses.MISSING,
     *flags: str,
     help: str,
+    panel: Panel | None = None,
+    metavar: str = "",
     unset: str = "",
     is_path: bool = False,
     of_method: bool = False,
@@ -62,7 +85,8 @@ def option(
     The arguments are the default, the attributes of ``Option``, and the range of the value:
     ``least`` ≤ value, ``above`` < value.
     """
-    metadata: dict[str, Any] = {"option": Option(help, flags, unset, is_path, of_method)}
+    declared = Option(help, panel, flags, metavar, unset, is_path, of_method)
+    metadata: dict[str, Any] = {"option": declared}
     if flags:
         metadata["label"] = flags[0].removeprefix("--")
     return setting(default, least=least, above=above, metadata=metadata)
@@ -93,33 +117,43 @@ class Job:
     """
 
     recipe: str = option(
-        help="A recipe (listed by `offbeat recipes`), or your own: path/to/file.py."
+        help="A name in `offbeat recipes`, or path/to/file.py.", panel=Panel.TRAINED
     )
     strategy: str = option(
         "bsp",
         "--strategy",
         "-s",
-        help="A strategy, as in selsync:delta=0.3, or a baseline: ideal, torch:ddp.",
+        help="Strategy or baseline, as in `offbeat strategies`.",
+        panel=Panel.STRATEGIES,
+        metavar="METHOD",
     )
-    workers: int = option(4, "--workers", "-n", help="Number of workers.", least=1)
+    workers: int = option(
+        4, "--workers", "-n", help="Number of workers.", panel=Panel.WORKERS, least=1
+    )
     epochs: float | None = option(
         None,
         help="Passes over the data, by all workers together.",
+        panel=Panel.TRAINED,
         unset="the recipe's",
         above=0,
     )
-    seed: int = option(0, help="Seed of model, data order and augmentation.", least=0)
+    seed: int = option(0, help="Seed of all random choices.", panel=Panel.TRAINED, least=0)
     data: str | None = option(
-        None, help="Directory of the data, if the recipe needs one.", is_path=True
+        None, help="Data directory, if the recipe needs one.", panel=Panel.TRAINED, is_path=True
     )
     evaluations: int | None = option(
         None,
-        help="Number of evaluations, evenly spaced, the final one included.",
-        unset="24, or fewer if they would take over a tenth of the time or 1 GiB per worker",
+        help="Number of evaluations, evenly spaced.",
+        panel=Panel.OUTPUT,
+        unset="24, or fewer if slow or large",
         least=1,
     )
-    max_steps: int | None = option(None, help="Stop after this many steps of each worker.", least=1)
-    max_seconds: float | None = option(None, help="Stop after this training time.", above=0)
+    max_steps: int | None = option(
+        None, help="Stop after this many steps of each worker.", panel=Panel.LIMITS, least=1
+    )
+    max_seconds: float | None = option(
+        None, help="Stop after this training time.", panel=Panel.LIMITS, above=0
+    )
     jitter: float = setting(0.0, least=0)
     slow: str | None = None
     step_seconds: float | None = setting(None, above=0)
@@ -127,52 +161,84 @@ class Job:
     measure_links: bool = False
     workers_per_node: int = setting(1, least=1)
     log: str | None = option(  # not --log, because torchrun has options that begin with it
-        None, "--records", help="JSON lines of every step, one file per worker.", is_path=True
+        None,
+        "--records",
+        help="JSON lines of every step, one file per worker.",
+        panel=Panel.OUTPUT,
+        is_path=True,
     )
     checkpoints: str | None = option(
-        None, help="Directory for checkpoints of the run.", is_path=True
+        None, help="Directory of the run's checkpoints.", panel=Panel.OUTPUT, is_path=True
     )
     save_every: int | None = option(
-        None, help="Steps between checkpoints.", least=1, unset="at the end and on Ctrl-C"
+        None,
+        help="Steps between checkpoints.",
+        panel=Panel.OUTPUT,
+        unset="at the end and on Ctrl-C",
+        least=1,
     )
-    resume: bool = option(False, "--resume", help="Continue from the newest complete checkpoint.")
+    resume: bool = option(
+        False,
+        "--resume",
+        help="Continue from the newest complete checkpoint.",
+        panel=Panel.OUTPUT,
+    )
     timeout_seconds: float = option(
-        120.0, "--timeout", help="Seconds that an operation between workers may take.", above=0
+        120.0,
+        "--timeout",
+        help="Seconds for an operation between workers.",
+        panel=Panel.LIMITS,
+        above=0,
     )
     lr_scale: float = option(
-        1.0, "--lr-scale", help="Factor on the recipe's learning rate.", above=0, of_method=True
+        1.0,
+        "--lr-scale",
+        help="Factor on the recipe's learning rate.",
+        panel=Panel.STRATEGIES,
+        metavar="FACTOR",
+        above=0,
+        of_method=True,
     )
     partition: str | None = option(
         None,
-        help="Partition the data: label:K (K labels per worker) or dirichlet:A (skewed by A).",
-        unset="all workers read all data",
+        help="label:K (K labels per worker) or dirichlet:A.",
+        panel=Panel.TRAINED,
+        metavar="KIND",
     )
     sampler: str = option(
         "seldp",
-        help="Data of a worker: all (seldp), 1/N (defdp), or another 1/N each epoch (distributed).",
+        help="Data of a worker: seldp (all), defdp (1/N), distributed (1/N, new each epoch).",
+        panel=Panel.STRATEGIES,
+        metavar="NAME",
         of_method=True,
     )
     injection: str | None = option(
         None,
-        help="ALPHA,BETA: each step, a share ALPHA of the workers sends a share BETA of its batch.",
-        unset="none",
+        help="In a step, a share A of the workers sends a share B of its batch.",
+        panel=Panel.STRATEGIES,
+        metavar="A,B",
         of_method=True,
     )
     wire: Precision | None = option(
         None,
-        help="Precision of models and gradients on the network.",
+        help="Precision of what is sent: float32, bfloat16, int8, int4, int2, auto.",
+        panel=Panel.STRATEGIES,
+        metavar="NAME",
         unset="float32; int2 for streaming",
         of_method=True,
     )
     adam_correction: Literal["on", "off"] | None = option(
         None,
-        help="Lengthen the local steps of Adam, see attach().",
-        unset="on for strategies that average models",
+        help="Lengthen local steps of Adam.",
+        panel=Panel.STRATEGIES,
+        unset="on if models are averaged",
         of_method=True,
     )
     optimizer: OptimizerName | None = option(
         None,
-        help="Optimizer; muon: Muon for hidden matrices, AdamW for the rest.",
+        help="sgd, adamw, muon (AdamW for all but hidden matrices).",
+        panel=Panel.STRATEGIES,
+        metavar="NAME",
         unset="the recipe's",
         of_method=True,
     )

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
+from offbeat.arguments import did_you_mean
 from offbeat.data import SelDPSampler, partition_by_label, partition_dirichlet
 from offbeat.lab.recipes import Task
+
+_KINDS = ("seldp", "defdp", "distributed")
 
 
 def make_sampler(
@@ -38,8 +41,10 @@ def make_sampler(
         ValueError: the kind or the partition is unknown, or the samples have no labels to
             partition by.
     """
-    if kind not in ("seldp", "defdp", "distributed"):
-        raise ValueError(f"sampler must be seldp, defdp or distributed, got {kind!r}")
+    if kind not in _KINDS:
+        raise ValueError(
+            f"sampler must be seldp, defdp or distributed, got {kind!r}{did_you_mean(kind, _KINDS)}"
+        )
     if kind == "distributed" and partition is None:
         return DistributedSampler(task.samples, workers, rank, seed=seed)
     parts = None

@@ -10,7 +10,7 @@ from offbeat.strategies.base import Gradients, Strategy
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class BSP(Strategy):
-    """Average the gradients of all workers in every step, like DistributedDataParallel.
+    """Average the gradients of all workers in every step, like torch's DDP.
 
     **Update** of the parameters x with the gradient g, where T is the optimizer's step:
 

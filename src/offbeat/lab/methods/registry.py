@@ -4,6 +4,7 @@ Baselines are ``ideal`` (BSP timed without communication) and *peers* such as
 ``torch:ddp,hook=bf16``: methods of torch and other packages, which run their own code.
 """
 
+from offbeat.arguments import did_you_mean
 from offbeat.lab.ideal import IDEAL, Ideal
 from offbeat.lab.methods.accelerate import AccelerateLocalSGD
 from offbeat.lab.methods.base import Baseline
@@ -37,8 +38,8 @@ def parse_method(text: str) -> Strategy | Baseline:
     name, _, settings = text.strip().partition(",")
     if name not in BASELINES:
         raise ValueError(
-            f"unknown baseline {name!r}; there are {', '.join(BASELINES)}, with settings as in "
-            "torch:ddp,hook=bf16"
+            f"unknown baseline {name!r}{did_you_mean(name, BASELINES)}; there are "
+            f"{', '.join(BASELINES)}, with settings as in torch:ddp,hook=bf16"
         )
     kind = BASELINES[name]
     return kind(**read_settings(kind, name, settings, text, separator=","))

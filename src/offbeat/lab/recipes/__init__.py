@@ -3,6 +3,7 @@
 A recipe has a model, data, an optimizer, a learning-rate schedule, a metric and a target.
 """
 
+from offbeat.arguments import did_you_mean
 from offbeat.lab.recipes import cifar, digits, mnist, stdlib_lm, wikitext
 from offbeat.lab.recipes.base import Recipe, Setup, Task
 from offbeat.lab.recipes.custom import is_file_recipe, load_file_recipe
@@ -40,8 +41,8 @@ def find_recipe(name: str) -> Recipe:
     name = ALIASES.get(name, name)
     if name not in RECIPES:
         raise ValueError(
-            f"unknown recipe {name!r}; there are {', '.join(RECIPES)}, and "
-            "your own as path/to/file.py or path/to/file.py:NAME"
+            f"unknown recipe {name!r}{did_you_mean(name, RECIPES)}; there are "
+            f"{', '.join(RECIPES)}, and your own as path/to/file.py or path/to/file.py:NAME"
         )
     return RECIPES[name]
 

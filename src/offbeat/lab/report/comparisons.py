@@ -4,13 +4,22 @@ A *method* is a strategy or a baseline. The *ideal* is the baseline ``ideal``: B
 gradients in every step) timed without communication. It is the speed-up limit.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 
 from offbeat.display.table import Table
 from offbeat.lab.probe.tables import show_rate, show_time
 from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
-from offbeat.lab.report.rows import Row, ideal_of, rows_of, share_of_ideal, targets_of
+from offbeat.lab.report.rows import (
+    DIVERGED,
+    Row,
+    failures_in,
+    ideal_of,
+    rows_of,
+    share_of_ideal,
+    targets_of,
+)
 from offbeat.lab.report.tables import SHARE, has_ideal, percent, spread
 from offbeat.lab.results import Result
 from offbeat.lab.tuning import choices
@@ -25,11 +34,11 @@ def times_to_targets(results: Sequence[Result], *, ranges: bool = True) -> Table
     best time. If none did, it is "never".
 
     Returns:
-        The table, or None if the comparison has no run of the ideal.
+        The table, or None if the comparison has no run of the ideal, or one that diverged.
     """
     rows = rows_of(results)
     ideal = ideal_of(rows)
-    if ideal is None:
+    if ideal is None or DIVERGED in failures_in(ideal.runs):
         return None
     targets = targets_of(ideal)
     cells = [
@@ -96,6 +105,13 @@ def differences(results: Sequence[Result]) -> Table | None:
 
 
 def _difference(values: Sequence[float], form: str, unit: str = "") -> str:
+    lost = sum(not math.isfinite(value) for value in values)
+    if lost:
+        return (
+            f"nan ({DIVERGED})"
+            if lost == len(values)
+            else f"nan ({lost} of {len(values)} {DIVERGED})"
+        )
     if len(values) < MIN_SEEDS:
         return f"{statistics.fmean(values):{form}}{unit}"
     interval = interval_of(values)

@@ -8,10 +8,18 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offbeat.lab.recipes import RECIPES
+from offbeat.lab.recipes import ALIASES, RECIPES
 from offbeat.lab.results import Result
 
 _LR_SCALE = "--lr-scale "
+
+FAILURES = {
+    "diverged": "a metric became NaN or infinite",
+    "chance level": "no evaluation was clearly better than random predictions",
+    "no progress": "no evaluation was better than the first",
+}
+"""Marks of runs that did not train, with their meaning."""
+DIVERGED, CHANCE_LEVEL, NO_PROGRESS = FAILURES
 
 
 @dataclass(frozen=True)
@@ -98,22 +106,33 @@ def _score(runs: Sequence[Result]) -> float:
     return statistics.fmean(finals) if all(map(math.isfinite, finals)) else -math.inf
 
 
-def did_not_train(run: Result) -> bool:
-    """Return True if the run ended with NaN or infinity, or never left the level of its start.
+def failure_of(run: Result) -> str | None:
+    """Return the key in ``FAILURES`` of a run that did not train, or None.
 
-    For a recipe with a known ``chance``, this level is 1.3 times chance: a constant prediction is
-    better than chance if one class has more samples than others. For other recipes it is the first
-    of at least three evaluations.
+    A run trained if its best evaluation is better than the level of its start. For a recipe with a
+    known ``chance``, this level is 1.3 times chance: a constant prediction is better than chance if
+    one class has more samples than others. For other recipes it is the first of at least three
+    evaluations.
     """
     last = run.points[-1]
     if not all(map(math.isfinite, (last.metric, *last.metrics.values()))):
-        return True
+        return DIVERGED
     sign = 1 if run.higher_is_better else -1
     best = max(sign * point.metric for point in run.points)
-    recipe = RECIPES.get(run.job.recipe)
+    recipe = RECIPES.get(ALIASES.get(run.job.recipe, run.job.recipe))
     if recipe is not None and recipe.chance is not None:
-        return best <= 1.3 * recipe.chance
-    return len(run.points) >= 3 and best <= sign * run.points[0].metric
+        return CHANCE_LEVEL if best <= 1.3 * recipe.chance else None
+    return NO_PROGRESS if len(run.points) >= 3 and best <= sign * run.points[0].metric else None
+
+
+def failures_in(runs: Sequence[Result]) -> str:
+    """Return text such as "diverged" or "1 of 3 diverged"; empty if all runs trained."""
+    found = [failure_of(run) for run in runs]
+    return ", ".join(
+        mark if count == len(runs) else f"{count} of {len(runs)} {mark}"
+        for mark in FAILURES
+        if (count := found.count(mark))
+    )
 
 
 def common_options(results: Sequence[Result]) -> tuple[str, ...]:

@@ -5,15 +5,18 @@ communication. A *peer* is a method of torch or another package. *LSSR* is the s
 without synchronization. The *target* is a value of the metric, set by the recipe.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 
 from offbeat.baselines import SPARTA, DesLoc, FedAvg, PowerSGD, SparseLoCo
 from offbeat.display.table import Table
 from offbeat.lab.report.rows import (
+    FAILURES,
     Row,
     common_options,
-    did_not_train,
+    failure_of,
+    failures_in,
     rows_of,
     share_of_ideal,
 )
@@ -46,14 +49,9 @@ TUNED_MEANS = (
     "factor with the best mean final metric, chosen on these runs. Runs counts all runs of the "
     "method. Edge: the best factor was the smallest or largest one tried."
 )
+NOT_TRAINED = "Runs that did not train"
+"""Start of the note that explains the marks of such runs."""
 _SHOWN_LATE = 0.01  # smallest share of late steps that has a note
-
-FAILED = "\N{DAGGER}"
-"""Mark of a final metric of runs of which at least one did not train."""
-FAILED_MEANS = (
-    f"{FAILED} A run did not train: its metric became NaN or infinite, or never rose above that of "
-    "a constant prediction or of the first evaluation. Try a smaller --lr-scale."
-)
 
 
 def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
@@ -78,7 +76,7 @@ def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
                 _not_reached(runs) if seconds is None else times,
                 f"{base / seconds:.2f}x" if base and seconds else "-",
                 *([percent(share_of_ideal(row, rows))] if with_ideal else []),
-                spread([run.final for run in runs], ".4f", ranges) + _failure_mark(runs),
+                _final(runs, ranges),
                 spread([run.seconds for run in runs], ".1f", ranges, " s"),
                 spread(lssr, ".2f", ranges),
                 _sent(runs),
@@ -94,11 +92,14 @@ def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
 def spread(values: Sequence[float | None], form: str, ranges: bool, unit: str = "") -> str:
     """Return a cell with the median and, with ``ranges``, the range of ``values`` over the seeds.
 
-    The cell is "-" if a value is unknown. ``form`` is the format of a number, such as ".2f".
+    The cell is "-" if a value is unknown, and "nan" if one is NaN. ``form`` is the format of a
+    number, such as ".2f".
     """
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return "-"
+    if any(map(math.isnan, known)):
+        return "nan"
     text = format(statistics.median(known), form)
     if ranges and len(known) > 1:
         text += f" ({format(min(known), form)}-{format(max(known), form)})"
@@ -133,8 +134,14 @@ def _not_reached(runs: Sequence[Result]) -> str:
     return f"not reached, {reached} of {len(runs)}" if reached else "not reached"
 
 
-def _failure_mark(runs: Sequence[Result]) -> str:
-    return FAILED if any(map(did_not_train, runs)) else ""
+def _final(runs: Sequence[Result], ranges: bool) -> str:
+    """Return the cell of the final metric. NaN and infinity count as the worst value."""
+    worst = -math.inf if runs[0].higher_is_better else math.inf
+    finals = [run.final if math.isfinite(run.final) else worst for run in runs]
+    shown = "nan" if any(math.isnan(run.final) for run in runs) else "inf"
+    text = spread(finals, ".4f", ranges).replace(f"{worst}", shown)
+    failures = failures_in(runs)
+    return f"{text} ({failures})" if failures else text
 
 
 def _tuning(row: Row) -> tuple[str, str]:
@@ -164,9 +171,10 @@ def notes(results: Sequence[Result]) -> list[str]:
         for row in rows_of(results)
         if (share := statistics.fmean(run.late_share for run in row.runs)) > _SHOWN_LATE
     ]
-    failed = any(_failure_mark(row.runs) for row in rows_of(results))
+    failed = {failure_of(run) for row in rows_of(results) for run in row.runs}
+    meanings = [f"{mark} ({meaning})" for mark, meaning in FAILURES.items() if mark in failed]
     return (
-        [FAILED_MEANS] * failed
+        [f"{NOT_TRAINED}: {', '.join(meanings)}. Try a smaller --lr-scale."] * bool(meanings)
         + [TUNED_MEANS] * is_tuned(results)
         + [SHARE_MEANS] * has_ideal(results)
         + [f"Steps that took longer to compute than --step-time: {', '.join(late)}."] * bool(late)

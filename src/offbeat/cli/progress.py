@@ -1,0 +1,193 @@
+"""The progress of training runs: a clock, a bar for the current run, and lines of text."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
+from rich.text import Text
+from typing_extensions import override
+
+from offbeat.cli.view import console
+from offbeat.lab.evaluation import MAX_EVALUATIONS
+from offbeat.lab.events import (
+    Evaluation,
+    EvaluationCount,
+    Event,
+    NotSaved,
+    Resumed,
+    Start,
+    Step,
+    Stopped,
+    Waiting,
+)
+from offbeat.lab.job import Job
+from offbeat.lab.recipes import find_recipe
+from offbeat.lab.results import Result
+from offbeat.units import show_seconds
+
+_LEAST_DONE = 0.05  # runs that have to be done before the remaining time is estimated
+
+
+class Bar:
+    """A context manager that shows the progress of several runs, one after the other.
+
+    A terminal shows a clock and a bar for the current run. The clock has the number of the run, the
+    time since the beginning and an estimate of the remaining time, which assumes that all runs take
+    equally long. Both times include evaluations and the start of workers.
+
+    If the output is not a terminal, a line with the clock is printed for each of several runs, and
+    a line for each evaluation. The seconds of an evaluation are training seconds, as in the tables.
+
+    Args:
+        runs: Number of runs, including those that will be skipped.
+        at_most: True if ``runs`` is an upper bound.
+    """
+
+    def __init__(self, runs: int = 1, *, at_most: bool = False) -> None:
+        self._runs, self._at_most = runs, at_most
+        self._started = self._skipped = self._unreported = 0
+        self._progress = _ClockAndBar(self.clock)
+        self._name = self._metric = self._value = self._last = ""
+        self._task: Any = None
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._report_skipped()
+        self._progress.stop()
+
+    def start(self, job: Job) -> None:
+        """Start the bar of the next run."""
+        self._report_skipped()
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+            if console.is_terminal and self._last:
+                self._print(self._last)
+        self._metric = find_recipe(job.recipe).metric
+        self._name = f"{job.label} seed {job.seed}" if job.seed else job.label
+        self._value = self._last = ""
+        self._started += 1
+        self._task = self._progress.add_task(self._name, total=None, metric="starting the workers")
+        if self._runs > 1 and not console.is_terminal:
+            self._print(self.clock())
+
+    def skip(self, result: Result) -> None:
+        """Count a run that is skipped, because its result exists already."""
+        self._skipped += 1
+        self._unreported += 1
+
+    def _report_skipped(self) -> None:
+        """Print one line about the runs skipped since the last line."""
+        count, self._unreported = self._unreported, 0
+        if count:
+            runs = "run" if count == 1 else "runs"
+            shown = f"{count} {runs}" if self._at_most else f"{count} of {self._runs} runs"
+            were = "was" if count == 1 else "were"
+            console.print(f"{shown} {were} in the results already", soft_wrap=True)
+
+    def clock(self) -> str:
+        """Return the number of the run, the time so far and the time left, if it can be estimated.
+
+        Example: "run 3 of 8, 0:01:05 so far, about 0:03:20 left".
+        """
+        elapsed = time.monotonic() - self._began
+        parts = [f"{_show(elapsed)} so far"]
+        if self._runs > 1:
+            of = "at most " if self._at_most else ""
+            parts.insert(0, f"run {self._skipped + self._started} of {of}{self._runs}")
+        done = self._done()
+        left = self._runs - self._skipped - done
+        if done >= _LEAST_DONE and left > 0:
+            about = "at most about" if self._at_most else "about"
+            parts.append(f"{about} {_show(elapsed * left / done)} left")
+        return ", ".join(parts)
+
+    def _done(self) -> float:
+        """Return the number of runs done, without those skipped; a fraction for the current one."""
+        tasks = self._progress.tasks
+        if not tasks:
+            return 0.0
+        return self._started - 1 + tasks[-1].completed / (tasks[-1].total or math.inf)
+
+    def event(self, event: Event) -> None:
+        """Show the progress that an event of the run reports."""
+        match event:
+            case Start():
+                self._progress.update(self._task, total=event.steps, metric="")
+            case Step():
+                self._update(event.step)
+            case Waiting():
+                self._progress.update(self._task, metric=f"{event.what} …")
+            case Evaluation():
+                diverged = "" if math.isfinite(event.metric) else " (diverged)"
+                self._value = f"{self._metric} {event.metric:.4f}{diverged}"
+                self._last = f"step {event.step}  {event.seconds:.1f} s  {self._value}"
+                self._update(event.step)
+                if not console.is_terminal:
+                    self._print(self._last)
+            case EvaluationCount() if event.evaluations < MAX_EVALUATIONS:
+                times = "once" if event.evaluations == 1 else f"{event.evaluations} times"
+                self._print(
+                    f"evaluating takes {show_seconds(event.seconds)}: {times} in this run, so that "
+                    "all evaluations take at most a tenth of the time, or 3 s (--evaluations sets "
+                    "the number)"
+                )
+            case Resumed():
+                self._update(event.step)
+                self._print(f"continues from step {event.step}")
+            case Stopped():
+                self._print(
+                    f"saved at step {event.step} in {event.directory}: --resume continues from it"
+                )
+            case NotSaved():
+                self._print(f"no checkpoint was saved at the end: {event.why}")
+
+    def _update(self, step: int) -> None:
+        # Evaluations follow the training, with smaller numbers of steps.
+        done = max(step, self._progress.tasks[-1].completed)
+        self._progress.update(self._task, completed=done, metric=self._value)
+
+    def _print(self, text: str) -> None:
+        console.print(f"{self._name}  {text}", soft_wrap=True)
+
+
+class _ClockAndBar(Progress):
+    """A line with a clock above the bar. Shown only on a terminal."""
+
+    def __init__(self, clock: Callable[[], str]) -> None:
+        self._clock = clock
+        super().__init__(
+            TextColumn(
+                "{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")
+            ),
+            BarColumn(bar_width=12),
+            TextColumn("{task.completed}/{task.total} steps"),
+            TextColumn("{task.fields[metric]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    @override
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield Text(self._clock())
+        yield from super().get_renderables()
+
+
+def _show(seconds: float) -> str:
+    """Return hours, minutes and seconds, such as "0:03:20"."""
+    return str(timedelta(seconds=round(seconds)))
