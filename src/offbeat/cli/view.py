@@ -1,16 +1,18 @@
 """Output of the command line: a progress bar, tables, and paths of written files."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import rich.table
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 
+from offbeat.cli.progress import ProgressLine
 from offbeat.display.table import Table
 from offbeat.lab.evaluation import MAX_EVALUATIONS
 from offbeat.lab.events import (
@@ -32,19 +34,32 @@ from offbeat.units import show_seconds
 
 console = Console()
 _WIDE = 100  # columns
+_LINE_SECONDS = 10.0  # between two lines about the progress, if the output is not a terminal
 _MOST_SPREAD = 3.0  # ratio of the longest steps to the shortest, above which a warning is printed
+
+
+class _Bars(Progress):
+    """Progress bars with a line of text below them."""
+
+    line = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.line:
+            yield Text(self.line, style="dim", no_wrap=True, overflow="ellipsis")
 
 
 class Bar:
     """A context manager that shows a progress bar for each of several runs, one after the other.
 
-    All seconds are training seconds, as in the tables: they do not count evaluations. If the output
-    is not a terminal, a line is printed for each evaluation, too.
+    All seconds are training seconds, as in the tables: they do not count evaluations. The line of
+    a ``ProgressLine`` is below the bars. If the output is not a terminal, a line is printed every
+    10 s and for each evaluation instead.
     """
 
     def __init__(self, runs: int = 1) -> None:
         self._runs, self._run = runs, 0
-        self._progress = Progress(
+        self._progress = _Bars(
             TextColumn("{task.description}", table_column=None),
             BarColumn(),
             TextColumn("{task.completed}/{task.total} steps"),
@@ -54,6 +69,8 @@ class Bar:
         )
         self._metric = self._name = self._last = ""
         self._task: Any = None
+        self._job: Job | None = None
+        self._line: ProgressLine | None = None
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -65,12 +82,14 @@ class Bar:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._progress.line = ""
         self._progress.stop()
 
     def start(self, job: Job) -> None:
         """Start the bar of the next run."""
         self._metric = find_recipe(job.recipe).metric
-        self._name, self._last = _name(job), ""
+        self._job, self._name, self._last = job, _name(job), ""
+        self._progress.line = ""
         self._task = self._progress.add_task(
             self._numbered(self._name), total=None, metric="starting the workers", seconds=""
         )
@@ -90,8 +109,12 @@ class Bar:
         match event:
             case Start():
                 self._progress.update(self._task, total=event.steps, metric="")
+                assert self._job is not None
+                period = 1.0 if console.is_terminal else _LINE_SECONDS
+                self._line = ProgressLine(self._job, event.steps, period)
             case Step():
                 self._update(event.step, event.seconds)
+                self._show_line(event)
             case Waiting():
                 self._progress.update(self._task, metric=f"{event.what} …")
             case Evaluation():
@@ -115,6 +138,15 @@ class Bar:
                 )
             case NotSaved():
                 self._print(f"no checkpoint was saved at the end: {event.why}")
+
+    def _show_line(self, step: Step) -> None:
+        line = None if self._line is None else self._line.update(step)
+        if line is None:
+            return
+        if console.is_terminal:
+            self._progress.line = line
+        else:
+            self._print(line)
 
     def _update(self, step: int, seconds: float) -> None:
         self._progress.update(
