@@ -1,6 +1,7 @@
 """Output of the command line: a progress bar, tables, and paths of written files."""
 
 import re
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -8,11 +9,11 @@ from typing import Any, Self
 
 import rich.table
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from offbeat.cli.progress import ProgressLine
+from offbeat.cli.progress import ProgressLine, show_time_left
 from offbeat.display.table import Table
 from offbeat.lab.evaluation import MAX_EVALUATIONS
 from offbeat.lab.events import (
@@ -58,7 +59,8 @@ class Bar:
     """
 
     def __init__(self, runs: int = 1) -> None:
-        self._runs, self._run = runs, 0
+        self._runs, self._run, self._skipped = runs, 0, 0
+        self._began = time.monotonic()
         self._progress = _Bars(
             TextColumn("{task.description}", table_column=None),
             BarColumn(),
@@ -96,6 +98,7 @@ class Bar:
 
     def skip(self, result: Result) -> None:
         """Report that the next run is skipped: its result exists already."""
+        self._skipped += 1
         name = self._numbered(_name(result.job))
         console.print(f"{name}  is in the results already", soft_wrap=True)
 
@@ -103,6 +106,20 @@ class Bar:
         self._run += 1
         number = f"{self._run}/{self._runs} " if self._runs > 1 and console.is_terminal else ""
         return f"{number}{name}"
+
+    def runs_done(self) -> str:
+        """Return text such as "3 of 8 runs done at 14:32, about 4 min left", between two runs.
+
+        The text is empty after the last run.
+        """
+        if self._run == self._runs:
+            return ""
+        clock = time.strftime("%H:%M")
+        if not self._runs:
+            return f"{self._run} runs done at {clock}"
+        mean = (time.monotonic() - self._began) / (self._run - self._skipped)
+        left = show_time_left(mean * (self._runs - self._run))
+        return f"{self._run} of {self._runs} runs done at {clock}, {left}"
 
     def event(self, event: Event) -> None:
         """Show the progress that an event of the run reports."""
@@ -186,6 +203,12 @@ def print_step_time(recipe: str, step: StepTime, *, only_warn: bool = False) -> 
 
 def print_table(table: Table, *, texts: int = 1) -> None:
     """Print a table with its caption. The first ``texts`` columns are text, the others numbers."""
+    console.print(rendered(table, texts=texts))
+    console.print()
+
+
+def rendered(table: Table, *, texts: int = 1) -> RenderableType:
+    """Return what ``print_table`` prints, without the empty line after it."""
     gap = 2 if console.width >= _WIDE else 1
     grid = rich.table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for number, (heading, *cells) in enumerate(zip(table.headings, *table.rows, strict=True)):
@@ -198,7 +221,7 @@ def print_table(table: Table, *, texts: int = 1) -> None:
             no_wrap=unwrapped,
             overflow="fold",
         )
-    _print(table, grid)
+    return _captioned(table, grid)
 
 
 def print_narrow_table(table: Table) -> None:
@@ -219,9 +242,9 @@ def print_narrow_table(table: Table) -> None:
     for text in headings:
         grid.add_column(text, justify="right", no_wrap=True)
     wrapped = ["\n".join(_lines(name, width)) for name in names]
-    _print(
-        Table((heading, *headings), (*zip(wrapped, *columns, strict=True),), table.caption), grid
-    )
+    rows = (*zip(wrapped, *columns, strict=True),)
+    console.print(_captioned(Table((heading, *headings), rows, table.caption), grid))
+    console.print()
 
 
 _BREAK = re.compile(r" (?!(?:s|[kMGT]?B)\b|%)")  # not between a number and its unit
@@ -250,10 +273,8 @@ def _lines(name: str, width: int) -> list[str]:
     return [line.rstrip() for line in lines if line]
 
 
-def _print(table: Table, grid: rich.table.Table) -> None:
+def _captioned(table: Table, grid: rich.table.Table) -> RenderableType:
+    """Add the rows of ``table`` to ``grid``, and return it below the caption."""
     for row in table.rows:
-        grid.add_row(*row)
-    if table.caption:
-        console.print(table.caption, style="dim", highlight=False)
-    console.print(grid)
-    console.print()
+        grid.add_row(*map(Text, row))
+    return Group(Text(table.caption, style="dim"), grid) if table.caption else grid

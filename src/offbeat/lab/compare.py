@@ -119,6 +119,7 @@ def compare(
     on_start: Callable[[Job], None],
     on_event: Callable[[Event], None],
     on_reused: Callable[[Result], None] = lambda result: None,
+    on_result: Callable[[Sequence[Result]], None] = lambda results: None,
     command: str = "",
     may_differ: Collection[str] = (),
     tune: int | None = None,
@@ -143,6 +144,7 @@ def compare(
         on_start: Function that receives the job of each run before it starts.
         on_event: Function that receives each event of rank 0.
         on_reused: Function that receives the existing result of each skipped run.
+        on_result: Function that receives all results so far after each run.
         command: Command line to store in the results.
         may_differ: Fields of ``job`` that may differ from the results already in the file.
         tune: Number of trials to tune each method with; see ``lab.tuning``. The comparison then has
@@ -175,6 +177,7 @@ def compare(
         job = _with_determined(job, result.job)
         results.append(result)
         _append(path, json.dumps(result.to_dict()) + "\n")
+        on_result(results)
         return result
 
     if tune is None:
