@@ -11,8 +11,8 @@ class Tail:
     """Returns the new lines of a file each time it is asked.
 
     A line is returned when its newline has been written. If more than ``MOST_BYTES`` are new, only
-    the lines within the last ``MOST_BYTES`` are returned. A file that was truncated or replaced is
-    read again from its start.
+    the lines within the last ``MOST_BYTES`` are returned. If the file no longer has the last line
+    that was returned, it was truncated or replaced, and is read again from its start.
 
     Attributes:
         modified: Time of the last change of the file, in seconds since the epoch.
@@ -20,7 +20,7 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._inode = self._offset = 0  # of the first byte not returned yet
+        self._last, self._end = b"", 0  # last line that was returned, and its end in the file
         self.modified = 0.0
 
     def lines(self) -> list[bytes]:
@@ -32,15 +32,15 @@ class Tail:
         with file:
             status = os.fstat(file.fileno())
             self.modified = status.st_mtime
-            if status.st_ino != self._inode or status.st_size < self._offset:
-                self._inode, self._offset = status.st_ino, 0
-            start = max(self._offset, status.st_size - MOST_BYTES)
+            file.seek(self._end - len(self._last))
+            if file.read(len(self._last)) != self._last:
+                self._last, self._end = b"", 0
+            start = max(self._end, status.st_size - MOST_BYTES)
             file.seek(start)
-            data = file.read(MOST_BYTES)
-        complete = data.rfind(b"\n") + 1
-        lines = data[:complete].splitlines()
-        if start > self._offset:
-            lines = lines[1:]  # its beginning was skipped
-        if complete:
-            self._offset = start + complete
-        return lines
+            lines = file.read(MOST_BYTES).splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()
+        skipped = start > self._end  # the beginning of the first line, too
+        if lines:
+            self._last, self._end = lines[-1], start + sum(map(len, lines))
+        return lines[1:] if skipped else lines

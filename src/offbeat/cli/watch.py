@@ -39,11 +39,13 @@ def watch(records: Path, once: bool) -> None:
         print_table(training.table())
         return
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
-        live = stack.enter_context(Live(console=console)) if console.is_terminal else None
+        live = None
+        if console.is_terminal:
+            live = stack.enter_context(Live(console=console, auto_refresh=False))
         print_at = -math.inf
         while True:
             if live is not None:
-                live.update(rendered(training.table()))
+                live.update(rendered(training.table()), refresh=True)
             elif training.workers and (training.finished or time.monotonic() >= print_at):
                 print_table(training.table())
                 print_at = time.monotonic() + _PRINT_SECONDS
@@ -139,7 +141,8 @@ class WorkerRecords:
     @property
     def steps_left(self) -> float:
         """Number of steps to the last one; NaN if the records have no ``total_steps``."""
-        return max(0.0, _number(self.last.get("total_steps")) - self.last["step"])
+        left = _number(self.last.get("total_steps")) - self.last["step"]
+        return 0.0 if left < 0 else left
 
     @property
     def seconds_left(self) -> float:
