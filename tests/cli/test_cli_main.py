@@ -17,7 +17,10 @@ from offbeat.cli import runs
 from offbeat.lab.job import Job
 from offbeat.lab.recipes import RECIPES
 
-COMMANDS = ("train", "simulate", "compare", "report", "plan", "probe", "recipes", "strategies")
+COMMANDS = (
+    *("train", "simulate", "compare", "report", "watch"),
+    *("plan", "probe", "recipes", "strategies"),
+)
 APP: Any = typer.main.get_command(cli.app)
 
 

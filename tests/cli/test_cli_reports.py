@@ -3,11 +3,13 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cli.commands import Call
 from offbeat.cli import view
+from offbeat.lab import report
 
 OLD = Path(__file__).parents[1] / "lab" / "old_results.jsonl"
 SHORT = ("--workers", "2", "--max-steps", "2", "--evaluations", "2")
@@ -81,6 +83,46 @@ def test_tuning_from_the_command_line(call: Call, tmp_path: Path) -> None:
     (tmp_path / "report.html").unlink()
     assert call("report", str(path))[0] == 0
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == page
+
+
+@pytest.mark.parametrize(
+    ("more", "done"),
+    [
+        (
+            ("--seeds", "2"),
+            [r"1 of 4 runs .* left", r"2 of 4 runs .* left", r"3 of 4 runs .* left"],
+        ),
+        (("--tune", "3"), [r"10 runs done at \d\d:\d\d", r"11 runs .*", r"12 runs .*"]),
+    ],
+)
+def test_the_page_is_written_after_each_run(
+    more: tuple[str, ...],
+    done: list[str],
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Until the last run it tells the progress and reloads itself. Trials have no page."""
+    pages = []
+    write = report.write_page
+
+    def keep(*args: Any) -> Path:
+        pages.append(write(*args).read_text(encoding="utf-8"))
+        assert {path.name for path in tmp_path.iterdir()} >= {"report.html"}
+        return tmp_path / "report.html"
+
+    monkeypatch.setattr(report, "write_page", keep)
+    argv = ("compare", "digits", "-s", "bsp", "-s", "local:period=2", *more, *SHORT, *VIRTUAL)
+    code, _, err = call(*argv, "--output", str(tmp_path))
+    assert (code, err) == (0, "")
+    *under_way, complete = pages
+    for page, wanted in zip(under_way, done, strict=False):
+        assert '<meta http-equiv="refresh" content="10">' in page
+        assert re.search(f"<strong>{wanted}</strong>", page)
+    assert len(under_way) >= len(done)
+    assert "http-equiv" not in complete
+    assert "<strong>" not in complete
+    assert not [*tmp_path.glob("*.partial")]
 
 
 def test_trials_alone_have_no_page(call: Call, tmp_path: Path) -> None:

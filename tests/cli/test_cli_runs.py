@@ -138,6 +138,21 @@ def test_train_joins_torchrun() -> None:
     assert re.search(r"2 workers \(real processes\), torchrun, gloo", one_line(out))
 
 
+def test_a_training_is_told_and_recorded_while_it_runs(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Lines with loss, waiting, sent data and time left; `watch` shows the same run."""
+    monkeypatch.setattr(view, "_LINE_SECONDS", 0.0)
+    records = ("--records", str(tmp_path / "run.jsonl"))
+    code, out, err = call("train", "digits", *SHORT, "--evaluations", "1", *records)
+    assert (code, err) == (0, "")
+    line = r"bsp  step \d of 5, loss \S+, waiting \d+%, sending \S+ [kM]bit/s, about \d+ s left$"
+    assert re.search(line, out, re.MULTILINE)
+    code, out, err = call("watch", str(tmp_path / "run.jsonl"))
+    assert (code, err) == (0, "")
+    assert re.findall(r"^(\d) +5/5 .* finished$", out, re.MULTILINE) == ["0", "1"]
+
+
 @needs_namespaces
 @pytest.mark.quiet
 def test_workers_on_shaped_links(call: Call, tmp_path: Path) -> None:

@@ -123,6 +123,28 @@ def report(
     """
 
 
+@implemented_in("watch")
+def watch(
+    records: Annotated[
+        Path,
+        typer.Argument(
+            help="What --records or attach(log=…) names, one of its files, or a directory of them."
+        ),
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Show the state once, and exit.")] = False,
+) -> None:
+    """Show a training by its records: a row per worker, every second until it has finished.
+
+    Speed, idle share and sent data are those of the last 30 s of training.
+
+    [bold]Examples[/bold]
+
+    offbeat watch runs/mnist.jsonl
+
+    offbeat watch runs --once
+    """
+
+
 @with_options()
 @implemented_in("network")
 def plan(options: PlanOptions) -> None:
@@ -174,4 +196,4 @@ def strategies() -> None:
     """
 
 
-COMMANDS = (train, simulate, compare, report, plan, probe, recipes, strategies)
+COMMANDS = (train, simulate, compare, report, watch, plan, probe, recipes, strategies)

@@ -13,6 +13,7 @@ from rich.table import Column
 from rich.text import Text
 from typing_extensions import override
 
+from offbeat.cli.progress_line import ProgressLine, show_time_left
 from offbeat.cli.view import console
 from offbeat.lab.evaluation import MAX_EVALUATIONS
 from offbeat.lab.events import (
@@ -31,18 +32,19 @@ from offbeat.lab.recipes import find_recipe
 from offbeat.lab.results import Result
 from offbeat.units import show_seconds
 
+_LINE_SECONDS = 10.0  # between two lines about a run, if the output is not a terminal
 _LEAST_DONE = 0.05  # runs that have to be done before the remaining time is estimated
 
 
 class Bar:
     """A context manager that shows the progress of several runs, one after the other.
 
-    A terminal shows a clock and a bar for the current run. The clock has the number of the run, the
+    A terminal shows a clock, a bar for the current run and the line of a ``ProgressLine``. The clock has the number of the run, the
     time since the beginning and an estimate of the remaining time, which assumes that all runs take
     equally long. Both times include evaluations and the start of workers.
 
-    If the output is not a terminal, a line with the clock is printed for each of several runs, and
-    a line for each evaluation. The seconds of an evaluation are training seconds, as in the tables.
+    If the output is not a terminal, a line with the clock is printed for each of several runs, a
+    line every 10 s, and a line for each evaluation. The seconds of an evaluation are training seconds, as in the tables.
 
     Args:
         runs: Number of runs, including those that will be skipped.
@@ -55,6 +57,8 @@ class Bar:
         self._progress = _ClockAndBar(self.clock)
         self._name = self._metric = self._value = self._last = ""
         self._task: Any = None
+        self._job: Job | None = None
+        self._line: ProgressLine | None = None
         self._began = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -69,6 +73,7 @@ class Bar:
         traceback: TracebackType | None,
     ) -> None:
         self._report_skipped()
+        self._progress.line = ""
         self._progress.stop()
 
     def start(self, job: Job) -> None:
@@ -78,6 +83,7 @@ class Bar:
             self._progress.remove_task(self._task)
             if console.is_terminal and self._last:
                 self._print(self._last)
+        self._job, self._progress.line = job, ""
         self._metric = find_recipe(job.recipe).metric
         self._name = f"{job.label} seed {job.seed}" if job.seed else job.label
         self._value = self._last = ""
@@ -129,8 +135,12 @@ class Bar:
         match event:
             case Start():
                 self._progress.update(self._task, total=event.steps, metric="")
+                assert self._job is not None
+                period = 1.0 if console.is_terminal else _LINE_SECONDS
+                self._line = ProgressLine(self._job, event.steps, period)
             case Step():
                 self._update(event.step)
+                self._show_line(event)
             case Waiting():
                 self._progress.update(self._task, metric=f"{event.what} …")
             case Evaluation():
@@ -157,6 +167,30 @@ class Bar:
             case NotSaved():
                 self._print(f"no checkpoint was saved at the end: {event.why}")
 
+    def runs_done(self) -> str:
+        """Return text such as "3 of 8 runs done at 14:32, about 4 min left", between two runs.
+
+        The text is empty after the last run.
+        """
+        done = self._skipped + self._started
+        if done == self._runs:
+            return ""
+        of = "at most " if self._at_most else ""
+        text = f"{done} of {of}{self._runs} runs done at {time.strftime('%H:%M')}"
+        if not self._started:
+            return text
+        left = (time.monotonic() - self._began) / self._started * (self._runs - done)
+        return f"{text}, {show_time_left(left)}"
+
+    def _show_line(self, step: Step) -> None:
+        line = None if self._line is None else self._line.update(step)
+        if line is None:
+            return
+        if console.is_terminal:
+            self._progress.line = line
+        else:
+            self._print(line)
+
     def _update(self, step: int) -> None:
         # Evaluations follow the training, with smaller numbers of steps.
         done = max(step, self._progress.tasks[-1].completed)
@@ -167,7 +201,9 @@ class Bar:
 
 
 class _ClockAndBar(Progress):
-    """A line with a clock above the bar. Shown only on a terminal."""
+    """A line with a clock above the bar, and a line of text below. Shown only on a terminal."""
+
+    line = ""
 
     def __init__(self, clock: Callable[[], str]) -> None:
         self._clock = clock
@@ -186,6 +222,8 @@ class _ClockAndBar(Progress):
     def get_renderables(self) -> Iterable[RenderableType]:
         yield Text(self._clock())
         yield from super().get_renderables()
+        if self.line:
+            yield Text(self.line, style="dim", no_wrap=True, overflow="ellipsis")
 
 
 def _show(seconds: float) -> str:

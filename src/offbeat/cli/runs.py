@@ -7,6 +7,7 @@ or a baseline to compare strategies with. A *runner* runs jobs on real or simula
 import contextlib
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,6 +155,12 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
             return
         runs = comparison.count_runs(job, strategies, seeds, scales, options.tune)
         with Bar(runs, at_most=options.tune is not None) as bar:
+
+            def write_page(results: Sequence[Result]) -> None:
+                progress = bar.runs_done()
+                if progress and report.without_trials(results):
+                    report.write_page(results, folder, progress)
+
             results = comparison.compare(
                 job,
                 strategies,
@@ -164,6 +171,7 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
                 on_start=bar.start,
                 on_event=bar.event,
                 on_reused=bar.skip,
+                on_result=write_page,
                 command=command_line(),
                 tune=options.tune,
             )

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import rich.table
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
 
 from offbeat.display.narrow import narrow
 from offbeat.display.table import Table
@@ -41,6 +42,12 @@ def print_step_time(recipe: str, step: StepTime, *, only_warn: bool = False) -> 
 
 def print_table(table: Table, *, texts: int = 1) -> None:
     """Print a table with its caption. The first ``texts`` columns are text, the others numbers."""
+    console.print(rendered(table, texts=texts))
+    console.print()
+
+
+def rendered(table: Table, *, texts: int = 1) -> RenderableType:
+    """Return what ``print_table`` prints, without the empty line after it."""
     gap = 2 if console.width >= _WIDE else 1
     grid = rich.table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for number, (heading, *cells) in enumerate(zip(table.headings, *table.rows, strict=True)):
@@ -53,7 +60,7 @@ def print_table(table: Table, *, texts: int = 1) -> None:
             no_wrap=unwrapped,
             overflow="fold",
         )
-    _print(table, grid)
+    return _captioned(table, grid)
 
 
 def print_narrow_table(
@@ -68,16 +75,15 @@ def print_narrow_table(
     grid = rich.table.Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, heading in enumerate(shown.headings):
         grid.add_column(heading, justify="left" if number < labels else "right", no_wrap=True)
-    _print(shown, grid)
+    console.print(_captioned(shown, grid))
+    console.print()
     if left_out:
         text = f"Not shown in {console.width} columns: {', '.join(left_out)}; {rest}.\n"
         console.print(text, style="dim", highlight=False)
 
 
-def _print(table: Table, grid: rich.table.Table) -> None:
+def _captioned(table: Table, grid: rich.table.Table) -> RenderableType:
+    """Add the rows of ``table`` to ``grid``, and return it below the caption."""
     for row in table.rows:
-        grid.add_row(*row)
-    if table.caption:
-        console.print(table.caption, style="dim", highlight=False)
-    console.print(grid)
-    console.print()
+        grid.add_row(*map(Text, row))
+    return Group(Text(table.caption, style="dim"), grid) if table.caption else grid

@@ -120,6 +120,7 @@ def compare(
     on_start: Callable[[Job], None],
     on_event: Callable[[Event], None],
     on_reused: Callable[[Result], None] = lambda result: None,
+    on_result: Callable[[Sequence[Result]], None] = lambda results: None,
     command: str = "",
     may_differ: Collection[str] = (),
     tune: int | None = None,
@@ -145,6 +146,7 @@ def compare(
         on_event: Function that receives each event of rank 0.
         on_reused: Function that receives the existing result of each skipped run, before the first
             run starts. With ``tune``, the runs depend on the results, and it is called in turn.
+        on_result: Function that receives all results so far after each run.
         command: Command line to store in the results.
         may_differ: Fields of ``job`` that may differ from the results already in the file.
         tune: Number of trials to tune each method with; see ``lab.tuning``. The comparison then has
@@ -183,6 +185,7 @@ def compare(
         job = _with_determined(job, result.job)
         results.append(result)
         _append(path, json.dumps(result.to_dict()) + "\n")
+        on_result(results)
         return result
 
     if tune is None:

@@ -27,10 +27,16 @@ class Step:
     Attributes:
         step: Number of steps.
         seconds: Training seconds of rank 0 so far: computing and waiting, without evaluations.
+        wait_seconds: Seconds of these in which rank 0 waited; zero where not measured.
+        payload_bytes: Bytes that rank 0 has sent so far; zero where not measured.
+        loss: Loss of rank 0's batch. None: not known, or not read in this step.
     """
 
     step: int
     seconds: float
+    wait_seconds: float = 0.0
+    payload_bytes: int = 0
+    loss: float | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
@@ -110,6 +111,7 @@ class _Worker:
             self._task.steps = min(self._task.steps, job.max_steps)
         self._task.model.to(self._device)
         self._padding: PaddedLoss | None = None
+        self._read_loss_at = 0.0
 
     def run(self, stop_request: StopRequest | None) -> None:
         job, task, emit = self._job, self._task, self._emit
@@ -128,7 +130,7 @@ class _Worker:
             return
         for batch in self._batches(method):
             method.train(batch)
-            emit(evaluator.after_step(method) or Step(method.step, method.seconds))
+            emit(evaluator.after_step(method) or self._step(method))
             if evaluator.over or limit.is_over(method.step, method.seconds):
                 break
             checkpoints.save_if_due(task.steps)
@@ -141,6 +143,18 @@ class _Worker:
         emit(Waiting("evaluating"))
         evaluator.finish(method)
         emit(End(tuple(map(stats_of, totals)), method.step_seconds))
+
+    def _step(self, method: Method) -> Step:
+        """Return the event of the step that the method has taken.
+
+        Reading the loss may wait for a GPU. It is read only in runs whose speed is not compared
+        with that of others (``job.live``), and there once per second.
+        """
+        stats, loss = method.stats, None
+        if self._job.live and method.loss is not None and time.monotonic() >= self._read_loss_at:
+            loss = float(method.loss)
+            self._read_loss_at = time.monotonic() + 1
+        return Step(method.step, method.seconds, stats.wait_seconds, stats.payload_bytes, loss)
 
     def _start_method(self) -> Method:
         """Attach the job's strategy, or start its baseline."""

@@ -26,6 +26,9 @@ class Method(ABC):
     limited_clock: ClassVar[Clock] = "largest"
     """The clock to which ``Job.max_seconds`` applies. "own" requires that workers may end early."""
 
+    loss: Tensor | None = None
+    """Loss of the last batch on this worker. None: before the first batch, or not known."""
+
     @property
     @abstractmethod
     def step(self) -> int:
@@ -109,7 +112,8 @@ class Attached(Method):
             loss.backward()
             if task.clip_norm is not None:
                 sync.clip_grad_norm_(task.clip_norm)
-            sync.record(loss=loss.detach())
+            self.loss = loss.detach()
+            sync.record(loss=self.loss, total_steps=task.steps)
             task.optimizer.step()
         task.advance()
 

@@ -12,8 +12,13 @@ from offbeat.lab.results import Result, public_job
 from offbeat.lab.tuning import without_trials
 
 
-def page(results: Sequence[Result]) -> str:
+def page(results: Sequence[Result], progress: str = "") -> str:
     """Return the HTML page of a comparison, without figures if matplotlib is not installed.
+
+    Args:
+        results: Results of the comparison.
+        progress: Line about the progress of a comparison that still runs. The page then contains
+            it and reloads itself. Empty: the comparison is complete.
 
     Raises:
         ImportError: Jinja2 is not installed.
@@ -38,6 +43,7 @@ def page(results: Sequence[Result]) -> str:
         .from_string(source)
         .render(
             title=f"{first.job.recipe}: methods compared",
+            progress=progress,
             caption=main.caption,
             figures=drawings(results),
             table=main,
