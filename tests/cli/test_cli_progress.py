@@ -151,7 +151,7 @@ def test_a_terminal_has_one_clock_and_one_bar(monkeypatch: pytest.MonkeyPatch) -
         ]
         assert [line.rstrip() for line in lines] == [
             "run 2 of 2, 0:00:00 so far",
-            "async:schedule=eage… ━━━━━━━━━━━━ 5000/5000 steps test accuracy 0.9000",
+            "async:schedule=eager,… ━━━━━━━━━━━━ 5000/5000 steps test accuracy 0.9000",
         ]
     assert "bsp  step 5000  12.5 s  test accuracy 0.9000\n" in file.getvalue()
 

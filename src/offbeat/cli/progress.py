@@ -35,16 +35,20 @@ from offbeat.units import show_seconds
 _LINE_SECONDS = 10.0  # between two lines about a run, if the output is not a terminal
 _LEAST_DONE = 0.05  # runs that have to be done before the remaining time is estimated
 
+_BESIDE_NAME = 58  # columns for bar, steps and metric
+
 
 class Bar:
     """A context manager that shows the progress of several runs, one after the other.
 
-    A terminal shows a clock, a bar for the current run and the line of a ``ProgressLine``. The clock has the number of the run, the
-    time since the beginning and an estimate of the remaining time, which assumes that all runs take
-    equally long. Both times include evaluations and the start of workers.
+    A terminal shows a clock, a bar for the current run and the line of a ``ProgressLine``. The
+    clock has the number of the run, the time since the beginning and an estimate of the remaining
+    time, which assumes that all runs take equally long. Both times include evaluations and the
+    start of workers.
 
-    If the output is not a terminal, a line with the clock is printed for each of several runs, a
-    line every 10 s, and a line for each evaluation. The seconds of an evaluation are training seconds, as in the tables.
+    If the output is not a terminal, a line with the clock is printed for each of several runs, the
+    line of the ``ProgressLine`` every 10 s, and a line for each evaluation. The seconds of an
+    evaluation are training seconds, as in the tables.
 
     Args:
         runs: Number of runs, including those that will be skipped.
@@ -54,7 +58,8 @@ class Bar:
     def __init__(self, runs: int = 1, *, at_most: bool = False) -> None:
         self._runs, self._at_most = runs, at_most
         self._started = self._skipped = self._unreported = 0
-        self._progress = _ClockAndBar(self.clock)
+        self._progress = _ClockAndBar()
+        self._progress.clock = self.clock
         self._name = self._metric = self._value = self._last = ""
         self._task: Any = None
         self._job: Job | None = None
@@ -88,7 +93,9 @@ class Bar:
         self._name = f"{job.label} seed {job.seed}" if job.seed else job.label
         self._value = self._last = ""
         self._started += 1
-        self._task = self._progress.add_task(self._name, total=None, metric="starting the workers")
+        self._task = self._progress.add_task(
+            self._name, total=None, steps="", metric="starting the workers"
+        )
         if self._runs > 1 and not console.is_terminal:
             self._print(self.clock())
 
@@ -115,7 +122,7 @@ class Bar:
         parts = [f"{_show(elapsed)} so far"]
         if self._runs > 1:
             of = "at most " if self._at_most else ""
-            parts.insert(0, f"run {self._skipped + self._started} of {of}{self._runs}")
+            parts.insert(0, f"run {max(1, self._skipped + self._started)} of {of}{self._runs}")
         done = self._done()
         left = self._runs - self._skipped - done
         if done >= _LEAST_DONE and left > 0:
@@ -134,7 +141,8 @@ class Bar:
         """Show the progress that an event of the run reports."""
         match event:
             case Start():
-                self._progress.update(self._task, total=event.steps, metric="")
+                self._progress.update(self._task, total=event.steps)
+                self._update(0)
                 assert self._job is not None
                 period = 1.0 if console.is_terminal else _LINE_SECONDS
                 self._line = ProgressLine(self._job, event.steps, period)
@@ -193,26 +201,33 @@ class Bar:
 
     def _update(self, step: int) -> None:
         # Evaluations follow the training, with smaller numbers of steps.
-        done = max(step, self._progress.tasks[-1].completed)
-        self._progress.update(self._task, completed=done, metric=self._value)
+        task = self._progress.tasks[-1]
+        done = max(step, round(task.completed))
+        steps = f"{done}/{round(task.total)} steps" if task.total else ""
+        self._progress.update(self._task, completed=done, steps=steps, metric=self._value)
 
     def _print(self, text: str) -> None:
         console.print(f"{self._name}  {text}", soft_wrap=True)
 
 
 class _ClockAndBar(Progress):
-    """A line with a clock above the bar, and a line of text below. Shown only on a terminal."""
+    """A line with a clock above the bar, and a line of text below. Shown only on a terminal.
 
+    Attributes:
+        clock: Function that returns the line above.
+        line: The line below.
+    """
+
+    clock: Callable[[], str] | None = None
     line = ""
 
-    def __init__(self, clock: Callable[[], str]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
+        width = max(12, console.width - _BESIDE_NAME)
+        name = Column(no_wrap=True, overflow="ellipsis", max_width=width)
         super().__init__(
-            TextColumn(
-                "{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")
-            ),
+            TextColumn("{task.description}", table_column=name),
             BarColumn(bar_width=12),
-            TextColumn("{task.completed}/{task.total} steps"),
+            TextColumn("{task.fields[steps]}"),
             TextColumn("{task.fields[metric]}"),
             console=console,
             disable=not console.is_terminal,
@@ -220,7 +235,8 @@ class _ClockAndBar(Progress):
 
     @override
     def get_renderables(self) -> Iterable[RenderableType]:
-        yield Text(self._clock())
+        if self.clock is not None:  # the base class calls this before it is set
+            yield Text(self.clock())
         yield from super().get_renderables()
         if self.line:
             yield Text(self.line, style="dim", no_wrap=True, overflow="ellipsis")
