@@ -110,3 +110,10 @@ def test_the_address_of_the_repository_is_the_same_everywhere(name: str) -> None
     for subdomain, _, domain, first, second in found:
         here = (subdomain[:-1], first) if domain == "io" else (first, second)
         assert here == (owner, repository)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")), ids=lambda path: path.stem)
+def test_the_links_of_a_page_lead_to_files(path: Path) -> None:
+    """Those within the repository; the documentation has its own check in `make docs`."""
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text(encoding="utf-8"))
+    assert [link for link in links if not (ROOT / link).exists()] == []
