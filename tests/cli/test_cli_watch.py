@@ -152,7 +152,7 @@ def test_a_terminal_is_redrawn_until_ctrl_c(
     monkeypatch.setattr(time, "sleep", write)
     with interruptible():
         assert call("watch", str(tmp_path)) == (0, "", "")
-    assert f"{tmp_path}: no records yet" in screen.getvalue()
+    assert "no records yet" in " ".join(screen.getvalue().split())
     shown = re.findall(r"0 +(\d)/1000 .*? \d+ s ago", screen.getvalue())
     assert [*dict.fromkeys(shown)] == ["1", "2", "3"]
 
