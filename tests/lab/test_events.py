@@ -21,7 +21,20 @@ from offbeat.lab.events import (
 STATS = Stats(4, 1, 8, 0.5, 1.5, details={"flags": 2})
 LINES: list[tuple[Event, dict[str, object]]] = [
     (Start(12, 400), {"event": "start", "steps": 12, "model_bytes": 400}),
-    (Step(3, 0.25), {"event": "step", "step": 3, "seconds": 0.25}),
+    (
+        Step(3, 0.25, 0.125, 800),
+        {
+            **{"event": "step", "step": 3, "seconds": 0.25},
+            **{"wait_seconds": 0.125, "payload_bytes": 800},
+        },
+    ),
+    (
+        Step(3, 0.25, loss=1.5),
+        {
+            **{"event": "step", "step": 3, "seconds": 0.25},
+            **{"wait_seconds": 0.0, "payload_bytes": 0, "loss": 1.5},
+        },
+    ),
     (
         Evaluation(4, 0.5, 0.75, {"accuracy": 0.75, "loss": 1.5}),
         {
