@@ -35,6 +35,7 @@ from offbeat.cli.options import (
 )
 from offbeat.cli.progress import Bar
 from offbeat.cli.view import (
+    WIDER,
     console,
     print_narrow_table,
     print_path,
@@ -216,15 +217,15 @@ def _run_one(job: Job, runner: Runner) -> None:
     _print_results([result])
 
 
-def _print_results(results: list[Result], **where: str) -> None:
+def _print_results(results: list[Result], *, rest: str = WIDER) -> None:
     chosen, results = report.tuning(results), report.without_trials(results)
     console.print()
     if chosen is not None:
-        print_narrow_table(chosen, labels=2, **where)
+        print_narrow_table(chosen, labels=2, rest=rest)
     # The ranges would be too wide.
-    print_narrow_table(report.table(results, ranges=False), **where)
+    print_narrow_table(report.table(results, ranges=False), rest=rest)
     for note in report.notes(results):
         console.print(f"{note}\n", style="dim", highlight=False)
     for table in (report.times_to_targets(results, ranges=False), report.differences(results)):
         if table is not None and len(results) > 1:
-            print_narrow_table(table, **where)
+            print_narrow_table(table, rest=rest)

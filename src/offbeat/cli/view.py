@@ -13,6 +13,7 @@ from offbeat.lab.step_time import StepTime
 from offbeat.units import show_seconds
 
 console = Console()
+WIDER = "a wider terminal shows them"
 _WIDE = 100  # columns
 _MOST_SPREAD = 3.0  # ratio of the longest steps to the shortest, above which a warning is printed
 
@@ -63,9 +64,7 @@ def rendered(table: Table, *, texts: int = 1) -> RenderableType:
     return _captioned(table, grid)
 
 
-def print_narrow_table(
-    table: Table, *, labels: int = 1, rest: str = "a wider terminal shows them"
-) -> None:
+def print_narrow_table(table: Table, *, labels: int = 1, rest: str = WIDER) -> None:
     """Print a table of many columns, and its caption, on a terminal of any width.
 
     The first ``labels`` columns have methods with their settings. If columns do not fit, a line
