@@ -19,8 +19,8 @@ the time that a worker waits for others."""
 LOST_STEPS = 0.1
 """Share of additional steps that averaging models may need to reach the same metric as BSP. BSP is
 therefore recommended up to this idle share. In ``docs/evidence.md``, streaming averaging needs 4 to
-9 % more time to 90 % of the possible improvement on links of 50 Mbit/s and more, in virtual time, and
-10 to 25 % more on processes that share cores."""
+9 % more time to 90 % of the possible improvement on links of 50 Mbit/s and more, in virtual time,
+and 10 to 25 % more on processes that share cores."""
 
 _WATCH = "watch the final metric, or make a step longer with a larger batch"
 
