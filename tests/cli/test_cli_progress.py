@@ -80,13 +80,13 @@ def test_the_clock_estimates_the_remaining_time(seconds: list[float]) -> None:
         bar.event(Step(4, 0.5))
         assert bar.clock() == "run 2 of 4, 0:00:10 so far"
         bar.event(Step(50, 0.5))
-        assert bar.clock() == "run 2 of 4, 0:00:10 so far, about 0:00:50 left"
+        assert bar.clock() == "run 2 of 4, 0:00:10 so far, about 50 s left"
         bar.event(Step(100, 1.0))
         seconds[0] += 10
         bar.event(Evaluation(50, 0.5, 0.5, {}))  # of an earlier step, after the training
-        assert bar.clock() == "run 2 of 4, 0:00:20 so far, about 0:00:40 left"
+        assert bar.clock() == "run 2 of 4, 0:00:20 so far, about 40 s left"
         bar.start(Job("digits", "diloco", 2))
-        assert bar.clock() == "run 3 of 4, 0:00:20 so far, about 0:00:40 left"
+        assert bar.clock() == "run 3 of 4, 0:00:20 so far, about 40 s left"
         bar.start(Job("digits", "streaming", 2))
         bar.event(Start(2, 400))
         seconds[0] += 3600
@@ -100,13 +100,13 @@ def test_the_clock_of_one_run_and_of_a_tuned_comparison(seconds: list[float]) ->
         bar.event(Start(4, 400))
         seconds[0] += 30
         bar.event(Step(1, 0.5))
-        assert bar.clock() == "0:00:30 so far, about 0:01:30 left"
+        assert bar.clock() == "0:00:30 so far, about 2 min left"
     with progress.Bar(10, at_most=True) as bar:
         bar.start(Job("digits", "bsp", 2))
         bar.event(Start(4, 400))
         seconds[0] += 30
         bar.event(Step(4, 0.5))
-        assert bar.clock() == "run 1 of at most 10, 0:00:30 so far, at most about 0:04:30 left"
+        assert bar.clock() == "run 1 of at most 10, 0:00:30 so far, at most about 4 min left"
 
 
 @pytest.mark.parametrize(

@@ -116,19 +116,22 @@ class Bar:
     def clock(self) -> str:
         """Return the number of the run, the time so far and the time left, if it can be estimated.
 
-        Example: "run 3 of 8, 0:01:05 so far, about 0:03:20 left".
+        Example: "run 3 of 8, 0:01:05 so far, about 3 min left".
         """
         elapsed = time.monotonic() - self._began
-        parts = [f"{_show(elapsed)} so far"]
+        parts = [f"{timedelta(seconds=round(elapsed))} so far"]
         if self._runs > 1:
             of = "at most " if self._at_most else ""
             parts.insert(0, f"run {max(1, self._skipped + self._started)} of {of}{self._runs}")
-        done = self._done()
+        return ", ".join(parts + self._time_left(self._done()))
+
+    def _time_left(self, done: float) -> list[str]:
+        """Return text about the time left, or nothing. ``done``: runs done, without those skipped."""
         left = self._runs - self._skipped - done
-        if done >= _LEAST_DONE and left > 0:
-            about = "at most about" if self._at_most else "about"
-            parts.append(f"{about} {_show(elapsed * left / done)} left")
-        return ", ".join(parts)
+        if done < _LEAST_DONE or left <= 0:
+            return []
+        text = show_time_left((time.monotonic() - self._began) * left / done)
+        return [f"at most {text}" if self._at_most else text]
 
     def _done(self) -> float:
         """Return the number of runs done, without those skipped; a fraction for the current one."""
@@ -185,10 +188,7 @@ class Bar:
             return ""
         of = "at most " if self._at_most else ""
         text = f"{done} of {of}{self._runs} runs done at {time.strftime('%H:%M')}"
-        if not self._started:
-            return text
-        left = (time.monotonic() - self._began) / self._started * (self._runs - done)
-        return f"{text}, {show_time_left(left)}"
+        return ", ".join([text, *self._time_left(self._started)])
 
     def _show_line(self, step: Step) -> None:
         line = None if self._line is None else self._line.update(step)
@@ -240,8 +240,3 @@ class _ClockAndBar(Progress):
         yield from super().get_renderables()
         if self.line:
             yield Text(self.line, style="dim", no_wrap=True, overflow="ellipsis")
-
-
-def _show(seconds: float) -> str:
-    """Return hours, minutes and seconds, such as "0:03:20"."""
-    return str(timedelta(seconds=round(seconds)))

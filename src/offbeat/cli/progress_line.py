@@ -12,8 +12,10 @@ from offbeat.lab.probe.tables import show_rate
 class ProgressLine:
     """Describes the progress of one run in a line of text.
 
-    The shares and rates are those of rank 0 since the line before. The time left is wall-clock
-    time, evaluations included; it assumes that the run continues at its mean speed.
+    The share of time spent waiting and the rate of sending are those of rank 0 since the line
+    before. They are left out for baselines, which do not measure them. The time left is wall-clock
+    time, with evaluations. It assumes that the run continues at its mean speed since the first
+    update.
 
     Args:
         job: Configuration of the run.
@@ -40,18 +42,18 @@ class ProgressLine:
         before, self._last = self._last[1], (now, step)
         parts = [f"step {step.step} of {self._steps}", self._loss]
         seconds = step.seconds - before.seconds
-        if seconds > 0 and not is_baseline(self._job.strategy):  # others are not measured
+        if seconds > 0 and not is_baseline(self._job.strategy):
             waited = step.wait_seconds - before.wait_seconds
             sent = step.payload_bytes - before.payload_bytes
             parts += [f"waiting {waited / seconds:.0%}", f"sending {show_rate(sent / seconds)}"]
         start, first = self._first
-        share = self._share(step)
-        done = share - self._share(first)
-        if done > 0:
-            parts.append(show_time_left((now - start) * (1 - share) / done))
+        done = self._done(step)
+        since_first = done - self._done(first)
+        if since_first > 0:
+            parts.append(show_time_left((now - start) * (1 - done) / since_first))
         return ", ".join(filter(None, parts))
 
-    def _share(self, step: Step) -> float:
+    def _done(self, step: Step) -> float:
         """Return the share of the run that is done, in [0, 1]."""
         limit = self._job.max_seconds or math.inf
         return min(1.0, max(step.step / self._steps, step.seconds / limit))

@@ -1,4 +1,9 @@
-"""Factors on the learning rates of an optimizer, in effect only inside ``optimizer.step()``."""
+"""Factors on the learning rates of an optimizer, in effect only inside ``optimizer.step()``.
+
+Strategies that average models need them. Each local step of Adam is too short, because Adam divides
+by the noise of one worker's batch; see ``adam_correction``. Local steps of SGD are too long where
+the outer gain of streaming averaging lengthens the mean of the workers' updates.
+"""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -15,13 +20,14 @@ class StepFactor(ABC):
     """Multiplies the learning rates of one optimizer by factors in each of its steps.
 
     The learning rates change only inside ``optimizer.step()``, so schedulers see their own values.
-    Decoupled weight decay (AdamW) keeps its strength.
+    Decoupled weight decay (AdamW) is divided by the factor, so that its product with the learning
+    rate stays the same.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._changed: list[tuple[dict[str, Any], str, Any]] = []  # group, name, value before
-        untraced: Any = torch.compiler.disable
+        untraced: Any = torch.compiler.disable  # a compiled step would contain the hooks
         self._hooks = [
             optimizer.register_step_pre_hook(untraced(self._before)),
             optimizer.register_step_post_hook(untraced(self._after)),
@@ -35,7 +41,7 @@ class StepFactor(ABC):
 
     @abstractmethod
     def factors(self) -> list[float]:
-        """Return the factor of each parameter group for the next step."""
+        """Return the factor (> 0) of each parameter group for the next step."""
 
     def stepped(self) -> None:  # noqa: B027
         """Handle the end of a step."""
@@ -74,7 +80,8 @@ class SGDStepFactor(StepFactor):
 
     Args:
         optimizer: The optimizer.
-        iteration: Its flow has the factor, ``WorkerView.lr_factor``.
+        iteration: Its flow has the factor, ``WorkerView.lr_factor``. It is 1, except under
+            streaming averaging with an automatic outer gain.
     """
 
     def __init__(self, optimizer: SGD, iteration: Iteration) -> None:
