@@ -35,22 +35,25 @@ def run(cell: Cell, data: Path = DATA, folder: Path = RESULTS) -> list[Result]:
 
 
 def copy_ideal(cell: Cell, runner: Runner, folder: Path) -> None:
-    """Start a cell with the ideal's runs on another link, if there are any.
+    """Copy the ideal's runs that a cell lacks from the same cell on other links.
 
     These runs do not communicate, so they are the same on every link.
     """
-    path = cell.path(folder)
-    others = [
-        one.path(folder)
-        for one in CELLS
-        if replace(one, bandwidth=cell.bandwidth, latency=cell.latency) == cell
-        and one.path(folder).exists()
-    ]
-    if path.exists() or not others:
-        return
-    ideals = [one for one in read_results(others[0], trials=True) if one.is_ideal]
-    lines = [json.dumps(replace(one, link=str(runner)).to_dict()) + "\n" for one in ideals]
-    path.write_text("".join(lines), encoding="utf-8")
+    found: dict[str, Result] = {}
+    for other in CELLS:
+        if replace(other, bandwidth=cell.bandwidth, latency=cell.latency) == cell != other:
+            found |= _ideals(other.path(folder))
+    known = _ideals(cell.path(folder))
+    with cell.path(folder).open("a", encoding="utf-8") as file:
+        for key, result in found.items():
+            if key not in known:
+                file.write(json.dumps(replace(result, link=str(runner)).to_dict()) + "\n")
+
+
+def _ideals(path: Path) -> dict[str, Result]:
+    """Return the ideal's runs in a file of results, by label, seed and trial."""
+    results = read_results(path, trials=True) if path.exists() else []
+    return {f"{one.label} {one.job.seed} {one.trial}": one for one in results if one.is_ideal}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

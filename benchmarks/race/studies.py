@@ -11,11 +11,9 @@ is the baseline ``ideal``, the speed-up limit. There are eight studies:
 - ``rates``: streaming averaging and the ideal at several learning rates and numbers of workers. All
   take equally many steps, so more workers see more samples.
 - ``adam``: strategies with and without longer steps of Adam.
-- ``muon``: some methods of ``headline`` with the optimizer Muon in place of AdamW, tuned alike. No
-  results are stored yet.
+- ``muon``: some methods of ``headline`` with the optimizer Muon in place of AdamW, tuned alike.
 - ``features``: streaming averaging and the ideal with clipping, weight decay, LoRA and others, and
-  with labels that differ between workers. The settings are the first ones. No results are stored
-  yet.
+  with labels that differ between workers. The settings are the first ones.
 """
 
 import contextlib
@@ -35,7 +33,8 @@ from offbeat.units import parse_bandwidth
 
 WORKERS, TRIALS, EVALUATIONS, JITTER = 4, 8, 20, 0.05
 REAL_STEP_SECONDS = 0.05
-"""Time up to which real workers sleep in each step. It is longer than their computing."""
+"""Time up to which four real workers sleep in each step. It is longer than their computing. More
+workers share the same cores, so their time is longer in proportion."""
 MAX_SECONDS = 60.0
 """Time limit of a run on real processes, more than twice what the ideal takes."""
 NEAR, FAR = "100us", "30ms"
@@ -97,6 +96,8 @@ FAMILIES = ("streaming", DILOCO, "local", "async", "selsync", "bsp")
 HEADLINE = ("ideal", "streaming", DILOCO, "local", "bsp --wire float32")
 """Methods of ``headline`` and ``real``. ``bsp --wire float32`` is DDP with all gradients in one
 bucket."""
+FEW = ("ideal", "streaming", "bsp --wire float32")
+"""Methods of ``real`` with more than four workers."""
 RIVALS = {
     "cnn": ("bsp", "powersgd", "sparseloco", "sparta"),
     "transformer": ("bsp", "powersgd", "sparseloco", "sparta", "desloc"),
@@ -165,7 +166,7 @@ class Cell:
     @property
     def seeds(self) -> int:
         """Number of seeds."""
-        return {"headline": 5, "real": 2}.get(self.study, 3)
+        return 5 if self.study == "headline" else 3
 
     @property
     def trials(self) -> int | None:
@@ -194,13 +195,14 @@ class Cell:
             return [at_rate(method, rate) for method in VARIANTS[self.workload] for rate in grid]
         if self.study == "wires":
             return ["ideal", *(f"{one} --wire {wire}" for one in FAMILIES for wire in WIRES)]
-        headline = replace(self, study="headline")
+        headline = replace(self, study="headline", workers=WORKERS)
         results = read_results(headline.path(folder), trials=True)
         chosen = {choice.method: choice.job for choice in choices(results)}
         if self.study == "parts":
             rate = _rate(chosen["streaming"])
             return ["ideal" + _rate(chosen["ideal"]), *(one + rate for one in PARTS)]
-        return [_real(method, chosen[method]) for method in HEADLINE]
+        methods = HEADLINE if self.workers == WORKERS else FEW
+        return [_real(method, chosen[method]) for method in methods]
 
     def job(self, data: Path) -> Job:
         """Return the settings that all runs share."""
@@ -209,13 +211,14 @@ class Cell:
             return replace(job, optimizer="muon")
         if self.study != "real":
             return job
-        return replace(job, step_seconds=REAL_STEP_SECONDS, max_seconds=MAX_SECONDS)
+        seconds = REAL_STEP_SECONDS * self.workers / WORKERS
+        return replace(job, step_seconds=seconds, max_seconds=MAX_SECONDS)
 
     @contextlib.contextmanager
     def runner(self) -> Iterator[Runner]:
         """Yield the network of the cell; that of ``real`` exists until the end."""
         if self.study == "real":
-            with ShapedLinks(WORKERS, parse_bandwidth(self.bandwidth)) as links:
+            with ShapedLinks(self.workers, parse_bandwidth(self.bandwidth)) as links:
                 yield links
         else:
             compute = Compute(self.task.step_seconds, jitter=JITTER)
@@ -243,10 +246,13 @@ def _real(method: str, chosen: Job) -> str:
 CELLS = (
     *(Cell("headline", name, link) for name in ("cnn", "transformer") for link in LINKS),
     *(Cell("real", name, link) for name in ("cnn", "transformer") for link in LINKS),
+    Cell("real", "transformer", "200Mbit/s", workers=8),
     *(Cell("wires", "mlp", link) for link in LINKS),
     Cell("wires", "mlp", "200Mbit/s", FAR),
     *(Cell("parts", name, "50Mbit/s") for name in ("cnn", "transformer")),
     Cell("adam", "transformer", "50Mbit/s"),
+    Cell("muon", "transformer", "50Mbit/s"),
+    *(Cell("features", name, "50Mbit/s") for name in FEATURES),
     *(Cell("rates", name, "50Mbit/s", workers=many) for name, many in RATES),
 )
 

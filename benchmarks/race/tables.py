@@ -216,7 +216,7 @@ def real(workload: str, folder: Path = RESULTS) -> str:
     The last columns are the mean duration of a step, and the share of steps whose computing took
     longer than the time to which steps are padded.
     """
-    names = ("link", "method", "half-way", "90 %", "98 %", "end", "end − ideal", "a step", "late")
+    names = ("workers", "link", "method", "half-way", "90 %", "98 %", "end", "end − ideal", "a step", "late")
     lines = _heading(*names)
     for cell in cells_of("real", workload, folder):
         found = runs_of(cell, folder)
@@ -226,7 +226,7 @@ def real(workload: str, folder: Path = RESULTS) -> str:
                 statistics.fmean(getattr(run, name) for run in runs.values())
                 for name in ("mean_step_seconds", "late_share")
             )
-            row = _row(cell.bandwidth, f"`{label}`", None, runs, ideal)
+            row = _row(f"{cell.workers} | {cell.bandwidth}", f"`{label}`", None, runs, ideal)
             lines.append(f"{row} {1000 * step:.0f} ms | {100 * late:.0f} % |")
     return "\n".join(lines)
 
