@@ -166,6 +166,8 @@ class Cell:
     @property
     def seeds(self) -> int:
         """Number of seeds."""
+        if self.study == "real" and self.workers == WORKERS:
+            return 2
         return 5 if self.study == "headline" else 3
 
     @property

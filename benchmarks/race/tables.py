@@ -216,8 +216,10 @@ def real(workload: str, folder: Path = RESULTS) -> str:
     The last columns are the mean duration of a step, and the share of steps whose computing took
     longer than the time to which steps are padded.
     """
-    names = ("workers", "link", "method", "half-way", "90 %", "98 %", "end", "end − ideal", "a step", "late")
-    lines = _heading(*names)
+    lines = _heading(
+        *("workers", "link", "method", "half-way", "90 %", "98 %", "end", "end − ideal"),
+        *("a step", "late"),
+    )
     for cell in cells_of("real", workload, folder):
         found = runs_of(cell, folder)
         ideal = next(runs for label, runs in found.items() if label.startswith("ideal"))

@@ -16,7 +16,8 @@ class Model(nn.Module):
         self.fixed = nn.Parameter(torch.ones(2), requires_grad=False)
         self.norm = nn.BatchNorm1d(3)
         self.register_buffer("flags", torch.tensor([True, False]))
-        self.register_buffer("plain", torch.ones(2), persistent=False)
+        self.register_buffer("plain", torch.ones(2))
+        self.register_buffer("mask", torch.ones(4), persistent=False)
 
 
 def replica_of(model: nn.Module) -> Replica:
@@ -49,13 +50,29 @@ def test_buffers_are_sorted_by_dtype() -> None:
     assert [id(b) for b in integers] == [id(model.norm.num_batches_tracked)]
     assert [id(b) for b in replica.other_buffers()] == [id(model.flags), id(model.packed)]
     assert len(replica.averaged()) == 7 + 4
-    assert len(replica.everything()) == 7 + 1 + 7
+    assert len(replica.everything()) == 7 + 1 + 8
+
+
+def test_buffers_that_no_checkpoint_contains_do_not_change() -> None:
+    """They are constants. A buffer with two names counts as constant if one of them says so."""
+    model = Model()
+    model.z.register_buffer("table", torch.ones(3), persistent=False)
+    model.a.register_buffer("again", model.z.table)
+    replica = replica_of(model)
+    synchronized = {id(b) for b in (*replica.float_buffers(), *replica.other_buffers())}
+    assert id(model.plain) in synchronized
+    assert not synchronized & {id(model.mask), id(model.z.table)}
+    with torch.no_grad():
+        saved = replica.snapshot()
+        model.mask.fill_(7)
+        replica.restore(saved)
+    assert model.mask.tolist() == [7] * 4
 
 
 def test_describe_contains_shape_dtype_and_role_of_every_tensor() -> None:
     """The workers compare one line for each parameter and buffer."""
     lines = replica_of(Model()).describe()
-    assert len(lines) == 8 + 5
+    assert len(lines) == 8 + 6
     assert "parameter 'z.weight': shape (3, 2), torch.float32, averaged" in lines
     assert "parameter 'fixed': shape (2,), torch.float32, frozen" in lines
     assert "parameter 'a.bias': shape (3,), torch.bfloat16, averaged" in lines

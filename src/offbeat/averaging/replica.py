@@ -4,8 +4,9 @@ A *consensus* replaces the local model by the mean over all workers, as follows:
 
 - Trainable parameters, floating-point buffers and complex buffers become their mean.
 - Signed integer buffers, such as BatchNorm's batch counter, become their maximum.
-- All other buffers, such as masks, become those of rank 0.
-- Frozen parameters do not change.
+- All other buffers, such as flags, become those of rank 0.
+- Frozen parameters do not change. Nor do buffers that ``state_dict`` does not save
+  (``persistent=False``): they are constants, such as causal masks and tables of positions.
 
 Strategies that average models apply only the first rule during training.
 """
@@ -21,6 +22,16 @@ from offbeat.averaging.buckets import BUCKET_BYTES, Bucket, make_buckets
 Contents = Literal["averaged", "parameters", "buffers"]
 """Kind of tensors in a bucket; see ``Replica.buckets``."""
 _COUNTERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return names and tensors of the buffers that ``state_dict`` saves."""
+    constant = {
+        id(module._buffers[name])
+        for module in model.modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in constant]
 
 
 class Replica:
@@ -91,7 +102,7 @@ class Replica:
         return [b for b in self._buffers() if id(b) not in done]
 
     def _buffers(self) -> list[Tensor]:
-        return [buffer for _, buffer in sorted(self._model.named_buffers(), key=lambda b: b[0])]
+        return [buffer for _, buffer in sorted(saved_buffers(self._model), key=lambda b: b[0])]
 
     def averaged(self) -> list[Tensor]:
         """Return the averaged parameters and buffers."""

@@ -21,6 +21,7 @@ from typing_extensions import override
 from offbeat.arguments import require_number
 from offbeat.averaging import AttachedOptimizer, Replica, Worker, flow_of
 from offbeat.averaging.buckets import as_real, staging_dtype
+from offbeat.averaging.replica import saved_buffers
 from offbeat.elastic.views import open_wire
 from offbeat.nodes.gradients import NodeBuffers, NodeMean
 from offbeat.quantization.wire import Precision
@@ -120,9 +121,10 @@ def _shapes_of_model(model: nn.Module) -> Shapes:
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("parameters: this model has no trainable parameter")
-    buffers = [(n, b) for n, b in model.named_buffers() if b.is_floating_point() or b.is_complex()]
+    saved = saved_buffers(model)
+    buffers = [(n, b) for n, b in saved if b.is_floating_point() or b.is_complex()]
     counts = (torch.int8, torch.int16, torch.int32, torch.int64)
-    integers = sum(b.numel() for _, b in model.named_buffers() if b.dtype in counts)
+    integers = sum(b.numel() for _, b in saved if b.dtype in counts)
     sizes = [_float32(t) for _, t in (*trainable, *buffers)]
     count = sum(sizes)
     scale = max(1.0, count / _ELEMENTS)
