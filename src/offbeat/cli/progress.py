@@ -155,7 +155,7 @@ class Bar:
             case Waiting():
                 self._progress.update(self._task, metric=f"{event.what} …")
             case Evaluation():
-                diverged = "" if math.isfinite(event.metric) else " (diverged)"
+                diverged = " (diverged)" if event.diverged else ""
                 self._value = f"{self._metric} {event.metric:.4f}{diverged}"
                 self._last = f"step {event.step}  {event.seconds:.1f} s  {self._value}"
                 self._update(event.step)
