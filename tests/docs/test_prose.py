@@ -1,4 +1,4 @@
-"""The prose of pages and docstrings: no phrase of ``PHRASES``, no sentence of more than ``LONGEST`` words.
+"""The prose of pages and docstrings: no phrase of ``PHRASES``, no sentence longer than ``LONGEST``.
 
 ``make lint`` looks for spelling mistakes (codespell).
 """
@@ -35,7 +35,6 @@ PHRASES = {
     r"(goes?|going) on(?! (the|a|top))": "continue",
     r"comes? in(?! (the|a|two|three|this))": "arrive",
     r"for good": "permanently",
-    r"(is|are) none(?! of)": "is not a",
     r"likewise": "the thing itself",
     r"put right": "repair",
     r"utilize|leverage|seamless(ly)?|simply|obviously|of course": "a plainer word, or none",
@@ -81,7 +80,8 @@ def found_in(text: str) -> list[str]:
     return [" ".join(found[0].split()) for found in _PHRASE.finditer(re.sub(r"`[^`]*`", "", text))]
 
 
-@pytest.mark.parametrize("page", pages())
+# The table of benchmarks/README.md has names of benchmarks.
+@pytest.mark.parametrize("page", sorted({*pages()} - {"benchmarks/README.md"}))
 def test_a_page_has_no_phrase_to_avoid(page: str) -> None:
     assert found_in(without_code((ROOT / page).read_text(encoding="utf-8"))) == []
 
@@ -103,7 +103,7 @@ def test_docstrings_and_comments_have_no_phrase_to_avoid() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["A worker is\ntold to stop.", "Nobody waits.", "It hangs up.", "- Whoever sends"]
+    "wrong", ["A worker was told\nby another.", "Nobody waits.", "It hangs up.", "- Whoever sends"]
 )
 def test_a_phrase_to_avoid_is_found(wrong: str) -> None:
     assert found_in(without_code(wrong))

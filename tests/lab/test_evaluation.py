@@ -375,7 +375,7 @@ def test_infinite_buffers_are_no_divergence() -> None:
     def evaluated() -> Evaluation:
         task = tiny.build(Setup(1, 1.0))
         task.model.register_buffer("mask", torch.full((1,), -math.inf))
-        sync = attach(task.model, task.optimizer, LocalSGD())
+        sync = attach(task.model, task.optimizer, LocalSGD(period=4))
         events: list[Event] = []
         job = Job("tiny", "local", 1)
         one = evaluator.Evaluator(job, task, "size", CPU, events.append, 1)

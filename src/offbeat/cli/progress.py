@@ -126,7 +126,7 @@ class Bar:
         return ", ".join(parts + self._time_left(self._done()))
 
     def _time_left(self, done: float) -> list[str]:
-        """Return text about the time left, or nothing. ``done``: runs done, without those skipped."""
+        """Return text about the time left, if known. ``done``: runs done, not those skipped."""
         left = self._runs - self._skipped - done
         if done < _LEAST_DONE or left <= 0:
             return []
