@@ -97,10 +97,11 @@ lowest:  ## the core of the tests with the lowest versions that pyproject.toml a
 	  -e . $(LOWEST) pytest pytest-timeout pytest-xdist hypothesis
 	.venv-lowest/bin/python -m pytest -m "not quiet and not nightly" $(CORE)
 
-lint: $(VENV)/.dev  ## ruff and mypy
+lint: $(VENV)/.dev  ## ruff, mypy and codespell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
 
 bench: $(VENV)/.dev  ## every benchmark, as ratios; appends to benchmarks/results
 	$(BIN)/python -m benchmarks

@@ -30,7 +30,8 @@ BLOCKS = [one for one in blocks_in(*SHELL) if one.way != "file"]
 APP: Any = typer.main.get_command(cli.app)
 STEPS = ["--max-steps", "3", "--evaluations", "1"]
 SHORT = {"train": STEPS, "simulate": STEPS, "compare": [*STEPS, "--seeds", "1"]}
-OTHERS = {"apt-get", "ip", "mypy", "export", "cd"}  # of which nothing can be said here
+# Nothing can be said here about the arguments of these.
+OTHERS = {"apt-get", "ip", "mypy", "codespell", "export", "cd", "git", "source"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 

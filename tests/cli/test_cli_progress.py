@@ -161,4 +161,8 @@ def test_a_diverged_evaluation_is_marked(capsys: pytest.CaptureFixture[str]) -> 
         bar.start(Job("digits", "bsp", 2))
         bar.event(Start(2, 400))
         bar.event(Evaluation(1, 0.5, math.nan, {}))
-    assert capsys.readouterr().out == "bsp  step 1  0.5 s  test accuracy nan (diverged)\n"
+        bar.event(Evaluation(2, 1.0, 0.1, {}, finite=False))
+    assert capsys.readouterr().out == (
+        "bsp  step 1  0.5 s  test accuracy nan (diverged)\n"
+        "bsp  step 2  1.0 s  test accuracy 0.1000 (diverged)\n"
+    )

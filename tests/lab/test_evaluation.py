@@ -357,6 +357,35 @@ def test_events_report_what_is_waited_for(live: bool) -> None:
     ]
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_an_evaluation_reports_a_model_with_nan(live: bool) -> None:
+    """Its accuracy is finite, that of a constant prediction."""
+    job = Job("digits", "bsp", 2, epochs=0.4, evaluations=5, live=live, lr_scale=1e30)
+    found = run_and_record(
+        job, lambda event: None, VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
+    )
+    assert found.points[-1].finite is False
+    assert 0 < found.points[-1].metric < 0.3
+    assert [point.diverged for point in found.points] == [not p.finite for p in found.points]
+
+
+def test_infinite_buffers_are_no_divergence() -> None:
+    """An attention mask holds -inf."""
+
+    def evaluated() -> Evaluation:
+        task = tiny.build(Setup(1, 1.0))
+        task.model.register_buffer("mask", torch.full((1,), -math.inf))
+        sync = attach(task.model, task.optimizer, LocalSGD(period=4))
+        events: list[Event] = []
+        job = Job("tiny", "local", 1)
+        one = evaluator.Evaluator(job, task, "size", CPU, events.append, 1)
+        one.finish(Attached(task, 1.0, sync))
+        return events[-1]
+
+    (found,) = simulate(evaluated, workers=1).results
+    assert found.finite
+
+
 @pytest.mark.usefixtures("tiny_steps")
 def test_in_virtual_time_nothing_is_chosen() -> None:
     events: list[Event] = []

@@ -39,7 +39,7 @@ LINES: list[tuple[Event, dict[str, object]]] = [
         Evaluation(4, 0.5, 0.75, {"accuracy": 0.75, "loss": 1.5}),
         {
             **{"event": "evaluation", "step": 4, "seconds": 0.5},
-            **{"metric": 0.75, "metrics": {"accuracy": 0.75, "loss": 1.5}},
+            **{"metric": 0.75, "metrics": {"accuracy": 0.75, "loss": 1.5}, "finite": True},
         },
     ),
     (Waiting("evaluating"), {"event": "waiting", "what": "evaluating"}),

@@ -165,6 +165,15 @@ def test_runs_that_did_not_train_are_marked(
         assert (f"Runs that did not train: {mark} (" in page) == bool(mark)
 
 
+def test_a_model_with_nan_has_diverged_at_any_accuracy() -> None:
+    """Constant predictions of such a model have a finite accuracy, here above chance level."""
+    one = make("bsp", [(1, 0.9), (2, 0.2)])
+    lost = replace(one, points=(one.points[0], replace(one.points[1], finite=False)))
+    assert cell([one], "final") == "0.2000"
+    assert cell([lost], "final") == "0.2000 (diverged)"
+    assert cell([Result.from_dict(lost.to_dict())], "final") == "0.2000 (diverged)"
+
+
 def test_the_number_of_seeds_that_did_not_train_is_shown() -> None:
     """NaN counts as the worst value. Other runs have finite medians and differences."""
     finals = (0.97, math.nan, 0.98, 0.1)

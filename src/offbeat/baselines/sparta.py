@@ -39,7 +39,7 @@ Its arguments: the number of the launch, the index of the bucket, and the elemen
 
 @dataclass(init=False, eq=False, kw_only=True)
 class RandomPart(Part):
-    """A subset of the whole model, which each launch draws anew. Several parts take turns.
+    """A subset of the whole model, which each launch draws again. Several parts take turns.
 
     ``index`` is the position of this part in their order. A launch at which the model has the
     values s lands as x ← x + mean(s) − s, or with ``waits`` as x ← mean(s). Buffers are not sent.

@@ -126,10 +126,7 @@ class Bar:
         return ", ".join(parts + self._time_left(self._done()))
 
     def _time_left(self, done: float) -> list[str]:
-        """Return text about the time left, or nothing.
-
-        ``done`` is the number of runs done, without those skipped.
-        """
+        """Return text about the time left, if known. ``done``: runs done, not those skipped."""
         left = self._runs - self._skipped - done
         if done < _LEAST_DONE or left <= 0:
             return []
@@ -158,7 +155,7 @@ class Bar:
             case Waiting():
                 self._progress.update(self._task, metric=f"{event.what} …")
             case Evaluation():
-                diverged = "" if math.isfinite(event.metric) else " (diverged)"
+                diverged = " (diverged)" if event.diverged else ""
                 self._value = f"{self._metric} {event.metric:.4f}{diverged}"
                 self._last = f"step {event.step}  {event.seconds:.1f} s  {self._value}"
                 self._update(event.step)

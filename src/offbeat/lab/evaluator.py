@@ -135,8 +135,11 @@ class Evaluator:
 
     def _evaluate(self, step: int, seconds: float) -> Evaluation:
         """Evaluate the model, which is the same on all workers. A collective."""
-        metrics = evaluate_together(self._task.evaluate, self._task.model, self._device)
-        return Evaluation(step, seconds, metrics[self._metric], metrics)
+        model = self._task.model
+        metrics = evaluate_together(self._task.evaluate, model, self._device)
+        # Not the buffers: an attention mask can hold -inf.
+        finite = all(bool(p.detach().isfinite().all()) for p in model.parameters())
+        return Evaluation(step, seconds, metrics[self._metric], metrics, finite)
 
     def _choose(self, evaluation_seconds: float, training_seconds: float) -> int:
         """Return the number of evaluations that rank 0 finds affordable. A collective."""

@@ -5,6 +5,7 @@ Rank 0 emits the events. ``step`` is the number of steps that rank 0 has taken. 
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
@@ -52,12 +53,20 @@ class Evaluation:
             baseline ``ideal``.
         metric: The metric that is compared with the recipe's target.
         metrics: All metrics by name, ``metric`` included.
+        finite: True if all parameters of the model are finite. A model with NaN can have a finite
+            metric: its accuracy is that of a constant prediction. Results of old versions lack it.
     """
 
     step: int
     seconds: float
     metric: float
     metrics: dict[str, float]
+    finite: bool = True
+
+    @property
+    def diverged(self) -> bool:
+        """True if the model or a metric contains NaN or infinity."""
+        return not (self.finite and all(map(math.isfinite, (self.metric, *self.metrics.values()))))
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,11 @@ class Result:
         return self.points[-1].metric
 
     @property
+    def diverged(self) -> bool:
+        """True if the model or a metric contains NaN or infinity at the end of the run."""
+        return self.points[-1].diverged
+
+    @property
     def final_metrics(self) -> dict[str, float]:
         """All metrics at the end of the run, by name."""
         return self.points[-1].metrics

@@ -171,7 +171,7 @@ def score_of(trial: Result, trials: Sequence[Result]) -> Score:
         trial: The trial.
         trials: All trials so far, with those of the ideal.
     """
-    if not all(map(math.isfinite, (trial.final, *trial.final_metrics.values()))):
+    if trial.diverged:
         return 2, trial.job.lr_scale  # so that the search continues towards smaller rates
     sign = _sign(trial)
     if trial.is_ideal:

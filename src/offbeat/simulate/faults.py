@@ -47,8 +47,8 @@ class Kill(_Checked):
 class Pause(_Checked):
     """Suspend a worker for some time, as SIGSTOP and SIGCONT do.
 
-    A step in progress takes as much longer as the pause lasts. A transfer in progress goes on, and
-    the worker continues at the end of the pause.
+    A step in progress takes as much longer as the pause lasts. A transfer in progress is not
+    suspended, and the worker continues at the end of the pause.
 
     Args:
         worker: Rank of the worker (≥ 0).

@@ -91,7 +91,7 @@ def differences(results: Sequence[Result]) -> Table | None:
                 row.name,
                 percent(share_of_ideal(row, rows)),
                 str(len(pairs)),
-                _difference([run.final - other.final for run, other in pairs], "+.4f"),
+                _difference([_gain(run, other) for run, other in pairs], "+.4f"),
                 _difference([run.seconds - other.seconds for run, other in pairs], "+.1f", " s"),
             )
         )
@@ -102,6 +102,11 @@ def differences(results: Sequence[Result]) -> Table | None:
         f"the seeds, if there are at least {MIN_SEEDS}]"
     )
     return Table(("strategy", SHARE, "seeds", "final", "training time"), tuple(cells), caption)
+
+
+def _gain(run: Result, other: Result) -> float:
+    """Return the difference of the final metrics, or NaN if a run diverged."""
+    return math.nan if run.diverged or other.diverged else run.final - other.final
 
 
 def _difference(values: Sequence[float], form: str, unit: str = "") -> str:

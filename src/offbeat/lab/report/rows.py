@@ -14,7 +14,7 @@ from offbeat.lab.results import Result
 _LR_SCALE = "--lr-scale "
 
 FAILURES = {
-    "diverged": "a metric became NaN or infinite",
+    "diverged": "the model or a metric became NaN or infinite",
     "chance level": "no evaluation was clearly better than random predictions",
     "no progress": "no evaluation was better than the first",
 }
@@ -101,9 +101,10 @@ def _row(name: str, runs: list[Result], scales: set[float]) -> Row:
 
 
 def _score(runs: Sequence[Result]) -> float:
-    """Return the mean final metric, negated if lower is better; −∞ if a value is not finite."""
-    finals = [run.final if run.higher_is_better else -run.final for run in runs]
-    return statistics.fmean(finals) if all(map(math.isfinite, finals)) else -math.inf
+    """Return the mean final metric, negated if lower is better; −∞ if a run diverged."""
+    if any(run.diverged for run in runs):
+        return -math.inf
+    return statistics.fmean(run.final if run.higher_is_better else -run.final for run in runs)
 
 
 def failure_of(run: Result) -> str | None:
@@ -114,8 +115,7 @@ def failure_of(run: Result) -> str | None:
     one class has more samples than others. For other recipes it is the first of at least three
     evaluations.
     """
-    last = run.points[-1]
-    if not all(map(math.isfinite, (last.metric, *last.metrics.values()))):
+    if run.diverged:
         return DIVERGED
     sign = 1 if run.higher_is_better else -1
     best = max(sign * point.metric for point in run.points)
