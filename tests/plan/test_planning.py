@@ -165,6 +165,7 @@ def test_custom_strategies_are_planned(tmp_path: Path, monkeypatch: pytest.Monke
         "ssp:staleness=3",
         "downpour",
         "easgd:period=4",
+        "async_diloco",
         "sparseloco",
         "sparta",
         "powersgd",

@@ -14,6 +14,7 @@ from offbeat import (
     SPARTA,
     SSP,
     AsyncAveraging,
+    AsyncDiLoCo,
     DesLoc,
     DiLoCo,
     Downpour,
@@ -84,6 +85,16 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         synchronous=st.booleans(),
         difference=st.sampled_from(["before_step", "after_step"]),
     ),
+    "async_diloco": build(
+        AsyncDiLoCo,
+        period=st.integers(1, 10**6),
+        outer_lr=positive,
+        outer_momentum=st.just(0.0) | unit,
+        momentum_period=st.none() | st.just(1),
+        momentum_activation=st.just(0.0) | unit,
+        dynamic_steps=st.booleans(),
+    )
+    | build(AsyncDiLoCo, momentum_period=some, momentum_activation=st.just(0.0)),
     "desloc": build(
         DesLoc,
         period=st.integers(1, 10**6),
