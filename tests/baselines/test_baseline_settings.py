@@ -73,7 +73,12 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], type[Exception], str]] = [
     (PowerSGD, {"start": -1}, ValueError, "start must be at least 0, got -1"),
     (AsyncDiLoCo, {"period": 0}, ValueError, "period must be at least 1, got 0"),
     (AsyncDiLoCo, {"outer_lr": 0.0}, ValueError, r"outer_lr must be positive and finite, got 0\.0"),
-    (AsyncDiLoCo, {"outer_momentum": 1.0}, ValueError, r"outer_momentum must be in \[0, 1\), got 1"),
+    (
+        AsyncDiLoCo,
+        {"outer_momentum": 1.0},
+        ValueError,
+        r"outer_momentum must be in \[0, 1\), got 1",
+    ),
     (AsyncDiLoCo, {"momentum_period": 0}, ValueError, "momentum_period must be at least 1, got 0"),
     (AsyncDiLoCo, {"momentum_activation": -0.1}, ValueError, r"momentum_activation must be in \["),
     (

@@ -58,7 +58,8 @@ class DelayedNesterovRule(Rule):
             self.buffer.zero_()
             share = 1 - self.activation * (self.period - 1)
         shard.add_(values, alpha=-self.lr * self.weight)
-        shard.add_(self.velocity, alpha=-self.lr * share * self.momentum)
+        if share:
+            shard.add_(self.velocity, alpha=-self.lr * share * self.momentum)
 
 
 @dataclass
@@ -191,8 +192,8 @@ class AsyncDiLoCo(ServerStrategy):
 
         H_n = max(1, ⌊H · (step time of the fastest worker) / (step time of worker n)⌋)
 
-    A step time is the mean computing time of a step in a worker's last period, without waits. The
-    first period has H steps.
+    A step time is the mean computing time of a step in a worker's last period, without waits.
+    Workers that have finished do not count. The first period has H steps.
 
     Args:
         period: H, local steps of the fastest worker between two exchanges (≥ 1).

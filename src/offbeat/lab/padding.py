@@ -24,8 +24,8 @@ class PaddedLoss:
     """A task's loss function that sleeps, so that each step takes a planned time to compute.
 
     The planned time of a step is that of the simulator: ``Compute.seconds``, which depends only on
-    the rank, the number of the step and the seed, times ``Compute.factor_at``. The worker sleeps after the forward pass, before
-    a gradient can be sent:
+    the rank, the number of the step and the seed, times ``Compute.factor_at``. The worker sleeps
+    after the forward pass, before a gradient can be sent:
 
         sleep = planned time − forward time − r · mean forward time
 

@@ -121,7 +121,7 @@ class Cluster:
                 self._shape(namespace, device, self.bits_per_second)
 
     def reshape(self, bits_per_second: float, ranks: Sequence[int] | None = None) -> None:
-        """Change the rate of the links of ``ranks``, even while they are in use. None: all links."""
+        """Change the rate of all links, or of those of ``ranks``, even while they are in use."""
         for rank in range(self.workers) if ranks is None else ranks:
             self._shape(self._node(rank), self.interface, bits_per_second, "change")
             self._shape(self._switch, f"port{rank}", bits_per_second, "change")
