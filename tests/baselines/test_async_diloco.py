@@ -128,8 +128,8 @@ def play(
     """Reference: workers that take steps of these durations, one event after the other.
 
     Returns the models after each step, the server's model at the end, the last period of each
-    worker, and the lengths of all periods. Messages take no time. A worker pushes its remaining steps at its end, after which its
-    speed does not count.
+    worker, and the lengths of all periods. Messages take no time. A worker pushes its remaining
+    steps at its end, after which its speed does not count.
     """
     workers, beta, lr = len(paces), strategy.outer_momentum, strategy.outer_lr
     every = strategy.momentum_period or workers
@@ -240,12 +240,7 @@ def test_no_worker_waits_for_another_one() -> None:
 
 
 def speeds(
-    rank: int,
-    size: int,
-    strategy: AsyncDiLoCo,
-    seconds: float,
-    looks: Sequence[float],
-    pause: float,
+    rank: int, size: int, period: int, seconds: float, looks: Sequence[float], pause: float
 ) -> int:
     """Train for this time, with consensuses at given times; return a late length of a period.
 
