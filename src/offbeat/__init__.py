@@ -16,6 +16,7 @@ __all__ = [
     "SPARTA",
     "SSP",
     "AsyncAveraging",
+    "AsyncDiLoCo",
     "AttachError",
     "CheckpointError",
     "CommunicationError",
@@ -57,7 +58,17 @@ __all__ = [
 if TYPE_CHECKING:
     from offbeat import data
     from offbeat.attach import attach
-    from offbeat.baselines import EASGD, SPARTA, SSP, DesLoc, Downpour, FedAvg, PowerSGD, SparseLoCo
+    from offbeat.baselines import (
+        EASGD,
+        SPARTA,
+        SSP,
+        AsyncDiLoCo,
+        DesLoc,
+        Downpour,
+        FedAvg,
+        PowerSGD,
+        SparseLoCo,
+    )
     from offbeat.checkpoint.save_load import load, save
     from offbeat.elastic.joining import join
     from offbeat.errors import (

@@ -7,7 +7,17 @@ import dataclasses
 import importlib
 
 from offbeat.arguments import did_you_mean
-from offbeat.baselines import EASGD, SPARTA, SSP, DesLoc, Downpour, FedAvg, PowerSGD, SparseLoCo
+from offbeat.baselines import (
+    EASGD,
+    SPARTA,
+    SSP,
+    AsyncDiLoCo,
+    DesLoc,
+    Downpour,
+    FedAvg,
+    PowerSGD,
+    SparseLoCo,
+)
 from offbeat.strategies import (
     BSP,
     AsyncAveraging,
@@ -32,12 +42,13 @@ STRATEGIES: dict[str, type[Strategy]] = {
         SSP,
         Downpour,
         EASGD,
+        AsyncDiLoCo,
         SparseLoCo,
         SPARTA,
         PowerSGD,
     )
 }
-"""Strategy classes by name. The last eight are baselines: methods to compare with."""
+"""Strategy classes by name. The last nine are baselines: methods to compare with."""
 
 _CONSTANTS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
 

@@ -6,7 +6,17 @@ from typing import Any
 import pytest
 
 import offbeat
-from offbeat.baselines import EASGD, SPARTA, SSP, DesLoc, Downpour, FedAvg, PowerSGD, SparseLoCo
+from offbeat.baselines import (
+    EASGD,
+    SPARTA,
+    SSP,
+    AsyncDiLoCo,
+    DesLoc,
+    Downpour,
+    FedAvg,
+    PowerSGD,
+    SparseLoCo,
+)
 from offbeat.strategies import Strategy
 from problems import OPTIMIZERS, make_model
 from worlds import run
@@ -61,6 +71,23 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], type[Exception], str]] = [
     (PowerSGD, {"rank": 0}, ValueError, "rank must be at least 1, got 0"),
     (PowerSGD, {"rank": 1.5}, TypeError, "rank must be an integer of at least 1, got 1.5"),
     (PowerSGD, {"start": -1}, ValueError, "start must be at least 0, got -1"),
+    (AsyncDiLoCo, {"period": 0}, ValueError, "period must be at least 1, got 0"),
+    (AsyncDiLoCo, {"outer_lr": 0.0}, ValueError, r"outer_lr must be positive and finite, got 0\.0"),
+    (
+        AsyncDiLoCo,
+        {"outer_momentum": 1.0},
+        ValueError,
+        r"outer_momentum must be in \[0, 1\), got 1",
+    ),
+    (AsyncDiLoCo, {"momentum_period": 0}, ValueError, "momentum_period must be at least 1, got 0"),
+    (AsyncDiLoCo, {"momentum_activation": -0.1}, ValueError, r"momentum_activation must be in \["),
+    (
+        AsyncDiLoCo,
+        {"momentum_period": 4, "momentum_activation": 0.3},
+        ValueError,
+        "must be at most 1/momentum_period: 0.25 with momentum_period=4, got 0.3",
+    ),
+    (AsyncDiLoCo, {"dynamic_steps": 1}, TypeError, "dynamic_steps must be true or false, got 1"),
     # The setting that all strategies with a parameter server share.
     (EASGD, {"servers": ()}, ValueError, "servers must be one or more different ranks"),
     (EASGD, {"servers": (0, 0)}, ValueError, "servers must be one or more different ranks"),
@@ -87,6 +114,7 @@ def test_one_rank_may_be_given_as_a_number() -> None:
     ("strategy", "text"),
     [
         (SSP(staleness=1, servers=(2,)), "servers=(2,) contains a rank that does not exist"),
+        (AsyncDiLoCo(momentum_activation=0.6), "must be at most 1/momentum_period: 0.5 with"),
         (FedAvg(period=2, weights=(1, 2, 3)), "one number for each of the 2 workers, got 3"),
     ],
     ids=str,

@@ -121,6 +121,23 @@ def test_stragglers_take_as_long_as_in_the_simulator(
     assert clock.sleeps == pytest.approx(expected)
 
 
+def test_planned_times_change_with_the_time_since_the_first_step(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice as slow from 20 s on, as usual from 50 s on, and only for this rank."""
+    clock.measure(monkeypatch, 1e-9, 0.0)
+    changes = {20.0: {0: 2.0, 1: 9.0}, 50.0: {0: 1.0}}
+
+    def train() -> None:
+        task, _ = padded(clock, 10.0, changes=changes)
+        clock.seconds += 100.0
+        for _ in range(6):
+            task.loss(task.model, 0.0)
+
+    on_one_worker(train)
+    assert clock.sleeps == pytest.approx([10, 10, 20, 20, 10, 10])
+
+
 @pytest.mark.parametrize(
     ("text", "found"), [(None, {}), ("1=2", {1: 2.0}), ("0=1.5,3=2", {0: 1.5, 3: 2.0})]
 )

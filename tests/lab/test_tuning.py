@@ -116,6 +116,13 @@ DILOCO = "period=16,outer_momentum=0.6"  # its first values
         ("desloc", ["period=8", "period=16", "period=4"], RATES),
         ("ssp", ["staleness=4", "staleness=8", "staleness=2"], RATES),
         ("easgd", ["", "period=20", "period=5"], RATES),
+        (
+            "async_diloco",
+            [DILOCO, "period=32,outer_momentum=0.6", "period=8,outer_momentum=0.6"]
+            + [f"period=16,outer_lr={rate},outer_momentum=0.6" for rate in (1.0, 0.5)]
+            + ["period=16,outer_momentum=0.8", "period=16,outer_momentum=0.0"],
+            RATES,
+        ),
         ("sparseloco", ["period=16", "period=32", "period=8"], RATES),
         ("sparta", ["", "share=0.01", "share=0.0025"], RATES),
         ("powersgd", ["", "rank=8", "rank=2"], RATES),

@@ -165,6 +165,7 @@ def test_custom_strategies_are_planned(tmp_path: Path, monkeypatch: pytest.Monke
         "ssp:staleness=3",
         "downpour",
         "easgd:period=4",
+        "async_diloco",
         "sparseloco",
         "sparta",
         "powersgd",
@@ -407,7 +408,7 @@ def test_impossible_nodes_of_a_plan_are_refused(changes: dict[str, Any], message
         ({"wire": "float16"}, "wire must be .float32"),
         ({"strategies": []}, "must be a list like"),
         ({"strategies": "bsp"}, "must be a list like"),
-        ({"strategies": ["nothing"]}, "there are async, bsp"),
+        ({"strategies": ["nothing"]}, "there are async, async_diloco, bsp"),
         ({"strategies": ["local"]}, "local:period=8"),
     ],
 )

@@ -138,6 +138,12 @@ BASELINES = [
     Row("downpour", alone="downpour:fetch_every=1000", timed=True),
     Row("easgd:period=2,synchronous=true", alone="easgd:period=1000"),
     Row("easgd:period=2", alone="easgd:period=1000", timed=True),
+    Row("async_diloco:period=2", alone="async_diloco:period=1000", timed=True),
+    Row(
+        "async_diloco:period=3,momentum_period=1,dynamic_steps=false",
+        alone="async_diloco:period=1000",
+        timed=True,
+    ),
     Row(
         "sparseloco:period=4,density=0.25",
         partial(SparseLoCo, period=4, density=0.25),

@@ -14,6 +14,7 @@ from offbeat import (
     SPARTA,
     SSP,
     AsyncAveraging,
+    AsyncDiLoCo,
     DesLoc,
     DiLoCo,
     Downpour,
@@ -84,6 +85,16 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         synchronous=st.booleans(),
         difference=st.sampled_from(["before_step", "after_step"]),
     ),
+    "async_diloco": build(
+        AsyncDiLoCo,
+        period=st.integers(1, 10**6),
+        outer_lr=positive,
+        outer_momentum=st.just(0.0) | unit,
+        momentum_period=st.none() | st.just(1),
+        momentum_activation=st.just(0.0) | unit,
+        dynamic_steps=st.booleans(),
+    )
+    | build(AsyncDiLoCo, momentum_period=some, momentum_activation=st.just(0.0)),
     "desloc": build(
         DesLoc,
         period=st.integers(1, 10**6),
@@ -227,9 +238,9 @@ def test_only_what_differs_from_the_defaults_is_shown(
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("", ValueError, "unknown strategy ''; there are async, bsp, desloc, "),
+        ("", ValueError, "unknown strategy ''; there are async, async_diloco, bsp, desloc, "),
         ("xyz", ValueError, f"unknown strategy 'xyz'; there are {', '.join(sorted(STRATEGIES))}"),
-        ("SelSync", ValueError, "'SelSync' (did you mean 'selsync'?); there are async, bsp, des"),
+        ("SelSync", ValueError, "'SelSync' (did you mean 'selsync'?); there are async, async_diloco, bsp, des"),
         (
             "selsync:detla=1",
             ValueError,

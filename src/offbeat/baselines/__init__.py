@@ -4,6 +4,7 @@ They take no ``wire``: the algorithm itself determines what its messages contain
 set of workers.
 """
 
+from offbeat.baselines.async_diloco import AsyncDiLoCo
 from offbeat.baselines.desloc import DesLoc
 from offbeat.baselines.downpour import Downpour
 from offbeat.baselines.easgd import EASGD
@@ -13,4 +14,14 @@ from offbeat.baselines.sparseloco import SparseLoCo
 from offbeat.baselines.sparta import SPARTA
 from offbeat.baselines.ssp import SSP
 
-__all__ = ["EASGD", "SPARTA", "SSP", "DesLoc", "Downpour", "FedAvg", "PowerSGD", "SparseLoCo"]
+__all__ = [
+    "EASGD",
+    "SPARTA",
+    "SSP",
+    "AsyncDiLoCo",
+    "DesLoc",
+    "Downpour",
+    "FedAvg",
+    "PowerSGD",
+    "SparseLoCo",
+]

@@ -108,9 +108,8 @@ def require_distinct(job: Job, strategies: list[str]) -> None:
 
 def require_no_simulator_options(options: VirtualClusterOptions) -> None:
     """Raise ValueError if an option is set that only simulated workers have."""
-    # Real workers have a step time and jitter, too. --workers-per-node 1, the default, describes
-    # them correctly.
-    both = ("step_time", "jitter")
+    # Real workers have these, too. --workers-per-node 1, the default, describes them correctly.
+    both = ("step_time", "jitter", "scenario")
     for field in fields(options):
         if field.name not in both and getattr(options, field.name) != field.default:
             option = f"--{field.name.replace('_', '-')}"

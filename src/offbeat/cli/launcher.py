@@ -19,6 +19,7 @@ from offbeat.cli.view import console
 from offbeat.errors import OffbeatError
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import ExternalLauncher, Loopback, Runner, ShapedLinks
+from offbeat.lab.scenario import Scenario
 from offbeat.lab.train import choose_backend, share_cores
 from offbeat.units import parse_bandwidth
 
@@ -90,7 +91,9 @@ def real_workers(
     if bandwidth is None:
         yield Loopback()
     else:
-        with ShapedLinks(job.workers, parse_bandwidth(bandwidth)) as links:
+        changes = Scenario.from_json(job.scenario).bandwidths(job.workers)
+        links = ShapedLinks(job.workers, parse_bandwidth(bandwidth), changes=changes)
+        with links:
             yield links
 
 

@@ -61,6 +61,12 @@ class VirtualClusterOptions(NodeOptions):
         panel=Panel.WORKERS,
         unset="as measured",
     )
+    scenario: Path | None = option(
+        None,
+        help="TOML file of speeds and bandwidths that change during the run.",
+        panel=Panel.WORKERS,
+        metavar="FILE",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

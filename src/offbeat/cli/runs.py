@@ -48,6 +48,7 @@ from offbeat.lab.launch.runners import Runner, VirtualCluster
 from offbeat.lab.methods.registry import require_virtual
 from offbeat.lab.padding import STRAGGLERS_NEED_STEP_TIME, parse_slow
 from offbeat.lab.results import Result, writing
+from offbeat.lab.scenario import Scenario
 from offbeat.lab.step_time import measure_recipe
 from offbeat.lab.tuning import LEAST_BUDGET, untuned, with_ideal
 from offbeat.simulate import Compute, Network
@@ -78,7 +79,11 @@ def simulate(job: Job, options: SimulateOptions, simulated: VirtualClusterOption
     require_file("--json", as_json)
     if timeline is not None and timeline == as_json:
         raise ValueError(f"--timeline and --json are the same file: {timeline}")
-    job = replace(job, workers_per_node=simulated.workers_per_node)
+    job = replace(
+        job,
+        workers_per_node=simulated.workers_per_node,
+        scenario=_read_scenario(simulated.scenario, job.workers),
+    )
     job.check()
     runner = _virtual_cluster(job, options.bandwidth, simulated)
     for path in filter(None, (timeline, as_json)):
@@ -103,11 +108,13 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
         raise ValueError(f"seeds must be at most {_MOST_SEEDS}, got {seeds}")
     scales = parse_lr_scales(options.lr_scale)
     step_time = simulated.step_time
+    job = with_launched_workers(job)
     job = replace(
-        with_launched_workers(job),
+        job,
         lr_scale=scales[0],
         jitter=simulated.jitter,
         slow=options.slow,
+        scenario=_read_scenario(simulated.scenario, job.workers),
         measure_links=not options.simulated,
         step_seconds=None if step_time is None or options.simulated else to_seconds(step_time),
         workers_per_node=simulated.workers_per_node,
@@ -138,8 +145,17 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
                 if options.simulated:
                     require_virtual(run.under(text).strategy)
                 task = check_method(run, text, task)
-        if step_time is None and (job.jitter or job.slow) and not options.simulated:
+        if options.simulated:
+            return
+        scenario = Scenario.from_json(job.scenario)
+        stragglers = job.jitter or job.slow or scenario.slowdowns(job.workers)
+        if step_time is None and stragglers:
             raise ValueError(STRAGGLERS_NEED_STEP_TIME)
+        if options.bandwidth is None and scenario.bandwidths(job.workers):
+            raise ValueError(
+                f"--scenario {simulated.scenario} changes bandwidths: give --bandwidth, the one at "
+                "the start, or add --simulate"
+            )
 
     folder = options.output
     if folder is None:
@@ -191,18 +207,30 @@ def _file_name(recipe: str) -> str:
     return re.sub(r"[^\w-]+", "-", recipe.rpartition("/")[2].replace(".py", "")).strip("-")
 
 
+def _read_scenario(path: Path | None, workers: int) -> str | None:
+    """Return the scenario in the file ``path`` as the text that a job stores."""
+    return None if path is None else str(Scenario.read(path, workers))
+
+
 def _virtual_cluster(job: Job, bandwidth: str, options: VirtualClusterOptions) -> VirtualCluster:
+    scenario = Scenario.from_json(job.scenario)
     network = Network(
         bandwidth,
         latency=USUAL_LATENCY if options.latency is None else options.latency,
         workers_per_node=options.workers_per_node,
         inside=options.inside,
         inside_latency=options.inside_latency,
+        per_worker_changes=scenario.bandwidths(job.workers),
     )
     slowdown = parse_slow(job.slow, job.workers)
     step_time: str | float = "1s" if options.step_time is None else options.step_time
     # Created before the slow measurement of the step time: the constructor finds mistakes.
-    compute = Compute(step_time, jitter=options.jitter, slowdown=slowdown)
+    compute = Compute(
+        step_time,
+        jitter=options.jitter,
+        slowdown=slowdown,
+        changes=scenario.slowdowns(job.workers),
+    )
     if options.step_time is None:
         _, step = measure_recipe(job.recipe, data=job.setup().data)
         print_step_time(job.recipe, step)

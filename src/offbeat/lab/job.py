@@ -109,6 +109,9 @@ class Job:
       simulator.
     - ``jitter``, ``slow``: artificial stragglers, for which steps take longer. Real workers require
       ``step_seconds``.
+    - ``scenario``: changes of speeds and bandwidths during the run, as JSON text (see
+      ``lab.scenario``). On real workers, speeds require ``step_seconds``. The runner of the job has
+      to change the bandwidths, and in the simulator also the speeds.
     - ``live``: True to evaluate during the training, inside a consensus. The metric is known at
       once, but what is in flight lands early. Runs with checkpoints require it.
     - ``measure_links``: True to measure the links before and after training. It has an effect only
@@ -156,6 +159,7 @@ class Job:
     )
     jitter: float = setting(0.0, least=0)
     slow: str | None = None
+    scenario: str | None = None
     step_seconds: float | None = setting(None, above=0)
     live: bool = False
     measure_links: bool = False

@@ -14,7 +14,8 @@ from offbeat.lab.step_time import PADDING, LocalTraining, now
 from offbeat.simulate import Compute
 
 STRAGGLERS_NEED_STEP_TIME = (
-    "--jitter and --slow change the step time: give --step-time, as in 50ms, or leave them out"
+    "--jitter, --slow and speeds in a --scenario change the step time: give --step-time, as in "
+    "50ms, or leave them out"
 )
 _NEWEST = 0.1  # weight of the newest step in the running mean of the forward times
 
@@ -23,8 +24,8 @@ class PaddedLoss:
     """A task's loss function that sleeps, so that each step takes a planned time to compute.
 
     The planned time of a step is that of the simulator: ``Compute.seconds``, which depends only on
-    the rank, the number of the step and the seed. The worker sleeps after the forward pass, before
-    a gradient can be sent:
+    the rank, the number of the step and the seed, times ``Compute.factor_at``. The worker sleeps
+    after the forward pass, before a gradient can be sent:
 
         sleep = planned time − forward time − r · mean forward time
 
@@ -38,6 +39,7 @@ class PaddedLoss:
         step_seconds: Step time (> 0).
         jitter: Standard deviation of the random factor of each step time (see ``Compute``).
         slowdown: Factors on the step time, by rank (2 means twice as slow).
+        changes: Further factors, by the seconds since the worker's first step and by rank.
         seed: Seed of the jitter.
 
     Attributes:
@@ -53,13 +55,15 @@ class PaddedLoss:
         *,
         jitter: float = 0.0,
         slowdown: Mapping[int, float] = {},
+        changes: Mapping[str | float, Mapping[int, float]] = {},
         seed: int = 0,
     ) -> None:
         self._loss, self._device = task.loss, device_of(task.model)
-        self._compute = Compute(step_seconds, jitter=jitter, slowdown=slowdown)
+        self._compute = Compute(step_seconds, jitter=jitter, slowdown=slowdown, changes=changes)
         self._rank, self._seed = dist.get_rank(), seed
         self._measured: list[tuple[float, float]] | None = None  # start and forward time of steps
         self._forward = self._ratio = self._overslept = 0.0
+        self._began = 0.0  # start of the first step
         self.steps = self.late_steps = 0
         self.planned_seconds = 0.0
 
@@ -86,7 +90,10 @@ class PaddedLoss:
         if self._measured is not None:
             self._measured.append((start, forward))
             return loss
+        if self.steps == 0:
+            self._began = start
         planned = self._compute.seconds(self._rank, self.steps, self._seed)
+        planned *= self._compute.factor_at(self._rank, start - self._began)
         self.steps += 1
         self.planned_seconds += planned
         self._forward += _NEWEST * (forward - self._forward)

@@ -48,6 +48,7 @@ from offbeat.lab.probe.ring import measure_links
 from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.recipes.datasets import to_device
 from offbeat.lab.samplers import Batches, parse_injection
+from offbeat.lab.scenario import Scenario
 from offbeat.lab.time_limit import TimeLimit
 from offbeat.strategies import Strategy
 from offbeat.synchronizer import Synchronizer
@@ -186,8 +187,9 @@ class _Worker:
         job, task = self._job, self._task
         if dist.get_backend() == "simulated":  # the simulator controls the virtual time of a step
             return
+        changes = Scenario.from_json(job.scenario).slowdowns(job.workers)
         if job.step_seconds is None:
-            if job.jitter or job.slow:
+            if job.jitter or job.slow or changes:
                 raise ValueError(STRAGGLERS_NEED_STEP_TIME)
             return
         self._emit(Waiting("measuring a step"))
@@ -196,6 +198,7 @@ class _Worker:
             job.step_seconds,
             jitter=job.jitter,
             slowdown=parse_slow(job.slow, job.workers),
+            changes=changes,
             seed=job.seed,
         )
         task.loss = padding

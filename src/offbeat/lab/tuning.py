@@ -48,13 +48,14 @@ class Axis:
 
 _RATE = Axis("lr_scale")
 _WIRE = Axis("wire", ("float32", "int4", "int2"))
+_DILOCO = (
+    Axis("period"),
+    Axis("outer_lr", (0.35, 0.5, 0.7, 1.0, 1.4)),
+    Axis("outer_momentum", (0.0, 0.6, 0.8, 0.9, 0.95)),
+)
 _SETTINGS = {
     "local": (Axis("period"),),
-    "diloco": (
-        Axis("period"),
-        Axis("outer_lr", (0.35, 0.5, 0.7, 1.0, 1.4)),
-        Axis("outer_momentum", (0.0, 0.6, 0.8, 0.9, 0.95)),
-    ),
+    "diloco": _DILOCO,
     "selsync": (Axis("target_lssr", (0.6, 0.8, 0.9, 0.95, 0.975)),),
     "async": (Axis("staleness"),),
     "streaming": (Axis("outer_gain", ("auto", 1)),),
@@ -63,6 +64,7 @@ _SETTINGS = {
     "ssp": (Axis("staleness"),),
     "downpour": (Axis("push_every"),),
     "easgd": (Axis("period"),),
+    "async_diloco": _DILOCO,
     "sparseloco": (Axis("period"),),
     "sparta": (Axis("share"),),
     "powersgd": (Axis("rank"),),
@@ -74,6 +76,7 @@ _FIRST = {
     "desloc": ("period=8",),
     "ssp": ("staleness=4",),
     "diloco": ("period=16", "outer_momentum=0.6"),
+    "async_diloco": ("period=16", "outer_momentum=0.6"),
     "sparseloco": ("period=16",),
 }
 """First values of settings that have no default, or a default for much longer runs."""

@@ -164,8 +164,9 @@ class SimulatedCluster:
             return
         self._progress[rank] = 0.0 if progress >= 1 else progress
         self._steps[rank] += progress >= 1
-        seconds = self.compute.seconds(rank, step, self.seed) * (progress - before)
         start, paused = self.workers.kernel.now, self.workers.paused_seconds(rank)
+        seconds = self.compute.seconds(rank, step, self.seed) * (progress - before)
+        seconds *= self.compute.factor_at(rank, start)
         what = f"computing step {step + 1}"
         try:
             self.workers.sleep(seconds, what)

@@ -1,4 +1,7 @@
-"""Compute time of one step of one worker: a pure function of (rank, step, seed)."""
+"""Compute time of one step of one worker: a pure function of (rank, step, seed), and of the time.
+
+The time matters only with ``Compute.changes``: the speed of a worker may change during a run.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -72,6 +75,9 @@ class Compute:
         trace: Measured compute times of consecutive steps (text or seconds), used in place of
             ``step``. The sequence repeats when it ends. A mapping gives each rank its own sequence.
             Ranks without a sequence use ``step``.
+        changes: Further factors on the compute time of some workers (> 0), by the virtual time from
+            which they hold and by rank. ``{"20s": {2: 2.0}, "40s": {2: 1.0}}`` makes worker 2 twice
+            as slow from 20 s to 40 s. What a worker computes at that moment keeps its duration.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -83,6 +89,7 @@ class Compute:
     slowdown: dict[int, float] = field(hash=False)
     stragglers: tuple[Straggler, ...]
     trace: tuple[float, ...] | dict[int, tuple[float, ...]] | None = field(hash=False)
+    changes: dict[float, dict[int, float]] = field(hash=False)
 
     def __init__(
         self,
@@ -92,14 +99,11 @@ class Compute:
         slowdown: Mapping[int, float] = {},
         stragglers: Iterable[Straggler] = (),
         trace: Iterable[float] | Mapping[int, Iterable[float]] | None = None,
+        changes: Mapping[str | float, Mapping[int, float]] = {},
     ) -> None:
         require_number("jitter", jitter, _NOT_NEGATIVE)
         if jitter > _MOST_JITTER:
             raise ValueError(f"jitter must be at most {_MOST_JITTER:g}, got {jitter}")
-        require_mapping("slowdown", slowdown)
-        for rank, factor in slowdown.items():
-            require_integer("a rank in slowdown", rank, least=0)
-            _require_factor(f"slowdown[{rank}]", factor)
         stragglers = tuple(stragglers) if isinstance(stragglers, Iterable) else (stragglers,)
         for straggler in stragglers:
             if not isinstance(straggler, Straggler):
@@ -110,22 +114,25 @@ class Compute:
         values = {
             "step": to_seconds(step),
             "jitter": float(jitter),
-            "slowdown": {rank: float(slowdown[rank]) for rank in sorted(slowdown)},
+            "slowdown": _read_factors("slowdown", slowdown),
             "stragglers": stragglers,
             "trace": _read_trace(trace),
+            "changes": _read_changes(changes),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def ranks(self) -> set[int]:
-        """Return the ranks named in ``slowdown``, ``stragglers`` and ``trace``."""
+        """Return the ranks named in ``slowdown``, ``stragglers``, ``trace`` and ``changes``."""
         traced = self.trace if isinstance(self.trace, dict) else ()
-        return {*self.slowdown, *traced, *(straggler.rank for straggler in self.stragglers)}
+        stragglers = (straggler.rank for straggler in self.stragglers)
+        return {*self.slowdown, *traced, *stragglers}.union(*self.changes.values())
 
     def seconds(self, rank: int, step: int, seed: int) -> float:
         """Return the compute time of worker ``rank`` in step ``step`` (from 0), in seconds.
 
-        The same arguments give the same seconds in every process.
+        The same arguments give the same seconds in every process. The factors in ``changes`` are
+        not included; see ``factor_at``.
         """
         require_integer("rank", rank, least=0)
         require_integer("step", step, least=0)
@@ -137,6 +144,17 @@ class Compute:
             if straggler.covers(rank, step):
                 seconds *= straggler.factor
         return seconds * self._jitter_factor(rank, step, seed)
+
+    def factor_at(self, rank: int, now: float) -> float:
+        """Return the factor in ``changes`` that holds for worker ``rank`` at virtual time ``now``.
+
+        1 before the first change.
+        """
+        factor = 1.0
+        for since, factors in self.changes.items():
+            if since <= now:
+                factor = factors.get(rank, factor)
+        return factor
 
     def _jitter_factor(self, rank: int, step: int, seed: int) -> float:
         if self.jitter == 0:
@@ -150,12 +168,17 @@ class Compute:
         trace: object = None if self.trace is None else list(self.trace)
         if isinstance(self.trace, dict):
             trace = {str(rank): list(seconds) for rank, seconds in self.trace.items()}
+        changes = {
+            str(seconds): {str(rank): factor for rank, factor in factors.items()}
+            for seconds, factors in self.changes.items()
+        }
         return {
             "step": self.step,
             "jitter": self.jitter,
             "slowdown": {str(rank): factor for rank, factor in self.slowdown.items()},
             "stragglers": [asdict(straggler) for straggler in self.stragglers],
             "trace": trace,
+            **({"changes": changes} if changes else {}),
         }
 
     def __repr__(self) -> str:
@@ -170,7 +193,30 @@ class Compute:
             parts.append(f"trace=<of ranks {', '.join(map(str, self.trace))}>")
         elif self.trace is not None:
             parts.append(f"trace=<{len(self.trace)} steps>")
+        if self.changes:
+            changes = {show_seconds(seconds): factors for seconds, factors in self.changes.items()}
+            parts.append(f"changes={changes}")
         return f"Compute({', '.join(parts)})"
+
+
+def _read_factors(name: str, factors: Mapping[int, float]) -> dict[int, float]:
+    require_mapping(name, factors)
+    for rank, factor in factors.items():
+        require_integer(f"a rank in {name}", rank, least=0)
+        _require_factor(f"{name}[{rank}]", factor)
+    return {rank: float(factors[rank]) for rank in sorted(factors)}
+
+
+def _read_changes(
+    changes: Mapping[str | float, Mapping[int, float]],
+) -> dict[float, dict[int, float]]:
+    if not isinstance(changes, Mapping):
+        raise TypeError(f"changes must be a dictionary by virtual time, got {changes!r}")
+    read = {
+        to_seconds(seconds, allow_zero=True): _read_factors(f"changes[{seconds!r}]", factors)
+        for seconds, factors in changes.items()
+    }
+    return {seconds: read[seconds] for seconds in sorted(read)}
 
 
 def _read_trace(

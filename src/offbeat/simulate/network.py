@@ -90,6 +90,9 @@ class Network:
         changes: Factors on all bandwidths except ``inside``, by the virtual time (the simulator's
             clock) from which they hold. ``{"20s": 0.5, "40s": 1}`` halves the bandwidths from 20 s
             to 40 s. Transfers that have started keep their speed.
+        per_worker_changes: Values that replace those of ``per_worker``, by the virtual time from
+            which they hold and by rank: ``{"20s": {3: "10Mbit/s"}}``. The factors in ``changes``
+            also apply to them. Requires ``workers_per_node=1``.
 
     Raises:
         TypeError: An argument is neither text nor a number, or a rank is not an int.
@@ -106,6 +109,7 @@ class Network:
     inside: float | None
     inside_latency: float | None
     changes: dict[float, float] = field(hash=False)
+    per_worker_changes: dict[float, dict[int, float]] = field(hash=False)
 
     def __init__(
         self,
@@ -119,16 +123,21 @@ class Network:
         inside: str | float | None = None,
         inside_latency: str | float | None = None,
         changes: Mapping[str | float, float] = {},
+        per_worker_changes: Mapping[str | float, Mapping[int, str | float]] = {},
     ) -> None:
         require_integer("workers_per_node", workers_per_node, least=1)
         inside_link = _inside_link(workers_per_node, inside, inside_latency)
-        require_mapping("per_worker", per_worker)
-        for rank in per_worker:
-            require_integer("a rank in per_worker", rank, least=0)
-        if per_worker and workers_per_node > 1:
-            raise ValueError(
-                "per_worker with workers_per_node: workers of a node share its link; leave one out"
-            )
+        links = _read_links("per_worker", per_worker)
+        require_mapping("per_worker_changes", per_worker_changes)
+        later = {
+            to_seconds(seconds, allow_zero=True): _read_links("per_worker_changes", bandwidths)
+            for seconds, bandwidths in per_worker_changes.items()
+        }
+        for name, given in (("per_worker", links), ("per_worker_changes", later)):
+            if given and workers_per_node > 1:
+                raise ValueError(
+                    f"{name} with workers_per_node: workers of a node share its link; leave one out"
+                )
         require_mapping("changes", changes)
         factors = {to_seconds(seconds): value for seconds, value in changes.items()}
         for factor in factors.values():
@@ -137,32 +146,42 @@ class Network:
             "bandwidth": to_bandwidth(bandwidth),
             "latency": to_seconds(latency, allow_zero=True),
             "upload": None if upload is None else to_bandwidth(upload),
-            "per_worker": {rank: to_bandwidth(per_worker[rank]) for rank in sorted(per_worker)},
+            "per_worker": links,
             "switch": None if switch is None else to_bandwidth(switch),
             "workers_per_node": workers_per_node,
             "inside": None if inside_link is None else inside_link[0],
             "inside_latency": None if inside_link is None else inside_link[1],
             "changes": {seconds: factors[seconds] for seconds in sorted(factors)},
+            "per_worker_changes": {seconds: later[seconds] for seconds in sorted(later)},
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def at(self, seconds: float) -> "Network":
         """Return the network with the bandwidths that hold at virtual time ``seconds``."""
-        if not self.changes:
+        if not self.changes and not self.per_worker_changes:
             return self
         factor = 1.0
         for since, value in self.changes.items():
             if since <= seconds:
                 factor = value
+        links = dict(self.per_worker)
+        for since, bandwidths in self.per_worker_changes.items():
+            if since <= seconds:
+                links.update(bandwidths)
         return replace(
             self,
             bandwidth=self.bandwidth * factor,
             upload=None if self.upload is None else self.upload * factor,
-            per_worker={rank: value * factor for rank, value in self.per_worker.items()},
+            per_worker={rank: value * factor for rank, value in links.items()},
             switch=None if self.switch is None else self.switch * factor,
             changes={},
+            per_worker_changes={},
         )
+
+    def ranks(self) -> set[int]:
+        """Return the ranks named in ``per_worker`` and ``per_worker_changes``."""
+        return {*self.per_worker}.union(*self.per_worker_changes.values())
 
     def node(self, rank: int) -> int:
         """Return the number of the node of worker ``rank``."""
@@ -259,6 +278,10 @@ class Network:
 
     def to_dict(self) -> dict[str, object]:
         """Return the arguments as JSON values: bits per second, seconds, ranks as text."""
+        later = {
+            str(seconds): {str(rank): value for rank, value in bandwidths.items()}
+            for seconds, bandwidths in self.per_worker_changes.items()
+        }
         return {
             "bandwidth": self.bandwidth,
             "latency": self.latency,
@@ -267,6 +290,7 @@ class Network:
             "switch": self.switch,
             **({} if self.inside is None else self._nodes()),
             **({"changes": {str(s): x for s, x in self.changes.items()}} if self.changes else {}),
+            **({"per_worker_changes": later} if later else {}),
         }
 
     def _nodes(self) -> dict[str, object]:
@@ -281,8 +305,7 @@ class Network:
         if self.upload is not None:
             parts.append(f"upload={show_bandwidth(self.upload)!r}")
         if self.per_worker:
-            links = {rank: show_bandwidth(value) for rank, value in self.per_worker.items()}
-            parts.append(f"per_worker={links}")
+            parts.append(f"per_worker={_show_links(self.per_worker)}")
         if self.switch is not None:
             parts.append(f"switch={show_bandwidth(self.switch)!r}")
         if self.inside is not None and self.inside_latency is not None:
@@ -292,7 +315,21 @@ class Network:
         if self.changes:
             changes = {show_seconds(seconds): factor for seconds, factor in self.changes.items()}
             parts.append(f"changes={changes}")
+        if self.per_worker_changes:
+            later = {show_seconds(s): _show_links(x) for s, x in self.per_worker_changes.items()}
+            parts.append(f"per_worker_changes={later}")
         return f"Network({', '.join(parts)})"
+
+
+def _read_links(name: str, bandwidths: Mapping[int, str | float]) -> dict[int, float]:
+    require_mapping(name, bandwidths)
+    for rank in bandwidths:
+        require_integer(f"a rank in {name}", rank, least=0)
+    return {rank: to_bandwidth(bandwidths[rank]) for rank in sorted(bandwidths)}
+
+
+def _show_links(bandwidths: Mapping[int, float]) -> dict[int, str]:
+    return {rank: show_bandwidth(value) for rank, value in bandwidths.items()}
 
 
 def _inside_link(

@@ -74,7 +74,7 @@ def simulate(
     compute = Compute() if compute is None else compute
     require_faults(faults, workers)
     count = workers + sum(isinstance(fault, Join) for fault in faults)
-    for what, ranks in (("network", {*network.per_worker}), ("compute", compute.ranks())):
+    for what, ranks in (("network", network.ranks()), ("compute", compute.ranks())):
         if max(ranks, default=0) >= count:
             raise ValueError(
                 f"{what} names worker {max(ranks)}, but there are {count}, counted from 0"

@@ -44,11 +44,7 @@ class Cluster:
     def __init__(self, workers: int, bits_per_second: float) -> None:
         if not 1 <= workers <= 200:
             raise ValueError(f"workers must be between 1 and 200, got {workers}")
-        if not 1e3 <= bits_per_second <= 1e12:
-            raise ValueError(
-                "links can be shaped to between 1 kbit/s and 1 Tbit/s, got "
-                f"{show_bandwidth(bits_per_second)}"
-            )
+        require_shapable(bits_per_second)
         self.workers, self.bits_per_second = workers, bits_per_second
         self._name = f"{_PREFIX}-{os.getpid()}"
 
@@ -124,9 +120,9 @@ class Cluster:
                 _run("ip", "-n", namespace, "link", "set", device, *size)
                 self._shape(namespace, device, self.bits_per_second)
 
-    def reshape(self, bits_per_second: float) -> None:
-        """Change the rate of all links, even while they are in use."""
-        for rank in range(self.workers):
+    def reshape(self, bits_per_second: float, ranks: Sequence[int] | None = None) -> None:
+        """Change the rate of all links, or of those of ``ranks``, even while they are in use."""
+        for rank in range(self.workers) if ranks is None else ranks:
             self._shape(self._node(rank), self.interface, bits_per_second, "change")
             self._shape(self._switch, f"port{rank}", bits_per_second, "change")
 
@@ -148,6 +144,15 @@ class Cluster:
     def close(self) -> None:
         """Remove the namespaces and their links. May be called repeatedly."""
         run_cleanup(lambda: _remove(rf"{self._name}-\w+"))
+
+
+def require_shapable(bits_per_second: float) -> None:
+    """Raise ValueError unless a link can have this rate."""
+    if not 1e3 <= bits_per_second <= 1e12:
+        raise ValueError(
+            "links can be shaped to between 1 kbit/s and 1 Tbit/s, got "
+            f"{show_bandwidth(bits_per_second)}"
+        )
 
 
 def remove_leftovers() -> None:

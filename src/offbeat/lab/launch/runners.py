@@ -6,7 +6,7 @@ A *job* is the configuration of one training run. *Virtual time* is the simulato
 import math
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,9 @@ from typing_extensions import override
 from offbeat.lab.evaluation import gather
 from offbeat.lab.events import Evaluation, Event, Start, Step
 from offbeat.lab.job import Job
-from offbeat.lab.launch.cluster import Cluster
+from offbeat.lab.launch.cluster import Cluster, require_shapable
 from offbeat.lab.launch.processes import run_job
+from offbeat.lab.launch.timetable import timetable
 from offbeat.lab.methods.registry import is_ideal, require_virtual
 from offbeat.lab.train import train_worker, worker_device
 from offbeat.simulate import Compute, Network, Simulation, simulate
@@ -72,11 +73,25 @@ class ShapedLinks(Cluster, Loopback):
         workers: Number of nodes (1 to 200).
         bits_per_second: Rate of each link in each direction.
         later: Rate in bits per second after half of the steps. None: the rate does not change.
+        changes: Rates in bits per second of single links, by the time from which they hold, in
+            seconds since the start of the training, and by rank. Cannot be combined with ``later``.
     """
 
-    def __init__(self, workers: int, bits_per_second: float, later: float | None = None) -> None:
+    def __init__(
+        self,
+        workers: int,
+        bits_per_second: float,
+        later: float | None = None,
+        changes: Mapping[float, Mapping[int, float]] = {},
+    ) -> None:
         super().__init__(workers, bits_per_second)
+        if changes and later is not None:
+            raise ValueError("give either later or changes")
+        for rates in changes.values():
+            for rate in rates.values():
+                require_shapable(rate)
         self._later = later
+        self._changes = {seconds: changes[seconds] for seconds in sorted(changes)}
 
     @override
     def __str__(self) -> str:
@@ -87,11 +102,19 @@ class ShapedLinks(Cluster, Loopback):
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
         if is_ideal(job.strategy):
             run_job(job, on_event)
-        elif self._later is None:
+        elif self._later is None and not self._changes:
             run_job(job, on_event, self)
         else:
             try:
-                run_job(job, call_at_half(partial(self.reshape, self._later), on_event), self)
+                if self._later is not None:
+                    on_event = call_at_half(partial(self.reshape, self._later), on_event)
+                actions = [
+                    (seconds, partial(self.reshape, rate, [rank]))
+                    for seconds, rates in self._changes.items()
+                    for rank, rate in rates.items()
+                ]
+                with timetable(actions, on_event) as listen:
+                    run_job(job, listen, self)
             finally:
                 self.reshape(self.bits_per_second)
 

@@ -21,6 +21,7 @@ from offbeat.lab.report.rows import (
     share_of_ideal,
 )
 from offbeat.lab.results import Result
+from offbeat.lab.scenario import Scenario
 from offbeat.registry import parse_strategy
 from offbeat.strategies.base import Gradients, SharedModel
 from offbeat.units import show_bytes, show_seconds
@@ -211,6 +212,8 @@ def caption(results: Sequence[Result]) -> str:
     for part in job.slow.split(",") if job.slow else []:
         rank, _, factor = part.partition("=")
         uneven += f", worker {rank} {factor} times slower"
+    if events := len(Scenario.from_json(job.scenario).events):
+        uneven += f", scenario of {events} event{'s' if events > 1 else ''}"
     if job.step_seconds is not None:
         uneven = f", steps padded to {show_seconds(job.step_seconds)}{uneven}"
     return (

@@ -1,0 +1,281 @@
+"""Scenarios: reading their files, and runs in which speeds and bandwidths change."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import offbeat
+from lab.test_cluster import needs_namespaces
+from offbeat import Compute, Network, simulate
+from offbeat.errors import OffbeatError
+from offbeat.lab.events import Event, Start, Step
+from offbeat.lab.job import Job
+from offbeat.lab.launch import runners
+from offbeat.lab.launch.cluster import _run
+from offbeat.lab.launch.runners import ShapedLinks
+from offbeat.lab.launch.timetable import timetable
+from offbeat.lab.scenario import Scenario, ScenarioEvent
+
+FILE = """
+[[event]]
+at = "1min"
+worker = 2
+speed = 0.5
+bandwidth = "10Mbit/s"
+
+[[event]]
+at = 20
+speed = 2
+
+[[event]]
+at = 20.0
+worker = 1
+speed = 4
+"""
+
+
+def written(text: str, folder: Path) -> Path:
+    path = folder / "scenario.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_in_the_order_of_time(tmp_path: Path) -> None:
+    """A later event at the same time replaces the values of an earlier one."""
+    scenario = Scenario.read(written(FILE, tmp_path), workers=3)
+    assert scenario.events == (
+        ScenarioEvent(20.0, speed=2.0),
+        ScenarioEvent(20.0, worker=1, speed=4.0),
+        ScenarioEvent(60.0, worker=2, speed=0.5, bandwidth=1e7),
+    )
+    assert scenario.slowdowns(3) == {20.0: {0: 0.5, 1: 0.25, 2: 0.5}, 60.0: {2: 2.0}}
+    assert scenario.bandwidths(3) == {60.0: {2: 1e7}}
+    assert Scenario.from_json(str(scenario)) == scenario
+    assert Scenario.from_json(None) == Scenario()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[event]", "not TOML: .*line 1"),
+        ("", r"it must have one or more tables \[\[event\]\]"),
+        ("event = 3", r"it must have one or more tables \[\[event\]\]"),
+        ("event = [3]", r"event 1: must be a table \[\[event\]\], got 3"),
+        ("[[events]]\nat = 1", r"unknown key 'events'; it consists of tables \[\[event\]\]"),
+        ("[[event]]\nspeed = 1", 'event 1: without "at", the time of the event'),
+        ("[[event]]\nat = 1\nworker = 0", "event 1: changes nothing: give speed, bandwidth"),
+        ("[[event]]\nat = 1\nspede = 2", r"unknown key 'spede' \(did you mean 'speed'\?\)"),
+        ("[[event]]\nat = 'soon'\nspeed = 1", "event 1: 'soon' is not a duration"),
+        ("[[event]]\nat = -1\nspeed = 1", "event 1: -1 is not a duration"),
+        ("[[event]]\nat = 1\nspeed = 0", "speed must be positive .*0.5: half as fast"),
+        ("[[event]]\nat = 1\nspeed = '2'", "speed must be a number, got '2'"),
+        ("[[event]]\nat = 1\nspeed = nan", "speed must be positive"),
+        ("[[event]]\nat = 1\nbandwidth = '10MB'", "event 1: '10MB' is not a bandwidth"),
+        ("[[event]]\nat = 1\nspeed = 1\nworker = 2", "worker 2 does not exist: ranks are 0 to 1"),
+        ("[[event]]\nat = 1\nspeed = 1\nworker = -1", "worker must be at least 0, got -1"),
+        ("[[event]]\nat = 1\nspeed = 1\nworker = 0.5", "worker must be an integer"),
+        (
+            "[[event]]\nat = 1\nspeed = 1\n[[event]]\nat = 2\ndie = true",
+            "event 2: die: .*fixed set",
+        ),
+        ("[[event]]\nat = 1\njoin = true", "event 1: join: a run has a fixed set of workers"),
+    ],
+)
+def test_malformed_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    """The error names the file, the event and what is allowed."""
+    path = written(text, tmp_path)
+    with pytest.raises(ValueError, match=message) as caught:
+        Scenario.read(path, workers=2)
+    assert str(caught.value).startswith(f"scenario {path}")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"scenario .*nowhere\.toml: No such file or directory"):
+        Scenario.read(tmp_path / "nowhere.toml", workers=2)
+
+
+# -- virtual time ----------------------------------------------------------------------------------
+
+
+def steps_alone(steps: int) -> list[float]:
+    """Train without communication; return the virtual times of the ends of the steps."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = offbeat.attach(model, optimizer, offbeat.LocalSGD(period=1000))
+    times, start = [], sync._host.now()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        times.append(sync._host.now() - start)
+    return times
+
+
+def test_speeds_change_in_virtual_time() -> None:
+    """Steps of 1 s: worker 1 takes 2 s from 2.5 s, and 0.5 s from 8 s. What has started goes on.
+
+    The forward pass and the backward pass are computed one after the other. The step from 2 to 3 s
+    is in its backward pass at 2.5 s, and the step from 7 to 9 s at 8 s.
+    """
+    compute = Compute("1s", changes={"2.5s": {1: 2.0}, 8: {1: 0.5}})
+    usual, changed = simulate(
+        lambda: steps_alone(8), workers=2, network=Network(1e12, latency=0), compute=compute
+    ).results
+    assert usual == pytest.approx([1, 2, 3, 4, 5, 6, 7, 8], abs=1e-6)
+    assert changed == pytest.approx([1, 2, 3, 5, 7, 9, 9.5, 10], abs=1e-6)
+
+
+def message_times() -> list[float]:
+    """Send 4 kB three times to each of two workers; return the times of arrival."""
+    communicator: Any = dist.group.WORLD.make_communicator(60.0)  # type: ignore[union-attr]
+    times = []
+    for _ in range(3):
+        if communicator.rank == 0:
+            for rank in (1, 2):
+                communicator.send(torch.zeros(1_000), destination=rank, what="part").wait()
+        else:
+            communicator.receive(torch.zeros(1_000), source=0, what="part").wait()
+        times.append(communicator.host.now())
+    return times
+
+
+def test_bandwidths_of_single_links_change_in_virtual_time() -> None:
+    """4 kB take 4 ms at 8 Mbit/s, and 8 ms to worker 2 from 10 ms on, at 4 Mbit/s.
+
+    Worker 0 sends the next message when the last one has arrived.
+    """
+    network = Network(8e6, latency=0.0, per_worker_changes={0.010: {2: 4e6}})
+    _, one, two = simulate(message_times, workers=3, network=network).results
+    assert one == pytest.approx([0.004, 0.012, 0.024])
+    assert two == pytest.approx([0.008, 0.020, 0.032])
+
+
+def test_a_change_of_all_bandwidths_holds_for_changed_links() -> None:
+    network = Network(
+        "100Mbit/s",
+        per_worker={1: "10Mbit/s"},
+        changes={"30s": 0.5},
+        per_worker_changes={"20s": {1: "20Mbit/s"}, 0: {2: 4e6}},
+    )
+    rates = [[8 * network.at(at).up(rank) for rank in range(3)] for at in (0, 20, 30)]
+    assert rates == [[1e8, 1e7, 4e6], [1e8, 2e7, 4e6], [5e7, 1e7, 2e6]]
+    assert network.at(30).per_worker_changes == {}
+
+
+def test_changes_are_shown_saved_and_checked() -> None:
+    compute = Compute("1s", changes={"1min": {2: 2}})
+    network = Network("1Gbit/s", per_worker_changes={60: {2: "1Mbit/s"}})
+    assert repr(compute) == "Compute('1 s', changes={'1 min': {2: 2.0}})"
+    assert compute.to_dict()["changes"] == {"60.0": {"2": 2.0}}
+    assert repr(network).endswith("per_worker_changes={'1 min': {2: '1 Mbit/s'}})")
+    assert eval(repr(network)) == network
+    assert network.to_dict()["per_worker_changes"] == {"60.0": {"2": 1e6}}
+    json.dumps([compute.to_dict(), network.to_dict()])
+    with pytest.raises(ValueError, match="network names worker 2, but there are 2"):
+        simulate(lambda: None, workers=2, network=network)
+    with pytest.raises(ValueError, match="compute names worker 2, but there are 2"):
+        simulate(lambda: None, workers=2, compute=compute)
+    refused: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: Compute(changes={1: {0: 0}}), ValueError, r"changes\[1\]\[0\] must be positive"),
+        (lambda: Compute(changes={1: 2.0}), TypeError, r"changes\[1\] must be a dictionary"),  # type: ignore[dict-item]
+        (lambda: Compute(changes=[1]), TypeError, "by virtual time, got"),  # type: ignore[arg-type]
+        (lambda: Network(1e9, per_worker_changes={1: {0: 0}}), ValueError, "not a bandwidth"),
+        (
+            lambda: Network(1e9, workers_per_node=2, per_worker_changes={1: {0: 1e9}}),
+            ValueError,
+            "per_worker_changes with workers_per_node: workers of a node share its link",
+        ),
+    ]
+    for make, error, message in refused:
+        with pytest.raises(error, match=message):
+            make()
+
+
+# -- real processes --------------------------------------------------------------------------------
+
+
+def test_a_timetable_acts_without_events() -> None:
+    """Times count from the event Start. Actions that are not due at the end are dropped."""
+    done: list[tuple[str, float]] = []
+    seen: list[Event] = []
+
+    def act(name: str) -> Callable[[], None]:
+        return lambda: done.append((name, time.monotonic()))
+
+    actions = [(0.0, act("now")), (0.1, act("soon")), (60.0, act("never"))]
+    with timetable(actions, seen.append) as listen:
+        assert done == []
+        start = time.monotonic()
+        listen(Start(2, 4))
+        deadline = start + 10
+        while len(done) < 2 and time.monotonic() < deadline:
+            time.sleep(0.005)
+    assert time.monotonic() - start < 10
+    assert [name for name, _ in done] == ["now", "soon"]
+    assert done[1][1] - start >= 0.1
+    assert seen == [Start(2, 4)]
+
+
+def test_the_error_of_an_action_is_raised() -> None:
+    """At the next event or, without one, at the end."""
+
+    def fail() -> None:
+        raise OffbeatError("tc failed")
+
+    def run(events: Iterable[Event]) -> None:
+        with timetable([(0.0, fail)], lambda event: None) as listen:
+            for event in events:
+                listen(event)
+
+    def steps() -> Iterator[Event]:
+        yield Start(2, 4)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            yield Step(1, 0.1)
+        pytest.fail("no error within 10 s")
+
+    for events in ([Start(2, 4)], steps()):
+        with pytest.raises(OffbeatError, match="tc failed"):
+            run(events)
+
+
+@needs_namespaces
+def test_single_links_are_reshaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends of the link of worker 1 change, and change back after the run."""
+
+    def rates(links: ShapedLinks) -> list[int]:
+        ends = [(links._node(rank), links.interface) for rank in range(2)]
+        ends += [(links._switch, f"port{rank}") for rank in range(2)]
+        shown = (_run("tc", "-n", one, "-j", "qdisc", "show", "dev", dev) for one, dev in ends)
+        return [json.loads(text)[0]["options"]["rate"] for text in shown]
+
+    def train(job: Job, on_event: Callable[[Event], None], links: ShapedLinks) -> None:
+        on_event(Start(2, 4))
+        deadline = time.monotonic() + 20
+        while rates(links) != [1_000_000, 500_000] * 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append(rates(links))
+
+    seen: list[list[int]] = []
+    monkeypatch.setattr(runners, "run_job", train)
+    with ShapedLinks(2, 8e6, changes={0.0: {1: 4e6}}) as links:
+        assert rates(links) == [1_000_000] * 4  # bytes
+        links.run(Job("digits", "bsp", 2), lambda event: None)
+        assert rates(links) == [1_000_000] * 4
+    assert seen == [[1_000_000, 500_000] * 2]
+
+
+def test_rates_of_changed_links_are_checked() -> None:
+    with pytest.raises(ValueError, match="links can be shaped to between 1 kbit/s and 1 Tbit/s"):
+        ShapedLinks(2, 1e9, changes={1.0: {0: 1.0}})
+    with pytest.raises(ValueError, match="give either later or changes"):
+        ShapedLinks(2, 1e9, later=1e6, changes={1.0: {0: 1e6}})
