@@ -24,6 +24,7 @@ __all__ = [
     "DesLoc",
     "DiLoCo",
     "Downpour",
+    "EndedError",
     "FedAvg",
     "Forecast",
     "JsonLines",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
         CheckpointError,
         CommunicationError,
         CommunicationTimeout,
+        EndedError,
         MismatchError,
         OffbeatError,
     )
