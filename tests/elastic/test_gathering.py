@@ -167,6 +167,16 @@ def test_an_explicit_group_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> N
         )
 
 
+def test_what_is_not_elastic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the variable that makes training elastic."""
+    monkeypatch.setenv("OFFBEAT_STORE", "127.0.0.1:1")
+    monkeypatch.setenv("OFFBEAT_WORKERS", "2")
+    model = make_model()
+    for strategy, options in (("ssp:staleness=2", {}), ("bsp", {"node_group": "auto"})):
+        with pytest.raises(AttachError, match=r"^min_workers with .* OFFBEAT_STORE is set"):
+            offbeat.attach(model, sgd(model), offbeat.parse_strategy(strategy), **options)
+
+
 def test_a_missing_store_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = make_model()
     monkeypatch.setenv("OFFBEAT_WORKERS", "2")
