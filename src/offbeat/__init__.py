@@ -25,6 +25,7 @@ __all__ = [
     "DesLoc",
     "DiLoCo",
     "Downpour",
+    "EndedError",
     "FedAvg",
     "Forecast",
     "JsonLines",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
         CheckpointError,
         CommunicationError,
         CommunicationTimeout,
+        EndedError,
         MismatchError,
         OffbeatError,
     )

@@ -13,6 +13,7 @@ from torch.optim import LBFGS, Optimizer
 from offbeat.arguments import require_integer
 from offbeat.averaging import AttachedOptimizer, NonFinite
 from offbeat.elastic.connect import open_communicator
+from offbeat.elastic.gathering import gathering_from_environment
 from offbeat.errors import AttachError
 from offbeat.nodes.detection import NodeGroup, open_nodes
 from offbeat.nodes.shards import shards_of
@@ -70,9 +71,10 @@ def attach(
         strategy: The algorithm that decides what the workers average and when, for example
             ``offbeat.SelSync()``. None: ``offbeat.StreamingAveraging()``.
         group: Process group of the workers, or a custom transport
-            (``offbeat.transport.communicator.Transport``). None: the default group. A script
-            without a process group, and without ``WORLD_SIZE`` > 1 in its environment, trains
-            alone, as one worker.
+            (``offbeat.transport.communicator.Transport``). None: the workers that gather at the
+            store in the environment variable ``OFFBEAT_STORE``; see docs/failures.md. If the
+            variable is not set, the default group. A script without a process group, and without
+            ``WORLD_SIZE`` > 1 in its environment, trains alone, as one worker.
         node_group: Process group of this worker's node: workers that are connected by a fast
             network, for example the GPUs of one machine. "auto": the workers that one torchrun
             command started on this machine. None: every worker is a node by itself.
@@ -108,7 +110,8 @@ def attach(
         min_workers: Smallest number of workers (≥ 1) with which training continues. With this
             option training is elastic: it continues after the loss of workers, and workers can
             join and receive the model of another worker; see docs/failures.md. None: if a worker is
-            lost, all others raise a ``CommunicationError``.
+            lost, all others raise a ``CommunicationError``. With ``OFFBEAT_STORE`` training is
+            always elastic, and None is the first number of ``OFFBEAT_WORKERS="2:4"``, or 1.
         log: Destination of the telemetry records, one for each step: the path of a file of JSON
             lines, a sink (an object with ``write(record)`` and ``close()``), or a list of these.
             Each worker writes a separate file: the rank replaces ``{rank}`` in the path, or
@@ -128,6 +131,7 @@ def attach(
         MismatchError: the workers differ in the model, the optimizers, the strategy, ``wire``,
             ``adam_correction``, ``non_finite`` or ``min_workers``.
         CommunicationError: another worker failed, or did not call ``attach`` in time.
+        EndedError: this worker wants to join, and the others have finished the training.
         TypeError, ValueError: an argument has a wrong type or value.
     """
     if strategy is None:
@@ -140,22 +144,30 @@ def attach(
     # -- checks that send nothing --
     wire = strategy.default_wire if wire is None else wire
     require_timeout(timeout_seconds)
+    gathering = gathering_from_environment() if group is None else None
+    if gathering is not None and min_workers is None:
+        min_workers = gathering.workers.min_workers
     if min_workers is not None:
         require_integer("min_workers", min_workers, least=1)
     elastic = min_workers is not None
     model = unwrapped(model)
     optimizers = _optimizers(optimizer)
     shards = shards_of(model, group, node_group)
-    require_abilities(
-        strategy,
-        wire=wire,
-        adam_correction=bool(adam_correction),
-        non_finite=non_finite,
-        nodes=node_group is not None,
-        sharded=shards is not None,
-        elastic=elastic,
-        optimizers=len(optimizers),
-    )
+    try:
+        require_abilities(
+            strategy,
+            wire=wire,
+            adam_correction=bool(adam_correction),
+            non_finite=non_finite,
+            nodes=node_group is not None,
+            sharded=shards is not None,
+            elastic=elastic,
+            optimizers=len(optimizers),
+        )
+    except AttachError as error:
+        if gathering is None:
+            raise
+        raise AttachError(f"{error}. OFFBEAT_STORE is set, which implies min_workers") from None
     averages = strategy.averages()
     if adam_correction is None:
         adam_correction = isinstance(averages, SharedModel) and all(map(can_correct, optimizers))
@@ -178,34 +190,46 @@ def attach(
         kernels()  # compile before the first collective, not between two of them
     # -- from here on every worker must take part --
     ddp = DDPSuppressor(model, group, strategy, wire)
-    with ExitStack() as on_failure:
-        on_failure.callback(ddp.remove)
-        team = _team(
-            group, node_group, timeout_seconds, elastic=elastic, sharded=shards is not None
-        )
-        on_failure.callback(team.close)
-        if elastic and team.membership is not None:
-            on_failure.callback(team.membership.leave, ended=False)
-        if not elastic and team.view:
-            raise AttachError("a worker that joins needs min_workers, as the others have")
-        if min_workers is not None and team.size < min_workers:
-            raise AttachError(f"min_workers={min_workers}, but there are {team.size} workers")
-        sync = Synchronizer(
-            model,
-            attached_optimizers,
-            strategy,
-            team,
-            scaler=scaler,
-            wire=wire,
-            adam_correction=adam_correction,
-            log=log,
-            non_finite=non_finite,
-            min_workers=min_workers,
-            hooks=[ddp],
-            shards=shards,
-            connect=partial(open_communicator, group, timeout_seconds, what="monitor()"),
-        )
-        on_failure.pop_all()
+
+    def begin() -> Synchronizer:
+        with ExitStack() as on_failure:
+            team = _team(
+                gathering or group,
+                node_group,
+                timeout_seconds,
+                elastic=elastic,
+                sharded=shards is not None,
+            )
+            on_failure.callback(team.close)
+            if elastic and team.membership is not None:
+                on_failure.callback(team.membership.leave, ended=False)
+            if not elastic and team.view:
+                raise AttachError("a worker that joins needs min_workers, as the others have")
+            if min_workers is not None and team.size < min_workers:
+                raise AttachError(f"min_workers={min_workers}, but there are {team.size} workers")
+            sync = Synchronizer(
+                model,
+                attached_optimizers,
+                strategy,
+                team,
+                scaler=scaler,
+                wire=wire,
+                adam_correction=adam_correction,
+                log=log,
+                non_finite=non_finite,
+                min_workers=min_workers,
+                hooks=[ddp],
+                shards=shards,
+                connect=partial(open_communicator, group, timeout_seconds, what="monitor()"),
+            )
+            on_failure.pop_all()
+        return sync
+
+    try:
+        sync = begin() if gathering is None else gathering.repeat(begin)
+    except BaseException:
+        ddp.remove()
+        raise
     ddp.steps = lambda: sync.step
     return sync
 

@@ -7,7 +7,8 @@ Wrong arguments raise ``ValueError`` or ``TypeError``. Failures at run time rais
     │   └── MismatchError        workers have different models, optimizers or settings
     ├── CheckpointError          a saved state cannot be loaded or written
     └── CommunicationError       an operation between workers failed
-        └── CommunicationTimeout an operation took longer than ``timeout_seconds``
+        ├── CommunicationTimeout an operation took longer than ``timeout_seconds``
+        └── EndedError           the other workers have finished the training
 """
 
 
@@ -36,3 +37,7 @@ class CommunicationError(OffbeatError):
 
 class CommunicationTimeout(CommunicationError, TimeoutError):  # noqa: N818 - like TimeoutError
     """An operation between workers did not end within ``timeout_seconds``."""
+
+
+class EndedError(CommunicationError):
+    """This worker cannot continue or join, because the other workers have finished the training."""

@@ -316,6 +316,34 @@ class Synchronizer:
         with self._iteration.guard, self._team.account.paused():
             self._consensus.followers.add(modules)
 
+    def share_state(self, save: Callable[[], Any], load: Callable[[Any], object]) -> None:
+        """Let workers that join receive a state of the script, such as that of a scheduler.
+
+        A worker that joins receives the model, the optimizers' state of each parameter, and
+        ``step``, but no other state. Call this method on every worker, after ``attach`` and before
+        the first step. If the script has several states, each worker calls it in the same order.
+        Without ``min_workers`` no worker joins, so the method has no effect.
+
+        Do not share the state of random number generators: a worker that joins would draw the
+        numbers of another one.
+
+        Args:
+            save: Returns the state. Called now, and on one worker whenever another one joins:
+                inside ``optimizer.step()``, ``consensus()`` or ``finish()``, when ``step`` steps
+                are complete. ``torch.load`` must read the state with ``weights_only=True``:
+                numbers, strings, tensors, lists, tuples and dictionaries.
+            load: Called with that state, now, if this worker has joined. Tensors are on the CPU.
+
+        Raises:
+            AttachError: after ``finish`` or ``detach``, or after the first step of a worker.
+            pickle.UnpicklingError: the state has an object of another type.
+        """
+        self._require_active("share_state()")
+        if self._unfinished.steps:
+            raise AttachError("share_state(): call it before the first step")
+        if self._views is not None:
+            self._views.shared.add(save, load)
+
     # -- consensus and the end of training ---------------------------------------------------
 
     @contextlib.contextmanager

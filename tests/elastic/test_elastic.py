@@ -1,6 +1,7 @@
 """Training that continues when workers are lost and join, on simulated workers."""
 
 import copy
+import pickle
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -486,6 +487,61 @@ def test_a_newcomer_receives_buffers_and_optimizer_state() -> None:
     torch.testing.assert_close(first["state"], newcomer["state"], rtol=0, atol=0)
     assert newcomer["buffers"]["1.running_mean"].abs().sum() > 0
     assert torch.equal(first["model"], newcomer["model"])
+
+
+def test_a_newcomer_receives_the_state_of_the_script() -> None:
+    """Two states, in the order in which they were shared, as of the steps that are complete."""
+
+    def worker() -> Any:
+        rank = dist.get_rank()
+        model = make_model(rank)
+        optimizer = sgd(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+        optimizer, sync = attach(model, "local:period=3", optimizer=optimizer)
+        samples = {"seen": torch.tensor(0)}
+
+        def load(state: dict[str, Any]) -> None:
+            scheduler.load_state_dict(state)
+            optimizer.param_groups[0]["lr"] = scheduler.get_last_lr()[0]
+
+        sync.share_state(scheduler.state_dict, load)
+        sync.share_state(lambda: samples, samples.update)
+        begun = sync.step, int(samples["seen"]), scheduler.last_epoch, scheduler.get_last_lr()[0]
+        lr = optimizer.param_groups[0]["lr"]
+        for step in range(sync.step, STEPS):
+            train_step(model, optimizer, make_batch(rank, step))
+            scheduler.step()
+            samples["seen"] = samples["seen"] + 4
+        sync.finish()
+        return begun, lr, optimizer.param_groups[0]["lr"]
+
+    results = run(worker, Kill(worker=2, at=0.061), Join(at=0.07))
+    for (steps, seen, epoch, last), lr, final in survivors(results):
+        assert (seen, epoch) == (4 * steps, steps)
+        assert lr == last == pytest.approx(0.05 * 0.9**steps, rel=1e-12)
+        assert final == pytest.approx(0.05 * 0.9**STEPS, rel=1e-12)
+    assert [begun[0] > 0 for begun, *_ in survivors(results)] == [False, False, False, True]
+
+
+def test_a_state_that_cannot_be_shared_is_refused() -> None:
+    """When it is given, and not when a worker joins."""
+    model = make_model()
+    optimizer, sync = attach(model, "bsp", min_workers=None)
+    sync.share_state(lambda: object(), close)  # no worker joins, so it is not even called
+    train_step(model, optimizer, make_batch(0, 0))
+    with pytest.raises(AttachError, match="before the first step"):
+        sync.share_state(dict, dict)
+    sync.finish()
+    with pytest.raises(AttachError, match=r"share_state\(\) after finish"):
+        sync.share_state(dict, dict)
+
+    def worker() -> None:
+        _, sync = attach(make_model(), "bsp")
+        with pytest.raises(pickle.UnpicklingError):
+            sync.share_state(lambda: Sink(), close)
+        sync.finish()
+
+    run(worker, workers=2)
 
 
 def test_totals_and_records_name_the_view() -> None:

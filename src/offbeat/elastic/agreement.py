@@ -1,8 +1,9 @@
 """The protocol by which real processes agree on the next view, through a shared store.
 
-A *view* is one composition of the workers, its *members*. Each worker has a number, its *identity*:
-its rank in view 0, or the next unused number if it joined later. The store is the key-value store
-of the ``torch.distributed`` process group.
+A *view* is one composition of the workers, its *members*. Each worker has a number, its *identity*.
+The members of a process group have their ranks. All other workers take the next number from a
+counter in the store. The store is the key-value store of the ``torch.distributed`` process group,
+or the store at which the workers gather (``elastic/gathering.py``).
 
 When a member is lost or a worker asks to join, view v + 1 replaces view v in four steps:
 
@@ -21,9 +22,11 @@ When a member is lost or a worker asks to join, view v + 1 replaces view v in fo
 
 Steps 1 and 2 are in this file, steps 3 and 4 in ``elastic/membership.py``.
 
-The keys of one training begin with ``offbeat/elastic/<name>``:
+The key ``offbeat/elastic`` contains the key prefix of the training that began last. The keys of one
+training begin with this prefix, ``offbeat/elastic/<name>``:
 
-    size               number of workers in view 0
+    size               number of identities that are ranks of a process group; 0 after a gathering
+    numbers            counter of the further identities that workers have taken
     keeper             rank of the worker that serves the store; absent if no worker serves it
     address/<worker>   address at which the worker accepts heartbeat connections
     latest             number of the latest view that was opened
@@ -41,11 +44,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from offbeat.elastic.heartbeats import HeartbeatConnections, find_unreachable
 from offbeat.elastic.store import SharedStore, StoreLostError
-from offbeat.transport.membership import EndedError
+from offbeat.errors import EndedError
 
 T = TypeVar("T")
 SILENCE_SECONDS = 30.0
@@ -62,15 +65,36 @@ class Decision:
         members: Identities of the members, ascending.
         newcomers: Identities of the members that have joined and were in no earlier view.
         next_identity: Lowest identity that was unused when the decision was made. The decision
-            admits or refuses every worker that asked to join with a smaller identity.
+            admits or refuses every worker with a smaller identity, except the ``unannounced``.
         disconnected: Identities of the arrived members that the view excludes, because they cannot
             connect to all of its members.
+        unannounced: Identities below ``next_identity`` without an address. Their workers have taken
+            them, and have not written their addresses yet. The next decision considers them.
     """
 
     members: list[int]
     newcomers: list[int]
     next_identity: int
     disconnected: list[int] = field(default_factory=list)
+    unannounced: list[int] = field(default_factory=list)
+
+    def considers(self, worker: int) -> bool:
+        """Return True if the decision admits or refuses the worker with this identity."""
+        return worker < self.next_identity and worker not in self.unannounced
+
+
+class JoinRequests(NamedTuple):
+    """The workers that ask to join.
+
+    Attributes:
+        addresses: Address of each of them, by identity.
+        next_identity: Lowest unused identity.
+        unannounced: Identities that were taken, without an address yet.
+    """
+
+    addresses: dict[int, str]
+    next_identity: int
+    unannounced: list[int]
 
 
 @dataclass(frozen=True)
@@ -128,6 +152,9 @@ class Agreement:
         heartbeats: Tells which members' processes have ended.
         timeout_seconds: Time limit of one operation.
         silence_seconds: Usual ``patience`` of ``decide``. ``timeout_seconds`` is used if smaller.
+
+    Attributes:
+        absent: Identities of members that had no address in the last ``connect_heartbeats``.
     """
 
     def __init__(
@@ -142,6 +169,7 @@ class Agreement:
         self.worker, self.store, self.heartbeats = worker, store, heartbeats
         self.timeout_seconds = timeout_seconds
         self.silence_seconds = min(silence_seconds, timeout_seconds)
+        self.absent: list[int] = []
 
     def decide(self, number: int, before: Decision, patience: float, arrival: Arrival) -> Decision:
         """Arrive at view ``number`` and return the decision on it. Blocks.
@@ -231,10 +259,9 @@ class Agreement:
         Of ``present``, only workers that can all connect to each other are proposed. A worker that
         asks to join is excluded if this worker cannot connect to it.
         """
-        addresses = self.call(partial(self._join_requests, before.next_identity))
-        next_identity = before.next_identity + len(addresses)
-        refused = self.heartbeats.connect(addresses)
-        joining = sorted(set(addresses) - set(refused) - self.heartbeats.dead())
+        requests = self.call(partial(self.join_requests, before))
+        refused = self.heartbeats.connect(requests.addresses)
+        joining = sorted(set(requests.addresses) - set(refused) - self.heartbeats.dead())
 
         def propose() -> None:
             store = self.store.within(f"view/{number}")
@@ -245,38 +272,41 @@ class Agreement:
             decision = Decision(
                 sorted({*staying, *joining}),
                 sorted([*newcomers.intersection(staying), *joining]),
-                next_identity,
+                requests.next_identity,
                 [worker for worker in present if worker not in staying],
+                requests.unannounced,
             )
             store.put_if_absent("decided", asdict(decision))
 
         self.call(propose)
 
-    def _join_requests(self, first: int) -> dict[int, str]:
-        """Return the addresses of the workers with identity ``first`` or larger, by identity.
+    def join_requests(self, before: Decision) -> JoinRequests:
+        """Return the workers that ask to join and that the decision ``before`` did not consider.
 
-        A worker asks to join by writing its address under the next unused identity.
+        A worker asks to join by taking an identity and writing its address. Accesses the store.
         """
-        addresses: dict[int, str] = {}
-        while (address := self.store.get(f"address/{first + len(addresses)}")) is not None:
-            addresses[first + len(addresses)] = address
-        return addresses
+        unused = self.store.get("size") + (self.store.get("numbers") or 0)
+        workers = [*before.unannounced, *range(before.next_identity, unused)]
+        addresses = self._read_addresses(workers)
+        return JoinRequests(addresses, unused, [w for w in workers if w not in addresses])
 
     def connect_heartbeats(self, members: Iterable[int]) -> list[int]:
         """Connect to those ``members`` that are not monitored yet. Return the unreachable ones."""
         others = [w for w in members if w != self.worker and not self.heartbeats.monitors(w)]
-        return self.heartbeats.connect(self._addresses(others)) if others else []
+        addresses = self._addresses(others) if others else {}
+        self.absent = [worker for worker in others if worker not in addresses]
+        return self.heartbeats.connect(addresses) if addresses else []
 
     def unreachable(self, members: Iterable[int]) -> list[int]:
         """Return those ``members`` to which this worker cannot connect. Blocks for at most 2 s."""
         return find_unreachable(self._addresses([w for w in members if w != self.worker]))
 
     def _addresses(self, workers: Iterable[int]) -> dict[int, str]:
-        def read() -> dict[int, str]:
-            addresses = {worker: self.store.get(f"address/{worker}") for worker in workers}
-            return {worker: text for worker, text in addresses.items() if text is not None}
+        return self.call(partial(self._read_addresses, workers))
 
-        return self.call(read)
+    def _read_addresses(self, workers: Iterable[int]) -> dict[int, str]:
+        addresses = {worker: self.store.get(f"address/{worker}") for worker in workers}
+        return {worker: text for worker, text in addresses.items() if text is not None}
 
     def call(self, function: Callable[[], T]) -> T:
         """Return the result of ``function``, which accesses the store.

@@ -128,6 +128,7 @@ def open_elastic(
     rank, size, keys = factory.rank, factory.size, factory.new_store()
     base = without_prefixes(keys)
     root, heartbeats = SharedStore(base, location_of(base)), HeartbeatConnections()
+    first = Decision(list(range(size)), [], size)
 
     def begin() -> SharedStore:
         # The first member that calls this names the training. The others read the name.
@@ -137,6 +138,7 @@ def open_elastic(
         store.put(f"address/{rank}", heartbeats.address)
         if rank == 0:
             store.put("size", size)
+            store.put("view/0/decided", vars(first))
             root.put(LATEST_TRAINING, training)
         if serves_store(base):
             store.put("keeper", rank)
@@ -156,7 +158,7 @@ def open_elastic(
         timeout_seconds=timeout_seconds,
         silence_seconds=silence_seconds,
     )
-    view = Participant(agreement).enter(0, Decision(list(range(size)), [], size), timeout_seconds)
+    view = Participant(agreement).enter(0, first, timeout_seconds)
     keeper = root.call(lambda: store.get("keeper"), what)
     if keeper is not None:
         store.location += f", which rank {keeper} kept,"

@@ -4,7 +4,7 @@ Nothing is sent on them. When a process ends, the kernel of its machine closes i
 workers at the other ends notice that.
 """
 
-import contextlib
+import errno
 import os
 import select
 import socket
@@ -30,6 +30,8 @@ class HeartbeatConnections:
 
     Attributes:
         address: Address on which this process listens, as ``host:port``.
+        refused: Workers whose port refused a connection. Their processes have ended, unless the
+            address leads elsewhere or a firewall has refused.
         close: Function that closes all sockets of this object. Also called when this object is
             garbage-collected, and at exit.
 
@@ -45,6 +47,7 @@ class HeartbeatConnections:
         self.address = f"{host}:{port}"
         self._sockets: dict[int, socket.socket] = {}
         self._dead: set[int] = set()
+        self.refused: set[int] = set()
         self.close = weakref.finalize(self, _close, listener, self._sockets)
         _instances.add(self)
 
@@ -57,8 +60,9 @@ class HeartbeatConnections:
             addresses: Address of each worker, as ``host:port``, by identity (number of the worker).
         """
         new = {w: address for w, address in addresses.items() if not self.monitors(w)}
-        opened = _open(new)
+        opened, refused = _open(new)
         self._sockets.update(opened)
+        self.refused |= refused
         return [worker for worker in new if worker not in opened]
 
     def monitors(self, worker: int) -> bool:
@@ -98,41 +102,49 @@ def find_unreachable(addresses: Mapping[int, str]) -> list[int]:
 
     A worker whose process is suspended can be reached. One whose process has ended cannot.
     """
-    opened = _open(addresses)
+    opened, _ = _open(addresses)
     for connection in opened.values():
         connection.close()
     return [worker for worker in addresses if worker not in opened]
 
 
-def _open(addresses: Mapping[int, str]) -> dict[int, socket.socket]:
-    """Return new connections to those workers that can be reached."""
-    attempts: dict[int, socket.socket] = {}
+def _open(addresses: Mapping[int, str]) -> tuple[dict[int, socket.socket], set[int]]:
+    """Return new connections to those workers that can be reached, and the workers that refused."""
+    attempts: dict[int, tuple[socket.socket, int]] = {}
     for worker, address in addresses.items():
         host, _, port = address.rpartition(":")
         connection = socket.socket()
         connection.setblocking(False)
-        with contextlib.suppress(OSError):  # the result is checked below
-            connection.connect((host, int(port)))
-        attempts[worker] = connection
-    opened = {}
+        attempts[worker] = connection, _connect(connection, host, int(port))
+    opened, refused = {}, set()
     deadline = time.monotonic() + _CONNECT_SECONDS
-    for worker, connection in attempts.items():
-        if _connected(connection, deadline - time.monotonic()):
+    for worker, (connection, code) in attempts.items():
+        code = code or _result(connection, deadline - time.monotonic())
+        if code == 0:
             opened[worker] = connection
-        else:
-            connection.close()
-    return opened
+            continue
+        connection.close()
+        if code == errno.ECONNREFUSED:
+            refused.add(worker)
+    return opened, refused
 
 
-def _connected(connection: socket.socket, seconds: float) -> bool:
+def _connect(connection: socket.socket, host: str, port: int) -> int:
+    """Begin to connect. Return 0, or an error number."""
+    try:
+        code = connection.connect_ex((host, port))
+    except OSError as error:  # the host name is unknown
+        return error.errno or errno.EHOSTUNREACH
+    return 0 if code == errno.EINPROGRESS else code
+
+
+def _result(connection: socket.socket, seconds: float) -> int:
+    """Wait for at most ``seconds`` until the connection is open. Return 0, or an error number."""
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLOUT)
-    poll.poll(max(0.0, 1000 * seconds))
-    try:
-        connection.getpeername()
-    except OSError:
-        return False
-    return True
+    if not poll.poll(max(0.0, 1000 * seconds)):
+        return errno.ETIMEDOUT
+    return connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
 
 
 def _close(listener: socket.socket, connections: dict[int, socket.socket]) -> None:

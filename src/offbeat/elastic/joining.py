@@ -1,32 +1,29 @@
 """Joining: a new process becomes a worker of an elastic training that is already running.
 
-A *view* is one composition of the workers, its *members*. The members communicate through the
-store of their ``torch.distributed`` process group. The new process connects to this store, writes
-its address, and waits until the members have decided on a view that contains it.
+A *view* is one composition of the workers, its *members*. The members communicate through a shared
+store, usually that of their ``torch.distributed`` process group. The new process connects to this
+store, writes its address, and waits until the members have decided on a view that contains it.
 """
 
 import os
 import time
-from datetime import timedelta
+from collections.abc import Callable, Collection
+from enum import Enum, auto
 from functools import partial
 from typing import Any
-
-import torch.distributed as dist
 
 from offbeat.elastic.agreement import SILENCE_SECONDS, Agreement, Decision
 from offbeat.elastic.heartbeats import HeartbeatConnections
 from offbeat.elastic.membership import Participant
-from offbeat.elastic.store import SharedStore
-from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
+from offbeat.elastic.store import SharedStore, connect_to_store, is_address
+from offbeat.errors import CommunicationError, CommunicationTimeout, EndedError
 from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import View
-from offbeat.transport.torch_backend.store_access import call_within
 
 LATEST_TRAINING = "offbeat/elastic"
 """Key in the store. Its value is the key prefix of the training that began last."""
-_POLL_SECONDS = 0.05  # time between two reads of the store
-_CONNECT_SECONDS = 30.0  # longest wait for a connection to the store
-_MARGIN_SECONDS = 1.0  # delay with which torch may raise its time-out error
+POLL_SECONDS = 0.01, 0.1  # pause between two reads of the store: the first, and the longest
+_REFUSED_SECONDS = 5.0  # time after which members whose ports refuse connections count as dead
 _ATTEMPTS = 2  # attempts to join; each failed attempt costs the members one view change
 
 
@@ -55,8 +52,7 @@ def join(address: str | None = None) -> Transport:
                 f"{' and '.join(missing)} in the environment"
             )
         address = ":".join(os.environ[name] for name in variables)
-    host, _, port = address.rpartition(":")
-    if not address.startswith("file://") and not (host and port.isdecimal()):
+    if not is_address(address):
         raise ValueError(f"the address of a store is host:port or file://path, got {address!r}")
     return Newcomer(address)
 
@@ -74,99 +70,30 @@ class Newcomer(Transport):
         """Ask to join, and return a communicator once the members have admitted this worker.
 
         Raises:
-            AttachError: The training has ended.
-            CommunicationError: The store cannot be reached, the members cannot connect to this
-                process, or the view could not be opened.
+            EndedError: The training has ended.
+            CommunicationError: The store cannot be reached, no member is left, the members cannot
+                connect to this process, or the view could not be opened.
             CommunicationTimeout: Within ``timeout_seconds`` no training began at the store, or its
                 members did not admit this worker.
         """
         deadline = time.monotonic() + timeout_seconds
-        root = SharedStore(self._open_store(timeout_seconds), self._address)
+        root = connect_to_store(self._address, timeout_seconds, what="joining failed")
         for _ in range(_ATTEMPTS):
             store = root.within(self._await_training(root, deadline, timeout_seconds))
-            heartbeats = HeartbeatConnections()
+            agreement = new_identity(store, timeout_seconds, what="joining failed")
             try:
-                worker = store.call(partial(_take_identity, store, heartbeats), "joining failed")
-                agreement = Agreement(
-                    worker,
-                    store,
-                    heartbeats,
-                    timeout_seconds=timeout_seconds,
-                    silence_seconds=SILENCE_SECONDS,
-                )
-                view = self._await_admission(agreement, deadline)
+                outcome = Admission(agreement, what="joining failed").wait(deadline)
             except BaseException:
-                heartbeats.close()
+                agreement.heartbeats.close()
                 raise
-            if view is not None:
-                return view.communicator
-            heartbeats.close()
-        raise CommunicationError(
-            f"joining failed: the members cannot reach this process at {heartbeats.address}. Name "
-            "the network interface that joins you to them in GLOO_SOCKET_IFNAME"
-        )
-
-    def _await_admission(self, agreement: Agreement, deadline: float) -> View | None:
-        """Request a view change, and return the view that admits this worker.
-
-        Returns None if the members read the request but could not connect to this worker.
-        """
-        store, worker = agreement.store, agreement.worker
-        what = f"rank {worker}: joining failed"
-        number = store.call(lambda: store.get("latest") or 0, what)
-        requested = False
-        while time.monotonic() < deadline:
-            next_view = store.within(f"view/{number + 1}")
-            ended = store.call(partial(store.get, "ended"), what)
-            decided = store.call(partial(next_view.get, "decided"), what)
-            if ended is not None:
-                raise AttachError(f"rank {worker}: the training at {store.location} has ended")
-            if decided is not None:
-                number, requested = number + 1, False
-                decision = Decision(**decided)
-                if worker in decision.members:
-                    return Participant(agreement).enter_as_newcomer(number, decision)
-                if (
-                    decision.next_identity > worker
-                ):  # the members have read the request and refused it
-                    return None
-            elif not requested:
-                requested = True
-                store.call(partial(next_view.put, "wanted", True), what)
-            else:
-                time.sleep(_POLL_SECONDS)
-        raise CommunicationTimeout(
-            f"{what}: the members at {store.location} have not begun another view within "
-            f"timeout_seconds={agreement.timeout_seconds:g}: raise it in "
-            "attach(..., timeout_seconds=...) if their steps may take that long"
-        )
-
-    def _open_store(self, timeout_seconds: float) -> Any:
-        path = self._address.removeprefix("file://")
-        if path != self._address:
-            if not os.path.exists(path):
-                raise CommunicationError(f"joining failed: there is no store at {self._address}")
-            return dist.FileStore(path)  # type: ignore[attr-defined]
-        host, _, port = self._address.rpartition(":")
-        seconds = min(timeout_seconds, _CONNECT_SECONDS)
-
-        def connect() -> Any:
-            return dist.TCPStore(  # type: ignore[attr-defined]
-                *(host, int(port)),
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=seconds),
-            )
-
-        # TCPStore waits forever if the server process accepts the connection but never answers, for
-        # example because a signal has stopped it.
-        try:
-            return call_within(seconds + _MARGIN_SECONDS, connect)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0][:200]
-        raise CommunicationError(
-            f"joining failed: no store answers at {self._address} within {seconds:g} s: {reason}"
-        )
+            if isinstance(outcome, View):
+                return outcome.communicator
+            agreement.heartbeats.close()
+            if outcome is Refusal.LOST:
+                raise CommunicationError(
+                    f"joining failed: all members of the training at {self._address} have ended"
+                )
+        raise unreachable_error("joining failed", agreement)
 
     def _await_training(self, root: SharedStore, deadline: float, timeout_seconds: float) -> str:
         """Wait until a training uses the store. Return the key prefix of the latest training."""
@@ -174,19 +101,164 @@ class Newcomer(Transport):
             value = root.call(lambda: root.get(LATEST_TRAINING), "joining failed")
             if value is not None:
                 return str(value)
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS[1])
         raise CommunicationTimeout(
             f"joining failed: no training with min_workers has begun at "
             f"{self._address} within timeout_seconds={timeout_seconds:g}"
         )
 
 
-def _take_identity(store: SharedStore, heartbeats: HeartbeatConnections) -> int:
-    """Reserve the lowest unused identity (number of a worker) for this worker, and return it.
+def new_identity(store: SharedStore, timeout_seconds: float, *, what: str) -> Agreement:
+    """Take an unused identity (number of a worker), and ask to join the training.
 
-    The worker writes its address under this identity. This is also its request to join.
+    ``store`` is that of the training. ``what`` is the beginning of error messages.
     """
-    worker = int(store.get("size"))
-    while store.put_if_absent(f"address/{worker}", heartbeats.address) != heartbeats.address:
-        worker += 1
-    return worker
+    heartbeats = HeartbeatConnections()
+
+    def take() -> int:
+        worker = int(store.get("size")) + store.count("numbers")
+        store.put(f"address/{worker}", heartbeats.address)  # this is the request
+        return worker
+
+    try:
+        worker = store.call(take, what)
+    except BaseException:
+        heartbeats.close()
+        raise
+    return Agreement(
+        worker,
+        store,
+        heartbeats,
+        timeout_seconds=timeout_seconds,
+        silence_seconds=SILENCE_SECONDS,
+    )
+
+
+class Refusal(Enum):
+    """Why a worker was not admitted.
+
+    Attributes:
+        UNREACHABLE: The members have read the request, but could not connect to this worker.
+        LOST: All members have ended, so no worker can be admitted.
+        REPLACED: Another training has replaced this one.
+    """
+
+    UNREACHABLE = auto()
+    LOST = auto()
+    REPLACED = auto()
+
+
+class Admission:
+    """The request of one worker to join, until it is in a view.
+
+    Args:
+        agreement: The protocol, with the identity of this worker.
+        what: Beginning of error messages.
+        replaced: Function that returns True if another training has replaced this one. It accesses
+            the store.
+        dead: Identities of workers that are known to have ended.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        *,
+        what: str,
+        replaced: Callable[[], bool] = lambda: False,
+        dead: Collection[int] = (),
+    ) -> None:
+        self._agreement, self._replaced = agreement, replaced
+        self._what = f"rank {agreement.worker}: {what}"
+        self._gone = set(dead)  # workers that have ended or left
+        self._unreachable: set[int] = set()
+        self._requested = 0.0  # time of the request for the next view
+
+    def wait(self, deadline: float) -> View | Refusal:
+        """Request a view change, and open the view that admits this worker. Blocks.
+
+        ``deadline`` is a time of ``time.monotonic``.
+
+        Raises:
+            EndedError: The training has ended.
+            CommunicationTimeout: The members did not begin another view in time.
+            CommunicationError: The view that admits this worker could not be opened, and no later
+                view either.
+        """
+        agreement, store = self._agreement, self._agreement.store
+        latest = store.call(lambda: store.get("latest"), self._what)
+        number, before = -1 if latest is None else latest - 1, Decision([], [], 0)
+        pause, longest = POLL_SECONDS
+        while True:
+            ended, replaced, decided = self._read(number + 1, before)
+            if ended is not None:
+                raise EndedError(f"{self._what}: the training at {store.location} has ended")
+            if decided is not None:
+                number, before = number + 1, Decision(**decided)
+                if agreement.worker in before.members:
+                    return self._enter(number, before)
+                if before.considers(agreement.worker):
+                    return Refusal.UNREACHABLE
+                self._request(number + 1, before)
+            elif replaced:
+                return Refusal.REPLACED
+            elif before.members and self._all_gone(before):
+                return Refusal.LOST
+            elif time.monotonic() > deadline:
+                raise CommunicationTimeout(
+                    f"{self._what}: the members at {store.location} have not begun another view "
+                    f"within timeout_seconds={agreement.timeout_seconds:g}: raise it in "
+                    "attach(..., timeout_seconds=...) if their steps may take that long"
+                )
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+
+    def _read(self, number: int, before: Decision) -> tuple[Any, bool, Any]:
+        """Return whether the training has ended or was replaced, and the decision on a view.
+
+        Reads first who has ended. So if all members of the view ``before`` have ended and there is
+        no decision on the next one, ``number``, there never will be.
+        """
+        store, next_view = self._agreement.store, self._agreement.store.within(f"view/{number}")
+        self._gone |= self._agreement.heartbeats.dead()
+
+        def read() -> tuple[Any, bool, Any]:
+            self._gone.update(store.present("left/{}", set(before.members) - self._gone))
+            return store.get("ended"), self._replaced(), next_view.get("decided")
+
+        return store.call(read, self._what)
+
+    def _request(self, number: int, before: Decision) -> None:
+        """Request view ``number``, and watch the members of the view before it."""
+        next_view = self._agreement.store.within(f"view/{number}")
+        self._agreement.call(partial(next_view.put, "wanted", True))
+        self._unreachable = set(self._agreement.connect_heartbeats(before.members))
+        self._requested = time.monotonic()
+
+    def _all_gone(self, before: Decision) -> bool:
+        """Return True if all members of a view have ended or left, and so cannot admit this worker.
+
+        A member whose process lives answers the request when it next steps. So members that this
+        worker cannot reach count as dead if they have not answered for a while.
+        """
+        agreement, seconds = self._agreement, time.monotonic() - self._requested
+        gone = set(self._gone)
+        if seconds > _REFUSED_SECONDS:
+            gone |= agreement.heartbeats.refused
+        if seconds > agreement.silence_seconds:
+            gone |= self._unreachable
+        return gone.issuperset(before.members)
+
+    def _enter(self, number: int, decision: Decision) -> View:
+        participant = Participant(self._agreement)
+        if number == 0:  # in view 0 no worker is a newcomer
+            return participant.enter(0, decision, self._agreement.silence_seconds)
+        return participant.enter_as_newcomer(number, decision)
+
+
+def unreachable_error(what: str, agreement: Agreement) -> CommunicationError:
+    """Return the error of a worker to which the members cannot connect."""
+    return CommunicationError(
+        f"{what}: the members cannot reach this process at {agreement.heartbeats.address}. Name "
+        "the network interface that joins you to them in GLOO_SOCKET_IFNAME"
+    )

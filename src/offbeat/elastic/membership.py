@@ -128,7 +128,7 @@ class Participant:
                 f"view/{number}/groups",
                 itertools.count(),
                 opening_seconds=opening_seconds,
-                lost=partial(self._lost_ranks, members),
+                lost=partial(self._lost_ranks, members, first=number == 0),
                 abandoned_key=f"view/{number + 1}/begun",
             )
             # A worker closes its communicator before it arrives at the next view. If closing took
@@ -210,10 +210,18 @@ class Participant:
             "newcomer, with group=offbeat.join(...)"
         )
 
-    def _lost_ranks(self, members: tuple[int, ...]) -> list[int]:
-        """Return the ranks of those ``members`` whose processes have ended."""
-        dead = self.agreement.heartbeats.dead()
-        return [rank for rank, worker in enumerate(members) if worker in dead]
+    def _lost_ranks(self, members: tuple[int, ...], *, first: bool) -> list[int]:
+        """Return the ranks of those ``members`` whose processes have ended.
+
+        In the ``first`` view a member may come later than this worker, or end before this worker
+        has connected to it. In later views a member whose port refuses connections counts as
+        unreachable, so that the next view excludes it; see ``Agreement.unreachable``.
+        """
+        heartbeats = self.agreement.heartbeats
+        if self.agreement.absent:
+            self.agreement.connect_heartbeats(self.agreement.absent)
+        lost = heartbeats.dead() | (heartbeats.refused if first else set())
+        return [rank for rank, worker in enumerate(members) if worker in lost]
 
 
 class StoreMembership:

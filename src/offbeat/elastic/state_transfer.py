@@ -1,14 +1,15 @@
-"""Transfer of model and optimizer state from one worker to workers that have joined or are behind.
+"""Transfer of the training state from one worker to workers that have joined or are behind.
 
 A transfer consists of two messages: a header and a payload. The payload is a JSON text followed by
 the bytes of all tensors, in the order of the text. The text contains the values and, in place of
 each tensor, its dtype and shape. The header contains the lengths of payload and text in bytes.
 """
 
+import io
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -136,3 +137,44 @@ def load_optimizer_values(
             key: value.to(parameter.device) if on_device else value
             for key, (on_device, value) in state.items()
         }
+
+
+# -- the state of the training script --------------------------------------------------------------
+
+
+class SharedStates:
+    """States of the training script that a worker receives when it joins.
+
+    Each worker adds the same states in the same order, before its first step.
+    """
+
+    def __init__(self) -> None:
+        self._save: list[Callable[[], Any]] = []
+        self._received: list[Any] = []
+
+    def add(self, save: Callable[[], Any], load: Callable[[Any], object]) -> None:
+        """Add a state; see ``Synchronizer.share_state``."""
+        _unpacked(_packed([save()]))  # raises here rather than when a worker joins
+        self._save.append(save)
+        if len(self._save) <= len(self._received):
+            load(self._received[len(self._save) - 1])
+
+    def values(self) -> Tensor | None:
+        """Return the current states of this worker, in a form that ``send_values`` accepts."""
+        return _packed([save() for save in self._save]) if self._save else None
+
+    def receive(self, values: Tensor | None) -> None:
+        """Keep the states of another worker for ``add``. ``values`` is its ``values()``."""
+        self._received = [] if values is None else _unpacked(values)
+
+
+def _packed(values: list[Any]) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor) -> list[Any]:
+    buffer = io.BytesIO(packed.numpy().tobytes())
+    values: list[Any] = torch.load(buffer, map_location="cpu", weights_only=True)
+    return values

@@ -5,6 +5,7 @@ import os
 import socket
 import stat
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from offbeat.transport.torch_backend.store_access import call_within
 
 T = TypeVar("T")
 _LIMIT_SECONDS = 10.0  # default time limit of SharedStore.call()
+_CONNECT_SECONDS = 30.0  # longest wait for a connection to the store
+_MARGIN_SECONDS = 1.0  # delay with which torch may raise its time-out error
+_FILE = "file://"
 
 
 class StoreLostError(CommunicationError):
@@ -53,6 +57,14 @@ class SharedStore:
         """
         return json.loads(self.store.compare_set(key, "", json.dumps(value)))
 
+    def replace(self, key: str, old: object, new: object) -> None:
+        """Write ``new`` if the value is ``old``. The operation is atomic."""
+        self.store.compare_set(key, json.dumps(old), json.dumps(new))
+
+    def count(self, key: str) -> int:
+        """Add 1 to a counter, which begins at 0, and return its value before. Atomic."""
+        return int(self.store.add(key, 1)) - 1
+
     def present(self, pattern: str, workers: Iterable[int]) -> list[int]:
         """Return those ``workers`` for which the key ``pattern.format(worker)`` exists."""
         keys = {worker: pattern.format(worker) for worker in workers}
@@ -76,6 +88,56 @@ class SharedStore:
             "off, or the process that kept the store has ended: keep the store in a process that "
             'outlives the workers, see "When workers fail"'
         )
+
+
+def is_address(text: str) -> bool:
+    """Return True if ``text`` has the form of an address of a store: host:port or file://path."""
+    host, _, port = text.rpartition(":")
+    return text.startswith(_FILE) or bool(host and port.isdecimal())
+
+
+def connect_to_store(
+    address: str, timeout_seconds: float, *, what: str, create: bool = False
+) -> SharedStore:
+    """Connect to the store of other processes.
+
+    Args:
+        address: ``host:port`` or ``file://path``.
+        timeout_seconds: Time for which to try again if no store answers, at most 30 s.
+        what: Beginning of the error message.
+        create: True to create the file of a ``file://`` store if it does not exist.
+
+    Raises:
+        CommunicationError: No store answers. Or the file does not exist; with ``create``, its
+            directory.
+    """
+    if address.startswith(_FILE):
+        path = os.path.abspath(address.removeprefix(_FILE))
+        needed = os.path.dirname(path) if create else path
+        if not os.path.exists(needed):
+            missing = f"directory {needed} for the store" if create else "store"
+            raise CommunicationError(f"{what}: there is no {missing} at {address}")
+        return SharedStore(dist.FileStore(path), address)  # type: ignore[attr-defined]
+    host, _, port = address.rpartition(":")
+    seconds = min(timeout_seconds, _CONNECT_SECONDS)
+
+    def connect() -> Any:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            *(host, int(port)),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=seconds),
+        )
+
+    # TCPStore waits forever if the server process accepts the connection but never answers, for
+    # example because a signal has stopped it.
+    try:
+        return SharedStore(call_within(seconds + _MARGIN_SECONDS, connect), address)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:200]
+    raise CommunicationError(
+        f"{what}: no store answers at {address} within {seconds:g} s: {reason}"
+    )
 
 
 def without_prefixes(store: Any) -> Any:

@@ -27,12 +27,13 @@ import torch
 from offbeat.averaging import Worker, flow_of
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.elastic.state_transfer import (
+    SharedStates,
     load_optimizer_values,
     optimizer_values,
     receive_values,
     send_values,
 )
-from offbeat.errors import CommunicationError, MismatchError, OffbeatError
+from offbeat.errors import CommunicationError, MismatchError
 from offbeat.quantization.automatic_wire import AdaptiveWire
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Strategy
@@ -40,6 +41,7 @@ from offbeat.telemetry import Stats
 from offbeat.training.checks.compatibility import chooses_precision
 from offbeat.training.checks.consistency import difference, versioned
 from offbeat.training.iteration import Iteration
+from offbeat.transport.membership import ModelLostError
 from offbeat.transport.team import Team
 
 logger = logging.getLogger("offbeat")
@@ -152,6 +154,7 @@ class Views:
         iteration: The step loop of this worker, which contains the current flow. The caller sets
             it before the first view begins.
         report_seconds: Function to call with the duration of each view change.
+        shared: States of the training script that workers receive when they join.
     """
 
     def __init__(
@@ -169,6 +172,7 @@ class Views:
         self._text = "\n".join(versioned(lines))
         self.iteration: Iteration | None = None
         self.report_seconds: Callable[[float], None] = lambda seconds: None
+        self.shared = SharedStates()
         self._fresh = False  # True if this worker has joined and does not have the model yet
         self._common = worker.team.view  # see _Report
         self._decided, self._unsynced = 0, False  # see _Report; values of the flow that has ended
@@ -223,6 +227,7 @@ class Views:
         Raises:
             CommunicationError: There is no view for this worker, or there are too few workers.
             MismatchError: The settings of this worker differ from those of the others.
+            ModelLostError: All workers that had the model are lost.
         """
         self._fresh = True
         try:
@@ -315,7 +320,7 @@ class Views:
             _Report(**json.loads(text)) for text in communicator.gather_bytes(payload, what=what)
         ]
         if all(report.fresh for report in reports):
-            raise OffbeatError(
+            raise ModelLostError(
                 "no worker is left that has the model: all workers of this view joined just now. "
                 "Restart training from a checkpoint"
             )
@@ -340,6 +345,7 @@ class Views:
                 "optimizers": [
                     optimizer_values(one.optimizer, one.parameters) for one in worker.optimizers
                 ],
+                "shared": self.shared.values(),
             }
             send_values(communicator, values, plan.behind)
         if communicator.rank not in plan.behind:
@@ -354,6 +360,7 @@ class Views:
         if self._fresh:
             worker.step = stats.steps = source.steps
             stats.syncs = source.syncs
+            self.shared.receive(values["shared"])
         else:
             self._overtaken = True
             self._common, self._decided = source.common, source.decided

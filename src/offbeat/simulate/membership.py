@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from offbeat.errors import CommunicationError
+from offbeat.errors import CommunicationError, EndedError
 from offbeat.simulate.cluster import SimulatedCluster
 from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.simulate.connections import NOTICE_SECONDS
 from offbeat.simulate.host import SimulatedHost
 from offbeat.simulate.kernel import Signal
-from offbeat.transport.membership import EndedError, Membership, View
+from offbeat.transport.membership import Membership, View
 
 # A context is a number that separates the operations of different communicators. First views have
 # contexts below this number. All later views have contexts above it.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from offbeat.averaging import Replica, Worker
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.votes import Round
-from offbeat.errors import AttachError, CommunicationError
+from offbeat.errors import AttachError, CommunicationError, EndedError
 from offbeat.nodes.shards import Shards
 from offbeat.training.background import BackgroundTasks
 from offbeat.training.checks.compatibility import require_usable
@@ -26,7 +26,6 @@ from offbeat.training.checks.loading import LoadDetection
 from offbeat.training.checks.progress import Progress
 from offbeat.training.iteration import Iteration
 from offbeat.training.monitors import Distance
-from offbeat.transport.membership import EndedError
 from offbeat.transport.team import Team
 
 T = TypeVar("T")

@@ -7,12 +7,12 @@ ends the current view with all its operations. The next view starts with a new c
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from offbeat.errors import CommunicationError
+from offbeat.errors import OffbeatError
 from offbeat.transport.communicator import Communicator
 
 
-class EndedError(CommunicationError):
-    """This worker cannot continue or join, because the other workers have finished the training."""
+class ModelLostError(OffbeatError):
+    """No worker of a view has the model, because all of them have joined just now."""
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,14 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
+from offbeat.transport.torch_backend.store_access import call_within
+
 _UNUSED_TAG = 2**15  # message tag with which no worker sends
-_GIVEN_UP = "given up"  # key in the store: which member has given up opening the group, and why
+_GIVEN_UP = "given up"  # key in the store: the first member that gave up opening the group, and why
 _POLL_SECONDS = 0.0005, 0.05  # pauses between reads of the store: the first, and the longest
 _MARGIN_SECONDS = 1.0  # delay with which gloo may notice its time limit
+_STORE_SECONDS = 1.0  # longest wait for the store to accept that key
+_NOTICE_SECONDS = 0.2  # delay with which the end of a member may be noticed after gloo has failed
 _numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 """For each set of members (global ranks), the counter that makes the keys of their groups unique.
 
@@ -186,8 +190,12 @@ class GroupFactory:
             # A DistNetworkError means that the store does not answer.
             if not isinstance(error, dist.DistNetworkError):
                 reason = str(error) if isinstance(error, OpeningError) else ""
+                text = f"rank {self.rank} has given up: {reason}"
+                # compare_set waits until the store has the key, so the key exists before this
+                # process ends.
+                write = functools.partial(self.store.compare_set, _GIVEN_UP, "", text)
                 with contextlib.suppress(RuntimeError):
-                    self.store.set(_GIVEN_UP, f"rank {self.rank} has given up: {reason}")
+                    call_within(_STORE_SECONDS, write)
             raise
 
     def _make(self, backend: str, limit: timedelta) -> Group:
@@ -229,17 +237,27 @@ class GroupFactory:
             abandon_thread(thread, deadline)
             raise
         if errors:
+            self._explain()
             raise errors.pop()
         return results.pop()
+
+    def _explain(self) -> None:
+        """Raise OpeningError if a member has ended or given up, so that gloo failed."""
+        deadline = time.monotonic() + _NOTICE_SECONDS
+        while time.monotonic() < deadline:
+            self._require_members()
+            time.sleep(_POLL_SECONDS[0])
 
     def _require_members(self) -> None:
         """Raise OpeningError if a member has ended or given up."""
         if self._abandoned_key and self._store.check([self._abandoned_key]):
             raise OpeningError("others have given up this view")
-        # Before ``lost``: a member that gave up because another one died has ended, too.
+        # A member that gave up because another one died may have ended, too. It wrote the key
+        # before it ended. So if ``lost`` contains this member, the key exists now.
+        lost = [] if self.lost is None else self.lost()
         if self.store.check([_GIVEN_UP]):
             raise OpeningError(self.store.get(_GIVEN_UP).decode().removesuffix(": "))
-        if self.lost is not None and (lost := self.lost()):
+        if lost:
             raise OpeningError(f"{ranks_text(lost)} died")
 
     def _await_members(self, timeout_seconds: float) -> None:

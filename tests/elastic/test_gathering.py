@@ -1,0 +1,621 @@
+"""Workers that gather at a store, as any launcher starts them, while some of them are killed.
+
+A process that is killed and started again is two processes of ``run``: the second one waits for the
+death of the first.
+"""
+
+import gc
+import logging
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import offbeat
+from cells import some
+from loops import close, sgd
+from offbeat import synchronizer
+from offbeat.elastic import gathering, joining, membership
+from offbeat.elastic.agreement import Agreement, Decision
+from offbeat.elastic.gathering import Gathering, WorkerCount, training_has_ended
+from offbeat.elastic.store import SharedStore
+from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
+from offbeat.transport.membership import ModelLostError
+from offbeat.transport.torch_backend import process_groups as groups
+from problems import flat, gradients, loss_of, make_batch, make_model
+from workers import _serve_store, run
+
+TIMEOUT_SECONDS = 20.0
+
+
+def store() -> Any:
+    return dist.TCPStore(os.environ["KEPT_ADDR"], int(os.environ["KEPT_PORT"]), None, False)
+
+
+def set_variables(workers: str, address: str | None = None) -> None:
+    """Set the variables as a launcher does. Shorten what would make the tests wait."""
+    membership._STORE_SECONDS = 0.1  # between two looks at the store
+    joining._REFUSED_SECONDS = 0.5
+    kept = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    os.environ.update(
+        OFFBEAT_KERNELS="0",  # numba is slow to import
+        OFFBEAT_STORE=address or ":".join(kept),
+        OFFBEAT_WORKERS=workers,
+        **{"KEPT_ADDR": kept[0], "KEPT_PORT": kept[1]},  # the store of the test
+        **{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+    )
+
+
+def die(key: str = "died") -> None:
+    store().set(key, str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def meet(name: str, rank: int, ranks: range) -> None:
+    """Wait until all of ``ranks`` have called this."""
+    store().set(f"{name}{rank}", "")
+    store().wait([f"{name}{other}" for other in ranks])
+
+
+class Worker:
+    """A worker that trains; the model begins from ``seed``."""
+
+    def __init__(self, seed: int, text: str = "local:period=3", **options: Any) -> None:
+        self.model = make_model(seed)
+        self.optimizer = sgd(self.model)
+        options = {"timeout_seconds": TIMEOUT_SECONDS, **options}
+        strategy = offbeat.parse_strategy(text)
+        self.sync = offbeat.attach(self.model, self.optimizer, strategy, **options)
+        self.begun = self.sync.step
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        loss_of(self.model, make_batch(self.sync.rank, self.sync.step)).backward()
+        self.optimizer.step()
+
+    def steps(self, number: int, size: int) -> "Worker":
+        """Take steps until ``number`` of them were taken by ``size`` workers."""
+        deadline = time.monotonic() + 40
+        while number:
+            assert time.monotonic() < deadline, (self.sync.stats, size)
+            self.step()
+            number -= self.sync.size == size
+            time.sleep(0.002)
+        return self
+
+    def finish(self) -> Any:
+        self.sync.finish()
+        return flat(self.model), self.begun, self.sync.stats.details["members"], self.sync.rank
+
+
+def check(results: list[Any], members: list[int] | None = None) -> None:
+    """All end with one finite model, the same members and different ranks."""
+    first = results[0]
+    for rank, (model, _, others, _) in enumerate(results):
+        assert torch.equal(model, first[0]), rank
+        assert others == (first[2] if members is None else members)
+    assert first[0].isfinite().all()
+    assert sorted(rank for *_, rank in results) == list(range(len(results)))
+
+
+# -- the variables --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("4", (4, 4, 1)), ("2:4", (4, 2, 2)), ("1:1", (1, 1, 1))]
+)
+def test_the_number_of_workers_is_read(text: str, expected: tuple[int, int, int]) -> None:
+    count = WorkerCount.parse(text)
+    assert (count.most, count.least, count.min_workers) == expected
+
+
+@pytest.mark.parametrize(
+    ("address", "workers", "told"),
+    [
+        ("10.0.0.1", "4", "OFFBEAT_STORE must be host:port or file:///path, got '10.0.0.1'"),
+        ("host:port", "4", "OFFBEAT_STORE must be host:port"),
+        ("10.0.0.1:29500", None, "OFFBEAT_STORE is set and OFFBEAT_WORKERS is not"),
+        ("10.0.0.1:29500", "", "OFFBEAT_STORE is set and OFFBEAT_WORKERS is not"),
+        *(
+            ("file:///store", workers, f"OFFBEAT_WORKERS must be a number .* got '{workers}'")
+            for workers in ("0", "four", "4:2", "0:2", "2:", ":2", "-1", "2:3:4")
+        ),
+    ],
+)
+def test_malformed_variables_are_refused(
+    address: str, workers: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line that names the variable."""
+    monkeypatch.setenv("OFFBEAT_STORE", address)
+    monkeypatch.delenv("OFFBEAT_WORKERS", raising=False)
+    if workers is not None:
+        monkeypatch.setenv("OFFBEAT_WORKERS", workers)
+    model = make_model()
+    with pytest.raises(AttachError, match=told) as caught:
+        offbeat.attach(model, sgd(model), offbeat.BSP())
+    assert "\n" not in str(caught.value)
+
+
+def test_an_explicit_group_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables are read only without ``group``, and not inside a simulation."""
+    monkeypatch.setenv("OFFBEAT_STORE", "127.0.0.1:1")
+    monkeypatch.setenv("OFFBEAT_WORKERS", "2")
+
+    def train() -> int:
+        model = make_model()
+        with offbeat.attach(model, sgd(model), offbeat.BSP()) as sync:
+            return sync.size
+
+    results = offbeat.simulate(
+        train, workers=2, network=offbeat.Network("1Mbit/s"), compute=offbeat.Compute("1ms")
+    ).results
+    assert results == [2, 2]
+    model = make_model()
+    with pytest.raises(CommunicationError, match=r"failed: no store answers at 127\.0\.0\.1:2"):
+        offbeat.attach(
+            model,
+            sgd(model),
+            offbeat.BSP(),
+            group=offbeat.join("127.0.0.1:2"),
+            min_workers=1,
+            timeout_seconds=0.2,
+        )
+
+
+def test_what_is_not_elastic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the variable that makes training elastic."""
+    monkeypatch.setenv("OFFBEAT_STORE", "127.0.0.1:1")
+    monkeypatch.setenv("OFFBEAT_WORKERS", "2")
+    model = make_model()
+    for strategy, options in (("ssp:staleness=2", {}), ("bsp", {"node_group": "auto"})):
+        with pytest.raises(AttachError, match=r"^min_workers with .* OFFBEAT_STORE is set"):
+            offbeat.attach(model, sgd(model), offbeat.parse_strategy(strategy), **options)
+
+
+def test_a_missing_store_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = make_model()
+    monkeypatch.setenv("OFFBEAT_WORKERS", "2")
+    for address, told in (
+        ("127.0.0.1:2", "gathering failed: no store answers at 127.0.0.1:2 within 0.2 s"),
+        (f"file://{tmp_path}/none/store", "gathering failed: there is no directory .*/none for"),
+    ):
+        monkeypatch.setenv("OFFBEAT_STORE", address)
+        with pytest.raises(CommunicationError, match=told):
+            offbeat.attach(model, sgd(model), offbeat.BSP(), timeout_seconds=0.2)
+
+
+def have_a_default_group(rank: int, size: int) -> Any:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offbeat").addHandler(handler)
+    set_variables("2")
+    result = Worker(rank).steps(3, 2).finish()
+    return result, [one for one in messages if "OFFBEAT_STORE" in one]
+
+
+def test_a_default_group_of_several_causes_a_warning() -> None:
+    results = run(have_a_default_group, workers=2, newcomers=0)
+    check([result for result, _ in results])
+    for _, (message,) in results:
+        assert message.startswith("OFFBEAT_STORE is set, so attach() trains with the workers that")
+        assert "not with the 2 workers of the default process group" in message
+
+
+# -- first start and late start -------------------------------------------------------------------
+
+
+def start(rank: int, _: int, default_group: bool, address: str | None) -> Any:
+    set_variables("3", address)
+    if default_group:
+        dist.init_process_group("gloo")
+        assert dist.get_world_size() == 1
+    worker = Worker(rank, "bsp")
+    for _ in range(5):
+        worker.step()
+    return *worker.finish(), rank
+
+
+@pytest.mark.parametrize("default_group", [False, True])
+def test_workers_gather(default_group: bool) -> None:
+    """With or without a default group, which then has one member. The result is that of SGD."""
+    results = run(start, default_group, None, workers=0, newcomers=3)
+    check([one[:4] for one in results], [0, 1, 2])
+    (seed,) = (seed for *_, rank, seed in results if rank == 0)
+    model = make_model(seed)
+    for step in range(5):
+        all_gradients = [gradients(model, make_batch(rank, step)) for rank in range(3)]
+        with torch.no_grad():
+            for parameter, *each in zip(model.parameters(), *all_gradients, strict=True):
+                parameter -= 0.05 * sum(each) / 3
+    close(results[0][0], flat(model))
+
+
+def test_workers_gather_at_a_file(tmp_path: Path) -> None:
+    results = run(start, False, f"file://{tmp_path}/store", workers=0, newcomers=3)
+    check([one[:4] for one in results], [0, 1, 2])
+    assert training_has_ended(dist.FileStore(f"{tmp_path}/store"))
+
+
+def come_late(rank: int, _: int) -> Any:
+    set_variables("3")
+    if rank == 3:
+        store().wait(["come"])
+    worker = Worker(rank)
+    if rank < 3:
+        worker.steps(5, 3)
+        store().set("come", "")
+    return worker.steps(8, 4).finish()
+
+
+def test_a_late_worker_joins() -> None:
+    results = run(come_late, workers=0, newcomers=4)
+    check(results, [0, 1, 2, 3])
+    assert [begun > 0 for _, begun, *_ in results] == [False, False, False, True]
+
+
+def begin_with_fewer(rank: int, _: int) -> Any:
+    set_variables("2:4")
+    started = time.monotonic()
+    workers = WorkerCount.parse("2:4")
+    transport = Gathering(os.environ["OFFBEAT_STORE"], workers, patience_seconds=0.6)
+    worker = Worker(rank, group=transport, min_workers=workers.min_workers)
+    waited, size = time.monotonic() - started, worker.sync.size
+    return waited, size, worker.steps(3, 2).finish()
+
+
+def test_training_begins_with_fewer_workers_after_a_while() -> None:
+    results = run(begin_with_fewer, workers=0, newcomers=2)
+    check([result for *_, result in results], [0, 1])
+    for waited, size, _ in results:
+        assert 0.6 <= waited < 5
+        assert size == 2
+
+
+def wait_in_vain(rank: int, _: int) -> str:
+    set_variables("3")
+    with pytest.raises(CommunicationTimeout) as caught:
+        Worker(rank, timeout_seconds=1.0)
+    return str(caught.value)
+
+
+def test_too_few_workers_raise() -> None:
+    for text in run(wait_in_vain, workers=0, newcomers=2):
+        assert re.match(
+            r"gathering failed: [12] of 3 workers have come to 127.0.0.1:\d+ within "
+            r"timeout_seconds=1$",
+            text,
+        )
+
+
+# -- deaths and restarts --------------------------------------------------------------------------
+
+
+def be_restarted(rank: int, _: int, text: str) -> Any:
+    set_variables("3")
+    if rank == 3:
+        store().wait(["died"])
+    worker = Worker(rank, text)
+    if rank == 1:
+        worker.steps(10, 3)
+        die()
+    while rank != 3 and not store().check(["died"]):
+        worker.step()
+        time.sleep(0.002)
+    worker.steps(8, 3)
+    return worker.finish(), time.monotonic() - float(store().get("died"))
+
+
+@pytest.mark.parametrize("text", some(["local:period=3", "streaming", "bsp"], 0, 1))
+def test_a_worker_that_is_killed_and_started_again_joins(text: str) -> None:
+    """The others continue, and it receives their model."""
+    results = run(be_restarted, text, workers=0, newcomers=4, may_die=(1,))
+    left = [results[rank] for rank in (0, 2, 3)]
+    check([result for result, _ in left])
+    assert 3 in left[0][0][2]
+    assert [begun > 0 for (_, begun, *_), _ in left] == [False, False, True]
+    assert max(seconds for _, seconds in left) < 8
+
+
+def kill_at(place: str) -> None:
+    """Let this process die at ``place`` of ``attach``."""
+    if place == "having a number":
+        put = SharedStore.put
+
+        def die_or_put(self: Any, key: str, value: object) -> None:
+            if key.startswith("address/"):
+                die()
+            put(self, key, value)
+
+        SharedStore.put = die_or_put  # type: ignore[method-assign]
+    elif place == "before it gathers":
+        Gathering._gather = lambda *args: die()  # type: ignore[method-assign]
+    elif place == "before it opens view 0":
+        membership.Participant.enter = lambda *args, **named: die()  # type: ignore[method-assign]
+    elif place == "while all connect":
+        groups.GroupFactory._make = lambda *args, **named: die()  # type: ignore[method-assign]
+    else:
+        synchronizer.copy_rank_0 = lambda *args: die()
+
+
+PLACES = [
+    "having a number",
+    "before it gathers",
+    "before it opens view 0",
+    "while all connect",
+    "while the model is copied",
+]
+
+
+def die_in_attach(rank: int, _: int, place: str) -> Any:
+    set_variables("3")
+    if rank == 1:
+        kill_at(place)
+    if rank == 3:
+        store().wait(["died"])
+    worker = Worker(rank).steps(8, 3)
+    return worker.finish(), time.monotonic() - float(store().get("died"))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_worker_may_be_killed_in_attach(place: str) -> None:
+    """At any step of it. The others begin with the process that is started instead."""
+    results = run(die_in_attach, place, workers=0, newcomers=4, may_die=(1,))
+    left = [results[rank] for rank in (0, 2, 3)]
+    check([result for result, _ in left])
+    assert max(seconds for _, seconds in left) < 8
+
+
+def be_killed_with_all(rank: int, _: int) -> Any:
+    set_variables("3")
+    if rank < 3:
+        Worker(rank).steps(5, 3)
+        store().set("name", store().get("offbeat/elastic"))
+        meet("all train", rank, range(3))
+        die(f"died{rank}")
+    store().wait([f"died{other}" for other in range(3)])
+    worker = Worker(rank).steps(5, 3)
+    return worker.finish(), store().get("name") != store().get("offbeat/elastic")
+
+
+def test_all_workers_may_be_killed_and_started_again() -> None:
+    """They begin a new training."""
+    results = run(be_killed_with_all, workers=0, newcomers=6, may_die=(0, 1, 2))[3:]
+    check([result for result, _ in results], [0, 1, 2])
+    assert all(replaced and result[1] == 0 for result, replaced in results)
+
+
+def be_too_few(rank: int, _: int) -> Any:
+    set_variables("2:2")
+    if rank > 1:
+        store().wait(["given up"])
+    worker = Worker(rank).steps(5, 2)
+    if rank == 0:
+        die()
+    if rank == 1:
+        with pytest.raises(CommunicationError, match="min_workers=2"):
+            worker.steps(5, 1)
+        store().set("given up", "")
+        worker.sync.detach()
+        return None
+    return worker.finish()
+
+
+def test_too_few_workers_give_up_and_gather_anew() -> None:
+    """The least number of workers with which training continues is that with which it begins."""
+    results = run(be_too_few, workers=0, newcomers=4, may_die=(0,))
+    check(results[2:], [0, 1])
+    assert [begun for _, begun, *_ in results[2:]] == [0, 0]
+
+
+def lose_the_model(rank: int, _: int) -> Any:
+    set_variables("2")
+    if rank < 2:
+        if rank == 0:
+            propose = Agreement._propose
+
+            def then_die(*args: Any) -> None:
+                propose(*args)
+                die()
+
+            Agreement._propose = then_die  # type: ignore[method-assign]
+        worker = Worker(rank).steps(3, 2)
+        if rank == 1:
+            store().set("come", "")
+            store().wait(["asked2", "asked3"])
+            membership.Participant.enter = lambda *args: die("died too")  # type: ignore[method-assign]
+        else:
+            store().wait(["asked2", "asked3"])
+        worker.steps(100, 2)
+    store().wait(["come"])
+    request = joining.Admission._request
+
+    def ask(self: Any, *args: Any) -> None:
+        store().set(f"asked{rank}", "")
+        request(self, *args)
+
+    joining.Admission._request = ask  # type: ignore[method-assign]
+    return Worker(rank).steps(5, 2).finish()
+
+
+def test_newcomers_without_a_member_gather_anew() -> None:
+    """The members die after they have admitted the newcomers, who do not have the model yet."""
+    results = run(lose_the_model, workers=0, newcomers=4, may_die=(0, 1))[2:]
+    check(results, [0, 1])
+    assert [begun for _, begun, *_ in results] == [0, 0]
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def come_after_the_end(rank: int, _: int) -> Any:
+    set_variables("2")
+    if rank < 2:
+        worker = Worker(rank).steps(3, 2)
+        assert not training_has_ended(store())
+        if rank == 1:
+            die()
+        store().wait(["died"])
+        return worker.finish()
+    deadline = time.monotonic() + 20
+    while not training_has_ended(store()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(EndedError) as caught:
+        Worker(rank)
+    return str(caught.value)
+
+
+def test_a_worker_that_comes_after_the_end_is_told() -> None:
+    """Also if another one was killed before the end."""
+    (model, *_), _, text = run(come_after_the_end, workers=0, newcomers=3, may_die=(1,))
+    assert model.isfinite().all()
+    assert re.match(r"rank 2: joining failed: the training at 127.0.0.1:\d+ has ended", text), text
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+def test_a_number_without_an_address_delays_no_one() -> None:
+    """A worker may die between the two. The next decision considers it once more."""
+    shared = SharedStore(dist.HashStore(), "here")
+    shared.put("size", 2)
+    one = Agreement.__new__(Agreement)
+    one.store = shared
+    assert [shared.count("numbers") for _ in range(3)] == [0, 1, 2]
+    shared.put("address/2", "a:1")
+    shared.put("address/4", "a:2")
+    requests = one.join_requests(Decision([0, 1], [], 2))
+    assert requests == ({2: "a:1", 4: "a:2"}, 5, [3])
+    decision = Decision([0, 1, 2, 4], [2, 4], 5, unannounced=[3])
+    assert [decision.considers(worker) for worker in range(2, 6)] == [True, False, True, False]
+    shared.put("address/3", "a:3")
+    assert one.join_requests(decision) == ({3: "a:3"}, 5, [])
+
+
+def test_attempts_are_repeated_after_a_loss_only() -> None:
+    """And not without end."""
+    transport = Gathering("127.0.0.1:1", WorkerCount.parse("2"))
+    errors: list[Exception] = [CommunicationError("a worker died"), ModelLostError("no model")]
+
+    def fail() -> str:
+        if errors:
+            raise errors.pop()
+        return "begun"
+
+    assert transport.repeat(fail) == "begun"
+    for kind in (CommunicationTimeout, EndedError, AttachError):
+        errors[:] = [kind("not repeated")]
+        with pytest.raises(kind):
+            transport.repeat(fail)
+        assert errors == []
+    errors[:] = [CommunicationError("a worker died")] * 100
+    with pytest.raises(CommunicationError):
+        transport.repeat(fail)
+    assert len(errors) == 100 - gathering._ATTEMPTS
+
+
+def come_with_a_bad_address(rank: int, _: int) -> Any:
+    set_variables("2")
+    if rank == 2:
+        store().wait(["come"])
+        init = joining.HeartbeatConnections.__init__
+
+        def at_a_closed_port(self: Any) -> None:
+            init(self)
+            self.address = "127.0.0.1:1"
+
+        joining.HeartbeatConnections.__init__ = at_a_closed_port  # type: ignore[method-assign]
+        with pytest.raises(CommunicationError, match="GLOO_SOCKET_IFNAME"):
+            Worker(rank)
+        store().set("told", "")
+        return None
+    worker = Worker(rank).steps(3, 2)
+    store().set("come", "")
+    while not store().check(["told"]):
+        worker.step()
+        time.sleep(0.002)
+    return worker.finish()
+
+
+def test_a_worker_that_cannot_be_reached_is_told() -> None:
+    """The others continue."""
+    results = run(come_with_a_bad_address, workers=0, newcomers=3)
+    check(results[:2], [0, 1])
+
+
+# -- random deaths --------------------------------------------------------------------------------
+
+LAUNCHED, KILLS, LAUNCHED_STEPS = 3, 12, 150
+ENDED, FAILED = 40, 41
+
+
+def be_launched(seed: int, address: tuple[str, int], path: Path) -> None:
+    gc.freeze()
+    torch.set_num_threads(1)
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR=address[0], MASTER_PORT=str(address[1]))
+    set_variables(str(LAUNCHED))
+    code = 0
+    try:
+        worker = Worker(seed)
+        while worker.sync.step < LAUNCHED_STEPS:
+            worker.step()
+            time.sleep(0.002)
+        torch.save(worker.finish(), path.with_suffix(".partial"))
+        path.with_suffix(".partial").rename(path)
+    except EndedError:
+        code = ENDED
+    except CommunicationError:
+        code = FAILED
+    os._exit(code)
+
+
+@pytest.mark.parametrize("seed", some(range(12), 0))
+def test_random_deaths_and_restarts_leave_no_one_waiting(seed: int, tmp_path: Path) -> None:
+    """A launcher starts every worker again until it has finished. All end with one model."""
+    random, context = Random(seed), mp.get_context("fork")
+    listener = socket.create_server(("127.0.0.1", 0))
+    keeper = context.Process(target=_serve_store, args=(listener,), daemon=True)
+    keeper.start()
+    running: dict[int, Any] = {}
+    started, kills, deadline = 0, KILLS, time.monotonic() + 90
+    pause = time.monotonic() + 1.5 * random.random()
+    waiting = set(range(LAUNCHED))
+    try:
+        while running or waiting:
+            assert time.monotonic() < deadline, (started, kills, running, [*tmp_path.iterdir()])
+            for slot in waiting:
+                started += 1
+                args = started, listener.getsockname(), tmp_path / str(started)
+                running[slot] = context.Process(target=be_launched, args=args, daemon=True)
+                running[slot].start()
+            waiting.clear()
+            if kills and time.monotonic() > pause:
+                several = LAUNCHED if random.random() < 0.1 else 1
+                for slot in random.sample(sorted(running), min(several, len(running))):
+                    running[slot].kill()
+                kills -= 1
+                pause = time.monotonic() + 0.6 * random.random()
+            for slot, process in list(running.items()):
+                if process.exitcode is not None:
+                    del running[slot]
+                    if process.exitcode not in (0, ENDED):
+                        waiting.add(slot)
+            time.sleep(0.01)
+    finally:
+        for process in (*running.values(), keeper):
+            process.kill()
+        listener.close()
+    results = [torch.load(path, weights_only=False) for path in tmp_path.glob("*[0-9]")]
+    assert results
+    for model, *_ in results:
+        assert torch.equal(model, results[0][0])
