@@ -153,16 +153,21 @@ def attach(
     model = unwrapped(model)
     optimizers = _optimizers(optimizer)
     shards = shards_of(model, group, node_group)
-    require_abilities(
-        strategy,
-        wire=wire,
-        adam_correction=bool(adam_correction),
-        non_finite=non_finite,
-        nodes=node_group is not None,
-        sharded=shards is not None,
-        elastic=elastic,
-        optimizers=len(optimizers),
-    )
+    try:
+        require_abilities(
+            strategy,
+            wire=wire,
+            adam_correction=bool(adam_correction),
+            non_finite=non_finite,
+            nodes=node_group is not None,
+            sharded=shards is not None,
+            elastic=elastic,
+            optimizers=len(optimizers),
+        )
+    except AttachError as error:
+        if gathering is None:
+            raise
+        raise AttachError(f"{error}. OFFBEAT_STORE is set, which implies min_workers") from None
     averages = strategy.averages()
     if adam_correction is None:
         adam_correction = isinstance(averages, SharedModel) and all(map(can_correct, optimizers))

@@ -4,17 +4,21 @@ A process that is killed and started again is two processes of ``run``: the seco
 death of the first.
 """
 
+import gc
 import logging
 import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 import offbeat
 from cells import some
@@ -28,7 +32,7 @@ from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
 from offbeat.transport.membership import ModelLostError
 from offbeat.transport.torch_backend import process_groups as groups
 from problems import flat, gradients, loss_of, make_batch, make_model
-from workers import run
+from workers import _serve_store, run
 
 TIMEOUT_SECONDS = 20.0
 
@@ -165,6 +169,16 @@ def test_an_explicit_group_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> N
             min_workers=1,
             timeout_seconds=0.2,
         )
+
+
+def test_what_is_not_elastic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the variable that makes training elastic."""
+    monkeypatch.setenv("OFFBEAT_STORE", "127.0.0.1:1")
+    monkeypatch.setenv("OFFBEAT_WORKERS", "2")
+    model = make_model()
+    for strategy, options in (("ssp:staleness=2", {}), ("bsp", {"node_group": "auto"})):
+        with pytest.raises(AttachError, match=r"^min_workers with .* OFFBEAT_STORE is set"):
+            offbeat.attach(model, sgd(model), offbeat.parse_strategy(strategy), **options)
 
 
 def test_a_missing_store_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -537,3 +551,71 @@ def test_a_worker_that_cannot_be_reached_is_told() -> None:
     """The others continue."""
     results = run(come_with_a_bad_address, workers=0, newcomers=3)
     check(results[:2], [0, 1])
+
+
+# -- random deaths --------------------------------------------------------------------------------
+
+LAUNCHED, KILLS, LAUNCHED_STEPS = 3, 12, 150
+ENDED, FAILED = 40, 41
+
+
+def be_launched(seed: int, address: tuple[str, int], path: Path) -> None:
+    gc.freeze()
+    torch.set_num_threads(1)
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR=address[0], MASTER_PORT=str(address[1]))
+    set_variables(str(LAUNCHED))
+    code = 0
+    try:
+        worker = Worker(seed)
+        while worker.sync.step < LAUNCHED_STEPS:
+            worker.step()
+            time.sleep(0.002)
+        torch.save(worker.finish(), path.with_suffix(".partial"))
+        path.with_suffix(".partial").rename(path)
+    except EndedError:
+        code = ENDED
+    except CommunicationError:
+        code = FAILED
+    os._exit(code)
+
+
+@pytest.mark.parametrize("seed", some(range(12), 0))
+def test_random_deaths_and_restarts_leave_no_one_waiting(seed: int, tmp_path: Path) -> None:
+    """A launcher starts every worker again until it has finished. All end with one model."""
+    random, context = Random(seed), mp.get_context("fork")
+    listener = socket.create_server(("127.0.0.1", 0))
+    keeper = context.Process(target=_serve_store, args=(listener,), daemon=True)
+    keeper.start()
+    running: dict[int, Any] = {}
+    started, kills, deadline = 0, KILLS, time.monotonic() + 90
+    pause = time.monotonic() + 1.5 * random.random()
+    waiting = set(range(LAUNCHED))
+    try:
+        while running or waiting:
+            assert time.monotonic() < deadline, (started, kills, running, [*tmp_path.iterdir()])
+            for slot in waiting:
+                started += 1
+                args = started, listener.getsockname(), tmp_path / str(started)
+                running[slot] = context.Process(target=be_launched, args=args, daemon=True)
+                running[slot].start()
+            waiting.clear()
+            if kills and time.monotonic() > pause:
+                several = LAUNCHED if random.random() < 0.1 else 1
+                for slot in random.sample(sorted(running), min(several, len(running))):
+                    running[slot].kill()
+                kills -= 1
+                pause = time.monotonic() + 0.6 * random.random()
+            for slot, process in list(running.items()):
+                if process.exitcode is not None:
+                    del running[slot]
+                    if process.exitcode not in (0, ENDED):
+                        waiting.add(slot)
+            time.sleep(0.01)
+    finally:
+        for process in (*running.values(), keeper):
+            process.kill()
+        listener.close()
+    results = [torch.load(path, weights_only=False) for path in tmp_path.glob("*[0-9]")]
+    assert results
+    for model, *_ in results:
+        assert torch.equal(model, results[0][0])

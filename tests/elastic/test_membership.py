@@ -155,20 +155,46 @@ def kill_at(place: str) -> None:
 
 def die_while_opening(rank: int, size: int, place: str) -> Any:
     if rank == 1:
-        kill_at(place)
+        kill_at(place if place in PLACES else "before it opens")
+    elif place == "before the others connect to it":
+        connect = agreement.Agreement.connect_heartbeats
+
+        def connect_later(self: Any, members: Any) -> Any:
+            store().wait(["died"])
+            time.sleep(0.2)  # until its process has ended
+            return connect(self, members)
+
+        agreement.Agreement.connect_heartbeats = connect_later  # type: ignore[method-assign]
     started = time.monotonic()
     with pytest.raises(CommunicationError) as caught:
         Worker(rank, size).step()
     return str(caught.value), time.monotonic() - started
 
 
-@pytest.mark.parametrize("place", ["before it opens", "while all connect"])
+@pytest.mark.parametrize(
+    "place", ["before the others connect to it", "before it opens", "while all connect"]
+)
 def test_a_death_in_the_first_view_is_named(place: str) -> None:
     """Not that of another worker which ends because of it."""
     results = run(die_while_opening, place, workers=4, newcomers=0, may_die=(1,))
     for text, seconds in (results[0], *results[2:]):
         assert re.search(r": (rank [023] has given up: )?rank 1 died$", text), text
         assert seconds < 5
+
+
+def test_the_first_member_that_gave_up_is_named() -> None:
+    """Not as dead, although its process has ended, but with its reason. Others keep its key."""
+    factory = groups.GroupFactory(dist.HashStore(), 0, 3, "view", iter(range(9)))
+
+    def lost() -> list[int]:  # rank 2 gives up, because rank 1 died, and ends
+        factory.store.compare_set("given up", "", "rank 2 has given up: rank 1 died")
+        return [2]
+
+    factory.lost = lost
+    for _ in range(2):
+        with pytest.raises(groups.OpeningError, match=r"^rank 2 has given up: rank 1 died$"):
+            factory.open("gloo", 5.0)
+    assert factory.store.get("given up") == b"rank 2 has given up: rank 1 died"
 
 
 PLACES = ["before it is here", "before it proposes", "before it opens", "while all connect"]
