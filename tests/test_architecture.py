@@ -47,6 +47,7 @@ LEVELS = [
     {"data"},
     {"plan"},
     {"__init__"},
+    {"launcher"},
     {"lab", "integrations"},
     {"cli"},
 ]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from offbeat.lab.job import Job
-from offbeat.lab.launch import fork_server, processes
+from offbeat.lab.launch import processes
+from offbeat.launcher import forking
 
 WITHOUT_UNIX = """
 import importlib, os, pkgutil, select, signal, socket, sys, tempfile
@@ -97,7 +98,7 @@ def test_workers_on_macos_use_its_loopback_interface(monkeypatch: pytest.MonkeyP
         raise StartedError(env["GLOO_SOCKET_IFNAME"])
 
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(fork_server, "AVAILABLE", False)
+    monkeypatch.setattr(forking, "AVAILABLE", False)
     monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises(StartedError, match=r"^lo0$"):
         processes.run_job(Job("digits"), lambda event: None)

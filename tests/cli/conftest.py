@@ -11,7 +11,7 @@ import torch
 
 from cli.commands import TORCHRUN, Call, Ended, plain
 from offbeat import cli
-from offbeat.cli import network, runs, view
+from offbeat.cli import elastic, network, runs, view
 
 
 @pytest.fixture
@@ -54,4 +54,6 @@ def idle_call(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
     monkeypatch.setattr(runs, "measure_recipe", refuse)
     monkeypatch.setattr(network, "measure_recipe", refuse)
     monkeypatch.setattr(network.probing, "probe", refuse)
+    monkeypatch.setattr(elastic, "launch", refuse)
+    monkeypatch.setattr("offbeat.launcher.store.keep_store", refuse)
     return main

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from cli.commands import Call, ended
-from offbeat.cli import commands, lists, network, runs, watch
+from offbeat.cli import commands, elastic, lists, network, runs, watch
 from offbeat.lab.job import Panel
 from offbeat.lab.methods.base import SAVING
 
@@ -38,7 +38,7 @@ def test_help_and_version_do_not_import_torch() -> None:
     assert min(lengths[:1] + lengths[2:]) > 300, "each is a page"
 
 
-LINES = {"train": 80, "simulate": 90, "compare": 110, "plan": 65}  # at most
+LINES = {"train": 80, "simulate": 90, "compare": 110, "plan": 65, "run": 55}  # at most
 
 
 @pytest.mark.parametrize("command", commands.COMMANDS, ids=lambda one: one.__name__)
@@ -95,7 +95,8 @@ def test_the_shell_completes_without_torch() -> None:
 def test_a_command_and_its_implementation_have_the_same_parameters(command: object) -> None:
     """The function of the same name in another module takes what the declaration declares."""
     declared = inspect.unwrap(command)  # type: ignore[arg-type]
-    candidates = [vars(module).get(declared.__name__) for module in (runs, network, lists, watch)]
+    modules = runs, network, lists, watch, elastic
+    candidates = [vars(module).get(declared.__name__) for module in modules]
     (function,) = (one for one in candidates if inspect.isfunction(one))
     assert [*inspect.signature(function).parameters] == [*inspect.signature(declared).parameters]
 

@@ -18,7 +18,7 @@ from offbeat.lab.job import Job
 from offbeat.lab.recipes import RECIPES
 
 COMMANDS = (
-    *("train", "simulate", "compare", "report", "watch"),
+    *("train", "simulate", "compare", "report", "watch", "run", "store"),
     *("plan", "probe", "recipes", "strategies"),
 )
 APP: Any = typer.main.get_command(cli.app)

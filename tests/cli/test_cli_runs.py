@@ -34,11 +34,12 @@ from offbeat.cli import progress, runs
 from offbeat.errors import OffbeatError
 from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.job import Job
-from offbeat.lab.launch import fork_server, runners
+from offbeat.lab.launch import runners
 from offbeat.lab.launch.cleanup import run_cleanup
 from offbeat.lab.launch.cluster import Cluster
 from offbeat.lab.report import SHARE_MEANS
 from offbeat.lab.step_time import StepTime
+from offbeat.launcher import forking
 from pages import code_on
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
@@ -364,7 +365,7 @@ def test_workers_handle_sigint_in_a_background_job() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         argv = [sys.executable, "-c", show]
-        shown = subprocess.check_output(argv, preexec_fn=fork_server.prepare_worker, text=True)
+        shown = subprocess.check_output(argv, preexec_fn=forking.prepare_worker, text=True)
     finally:
         signal.signal(signal.SIGINT, before)
     assert "default_int_handler" in shown

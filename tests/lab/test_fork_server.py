@@ -13,10 +13,11 @@ from cli.commands import alive, until
 from offbeat.errors import OffbeatError
 from offbeat.lab.job import Job
 from offbeat.lab.launch import fork_server
-from offbeat.lab.launch.fork_server import ForkedProcess
 from offbeat.lab.train import encode
+from offbeat.launcher import forking
+from offbeat.launcher.forking import ForkedProcess
 
-pytestmark = pytest.mark.skipif(not fork_server.AVAILABLE, reason="workers are forks on Linux")
+pytestmark = pytest.mark.skipif(not forking.AVAILABLE, reason="workers are forks on Linux")
 
 # The recipe of a worker is a file, which it runs.
 STATE = """
@@ -107,8 +108,8 @@ def test_a_server_that_does_not_answer_is_replaced(
     server = state(tmp_path / "told")["parent"]
     os.kill(server, signal.SIGSTOP)
     with monkeypatch.context() as impatient:
-        impatient.setattr(fork_server, "_START_SECONDS", 0.1)
-        impatient.setattr(fork_server, "_END_SECONDS", 0.1)
+        impatient.setattr(forking, "_START_SECONDS", 0.1)
+        impatient.setattr(forking, "_END_SECONDS", 0.1)
         with pytest.raises(OffbeatError, match=r"did not answer in 0\.1 s"):
             start(SLEEP, "never")
     assert worker.wait() == -signal.SIGKILL

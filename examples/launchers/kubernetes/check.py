@@ -17,6 +17,7 @@ from kubeflow.training import models
 
 KINDS = {
     ("v1", "Service"): "V1Service",
+    ("apps/v1", "Deployment"): "V1Deployment",
     ("batch/v1", "Job"): "V1Job",
     ("kubeflow.org/v1", "PyTorchJob"): "KubeflowOrgV1PyTorchJob",
 }

@@ -29,7 +29,10 @@ app = typer.Typer(
     help="Train PyTorch models data-parallel on slow networks without waiting for them.",
 )
 for command in COMMANDS:
-    app.command(cls=Command)(command)
+    # What follows the first argument of `run` is for its script. Other commands have options there.
+    app.command(
+        cls=Command, context_settings={"allow_interspersed_args": command.__name__ != "run"}
+    )(command)
 
 INTERRUPTED = "interrupted; all workers have been ended"
 

@@ -17,6 +17,7 @@ from offbeat.cli.options import (
     SHAPED_LINKS,
     CompareOptions,
     PlanOptions,
+    RunOptions,
     SimulateOptions,
     VirtualClusterOptions,
     with_options,
@@ -28,16 +29,20 @@ _SAVING = ("checkpoints", "save_every", "resume")  # only `train` offers them
 Options = ParamSpec("Options")
 
 
-def implemented_in(module: str) -> Callable[[Callable[Options, None]], Callable[Options, None]]:
+def implemented_in(
+    module: str, *, loads_files: bool = True
+) -> Callable[[Callable[Options, None]], Callable[Options, None]]:
     """Return a decorator that makes a command call its implementation.
 
     The implementation is the function with the same name in the module ``offbeat.cli.<module>``.
+    ``loads_files`` is False for a command that imports no recipe or strategy of the user.
     """
 
     def decorate(function: Callable[Options, None]) -> Callable[Options, None]:
         @wraps(function)
         def command(*args: Options.args, **values: Options.kwargs) -> None:
-            importlib.import_module("offbeat.lab.train").import_from_current_directory()
+            if loads_files:
+                importlib.import_module("offbeat.lab.train").import_from_current_directory()
             implementation = importlib.import_module(f"offbeat.cli.{module}")
             getattr(implementation, function.__name__)(*args, **values)
 
@@ -176,6 +181,50 @@ def probe(
     """
 
 
+@with_options()
+@implemented_in("elastic", loads_files=False)
+def run(
+    script: Annotated[str, typer.Argument(help="The script. Its own arguments follow it.")],
+    arguments: Annotated[list[str] | None, typer.Argument(show_default=False)] = None,
+    *,
+    options: RunOptions,
+) -> None:
+    """Run a script on several workers, and restart a worker that fails while the others train.
+
+    The script calls `offbeat.attach`. One written for torchrun runs unchanged.
+
+    [bold]Examples[/bold]
+
+    offbeat run --workers 4 train.py --lr 0.1
+    offbeat run --workers 4 -m package.train
+    offbeat run --workers 4 --here 2 --store 10.0.0.1:29500 train.py
+    offbeat run --join 10.0.0.1:29500 --here 2 train.py
+    offbeat run --workers 2:4 --here 1 --store file:///shared/store train.py
+    """
+
+
+@implemented_in("elastic", loads_files=False)
+def store(
+    port: Annotated[int, typer.Option(help="Port; 0 chooses a free one.")] = 29500,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address to listen on.", metavar="ADDRESS", show_default="all interfaces"
+        ),
+    ] = None,
+) -> None:
+    """Keep a store for `offbeat run --join` until SIGTERM or Ctrl-C.
+
+    It outlives all workers. It has no password.
+
+    [bold]Examples[/bold]
+
+    offbeat store --port 29500
+
+    offbeat store --port 29500 --host 10.0.0.1
+    """
+
+
 @implemented_in("lists")
 def recipes() -> None:
     """List the recipes.
@@ -196,4 +245,8 @@ def strategies() -> None:
     """
 
 
-COMMANDS = (train, simulate, compare, report, watch, plan, probe, recipes, strategies)
+COMMANDS = (
+    *(train, simulate, compare, report, watch),
+    *(run, store),
+    *(plan, probe, recipes, strategies),
+)

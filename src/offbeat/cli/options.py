@@ -183,6 +183,47 @@ class PlanOptions(NodeOptions):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of ``run``."""
+
+    workers: str | None = option(
+        None,
+        "--workers",
+        "-n",
+        help="Number of workers. 2:4 is 4, or at least 2 after 30 s.",
+        panel=Panel.WORKERS,
+        metavar="N",
+        unset="as in the joined store",
+    )
+    here: int | None = option(
+        None,
+        help="Number of workers on this machine.",
+        panel=Panel.WORKERS,
+        unset="all, or 1 with --join",
+    )
+    store: str | None = option(
+        None,
+        help="Store for several machines: host:port of this one, or file:///path.",
+        panel=Panel.WORKERS,
+        metavar="ADDRESS",
+        unset="on this machine alone",
+    )
+    join: str | None = option(
+        None, help="Store that another machine keeps.", panel=Panel.WORKERS, metavar="ADDRESS"
+    )
+    module: bool = option(False, "--module", "-m", help="SCRIPT is a module.", panel=Panel.WORKERS)
+    fresh: bool = option(
+        False, "--fresh", help="New interpreters instead of forks.", panel=Panel.WORKERS
+    )
+    max_restarts: int = option(
+        3, help="Restarts of a worker; a minute of life forgets them.", panel=Panel.LIMITS
+    )
+    grace: str = option(
+        "20s", help="Time of the workers to end after SIGTERM or Ctrl-C.", panel=Panel.LIMITS
+    )
+
+
 _SEVERAL = {
     "strategy": "; `offbeat compare` runs several strategies",
     "lr_scale": "; separate several factors by commas, as in 0.3,1,3",

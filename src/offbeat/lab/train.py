@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
@@ -329,6 +330,9 @@ def main() -> None:
         )
     except (OffbeatError, ValueError, TypeError, OSError, ImportError) as error:
         sys.stderr.write(f"error: {error}\n")
+        status = 1
+    except BaseException:
+        traceback.print_exc()
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()

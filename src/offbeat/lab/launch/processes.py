@@ -21,12 +21,14 @@ from offbeat.lab.launch.cleanup import run_cleanup
 from offbeat.lab.launch.cluster import Cluster
 from offbeat.lab.launch.stop_request import StopRequest
 from offbeat.lab.train import encode
+from offbeat.launcher import forking
+from offbeat.launcher.forking import ForkedProcess
 
 _SAVING_SECONDS = 10.0  # time that workers have to save and exit after a signal
 _GRACE_SECONDS = 8.0  # longest wait for the other workers' errors after one worker has failed
 
 
-Worker: TypeAlias = "fork_server.ForkedProcess | subprocess.Popen[bytes]"
+Worker: TypeAlias = "ForkedProcess | subprocess.Popen[bytes]"
 
 
 class WorkerError(OffbeatError):
@@ -103,7 +105,7 @@ class _Run:
         interface = loopback if cluster is None else cluster.interface
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface}
         with open(self._folder / f"stderr{rank}", "wb") as errors:
-            if cluster is None and fork_server.AVAILABLE:
+            if cluster is None and forking.AVAILABLE:
                 worker: Worker = fork_server.fork_worker(
                     argument, environment, out.fileno(), errors.fileno()
                 )
@@ -114,7 +116,7 @@ class _Run:
                     stdout=out,
                     stderr=errors,
                     env=environment,
-                    preexec_fn=fork_server.prepare_worker,
+                    preexec_fn=forking.prepare_worker,
                 )
         self._workers.append(worker)
 

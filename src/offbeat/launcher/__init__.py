@@ -1,0 +1,1 @@
+"""Processes of workers on this machine, and the launcher ``offbeat run``, which restarts them."""

@@ -1,0 +1,196 @@
+"""The store of a launch: where the workers of all machines find each other.
+
+A *keeper* is the process in which the store runs: the first launcher, or ``offbeat store``. A store
+in a file has no keeper. Launchers use these keys:
+
+- ``offbeat/launch/workers``: the first launcher's ``--workers``, such as ``"2:4"``;
+- ``offbeat/launch/announced`` and ``offbeat/launch/left``: how many other launchers have begun to
+  use the store, and how many of them no longer need it.
+"""
+
+import errno
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from offbeat.elastic.gathering import training_has_ended
+from offbeat.elastic.store import SharedStore, connect_to_store
+from offbeat.errors import CommunicationTimeout, OffbeatError
+from offbeat.launcher.address import parse_address
+from offbeat.launcher.output import report
+from offbeat.transport.torch_backend.store_access import call_within
+
+T = TypeVar("T")
+_WORKERS = "offbeat/launch/workers"
+_ANNOUNCED, _LEFT = "offbeat/launch/announced", "offbeat/launch/left"
+_START_SECONDS = 300.0  # longest wait for the store and for the number of workers in it
+_QUERY_SECONDS = 3.0  # longest wait for an answer while workers are running
+_POLL_SECONDS = 0.2  # time between two reads of a key
+
+
+def keep_store(host: str | None, port: int) -> Any:
+    """Start a store in this process, and return it. It lives as long as the returned object.
+
+    Args:
+        host: Address or name of this machine, on which alone the store listens. None: the store
+            listens on all interfaces.
+        port: Port. 0 chooses a free one.
+
+    Raises:
+        OffbeatError: The address is not one of this machine, or the port is in use.
+    """
+    try:
+        listener = _listen(host, port)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        advice = "name an address of this machine; others connect to it with --join"
+        if error.errno == errno.EADDRINUSE:
+            reason, advice = "the port is in use", "name another port"
+        where = f"{'' if host is None else host}:{port}"
+        raise OffbeatError(f"cannot keep a store at {where}: {reason}; {advice}") from None
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host or "localhost",
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_QUERY_SECONDS),
+        master_listen_fd=listener.detach(),
+        use_libuv=False,  # the other implementation does not take a socket
+    )
+
+
+def _listen(host: str | None, port: int) -> socket.socket:
+    if host is None and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    family, _, _, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[
+        0
+    ]
+    return socket.create_server(address, family=family)
+
+
+class LaunchStore:
+    """A launcher's access to the store.
+
+    No method but ``agree_on_workers`` blocks for more than a few seconds, because workers run
+    meanwhile. If the store does not answer, the next call connects again.
+
+    Args:
+        address: Address of the store, as in ``OFFBEAT_STORE``.
+        kept: The store (``torch.distributed``), if this process keeps it.
+
+    Attributes:
+        address: See above.
+    """
+
+    def __init__(self, address: str, kept: Any = None) -> None:
+        self.address = address
+        self._kept = None if kept is None else SharedStore(kept, address)
+        self._connection = self._kept
+        self._training_ended = False
+        self._announced = False
+
+    def agree_on_workers(self, workers: str | None, interrupted: Callable[[], bool]) -> str | None:
+        """Return the number of workers, which all launchers of a store share.
+
+        Args:
+            workers: Number given to this launcher, which is written to the store unless it has one.
+                None: wait until another launcher has written it.
+            interrupted: Function that returns True to end the wait.
+
+        Returns:
+            The number, such as ``"4"`` or ``"2:4"``. None: the wait was interrupted.
+
+        Raises:
+            ValueError: The store has another number than ``workers``.
+            CommunicationTimeout: Within 5 minutes the store does not answer, or no launcher has
+                written a number.
+        """
+
+        def find(store: SharedStore) -> str | None:
+            value = (
+                store.get(_WORKERS) if workers is None else store.put_if_absent(_WORKERS, workers)
+            )
+            return None if value is None else str(value)
+
+        deadline = time.monotonic() + _START_SECONDS
+        reported = False
+        while (found := self._query(find)) is None:
+            if interrupted():
+                return None
+            missing = f"no launcher has written its --workers to the store at {self.address}"
+            if self._connection is None:
+                missing = f"no store answers at {self.address}"
+            if time.monotonic() > deadline:
+                raise CommunicationTimeout(f"{missing} within {_START_SECONDS:g} s")
+            if not reported:
+                report(f"waiting: {missing}")
+                reported = True
+            time.sleep(_POLL_SECONDS)
+        if workers not in (None, found):
+            raise ValueError(
+                f"--workers {workers}: the store at {self.address} was begun with --workers "
+                f"{found}; leave the option out, or name another store"
+            )
+        return found
+
+    def announce(self) -> None:
+        """Tell the launcher that keeps the store that this one uses it, until ``say_goodbye``."""
+        if self._kept is None and not self.address.startswith("file://"):
+            self._announced = self._query(lambda store: store.store.add(_ANNOUNCED, 1)) is not None
+
+    def say_goodbye(self) -> None:
+        """Tell the launcher that keeps the store that this one no longer uses it."""
+        if self._announced:
+            self._announced = False
+            self._query(lambda store: store.store.add(_LEFT, 1))
+
+    def other_launchers(self) -> int:
+        """Return how many other launchers use the store that this process keeps.
+
+        Returns 0 if another process keeps the store.
+        """
+        if self._kept is None:
+            return 0
+        return int(self._kept.store.add(_ANNOUNCED, 0) - self._kept.store.add(_LEFT, 0))
+
+    def training_has_ended(self) -> bool:
+        """Return True if the training at this store has ended. False also if that is unknown."""
+        if not self._training_ended:
+            self._training_ended = bool(self._query(lambda store: training_has_ended(store.store)))
+        return self._training_ended
+
+    def _query(self, function: Callable[[SharedStore], T]) -> T | None:
+        """Call ``function`` with the store. Returns None if the store does not answer in time."""
+        try:
+            if self._connection is None:
+                self._connection = _connect(self.address)
+            return call_within(_QUERY_SECONDS, partial(function, self._connection))
+        except (RuntimeError, OSError):
+            self._connection = self._kept
+            return None
+
+
+def open_store(address: str, *, keep: bool) -> LaunchStore:
+    """Return access to the store at ``address``. With ``keep``, this process keeps it.
+
+    Raises OffbeatError if the store cannot be kept.
+    """
+    where = parse_address(address)
+    if not keep or where is None:
+        return LaunchStore(address)
+    kept = keep_store(*where)
+    return LaunchStore(f"{where[0]}:{kept.port}", kept)
+
+
+def _connect(address: str) -> SharedStore:
+    """Connect to a store. Raises OSError or RuntimeError if that fails within 3 s."""
+    where = parse_address(address)
+    if where is not None:
+        # Without a store, TCPStore would write a warning for each of its attempts.
+        socket.create_connection(where, _QUERY_SECONDS).close()
+    return connect_to_store(address, _QUERY_SECONDS, what="launching failed", create=True)

@@ -1,0 +1,121 @@
+"""Keeps the workers of this machine running until the training has ended."""
+
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from offbeat.launcher.output import Outputs, report
+from offbeat.launcher.script import TEMPORARY
+from offbeat.launcher.signals import Interruption, signal_name
+from offbeat.launcher.worker import Starter, Worker
+
+_POLL_SECONDS = 0.1
+
+
+class Training(Protocol):
+    """What the supervisor has to know about the training, as ``LaunchStore`` provides it."""
+
+    def training_has_ended(self) -> bool:
+        """Return True if the training has ended. False also if that is unknown."""
+
+
+class Supervisor:
+    """Starts workers, copies their output, and restarts those that fail.
+
+    Args:
+        workers: The workers of this machine.
+        starter: Starts their processes.
+        variables: Environment variables of the workers, in addition to those of ``starter``.
+        training: Tells whether the training has ended.
+        interruption: The signal that ends the workers early, if one arrives.
+        grace_seconds: Time that the workers then have, before they are killed.
+    """
+
+    def __init__(
+        self,
+        workers: list[Worker],
+        starter: Starter,
+        variables: Mapping[str, str],
+        training: Training,
+        interruption: Interruption,
+        grace_seconds: float,
+    ) -> None:
+        self._workers, self._starter, self._variables = workers, starter, variables
+        self._training, self._interruption = training, interruption
+        self._grace_seconds = grace_seconds
+        self._outputs = Outputs()
+        self._forwarded = False  # True once the signal has been sent to the workers
+        self._given_up: list[int] = []  # exit codes of workers that are not started again
+        self._failed_afterwards: list[int] = []  # exit codes of failures after the training
+
+    def run(self) -> int:
+        """Run the workers until none is active, and return the exit code of the launcher.
+
+        The code is 128 + n after the signal n. Otherwise it is that of the first worker that was
+        given up; but if the training has ended, that of the first script that failed afterwards. If
+        there is no such worker it is 0.
+        """
+        try:
+            while any(worker.is_active for worker in self._workers):
+                self._handle_signal()
+                for worker in self._workers:
+                    if worker.due is not None and worker.due <= time.monotonic():
+                        self._start(worker)
+                # Poll before reading: all output of a worker that has ended here is copied first.
+                ended = [(worker, how) for worker in self._workers if (how := worker.poll())]
+                self._outputs.copy(0.0 if ended else _POLL_SECONDS)
+                for worker, how in ended:
+                    self._after_end(worker, how)
+        finally:
+            for worker in self._workers:
+                worker.end()
+            self._starter.close()
+            self._outputs.close()
+        if self._interruption.signal is not None:
+            return 128 + self._interruption.signal
+        failures = self._given_up
+        if self._training.training_has_ended():
+            report("the training has ended")
+            failures = self._failed_afterwards
+        return failures[0] if failures else 0
+
+    def _start(self, worker: Worker) -> None:
+        again = worker.starts > 0
+        if again and self._training.training_has_ended():
+            worker.due = None
+            report(f"worker {worker.number} is not started again: the training has ended")
+            return
+        with self._outputs.open(worker.number) as (out, errors):
+            worker.start(self._starter, self._variables, out, errors)
+        report(f"worker {worker.number} started{' again' * again} (process {worker.pid})")
+
+    def _after_end(self, worker: Worker, how: str) -> None:
+        """Report the end of a worker's process, and plan the next one if there has to be one."""
+        what = f"worker {worker.number} {how}"
+        over = self._training.training_has_ended()
+        if worker.code == 0 or self._interruption:
+            report(what)
+        elif over:
+            report(f"{what}, after the end of the training")
+            # The training needs no worker any more. But a script may have failed to save its model.
+            if worker.code < 128 and worker.code != TEMPORARY:
+                self._failed_afterwards.append(worker.code)
+        else:
+            report(f"{what}; {worker.plan_restart()}")
+            if worker.due is None:
+                self._given_up.append(worker.code)
+
+    def _handle_signal(self) -> None:
+        interruption, grace = self._interruption, self._grace_seconds
+        if interruption.signal is None:
+            return
+        if not self._forwarded:
+            self._forwarded = True
+            name = signal_name(interruption.signal)
+            report(f"{name}: forwarded to the workers, which are killed after {grace:g} s")
+            for worker in self._workers:
+                worker.due = None
+                worker.send(interruption.signal)
+        elif time.monotonic() >= interruption.since + grace:
+            for worker in self._workers:
+                worker.kill()

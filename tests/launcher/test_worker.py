@@ -1,0 +1,113 @@
+"""When a worker is started again."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from offbeat.launcher import worker
+from offbeat.launcher.worker import Program, Starter, Worker
+
+
+class Ended:
+    """A process that has ended with this status."""
+
+    pid = 1234
+
+    def __init__(self, status: int | None) -> None:
+        self.status = status
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def wait(self) -> int:
+        return self.status or 0
+
+
+class Scripted(Starter):
+    """Starts nothing. The processes end with the given statuses, in turn."""
+
+    def __init__(self, *statuses: int | None) -> None:
+        super().__init__(Program("train.py"), {}, fresh=True)
+        self.statuses = [*statuses]
+        self.variables: list[Mapping[str, str]] = []
+
+    def start(self, variables: Mapping[str, str], out: int, errors: int) -> Ended:
+        self.variables.append(variables)
+        return Ended(self.statuses.pop(0))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Time that a test sets."""
+    now = [1000.0]
+    monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_pauses_double_up_to_half_a_minute(clock: list[float]) -> None:
+    starter = Scripted(*[1] * 9)
+    one = Worker(2, most_restarts=8)
+    pauses = []
+    while one.due is not None:
+        clock[0] = one.due
+        one.start(starter, {"SHARED": "x"}, -1, -1)
+        assert one.pid == 1234
+        assert one.poll() == "ended with exit code 1"
+        assert one.pid is None
+        told = one.plan_restart()
+        if one.due is not None:
+            pauses.append(one.due - clock[0])
+            assert told == f"again in {pauses[-1]:g} s ({len(pauses)} of 8)"
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert told == "not again (--max-restarts 8)"
+    assert not one.is_active
+    own = [(v["SHARED"], v["LOCAL_RANK"], v["OFFBEAT_RESTARTS"]) for v in starter.variables]
+    assert own == [("x", "2", str(count)) for count in range(9)]
+
+
+def test_a_minute_of_life_forgets_the_restarts(clock: list[float]) -> None:
+    one, starter = Worker(0, most_restarts=1), Scripted(-9, -9, -9, -9)
+    told = []
+    for life in (0.0, 59.9):
+        one.start(starter, {}, -1, -1)
+        clock[0] += life
+        assert one.poll() == "was ended by SIGKILL"
+        assert one.code == 128 + 9
+        told.append(one.plan_restart())
+    assert told == ["again in 0.5 s (1 of 1)", "not again (--max-restarts 1)"]
+    for _ in range(2):
+        one.start(starter, {}, -1, -1)
+        clock[0] += 60
+        one.poll()
+        assert one.plan_restart() == "again in 0.5 s (1 of 1)"
+
+
+@pytest.mark.parametrize(
+    ("status", "restarts", "told"),
+    [
+        (78, 3, "not again: a restart would not mend this error"),
+        (1, 0, "not again (--max-restarts 0)"),
+    ],
+)
+def test_some_failures_are_final(status: int, restarts: int, told: str) -> None:
+    one = Worker(0, most_restarts=restarts)
+    one.start(Scripted(status), {}, -1, -1)
+    one.poll()
+    assert (one.plan_restart(), one.due, one.code) == (told, None, status)
+
+
+def test_a_running_process_has_not_ended() -> None:
+    one = Worker(0, most_restarts=3)
+    assert one.is_active, "its first start is due"
+    one.start(Scripted(None), {}, -1, -1)
+    assert one.poll() is None
+    assert one.is_active
+
+
+def test_the_signals_of_a_system_have_names_or_numbers() -> None:
+    names = []
+    for status in (-15, -63):
+        one = Worker(0, most_restarts=3)
+        one.start(Scripted(status), {}, -1, -1)
+        names.append(one.poll())
+    assert names == ["was ended by SIGTERM", "was ended by signal 63"]
