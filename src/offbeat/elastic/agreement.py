@@ -34,6 +34,7 @@ The keys of one training begin with ``offbeat/elastic/<name>``:
     view/<n>/here/<worker>   exists once the worker has arrived: the fields of ``Arrival``
     view/<n>/decided   the decision
     view/<n>/groups/…  addresses of the process groups
+    boards/<name>/…    keys of a board, a store for components such as ``LeasedSampler``
 """
 
 import contextlib
