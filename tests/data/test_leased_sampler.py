@@ -1,5 +1,6 @@
 """LeasedSampler in training: shares, waits, deaths, checkpoints, loaders with processes."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -34,7 +35,7 @@ STRATEGIES = [
     "diloco:period=4",
     "fedavg:period=4,fraction=0.5",
     "ssp:staleness=8",
-    "downpour:push_every=2,pull_every=2",
+    "downpour:push_every=2,fetch_every=2",
 ]
 
 
@@ -155,7 +156,7 @@ def test_equal_runs_have_equal_results() -> None:
 
 
 def test_a_slow_store_does_not_delay_the_training() -> None:
-    """Leases that take ten steps: more batches are kept in hand, after a first wait."""
+    """A lease takes ten steps: chunks become longer, and more batches are kept in hand."""
 
     def worker() -> Any:
         return lease(epochs=20)
@@ -164,8 +165,8 @@ def test_a_slow_store_does_not_delay_the_training() -> None:
         worker, workers=3, network=Network("1Gbit/s", latency="25ms"), compute=Compute("10ms")
     ).results
     assert used_by(results) == Counter((e, s) for e in range(20) for s in range(SAMPLES))
-    # 387 steps of 10 ms, after three round trips; the latency also delays the end of the training.
-    assert max(each["clock"] for each in results) < 3.87 * 1.12 + 0.15
+    # 387 steps of 10 ms. The leases of the first epoch have shorter chunks.
+    assert max(each["clock"] for each in results) < 3.87 * 1.6  # without longer chunks: 60
 
 
 def test_progress_is_common() -> None:
@@ -413,7 +414,8 @@ def test_no_sample_is_lost_when_a_real_worker_dies() -> None:
 
 def lease_really(rank: int, size: int, readers: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return lease(epochs=3, seconds=(0.002, 0.002, 0.006), readers=readers)
+    multiprocessing.current_process()._config["daemon"] = False  # it may start reader processes
+    return lease(epochs=3, seconds=(0.02, 0.02, 0.1), readers=readers)
 
 
 @pytest.mark.parametrize("readers", [0, 2])

@@ -108,6 +108,10 @@ class Leases:
         """Epochs of the chunks that this worker, or a lost worker that it knows, has not done."""
         return {epoch for epoch, _ in (*self._owned, *self._left)}
 
+    def ping(self) -> None:
+        """Wait for one round trip to the board."""
+        self._board.get("ping")
+
     def plan(self, epoch: int) -> Plan:
         """Return the plan of an epoch.
 

@@ -59,17 +59,16 @@ class Settings:
         return order
 
 
-def chunk_bounds(batches: int, workers: int) -> list[int]:
+def chunk_bounds(batches: int, workers: int, least: int = 1) -> list[int]:
     """Return the boundaries of the chunks: chunk c has the batches from bound c to bound c + 1.
 
     The chunks become shorter towards the end of the epoch (guided self-scheduling): a chunk has
-    1/(16·N) of the batches that are left, and at least one. So a slow worker cannot hold a long
-    chunk when the others have reached the end.
+    1/(16·N) of the batches that are left, and at least ``least``. So a slow worker cannot hold a
+    long chunk when the others have reached the end.
     """
     bounds = [0]
-    while bounds[-1] < batches:
-        left = batches - bounds[-1]
-        bounds.append(bounds[-1] + max(1, left // (_CHUNKS * workers)))
+    while (left := batches - bounds[-1]) > 0:
+        bounds.append(bounds[-1] + min(left, max(least, left // (_CHUNKS * workers))))
     return bounds
 
 
@@ -83,12 +82,14 @@ class Plan:
         workers: Number of workers when the epoch began.
         ranges: Positions in the shuffled epoch that are to be trained on, ascending. All of them,
             unless a checkpoint was loaded in the middle of the epoch.
+        least: Smallest number of batches in a chunk, except the last one (≥ 1).
     """
 
     settings: Settings
     epoch: int
     workers: int
     ranges: tuple[Range, ...]
+    least: int = 1
 
     def to_text(self) -> str:
         """Return the plan in the form that ``from_text`` reads."""
@@ -99,7 +100,8 @@ class Plan:
         """Return the plan that ``to_text`` wrote."""
         values = json.loads(text)
         ranges = tuple((start, end) for start, end in values["ranges"])
-        return cls(Settings(**values["settings"]), values["epoch"], values["workers"], ranges)
+        settings = Settings(**values["settings"])
+        return cls(settings, values["epoch"], values["workers"], ranges, values["least"])
 
     @cached_property
     def samples(self) -> npt.NDArray[np.int64]:
@@ -121,7 +123,7 @@ class Plan:
     @cached_property
     def bounds(self) -> Sequence[int]:
         """Boundaries of the chunks; see ``chunk_bounds``."""
-        return chunk_bounds(self.batches, self.workers)
+        return chunk_bounds(self.batches, self.workers, self.least)
 
     @property
     def chunks(self) -> int:

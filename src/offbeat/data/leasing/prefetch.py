@@ -15,8 +15,10 @@ from offbeat.errors import CommunicationError, CommunicationTimeout, OffbeatErro
 from offbeat.transport.host import Promise
 from offbeat.transport.team import Team
 
-_MARGIN = 4.0  # batches in hand last at least this many times as long as a lease takes
-_FIRST_BATCHES = 2  # batches in hand until both times are known
+_IN_HAND = 4.0  # batches in hand last at least this many times as long as a lease takes
+_CHUNK = 2.0  # a chunk lasts at least this many times as long as a lease takes
+_STEP_SECONDS = 0.05  # assumed time of a batch until it was measured
+_ROUND_TRIPS = 2  # of a lease
 _NEWEST = 0.2  # weight of the newest measurement
 _STOP_SECONDS = 5.0  # longest wait for the background activity at the end
 
@@ -42,7 +44,9 @@ class Prefetch:
         self._changed: Promise[None] | None = None  # the training waits for it
         self._error: Exception | None = None
         self._used_at: float | None = None
-        self._step_seconds = self._lease_seconds = 0.0  # recent durations; 0 if unknown
+        self._step_seconds, self._lease_seconds = _STEP_SECONDS, 0.0  # recent means
+        self._spent_seconds = 0.0  # for the next lease so far, the end of an epoch included
+        self._measured = False  # True once a step was measured
 
     # -- called by the training ------------------------------------------------------------------
 
@@ -82,9 +86,16 @@ class Prefetch:
     def used(self) -> None:
         """Handle a batch that the training loop receives, to measure the time of a batch."""
         now = self._team.host.now()
-        if self._used_at is not None:
-            self._step_seconds = _mean(self._step_seconds, now - self._used_at)
+        if self._used_at is not None and now > self._used_at:
+            seconds = now - self._used_at
+            self._step_seconds = _mean(self._step_seconds, seconds) if self._measured else seconds
+            self._measured = True
         self._used_at = now
+
+    @property
+    def least_chunk(self) -> int:
+        """Smallest number of batches in a chunk with which leases keep up with the training."""
+        return max(1, math.ceil(_CHUNK * self._lease_seconds / self._step_seconds))
 
     def finish(self, lease: Lease) -> None:
         """Acknowledge a chunk in the background."""
@@ -166,9 +177,7 @@ class Prefetch:
 
     def _wanted(self) -> int:
         """Return the number of batches to have in hand."""
-        if not self._step_seconds or not self._lease_seconds:
-            return _FIRST_BATCHES
-        return max(1, math.ceil(_MARGIN * self._lease_seconds / self._step_seconds))
+        return max(1, math.ceil(_IN_HAND * self._lease_seconds / self._step_seconds))
 
     def _work(self) -> None:
         """Acknowledge and lease until there is no work."""
@@ -195,18 +204,23 @@ class Prefetch:
 
     def _lease(self, epoch: int) -> None:
         """Lease one chunk, or go to the next epoch if there is none."""
-        start = self._team.host.now()
+        host = self._team.host
+        start = host.now()
+        if not self._lease_seconds:  # the plan of the first epoch depends on it
+            self._leases.ping()
+            self._lease_seconds = _ROUND_TRIPS * (host.now() - start)
+            start = host.now()
         lease = self._leases.reclaim() or self._leases.lease(epoch)
         if lease is None:
             self._leases.look_again()
             lease = self._leases.reclaim()
-        seconds = self._team.host.now() - start
+        self._spent_seconds += host.now() - start
         with self._lock:
             if lease is None:
                 self._epoch = max(self._epoch, epoch + 1)
             else:
-                # Slow answers must not surprise the training, so they count at once.
-                self._lease_seconds = max(seconds, _mean(self._lease_seconds, seconds))
+                self._lease_seconds = _mean(self._lease_seconds, self._spent_seconds)
+                self._spent_seconds = 0.0
                 self._ready.append(lease)
             self._notify()
 
@@ -219,4 +233,4 @@ class Prefetch:
 
 def _mean(mean: float, value: float) -> float:
     """Return a running mean with the newest value. A single long pause changes it little."""
-    return value if not mean else mean + _NEWEST * (min(value, 2 * mean) - mean)
+    return mean + _NEWEST * (min(value, 2 * mean) - mean) if mean else value

@@ -58,7 +58,7 @@ class LeasedSampler(Sampler[list[int]]):
     The samples of an epoch are shuffled, in the same way on all workers, and cut into chunks of
     consecutive batches. A worker leases a chunk from the store that the workers share when it needs
     one, a little ahead of use and in the background. The chunks become shorter towards the end of
-    an epoch. A worker that finds no chunk left continues with the next epoch, so nobody waits.
+    an epoch. They are never so short that the store could not keep up. A worker that finds no chunk left continues with the next epoch, so nobody waits.
 
     **Guarantees.** If no worker is lost, every sample is used exactly once per epoch, by one
     worker. In elastic training (``min_workers``), the others also train on the chunks that a lost
@@ -268,8 +268,10 @@ class LeasedSampler(Sampler[list[int]]):
 
     def _propose(self, epoch: int) -> Plan:
         """Return this worker's proposal for the plan of an epoch."""
-        ranges = self._settings.range_of(self._batches_of(epoch))
-        return Plan(self._settings, epoch, self._team.size, tuple(self._resumed.get(epoch, ranges)))
+        settings = self._settings
+        ranges = self._resumed.get(epoch, settings.range_of(self._batches_of(epoch)))
+        size, least = self._team.size, self._prefetch.least_chunk
+        return Plan(settings, epoch, size, tuple(ranges), least)
 
     def _batches_of(self, epoch: int) -> int:
         if self._total_batches is None:

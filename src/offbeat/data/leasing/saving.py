@@ -29,7 +29,7 @@ def gather_left(
     """
     own = {
         "used": [[*chunk, count] for chunk, count in used.items()],
-        "epochs": [min(epoch, *leases.unfinished_epochs), epoch],
+        "epochs": [min([epoch, *leases.unfinished_epochs]), epoch],
     }
     with team.account.paused():
         reports = [json.loads(text) for text in _gather(team, own, "data in use")]
