@@ -55,6 +55,7 @@ from offbeat.training.monitors import Distance, GradientChange
 from offbeat.training.optimizers import unwrapped_optimizer
 from offbeat.training.stats_recorder import StatsRecorder
 from offbeat.training.step_factor import SGDStepFactor
+from offbeat.transport.board import Board
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.team import Team
 
@@ -140,6 +141,8 @@ class Synchronizer:
         self._iteration.guard.on_failure = self._unfinished.cancel
         self._recorder.restart()
         self._consensus.note_start()
+        self._boards = 0  # number of boards opened so far
+        self._at_end: list[Callable[[], object]] = []  # called before the connections are closed
 
     def _make_elastic(
         self, wire: Precision, lines: Sequence[str], min_workers: int, *, joining: bool
@@ -408,6 +411,9 @@ class Synchronizer:
 
     def _end(self, *, together: bool) -> None:
         self._active = False
+        for function in self._at_end:
+            function()
+        self._at_end.clear()
         self._unfinished.cancel()
         self._iteration.close()
         self._tasks.close()
@@ -530,6 +536,45 @@ def snapshot_of(sync: Synchronizer) -> list[Tensor]:
     """
     with sync._recorder.paused():
         return sync._iteration.flow.snapshot()
+
+
+def team_of(sync: Synchronizer) -> Team:
+    """Return the workers of ``sync``."""
+    return sync._team
+
+
+def is_elastic(sync: Synchronizer) -> bool:
+    """Return True if training continues after the loss of a worker."""
+    return sync._views is not None
+
+
+def synced_step_of(sync: Synchronizer) -> int:
+    """Return ``Flow.synced_step`` of ``sync``'s worker."""
+    return sync._iteration.flow.synced_step
+
+
+def open_board(sync: Synchronizer, name: str, at_end: Callable[[], object]) -> Board:
+    """Open a board of ``sync``'s workers. All workers open the same boards in the same order.
+
+    Args:
+        sync: The synchronizer.
+        name: Name of the caller, for keys and error messages.
+        at_end: Function that is called when the training ends, before the connections are closed.
+
+    Raises:
+        AttachError: after ``finish`` or ``detach``, or the workers form nodes.
+    """
+    require_synchronizer(sync)
+    sync._require_active(name)
+    if sync._team.node is not None:
+        raise AttachError(
+            f"{name} with node_group: the workers of a node must take equally many steps; give "
+            "them equal shares of the data"
+        )
+    board = sync._team.communicator.board(f"{name}/{sync._boards}")
+    sync._boards += 1
+    sync._at_end.append(at_end)
+    return board
 
 
 def require_synchronizer(sync: object) -> None:

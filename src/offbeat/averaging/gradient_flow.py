@@ -126,6 +126,13 @@ class GradientFlow(Flow):
             return True
         return self.state.newest if self.every_step else self.worker.step > self.state.start_step
 
+    @property
+    @override
+    def synced_step(self) -> int:
+        if self.every_step or self.worker.size == 1:
+            return self.worker.step
+        return min(view.launch_step for view in self.state.views)
+
     def _view(self, optimizer: int, *, stepping: bool) -> WorkerView:
         """Return the strategy's view of this worker, up to date."""
         view, worker = self.state.views[optimizer], self.worker

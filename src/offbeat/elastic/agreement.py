@@ -37,6 +37,7 @@ training begin with this prefix, ``offbeat/elastic/<name>``:
     view/<n>/here/<worker>   exists once the worker has arrived: the fields of ``Arrival``
     view/<n>/decided   the decision
     view/<n>/groups/…  addresses of the process groups
+    boards/<name>/…    keys of a board, a store for components such as ``LeasedSampler``
 """
 
 import contextlib

@@ -15,12 +15,14 @@ from typing_extensions import override
 from offbeat.elastic.agreement import Agreement, Arrival, Decision
 from offbeat.elastic.store import StoreLostError
 from offbeat.errors import CommunicationError, CommunicationTimeout
+from offbeat.transport.board import Board
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.membership import Membership, View
+from offbeat.transport.membership import View
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.torch_backend.connections import close_at_exit
 from offbeat.transport.torch_backend.process_groups import GroupFactory, ranks_text
 from offbeat.transport.torch_backend.store_access import KeyPoll
+from offbeat.transport.torch_backend.store_board import StoreBoard
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 logger = logging.getLogger("offbeat")
@@ -33,7 +35,7 @@ _HEARTBEAT_SECONDS = 0.2  # time between two checks of the heartbeat connections
 class ElasticCommunicator(TorchCommunicator):
     """The communicator of a view with several members, and the ``membership`` of that view."""
 
-    membership: Membership
+    membership: "StoreMembership"
 
     @override
     def twin(self) -> Communicator:
@@ -42,11 +44,19 @@ class ElasticCommunicator(TorchCommunicator):
         del twin.__dict__["membership"]
         return twin
 
+    @override
+    def board(self, name: str) -> Board:
+        return self.membership.board(name)
+
 
 class ElasticSingle(SingleCommunicator):
     """The communicator of a view with one member, and the ``membership`` of that view."""
 
-    membership: Membership
+    membership: "StoreMembership"
+
+    @override
+    def board(self, name: str) -> Board:
+        return self.membership.board(name)
 
 
 class Participant:
@@ -260,6 +270,10 @@ class StoreMembership:
         """Agree on the next view and open it; see ``Membership.next_view``."""
         self._poll.close()
         return self._participant.next_view(view, self._decision, step=step)
+
+    def board(self, name: str) -> Board:
+        """Open the board ``name`` of the training; see ``Communicator.board``."""
+        return StoreBoard(self._participant.agreement.store.within(f"boards/{name}").store)
 
     def leave(self, *, ended: bool) -> None:
         """Announce that this worker leaves permanently; see ``Membership.leave``."""

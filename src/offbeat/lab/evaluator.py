@@ -60,6 +60,7 @@ class Evaluator:
         self._chosen, self._most = number is not None, number or self._most_evaluations()
         self._steps = evenly(task.steps, self._most)
         self._snapshots: list[Snapshot] = []
+        self._passed: int | None = None  # step up to which evaluations were made; None: at first
         self.over = False
 
     def _most_evaluations(self) -> int:
@@ -74,16 +75,43 @@ class Evaluator:
     def after_step(self, method: Method) -> Evaluation | None:
         """If an evaluation is due at this step, evaluate (``job.live``) or store a snapshot.
 
-        A collective only if ``job.live``. ``finish`` evaluates the last step.
+        A collective only if ``job.live``. ``finish`` evaluates the last step. If the workers lease
+        their data, an evaluation is due when the position of the run has reached it, and several
+        may be due. All but the last one are then emitted here.
         """
-        if method.step not in self._steps or method.step == self._task.steps:
-            return None
+        position = self._task.position_after(method.step)
+        if self._passed is None:
+            self._passed = 0 if self._task.position is not None else position - 1
+        evaluation = None
+        while (due := self._next_due(position)) is not None and not self.over:
+            if evaluation is not None:
+                self._emit(evaluation)
+            evaluation, self._passed = self._evaluate_at(due, method), due
+        self._passed = position
+        return evaluation
+
+    def data_ended(self, method: Method) -> None:
+        """Make the evaluations that are left when this worker has found no further batch.
+
+        All workers must make the same evaluations, and this worker may have taken its last batch
+        before the others.
+        """
+        if (evaluation := self.after_step(method)) is not None:
+            self._emit(evaluation)
+
+    def _next_due(self, position: int) -> int | None:
+        """Return the first step up to ``position`` that is to be evaluated now."""
+        assert self._passed is not None
+        last = min(position, self._task.steps - 1)
+        return min((step for step in self._steps if self._passed < step <= last), default=None)
+
+    def _evaluate_at(self, step: int, method: Method) -> Evaluation | None:
         if self._job.live:
-            return self._evaluate_live(method)
-        self._snapshots.append(Snapshot(method.step, method.seconds, method.snapshot()))
+            return self._evaluate_live(step, method)
+        self._snapshots.append(Snapshot(step, method.seconds, method.snapshot()))
         return None
 
-    def _evaluate_live(self, method: Method) -> Evaluation | None:
+    def _evaluate_live(self, step: int, method: Method) -> Evaluation | None:
         job, steps = self._job, self._task.steps
         self._emit(Waiting("evaluating"))
         start = time.perf_counter()
@@ -93,9 +121,9 @@ class Evaluator:
             self.over = job.max_seconds is not None and seconds >= job.max_seconds
             if self.over:
                 return None
-            evaluation = self._evaluate(method.step, seconds)
+            evaluation = self._evaluate(step, seconds)
             if not self._chosen:
-                whole = seconds / method.step * steps
+                whole = seconds / step * steps
                 self._steps = evenly(steps, self._choose(time.perf_counter() - start, whole))
         return evaluation
 
@@ -111,7 +139,7 @@ class Evaluator:
         """
         device, replica = self._device, self._replica
         own = [(one.step, one.seconds) for one in self._snapshots]
-        own.append((method.step, method.seconds))
+        own.append((self._task.position_after(method.step), method.seconds))
         clocks = gather(own, device, "the training seconds of all workers")
         seconds = method.combine_seconds([clock[-1][1] for clock in clocks])
         start = time.perf_counter()

@@ -1,7 +1,8 @@
 """Events that report the progress of a run, and their form as lines of JSON.
 
 Rank 0 emits the events. ``step`` is the number of steps that rank 0 has taken. For the final
-``Evaluation`` it is the mean over the workers.
+``Evaluation`` it is the mean over the workers. If the workers lease their data, ``step`` is the
+position of the run (``lab.leased``).
 """
 
 import json

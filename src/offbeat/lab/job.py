@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from offbeat.lab.recipes import Setup, Task
 
 MOST_WORKERS = 1000
+LEASED = "leased"
+"""Value of ``Job.partition`` with which faster workers take more of the data."""
 MOST_SEED = 4_000_000  # worker r uses the seed 1000 · seed + r, which must fit into 32 bits
 
 
@@ -205,7 +207,7 @@ class Job:
     )
     partition: str | None = option(
         None,
-        help="label:K (K labels per worker) or dirichlet:A.",
+        help="label:K (K labels per worker), dirichlet:A, or leased (faster workers take more).",
         panel=Panel.TRAINED,
         metavar="KIND",
     )
@@ -276,6 +278,7 @@ class Job:
         self._check_bounds()
         self.check_method()
         self._check_checkpoints()
+        self._check_leases()
         recipe = find_recipe(self.recipe)
         if self.data is not None and recipe.needs_data is None and recipe.file is None:
             raise ValueError(f"data {self.data}: the {recipe.name} recipe brings its own data")
@@ -311,6 +314,25 @@ class Job:
                 f"--checkpoints {self.checkpoints}: a run was saved there already; continue it "
                 "with --resume, or name another directory"
             )
+
+    def _check_leases(self) -> None:
+        from offbeat.lab.methods.peer import Peer
+        from offbeat.lab.methods.registry import parse_method
+
+        if self.partition != LEASED:
+            return
+        refused = {
+            "--injection": self.injection is not None,
+            "--checkpoints": self.checkpoints is not None,
+            "nodes of several workers": self.workers_per_node > 1,
+            self.strategy: isinstance(parse_method(self.strategy), Peer),
+        }
+        for what, given in refused.items():
+            if given:
+                raise ValueError(
+                    f"--partition leased with {what}: the workers take different numbers of steps; "
+                    "leave one of them out"
+                )
 
     def _check_bounds(self) -> None:
         from offbeat.lab.padding import parse_slow
@@ -428,7 +450,7 @@ class Job:
         return dataclasses.replace(self, strategy=strategy, **values)
 
     def sampler_for(self, task: "Task", rank: int) -> "Sampler[int]":
-        """Return the sampler of worker ``rank``."""
+        """Return the sampler of worker ``rank``. With leased data: one for measurements."""
         from offbeat.lab.samplers import make_sampler
 
         return make_sampler(
@@ -437,7 +459,7 @@ class Job:
             rank,
             seed=self.seed,
             kind=self.sampler,
-            partition=self.partition,
+            partition=None if self.partition == LEASED else self.partition,
         )
 
 

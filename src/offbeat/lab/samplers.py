@@ -69,7 +69,7 @@ def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:
     kind, _, value = text.partition(":")
     labels = task.samples.labels
     if kind not in ("label", "dirichlet"):
-        raise ValueError(f"partition must be label:K or dirichlet:A, got {text!r}")
+        raise ValueError(f"partition must be label:K, dirichlet:A or leased, got {text!r}")
     if labels is None or labels.dim() != 1:
         raise ValueError("a partition needs data with one label per sample; this recipe has none")
     try:

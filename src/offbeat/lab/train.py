@@ -40,8 +40,9 @@ from offbeat.lab.events import (
     stats_of,
     to_json,
 )
-from offbeat.lab.job import Job
+from offbeat.lab.job import LEASED, Job
 from offbeat.lab.launch.stop_request import StopRequest
+from offbeat.lab.leased import LeasedBatches
 from offbeat.lab.methods.base import Attached, Baseline, Method
 from offbeat.lab.methods.registry import is_ideal, parse_method
 from offbeat.lab.padding import STRAGGLERS_NEED_STEP_TIME, PaddedLoss, parse_slow
@@ -138,6 +139,8 @@ class _Worker:
             checkpoints.save_if_due(task.steps)
             if checkpoints.stop_if_requested(stop_request, task.steps):
                 return
+        else:
+            evaluator.data_ended(method)
         emit(Waiting("finishing"))
         method.finish()
         totals = gather(self._totals(method), self._device, "the totals of all workers")
@@ -156,7 +159,8 @@ class _Worker:
         if self._job.live and method.loss is not None and time.monotonic() >= self._read_loss_at:
             loss = float(method.loss)
             self._read_loss_at = time.monotonic() + 1
-        return Step(method.step, method.seconds, stats.wait_seconds, stats.payload_bytes, loss)
+        position = self._task.position_after(method.step)
+        return Step(position, method.seconds, stats.wait_seconds, stats.payload_bytes, loss)
 
     def _start_method(self) -> Method:
         """Attach the job's strategy, or start its baseline."""
@@ -245,8 +249,12 @@ class _Worker:
             task: Task that provides the samples. None: the task of the run.
         """
         job, task = self._job, task or self._task
-        sampler = job.sampler_for(task, dist.get_rank())
         readers = task.readers if self._device.type == "cuda" else 0
+        if job.partition == LEASED and isinstance(method, Attached):
+            for batch in LeasedBatches(task, method.sync, seed=job.seed, readers=readers):
+                yield to_device(batch, self._device)
+            return
+        sampler = job.sampler_for(task, dist.get_rank())
         done = 0 if method is None else method.step
         batches: Iterable[Any] = Batches(task, sampler, readers=readers, done=done)
         if job.injection is not None and isinstance(method, Attached):

@@ -13,11 +13,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.errors import CommunicationError, CommunicationTimeout
+from offbeat.simulate.board import SimulatedBoard
 from offbeat.simulate.cluster import Contribution, SimulatedCluster
 from offbeat.simulate.connections import Group
 from offbeat.simulate.host import SimulatedHost, SimulatedPromise
 from offbeat.simulate.kernel import Signal
 from offbeat.simulate.network import CollectiveKind
+from offbeat.transport.board import Board, LocalBoard
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
 from offbeat.transport.membership import Membership
@@ -92,6 +94,7 @@ class SimulatedCommunicator(Communicator):
     Attributes:
         membership: Agreement with the other workers on who takes part in the training. None for
             twins, subgroups, and communicators outside a training.
+        boards: Boards of the training by name, shared by all workers.
     """
 
     handle_type: ClassVar[type[SimulatedHandle]] = SimulatedHandle
@@ -109,6 +112,7 @@ class SimulatedCommunicator(Communicator):
         self.rank, self.size = group.members.index(member), len(group.members)
         self.timeout_seconds = timeout_seconds
         self.membership: Membership | None = None
+        self.boards: dict[str, LocalBoard] = {}
         self.host: SimulatedHost = SimulatedHost(cluster, member) if host is None else host
         self._twins = 0
 
@@ -216,6 +220,11 @@ class SimulatedCommunicator(Communicator):
         return type(self)(
             self.cluster, self.member, group, context, self.host, self.timeout_seconds
         )
+
+    @override
+    def board(self, name: str) -> Board:
+        values = self.boards.setdefault(name, LocalBoard())
+        return SimulatedBoard(self.cluster, self.member, values)
 
     @override
     def close(self, *, together: bool = False) -> None:

@@ -75,6 +75,12 @@ class SimulatedHost(Host):
         return SimulatedPromise()
 
     @override
+    def wait_for(self, promise: Promise[T], seconds: float, what: str) -> bool:
+        assert isinstance(promise, SimulatedPromise)
+        self.wait(promise.signal, what)
+        return True
+
+    @override
     def computed(self, progress: float) -> None:
         self._cluster.compute_step(self._rank, progress)
 

@@ -15,6 +15,7 @@ from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.simulate.connections import NOTICE_SECONDS
 from offbeat.simulate.host import SimulatedHost
 from offbeat.simulate.kernel import Signal
+from offbeat.transport.board import LocalBoard
 from offbeat.transport.membership import Membership, View
 
 # A context is a number that separates the operations of different communicators. First views have
@@ -61,6 +62,7 @@ class MembershipService:
         self._arrived: dict[int, _Waiting] = {}  # members that wait for the next view
         self._joining: dict[int, _Waiting] = {}  # newcomers that wait for the next view
         self._lost: set[int] = set()
+        self._boards: dict[str, LocalBoard] = {}
         self._ended = False
 
     def start(self, member: int) -> SimulatedCommunicator:
@@ -169,6 +171,7 @@ class MembershipService:
             self._hosts.setdefault(member, SimulatedHost(self.cluster, member)),
             self._timeout_seconds,
         )
+        communicator.boards = self._boards
         view = View(self._view, self._group.members, communicator, newcomers)
         communicator.membership = SimulatedMembership(self, member, view)
         return view, communicator

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from offbeat.errors import OffbeatError
+from offbeat.transport.board import Board
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import Host, Promise
 from offbeat.transport.operation import (
@@ -81,6 +83,17 @@ class Communicator(ABC):
             together: True if all workers close and all operations have ended. The call is then a
                 collective: the workers wait for each other, so that none sees a broken connection.
         """
+
+    def board(self, name: str) -> Board:
+        """Open the board ``name``: a key-value store that the workers of this training share.
+
+        Every worker opens the same boards in the same order. In elastic training a board outlives
+        the view, and workers that join later open it, too.
+
+        Raises:
+            OffbeatError: This kind of communicator has no board.
+        """
+        raise OffbeatError(f"a {type(self).__name__} has no board, so workers cannot lease data")
 
     @final
     def sum(self, tensor: Tensor, *, what: str, tail: int = 0) -> Handle[Tensor]:
@@ -168,6 +181,10 @@ class Wrapper(Communicator):
     @override
     def twin(self) -> Communicator:
         return self.inner.twin()
+
+    @override
+    def board(self, name: str) -> Board:
+        return self.inner.board(name)
 
     @override
     def close(self, *, together: bool = False) -> None:

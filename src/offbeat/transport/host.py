@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from typing_extensions import override
 
 T = TypeVar("T")
+_POLL_SECONDS = 0.001
 
 
 class Promise(ABC, Generic[T]):
@@ -62,6 +63,25 @@ class Host(ABC):
     @abstractmethod
     def promise(self) -> Promise[T]:
         """Return a new promise between threads of this worker."""
+
+    def wait_for(self, promise: Promise[T], seconds: float, what: str) -> bool:
+        """Block until ``promise`` is fulfilled, for about ``seconds`` at most.
+
+        ``Communicator.await_promise`` also fails if a worker is lost. This method does not, so
+        elastic training can use it between two steps.
+
+        Args:
+            promise: Promise of this host.
+            seconds: Time limit. The simulator has none: it reports a deadlock.
+            what: Name of the wait in a simulation's timeline.
+
+        Returns:
+            True if the promise is fulfilled.
+        """
+        end = self.now() + seconds
+        while not promise.fulfilled and self.now() < end:
+            self.sleep(_POLL_SECONDS, what)
+        return promise.fulfilled
 
     def computed(self, progress: float) -> None:  # noqa: B027 - optional
         """Report that a fraction of the current step's computation is done.
@@ -130,6 +150,11 @@ class ThreadHost(Host):
     @override
     def promise(self) -> ThreadPromise[T]:
         return ThreadPromise()
+
+    @override
+    def wait_for(self, promise: Promise[T], seconds: float, what: str) -> bool:
+        assert isinstance(promise, ThreadPromise)
+        return promise.wait(seconds)
 
     @property
     def in_background(self) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 from typing_extensions import override
 
 from offbeat.errors import CommunicationTimeout
+from offbeat.transport.board import Board, LocalBoard
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.host import ThreadHost, ThreadPromise
@@ -58,6 +59,10 @@ class SingleCommunicator(Communicator):
         twin = SingleCommunicator(self.timeout_seconds)
         twin.host = self.host
         return twin
+
+    @override
+    def board(self, name: str) -> Board:
+        return LocalBoard()
 
     @override
     def close(self, *, together: bool = False) -> None:

@@ -89,6 +89,7 @@ class Pipeline:
         self._view, self._check = view, check
         self.changed, self.report_non_finite = True, False
         self.state = PipelineState(parts)
+        self._landed_steps = [worker.step] * len(parts)  # local step of each part's last landing
         view.count = len(self.state.parts)
 
     @property
@@ -111,6 +112,14 @@ class Pipeline:
         """True if the model contains local changes that were not sent (``lands=0``: not landed)."""
         step = self._worker.step
         return self._worker.touched or any(step > part.synced_step for part in self.parts)
+
+    @property
+    def landed_step(self) -> int:
+        """Newest local step that was launched with all parts, each of which has landed since.
+
+        After a checkpoint was loaded it may be too small, until all parts have landed.
+        """
+        return min(self._landed_steps)
 
     def step_skipped(self) -> None:
         """Do not count the current step as unsynchronized: it has not changed the model."""
@@ -234,7 +243,7 @@ class Pipeline:
         else:
             part.discard()
         self._spend(began)
-        state.in_flight.pop(0)
+        self._landed_steps[state.in_flight.pop(0)] = part.launched_step
         self._update_view()
         view.landings += 1
         view.fresh_step = max(view.fresh_step, part.launched_step)

@@ -113,7 +113,9 @@ class Attached(Method):
             if task.clip_norm is not None:
                 sync.clip_grad_norm_(task.clip_norm)
             self.loss = loss.detach()
-            sync.record(loss=self.loss, total_steps=task.steps)
+            sync.record(loss=self.loss)
+            if task.position is None:  # otherwise nobody knows the number of this worker's steps
+                sync.record(total_steps=task.steps)
             task.optimizer.step()
         task.advance()
 

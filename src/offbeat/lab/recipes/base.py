@@ -69,6 +69,9 @@ class Task:
         clip_norm: Maximum norm of the gradient. None: no clipping.
         readers: Number of processes that load batches ahead, if the model is on a GPU. On a CPU,
             such processes would take cores from the training and are not started.
+        position: Number of steps that each worker would have taken with equal shares of the data.
+            It advances the schedule of a run whose workers lease their data; see ``lab.leased``.
+            None: each worker counts its own steps.
 
     Raises:
         TypeError: ``evaluate`` is not a ``HeldOut``, or ``batch_size`` or ``steps`` is no integer.
@@ -85,6 +88,7 @@ class Task:
     steps: int = 0
     clip_norm: float | None = None
     readers: int = 0
+    position: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.evaluate, HeldOut):
@@ -120,10 +124,18 @@ class Task:
             self.scheduler = self.scheduler(self.optimizer, self.steps)
 
     def advance(self) -> None:
-        """Clear the gradients and advance the scheduler by one step."""
+        """Clear the gradients and advance the scheduler by one step, or up to ``position``."""
         self.optimizer.zero_grad()
-        if isinstance(self.scheduler, LRScheduler):
+        if not isinstance(self.scheduler, LRScheduler):
+            return
+        if self.position is None:
             self.scheduler.step()
+        while self.position is not None and self.scheduler.last_epoch < self.position:
+            self.scheduler.step()
+
+    def position_after(self, steps: int) -> int:
+        """Return ``position``, or ``steps``, a worker's number of steps, if that is None."""
+        return steps if self.position is None else self.position
 
     @contextmanager
     def scaled_lr(self, factor: float) -> Iterator[None]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from offbeat.errors import AttachError, CommunicationError
+from offbeat.transport.board import Board
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import ThreadHost, ThreadPromise
@@ -37,6 +38,7 @@ from offbeat.transport.torch_backend.receiver_thread import (
     SLICE_SECONDS,
     needs_receiver_thread,
 )
+from offbeat.transport.torch_backend.store_board import StoreBoard
 
 T = TypeVar("T")
 _FOREVER = timedelta(days=365)
@@ -78,7 +80,7 @@ class TorchCommunicator(Communicator):
             if dist.get_rank(group) < 0:
                 raise AttachError("this process is not a member of the group given to attach()")
             factory = GroupFactory.of(group)
-        self._cpu_backend = factory.cpu_backend
+        self._cpu_backend, self._new_store = factory.cpu_backend, factory.new_store
         self.rank, self.size = factory.rank, factory.size
         self.timeout_seconds = timeout_seconds
         self.host: ThreadHost = ThreadHost() if host is None else host
@@ -164,6 +166,10 @@ class TorchCommunicator(Communicator):
         twin.__dict__.update(self.__dict__)
         twin._channel = self._connections.open_channel()
         return twin
+
+    @override
+    def board(self, name: str) -> Board:
+        return StoreBoard(self._new_store())
 
     @override
     def close(self, *, together: bool = False) -> None:

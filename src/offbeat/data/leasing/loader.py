@@ -1,0 +1,71 @@
+"""A data loader that tells a ``LeasedSampler`` which batches the training loop has received."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from offbeat.data.leasing.sampler import LeasedSampler
+from offbeat.synchronizer import is_elastic
+
+
+class LeasedLoader:
+    """Wraps a DataLoader whose batches come from a ``LeasedSampler``.
+
+    The loader may have worker processes (``num_workers``): they read batches ahead of use, and the
+    sampler leases in the main process. A worker that is lost has then not used the batches that
+    were only read ahead. At the end of training, fast workers end earlier than slow ones by as many
+    batches as these read ahead.
+
+    Args:
+        loader: A DataLoader with ``batch_sampler=sampler``, or with ``batch_size=None`` and
+            ``sampler=sampler``.
+
+    Attributes:
+        loader: The wrapped loader.
+        sampler: Its ``LeasedSampler``.
+
+    Raises:
+        TypeError: The loader has no ``LeasedSampler``.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        candidates = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
+        found = next((each for each in candidates if isinstance(each, LeasedSampler)), None)
+        if found is None:
+            raise TypeError(
+                "loader must be a DataLoader with batch_sampler=LeasedSampler(…), got "
+                f"{type(loader).__name__} with {candidates[0]!r}"
+            )
+        self.loader, self.sampler = loader, found
+        found.count_by_loader()
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch of this worker if all are equally fast."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the batches that this worker takes in this epoch."""
+        for batch in self.loader:
+            self.sampler.hand_out()
+            yield batch
+
+    def leftovers(self) -> Iterator[Any]:
+        """Iterate over what workers that were lost late have left of the epochs so far.
+
+        Use it in elastic training after the last epoch, before ``finish``, if no sample may be
+        missing. A collective, which waits for all workers and takes their mean::
+
+            for batch in loader.leftovers():
+                ...
+            sync.finish()
+
+        If training is not elastic, there is nothing to iterate over and no wait.
+        """
+        sync = self.sampler.sync
+        if not is_elastic(sync):
+            return
+        while True:
+            with sync.consensus():
+                pass  # no worker takes a step now, and the mean contains all steps
+            if not self.sampler.reclaim():
+                return
+            yield from self

@@ -1,0 +1,59 @@
+"""What is left of the epochs in progress, for a checkpoint from which any workers can continue."""
+
+import json
+from collections.abc import Mapping
+
+from offbeat.data.leasing.leases import Leases
+from offbeat.data.leasing.plan import Range
+from offbeat.transport.team import Team
+
+
+def gather_left(
+    team: Team,
+    leases: Leases,
+    used: Mapping[tuple[int, int], int],
+    epoch: int,
+) -> tuple[int, dict[int, list[Range]]]:
+    """Return what no worker has trained on. A collective.
+
+    Args:
+        team: The workers.
+        leases: The leases of this worker. Nothing else uses them meanwhile.
+        used: For each chunk that this worker has not acknowledged, given by its epoch and its
+            number: the number of batches that this worker has trained on.
+        epoch: Newest epoch of which this worker may have trained on batches.
+
+    Returns:
+        The epoch from which to continue, and the positions that are left, by epoch. Epochs without
+        an entry are complete, or they are later and no worker has begun them.
+    """
+    own = {
+        "used": [[*chunk, count] for chunk, count in used.items()],
+        "epochs": [min([epoch, *leases.unfinished_epochs]), epoch],
+    }
+    with team.account.paused():
+        reports = [json.loads(text) for text in _gather(team, own, "data in use")]
+        epochs = range(
+            min(report["epochs"][0] for report in reports),
+            max(report["epochs"][1] for report in reports) + 1,
+        )
+        done: dict[int, list[bool]] = {}
+        if team.rank == 0:  # the others need not read the same states
+            done = {epoch: leases.done(epoch) for epoch in epochs}
+        done = json.loads(_gather(team, list(done.values()), "data that is done")[0])
+    left: dict[int, list[Range]] = {}
+    for epoch, finished in zip(epochs, done, strict=True):
+        plan = leases.plan(epoch)
+        counts = [plan.chunk_batches(chunk) if over else 0 for chunk, over in enumerate(finished)]
+        for report in reports:
+            for number, chunk, count in report["used"]:
+                if number == epoch:
+                    counts[chunk] = max(counts[chunk], count)
+        if ranges := plan.left(counts):
+            left[epoch] = ranges
+    return min(left, default=epochs[-1]), left
+
+
+def _gather(team: Team, value: object, what: str) -> list[str]:
+    payload = json.dumps(value).encode()
+    return [text.decode() for text in team.communicator.gather_bytes(payload, what=what)]

@@ -1,0 +1,64 @@
+"""The board: a small key-value store that all workers share.
+
+Keys and values are texts. A key that was never written has the value "". All operations are atomic,
+and the operations of one worker take effect in their order.
+"""
+
+import threading
+from typing import Protocol
+
+from typing_extensions import override
+
+
+class Board(Protocol):
+    """Interface of a board. All methods but ``put`` wait for an answer, usually one round trip.
+
+    They raise a RuntimeError if the board does not answer.
+    """
+
+    def add(self, key: str, amount: int) -> int:
+        """Add ``amount`` to the integer under ``key`` (at first 0), and return the sum."""
+
+    def compare_set(self, key: str, expected: str, value: str) -> str:
+        """Write ``value`` if the key has the value ``expected``.
+
+        Returns the value of the key afterwards. Never expect a value other than "" of a key that
+        may not have been written.
+        """
+
+    def get(self, key: str) -> str:
+        """Return the value of ``key``."""
+
+    def put(self, key: str, value: str) -> None:
+        """Write a value. May return before the write has taken effect."""
+
+
+class LocalBoard(Board):
+    """A board in the memory of this process, for any number of threads."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    @override
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            total = int(self._values.get(key) or 0) + amount
+            self._values[key] = str(total)
+            return total
+
+    @override
+    def compare_set(self, key: str, expected: str, value: str) -> str:
+        with self._lock:
+            if self._values.get(key, "") == expected:
+                self._values[key] = value
+            return self._values.get(key, "")
+
+    @override
+    def get(self, key: str) -> str:
+        return self._values.get(key, "")
+
+    @override
+    def put(self, key: str, value: str) -> None:
+        with self._lock:
+            self._values[key] = value

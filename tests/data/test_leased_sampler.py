@@ -1,0 +1,487 @@
+"""LeasedSampler in training: shares, waits, deaths, checkpoints, loaders with processes."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+import offbeat
+from cells import some
+from loops import sgd
+from offbeat import Compute, Network, simulate
+from offbeat.data import LeasedLoader, LeasedSampler
+from offbeat.elastic import membership
+from offbeat.errors import AttachError, MismatchError
+from offbeat.simulate import Join, Kill, Simulation
+from problems import flat, loss_of, make_batch, make_model
+from workers import run as on_processes
+
+SAMPLES = 230
+STRATEGIES = [
+    "streaming",
+    "bsp",
+    "local:period=4",
+    "selsync:target_lssr=0.5",
+    "selsync:delta=0.05,aggregate=gradients",
+    "async:schedule=eager",
+    "diloco:period=4",
+    "fedavg:period=4,fraction=0.5",
+    "ssp:staleness=8",
+    "downpour:push_every=2,fetch_every=2",
+]
+
+
+def dataset() -> TensorDataset:
+    """Samples that know their index."""
+    x, y = make_batch(0, 0, SAMPLES)
+    return TensorDataset(x, y, torch.arange(SAMPLES))
+
+
+def attach(strategy: str = "streaming", **options: Any) -> Any:
+    model = make_model(0)
+    optimizer = sgd(model, lr=0.01)
+    options = {"timeout_seconds": 20, **options}
+    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(strategy), **options)
+    return model, optimizer, sync
+
+
+def train_on(model: Any, optimizer: Any, batches: Iterable[Any], seconds: float = 0.0) -> list[int]:
+    """Train, and return the samples in the order of their use."""
+    used: list[int] = []
+    for x, y, indices in batches:
+        optimizer.zero_grad()
+        loss_of(model, (x, y)).backward()
+        time.sleep(seconds)
+        optimizer.step()
+        used += indices.tolist()
+    return used
+
+
+def lease(
+    strategy: str = "streaming",
+    epochs: int = 3,
+    seconds: tuple[float, ...] = (),
+    readers: int = 0,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train on leased data for some epochs."""
+    rank = dist.get_rank()
+    model, optimizer, sync = attach(strategy)
+    sampler = LeasedSampler(dataset(), 4, sync=sync, **options)
+    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler, num_workers=readers))
+    used, progress = [], []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        used.append(train_on(model, optimizer, loader, seconds[rank] if seconds else 0.0))
+        progress.append(sampler.progress)
+    waited = sync.stats.wait_seconds
+    sync.finish()
+    return {
+        "used": used,
+        "steps": sync.step,
+        "model": flat(model),
+        "progress": progress,
+        "wait": waited,
+        "repeated": sampler.repeated,
+        "clock": sync.stats.wait_seconds + sync.stats.compute_seconds,
+    }
+
+
+def simulated(function: Any, *, workers: int = 4, faults: Any = (), **compute: Any) -> Simulation:
+    return simulate(
+        function,
+        workers=workers,
+        network=Network("1Gbit/s", latency="100us"),
+        compute=Compute("10ms", **compute),
+        faults=faults,
+    )
+
+
+def used_by(results: list[Any]) -> Counter[tuple[int, int]]:
+    """Return how often each sample was used, by epoch."""
+    return Counter(
+        (epoch, sample)
+        for each in results
+        for epoch, samples in enumerate(each["used"])
+        for sample in samples
+    )
+
+
+ONCE = Counter((epoch, sample) for epoch in range(3) for sample in range(SAMPLES))
+
+
+# -- shares and waits --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", some(STRATEGIES, 0, 1, 2, 4))
+def test_every_sample_is_used_once_in_each_epoch(strategy: str) -> None:
+    """Also with strategies that keep the workers in lock step, and with a slow worker."""
+    results = simulated(lambda: lease(strategy), slowdown={3: 2.0}).results
+    assert used_by(results) == ONCE
+    for each in results:
+        assert torch.equal(each["model"], results[0]["model"])
+        assert each["repeated"] == 0
+
+
+def test_a_slow_worker_takes_less_and_nobody_waits() -> None:
+    """One of four has half the speed: the run takes 4/3.5 of the time of equal workers."""
+    results = simulated(lambda: lease(epochs=10), slowdown={3: 2.0}).results
+    steps = [each["steps"] for each in results]
+    batches = 10 * 58  # 230 samples in batches of 4
+    assert sum(steps) == batches
+    assert steps[3] == pytest.approx(batches * 0.5 / 3.5, abs=3)
+    ideal = batches / 3.5 * 0.010
+    assert max(each["clock"] for each in results) == pytest.approx(ideal, rel=0.04)
+    # The first lease takes three round trips of 0.2 ms; all others are ahead of their use.
+    assert max(each["wait"] for each in results) <= 0.001
+
+
+def test_equal_runs_have_equal_results() -> None:
+    """In virtual time, to the bit."""
+    first, second = (
+        simulated(lambda: lease(epochs=2), jitter=0.3, slowdown={0: 1.7}) for _ in range(2)
+    )
+    assert first.to_json() == second.to_json()
+    for one, two in zip(first.results, second.results, strict=True):
+        assert one["used"] == two["used"]
+        assert torch.equal(one["model"], two["model"])
+
+
+def test_a_slow_store_does_not_delay_the_training() -> None:
+    """A lease takes ten steps: chunks become longer, and more batches are kept in hand."""
+
+    def worker() -> Any:
+        return lease(epochs=20)
+
+    results = simulate(
+        worker, workers=3, network=Network("1Gbit/s", latency="25ms"), compute=Compute("10ms")
+    ).results
+    assert used_by(results) == Counter((e, s) for e in range(20) for s in range(SAMPLES))
+    # 387 steps of 10 ms. The leases of the first epoch have shorter chunks.
+    assert max(each["clock"] for each in results) < 3.87 * 1.6  # without longer chunks: 60
+
+
+def test_progress_is_common() -> None:
+    """All workers see about the same progress, whatever their speeds."""
+    for each in simulated(lambda: lease(), slowdown={1: 3.0}).results:
+        assert each["progress"] == pytest.approx([1, 2, 3], abs=0.15)
+        assert each["progress"] == sorted(each["progress"])
+
+
+def test_the_number_of_batches_can_be_limited() -> None:
+    """The second epoch ends early, and later ones are empty."""
+    results = simulated(lambda: lease(total_batches=58 + 10), workers=2).results
+    count = Counter(epoch for epoch, _ in used_by(results).elements())
+    assert count == {0: SAMPLES, 1: 40}
+
+
+def test_no_shuffle_and_drop_last() -> None:
+    (result,) = simulated(lambda: lease(shuffle=False, drop_last=True, epochs=1), workers=1).results
+    assert result["used"][0] == list(range(228))
+
+
+def train_alone() -> None:
+    model, optimizer, sync = attach()
+    sampler = LeasedSampler(dataset(), 32, sync=sync)
+    assert (len(sampler), sampler.batches) == (8, 8)
+    for epoch in range(2):
+        assert sorted(train_on(model, optimizer, plain(sampler))) == list(range(SAMPLES))
+        assert sampler.epoch == epoch + 1  # without set_epoch, the next epoch follows
+    sync.finish()
+
+
+def plain(sampler: LeasedSampler) -> DataLoader[Any]:
+    return DataLoader(dataset(), batch_sampler=sampler)
+
+
+def test_a_single_process_needs_no_store() -> None:
+    """And a plain DataLoader works, too."""
+    train_alone()
+
+
+def test_a_loop_that_is_left_early_continues() -> None:
+    """The batches that were read ahead and not used come first in the next iteration."""
+
+    def worker() -> list[int]:
+        model, optimizer, sync = attach()
+        sampler = LeasedSampler(dataset(), 4, sync=sync)
+        loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
+        used = []
+        for batch in loader:
+            used += train_on(model, optimizer, [batch])
+            if len(used) >= 20:
+                break
+        used += train_on(model, optimizer, loader)
+        sync.finish()
+        return used
+
+    results = simulated(worker, workers=2).results
+    assert Counter(results[0] + results[1]) == Counter(range(SAMPLES))
+
+
+# -- mistakes ----------------------------------------------------------------------------------
+
+
+def test_mistakes_are_named() -> None:
+    def worker() -> None:
+        model, optimizer, sync = attach()
+        with pytest.raises(TypeError, match="batch_size"):
+            LeasedSampler(dataset(), 1.5, sync=sync)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="sync must be"):
+            LeasedSampler(dataset(), 4, sync=None)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="230 samples give no batch of 300 after drop_last"):
+            LeasedSampler(dataset(), 300, sync=sync, drop_last=True)
+        sampler = LeasedSampler(dataset(), 4, sync=sync)
+        with pytest.raises(TypeError, match="must be a DataLoader with batch_sampler"):
+            LeasedLoader(DataLoader(dataset(), batch_size=4))
+        train_on(model, optimizer, plain(sampler))
+        with pytest.raises(ValueError, match="epoch 0 is used up, the next one is 1"):
+            sampler.set_epoch(0)
+        with pytest.raises(ValueError, match="call it before"):
+            sampler.load_state_dict({})
+        sync.finish()
+        with pytest.raises(AttachError, match="LeasedSampler after finish"):
+            LeasedSampler(dataset(), 4, sync=sync)
+
+    simulated(worker, workers=1)
+
+
+def test_nodes_are_refused() -> None:
+    def worker() -> None:
+        _, _, sync = attach(node_group="auto")
+        with pytest.raises(AttachError, match="LeasedSampler with node_group"):
+            LeasedSampler(dataset(), 4, sync=sync)
+        sync.detach()
+
+    simulate(worker, workers=4, network=Network("1Gbit/s", workers_per_node=2))
+
+
+def test_different_settings_are_found() -> None:
+    def worker() -> None:
+        _, _, sync = attach()
+        sampler = LeasedSampler(dataset(), 4 + dist.get_rank(), sync=sync)
+        next(iter(sampler))
+
+    with pytest.raises(MismatchError, match="the workers lease different data"):
+        simulated(worker, workers=2)
+
+
+# -- what a mean contains ----------------------------------------------------------------------
+
+
+def synced_steps(strategy: str, **options: Any) -> list[int]:
+    """Return the newest synchronized step after each of 9 steps."""
+
+    def worker() -> list[int]:
+        model, optimizer, sync = attach(strategy, **options)
+        steps = []
+        for step in range(9):
+            train_on(model, optimizer, [(*make_batch(0, step), torch.arange(4))])
+            steps.append(sync._iteration.flow.synced_step)
+        sync.finish()
+        return steps
+
+    first, second = simulated(worker, workers=2).results
+    assert first == second
+    return list(first)
+
+
+def test_the_synced_step_is_that_of_the_last_mean() -> None:
+    """By hand: the step up to which every part of the model was launched and has landed."""
+    assert synced_steps("bsp") == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert synced_steps("local:period=3") == [0, 0, 3, 3, 3, 6, 6, 6, 9]
+    assert synced_steps("selsync:delta=0,aggregate=gradients") == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    # One part, launched at steps 2, 4, … and landed just before the next launch.
+    cyclic = "streaming:schedule=cyclic,staleness=4,parts=1"
+    assert synced_steps(cyclic) == [0, 0, 0, 2, 2, 4, 4, 6, 6]
+    # Two parts, which take turns.
+    cyclic = "streaming:schedule=cyclic,staleness=4,parts=2"
+    assert synced_steps(cyclic) == [0, 0, 0, 1, 2, 3, 4, 5, 6]
+
+
+# -- deaths ------------------------------------------------------------------------------------
+
+
+def lease_elastically(strategy: str, record: dict[int, Any], epochs: int = 3) -> dict[str, Any]:
+    """Train with possible losses. ``record`` also keeps what killed workers have used."""
+    rank = dist.get_rank()
+    model, optimizer, sync = attach(strategy, min_workers=1, timeout_seconds=2.0)
+    sampler = LeasedSampler(dataset(), 4, sync=sync)
+    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
+    mine = record[rank] = {"used": [[] for _ in range(epochs + 1)], "repeated": 0}
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            mine["used"][epoch] += train_on(model, optimizer, [batch])
+    for batch in loader.leftovers():
+        mine["used"][epochs] += train_on(model, optimizer, [batch])
+    mine["repeated"] = sampler.repeated
+    with sync.consensus():  # a mean contains all steps of this worker
+        sampler._acknowledge(sync.step)
+        sampler._prefetch.settle()
+    with sync.consensus():
+        done = all(all(sampler._leases.done(epoch)) for epoch in range(epochs))
+    sync.finish()
+    return {**mine, "model": flat(model), "done": done}
+
+
+def samples_used(results: Iterable[Any]) -> Counter[int]:
+    return Counter(s for each in results for epoch in each["used"] for s in epoch)
+
+
+@pytest.mark.parametrize("strategy", some(["streaming", "local:period=4", "async:staleness=4"], 0))
+@pytest.mark.parametrize("at", [0.05, 0.103, 0.21, 0.31, 0.44, 0.47])
+def test_the_others_train_on_what_a_killed_worker_has_left(strategy: str, at: float) -> None:
+    """Each sample is used in each epoch by a worker that lives on, or was in a mean.
+
+    In the last epoch, too: the last times are near its end. A worker that joins takes its share.
+    """
+    record: dict[int, Any] = {}
+    joins = (Join(at=at + 0.02),) if at < 0.25 else ()
+    run = simulated(
+        lambda: lease_elastically(strategy, record),
+        faults=(Kill(worker=2, at=at), *joins),
+        slowdown={2: 1.5},
+    )
+    alive = [each for each in run.results if each is not None]
+    assert len(alive) == 3 + len(joins)
+    for each in alive:
+        assert torch.equal(each["model"], alive[0]["model"])
+        assert each["done"]  # also what was used by the killed worker alone, and in no mean
+    everything = samples_used(record.values())
+    assert min(everything[s] for s in range(SAMPLES)) >= 3
+    repeated = sum(each["repeated"] for each in alive)
+    extra = sum(everything.values()) - 3 * SAMPLES
+    assert 0 <= extra <= repeated <= 60
+    assert samples_used([record[2]])
+    if joins:
+        assert samples_used([record[4]])
+
+
+def train_and_die(rank: int, size: int) -> Any:
+    """Rank 1 is killed in the middle of the second epoch; a newcomer joins."""
+    membership._STORE_SECONDS = 0.1
+    os.environ["OFFBEAT_KERNELS"] = "0"
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+    if rank == size:
+        store.wait(["died"])
+    group = offbeat.join() if rank == size else None
+    model, optimizer, sync = attach(min_workers=1, group=group)
+    sampler = LeasedSampler(dataset(), 4, sync=sync)
+    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
+    used: list[list[int]] = [[] for _ in range(5)]
+
+    def train(batch: Any, epoch: int) -> None:
+        if rank == 1 and epoch == 1 and len(used[1]) >= 30:
+            store.set("used", ",".join(str(s) for one in used for s in one))
+            store.set("died", "")
+            os.kill(os.getpid(), signal.SIGKILL)
+        used[epoch].extend(train_on(model, optimizer, [batch], 0.003))
+
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            train(batch, epoch)
+    for batch in loader.leftovers():
+        train(batch, 4)
+    sync.finish()
+    dead = store.get("used").decode().split(",")
+    return {"used": used, "repeated": sampler.repeated, "dead": [int(s) for s in dead]}
+
+
+def test_no_sample_is_lost_when_a_real_worker_dies() -> None:
+    """Its chunk is used again by others, over a TCPStore. The newcomer takes chunks, too."""
+    results = on_processes(train_and_die, workers=3, newcomers=1, may_die=(1,))
+    alive = [each for each in results if each is not None]
+    assert len(alive) == 3
+    counts = samples_used([*alive, {"used": [alive[0]["dead"]]}])
+    assert min(counts[s] for s in range(SAMPLES)) >= 4
+    extra = sum(counts.values()) - 4 * SAMPLES
+    assert 0 <= extra <= sum(each["repeated"] for each in alive) <= 60
+    assert sum(map(len, results[3]["used"])) > 0
+
+
+# -- real processes ----------------------------------------------------------------------------
+
+
+def lease_really(rank: int, size: int, readers: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False  # it may start reader processes
+    return lease(epochs=3, seconds=(0.02, 0.02, 0.1), readers=readers)
+
+
+@pytest.mark.parametrize("readers", [0, 2])
+def test_real_workers_of_unequal_speed(readers: int) -> None:
+    """Over a TCPStore, with and without reader processes: exactly once, and the slow takes less."""
+    results = on_processes(lease_really, readers, workers=3)
+    assert used_by(results) == ONCE
+    steps = [each["steps"] for each in results]
+    assert steps[2] < 0.75 * min(steps[:2])
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+def first_part(stop: int) -> Any:
+    """Train until a worker has taken ``stop`` steps, and save in a consensus."""
+    model, optimizer, sync = attach()
+    sampler = LeasedSampler(dataset(), 4, sync=sync, seed=5)
+    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
+    used: list[list[int]] = [[], []]
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            used[epoch] += train_on(model, optimizer, [batch])
+            if sync.step >= stop:
+                break
+        if sync.step >= stop:
+            break
+    with sync.consensus():
+        state = sampler.state_dict()
+    sync.finish()
+    return {"used": used, "state": state}
+
+
+def second_part(state: Any) -> Any:
+    model, optimizer, sync = attach()
+    sampler = LeasedSampler(dataset(), 4, sync=sync, seed=5)
+    sampler.load_state_dict(state)
+    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
+    used: list[list[int]] = [[], []]
+    for epoch in range(sampler.epoch, 2):
+        sampler.set_epoch(epoch)
+        used[epoch] += train_on(model, optimizer, loader)
+    sync.finish()
+    return {"used": used}
+
+
+@pytest.mark.parametrize("stop", [1, 7, 14, 20, 26])
+def test_another_number_of_workers_continues(stop: int) -> None:
+    """Before, within and after the first epoch. Chunks that were begun are continued."""
+    first = simulated(lambda: first_part(stop), workers=3, slowdown={1: 1.5}).results
+    state = first[0]["state"]
+    assert all(each["state"] == state for each in first)
+    second = simulated(lambda: second_part(state), workers=2).results
+    # What was left of epoch 0 may be used in epoch 0 or later; in all, each sample is used twice.
+    assert samples_used([*first, *second]) == Counter({s: 2 for s in range(SAMPLES)})
+    once_more = simulated(lambda: second_part(state), workers=2).results
+    assert [each["used"] for each in once_more] == [each["used"] for each in second]
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    def worker() -> None:
+        _, _, sync = attach()
+        state = {**LeasedSampler(dataset(), 4, sync=sync).state_dict(), "batch_size": 8}
+        with pytest.raises(ValueError, match="saved with batch_size=8, this sampler has"):
+            LeasedSampler(dataset(), 4, sync=sync).load_state_dict(state)
+        sync.detach()
+
+    simulated(worker, workers=1)

@@ -1,0 +1,138 @@
+"""Runs with ``--partition leased``: samples, schedule, evaluations, time, refusals."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lab import tiny
+from offbeat import Compute, Network
+from offbeat.lab.compare import run_and_record
+from offbeat.lab.events import End, Evaluation, Event, Start, Step
+from offbeat.lab.job import LEASED, Job
+from offbeat.lab.launch.runners import VirtualCluster
+from offbeat.lab.results import Result
+from offbeat.lab.train import train_worker
+from workers import run as on_processes
+
+WORKERS = 4
+JOB = Job("tiny", "streaming", WORKERS, partition=LEASED, evaluations=3)
+
+
+@pytest.fixture(autouse=True)
+def _tiny() -> None:
+    tiny.install()
+
+
+def cluster(**compute: Any) -> VirtualCluster:
+    return VirtualCluster(Network("1Gbit/s"), Compute("10ms", **compute))
+
+
+def steps_of(result: Result) -> list[int]:
+    return [stats.steps for stats in result.stats]
+
+
+@pytest.mark.parametrize("strategy", ["streaming", "bsp", "ideal", "selsync:delta=0"])
+def test_a_run_has_as_many_samples_as_with_equal_shares(strategy: str) -> None:
+    """9 steps of 4 workers, with a slow one: 36 batches. The evaluations are at the same steps."""
+    job = replace(JOB, strategy=strategy)
+    result = run_and_record(job, lambda event: None, cluster(slowdown={2: 3.0}))
+    assert sum(steps_of(result)) == tiny.STEPS * WORKERS
+    assert [point.step for point in result.points] == [3, 6, 9]
+    assert [point.seconds for point in result.points] == sorted(
+        point.seconds for point in result.points
+    )
+
+
+def lease_in_processes(rank: int, size: int, live: bool) -> Any:
+    """Return learning rate and position at each batch of this worker, and the events."""
+    torch.set_num_threads(1)
+    rates: list[float] = []
+    positions: list[int | None] = []
+    events: list[Event] = []
+    real = tiny.loss
+
+    def watched(model: Any, batch: Any) -> Any:
+        rates.append(tiny.built[-1].optimizer.param_groups[0]["lr"])
+        positions.append(tiny.built[-1].position)
+        return real(model, batch)
+
+    tiny.loss = watched
+    train_worker(
+        replace(JOB, workers=size, live=live, step_seconds=0.02, slow="1=2.5"), events.append
+    )
+    return rates, positions, events
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_real_workers_follow_the_position_of_the_run(live: bool) -> None:
+    """The slow worker takes fewer steps, with the learning rates of the same samples.
+
+    With ``live``, every worker takes part in every evaluation.
+    """
+    results = on_processes(lease_in_processes, live, workers=3)
+    # The padding measures 13 steps before the run.
+    steps = [
+        [position for position in positions if position is not None] for _, positions, _ in results
+    ]
+    assert sum(map(len, steps)) == tiny.STEPS * 3
+    assert len(steps[1]) < min(len(steps[0]), len(steps[2]))
+    for (rates, positions, _), own in zip(results, steps, strict=True):
+        assert own == sorted(own)
+        # The rate of a batch is that of the position after the batch before.
+        measured = len(positions) - len(own)
+        expected = [tiny.LR * tiny.rate(position) for position in [0, *own[:-1]]]
+        assert rates[measured:] == pytest.approx(expected)
+    events = results[0][2]
+    evaluations = [event.step for event in events if isinstance(event, Evaluation)]
+    assert evaluations == [3, 6, 9]
+    shown = [event.step for event in events if isinstance(event, Step)]
+    assert shown == sorted(shown)
+    assert max(shown) <= tiny.STEPS
+    assert [event.steps for event in events if isinstance(event, Start)] == [tiny.STEPS]
+    (end,) = (event for event in events if isinstance(event, End))
+    assert sum(stats.steps for stats in end.stats) == tiny.STEPS * 3
+
+
+def test_a_slow_worker_no_longer_determines_the_time() -> None:
+    """The digits recipe, one of four at half speed: near 4/3.5 with leases, above 1.5 without."""
+    pytest.importorskip("sklearn")
+    seconds = {}
+    for partition in (None, LEASED):
+        job = Job("digits", "streaming", WORKERS, partition=partition, epochs=4, evaluations=1)
+        result = run_and_record(job, lambda event: None, cluster(slowdown={0: 2.0}))
+        steps = 4 * 1437 / (32 * WORKERS)
+        seconds[partition] = result.seconds / (steps / 3.5 * 4 * 0.010)
+    assert seconds[LEASED] == pytest.approx(1, abs=0.08)
+    assert seconds[None] > 1.5
+
+
+def test_equal_runs_have_equal_results() -> None:
+    """In virtual time, with jitter, the results are equal to the bit."""
+    first, second = (run_and_record(JOB, lambda event: None, cluster(jitter=0.3)) for _ in range(2))
+    assert first.points == second.points
+    assert first.stats == second.stats
+
+
+def test_a_time_limit_ends_a_leased_run() -> None:
+    """All evaluations so far are there, and the last one is at the mean position."""
+    job = replace(JOB, max_seconds=0.055, evaluations=9)
+    result = run_and_record(job, lambda event: None, cluster(slowdown={2: 2.0}))
+    assert 3 <= result.points[-1].step < 9
+    assert sum(steps_of(result)) < tiny.STEPS * WORKERS
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"strategy": "torch:ddp"}, "with torch:ddp"),
+        ({"injection": "0.5,0.5"}, "with --injection"),
+        ({"checkpoints": "nowhere", "live": True}, "with --checkpoints"),
+        ({"workers_per_node": 2}, "with nodes of several workers"),
+    ],
+)
+def test_what_needs_equal_steps_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=f"--partition leased {text}"):
+        replace(JOB, **changes).check()
+    JOB.check()

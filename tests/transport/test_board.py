@@ -1,0 +1,123 @@
+"""Boards: the same rules in memory, on torch's stores, and in virtual time."""
+
+import itertools
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from offbeat import Compute, Network, simulate
+from offbeat.simulate.communicator import SimulatedCommunicator
+from offbeat.transport.board import Board, LocalBoard
+from offbeat.transport.single_process import SingleCommunicator
+from offbeat.transport.torch_backend.store_board import StoreBoard
+
+KINDS = ["local", "hash", "file", "tcp"]
+
+
+def tcp_store() -> Any:
+    return dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
+
+
+def opener(kind: str, folder: Path) -> Callable[[], Board]:
+    """Return a function that opens the same board again and again, as several workers do."""
+    if kind == "local":
+        board = LocalBoard()
+        return lambda: board
+    store = {
+        "hash": dist.HashStore,
+        "file": lambda: dist.FileStore(str(folder / "store")),
+        "tcp": tcp_store,
+    }[kind]()
+    return lambda: StoreBoard(dist.PrefixStore("prefix", store))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_a_dictionary(kind: str, tmp_path: Path) -> None:
+    """Each operation, on present and absent keys, seen by a second worker."""
+    opened = opener(kind, tmp_path)
+    one, two = opened(), opened()
+    assert one.get("a") == ""
+    one.put("a", "x y")
+    assert one.get("a") == "x y"  # in the order of this worker's operations
+    assert two.get("a") == "x y"
+    assert one.add("n", 2) == 2
+    assert two.add("n", 3) == 5
+    assert one.get("n") == "5"
+    assert one.compare_set("b", "", "mine") == "mine"
+    assert two.compare_set("b", "", "yours") == "mine"
+    assert two.compare_set("b", "other", "yours") == "mine"
+    assert two.compare_set("b", "mine", "yours") == "yours"
+    assert one.get("b") == "yours"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operations_of_several_threads_are_atomic(kind: str, tmp_path: Path) -> None:
+    """Every number is drawn once, and one of the proposals wins."""
+    opened = opener(kind, tmp_path)
+    drawn: list[int] = []
+    won: list[str] = []
+
+    def work(name: str) -> None:
+        board = opened()
+        drawn.extend(board.add("n", 1) for _ in range(50))
+        won.append(board.compare_set("winner", "", name))
+
+    threads = [threading.Thread(target=work, args=(str(i),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(drawn) == list(range(1, 201))
+    assert len(set(won)) == 1
+
+
+def test_a_closed_board_refuses_operations() -> None:
+    board = StoreBoard(dist.HashStore())
+    board.close()
+    with pytest.raises(RuntimeError, match="about to exit"):
+        board.get("a")
+
+
+def test_a_single_process_has_a_board() -> None:
+    assert SingleCommunicator().board("b").add("n", 1) == 1
+
+
+def test_simulated_operations_take_a_round_trip() -> None:
+    """All but ``put`` wait for twice the latency. A request does not overtake a write."""
+
+    def work() -> tuple[list[float], list[str]]:
+        communicator: SimulatedCommunicator = dist.group.WORLD.make_communicator(10)
+        board, host = communicator.board("b"), communicator.host
+        key, times = f"k{dist.get_rank()}", [host.now()]
+        operations: list[Callable[[], object]] = [
+            lambda: board.put(key, "x"),
+            lambda: board.get(key),
+            lambda: board.add("n", 1),
+            lambda: board.compare_set("c", "", key),
+        ]
+        results = []
+        for operation in operations:
+            results.append(str(operation()))
+            times.append(host.now())
+        return [b - a for a, b in itertools.pairwise(times)], results
+
+    for shuffle in (None, 0, 1, 2):
+        results = simulate(
+            work,
+            workers=3,
+            network=Network("1Mbit/s", latency="3ms"),
+            compute=Compute("1ms"),
+            shuffle_ties=shuffle,
+        ).results
+        for seconds, _ in results:
+            assert seconds == pytest.approx([0, 0.006, 0.006, 0.006])
+        assert [values[1] for _, values in results] == ["x"] * 3
+        assert {values[2] for _, values in results} == {"1", "2", "3"}
+        assert len({values[3] for _, values in results}) == 1
