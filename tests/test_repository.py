@@ -117,3 +117,19 @@ def test_the_links_of_a_page_lead_to_files(path: Path) -> None:
     """Those within the repository; the documentation has its own check in `make docs`."""
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text(encoding="utf-8"))
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")), ids=lambda path: path.stem)
+def test_the_links_of_a_page_lead_to_headings(path: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", path.read_text(encoding="utf-8"))
+    for name, anchor in links:
+        text = (ROOT / name if name else path).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        slugs = [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings]
+        assert anchor in slugs, f"{name}#{anchor}"
+
+
+def test_the_readme_fits_on_two_screens() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 100
+    assert [line for line in lines if len(line) > 100] == []

@@ -153,7 +153,7 @@ def test_a_terminal_has_one_clock_and_one_bar(monkeypatch: pytest.MonkeyPatch) -
             "run 2 of 2, 0:00:00 so far",
             "async:schedule=eager,… ━━━━━━━━━━━━ 5000/5000 steps test accuracy 0.9000",
         ]
-    assert "bsp  step 5000  12.5 s  test accuracy 0.9000\n" in file.getvalue()
+    assert "bsp  step 5000, 12.5 s of training: test accuracy 0.9000\n" in file.getvalue()
 
 
 def test_a_diverged_evaluation_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +163,6 @@ def test_a_diverged_evaluation_is_marked(capsys: pytest.CaptureFixture[str]) -> 
         bar.event(Evaluation(1, 0.5, math.nan, {}))
         bar.event(Evaluation(2, 1.0, 0.1, {}, finite=False))
     assert capsys.readouterr().out == (
-        "bsp  step 1  0.5 s  test accuracy nan (diverged)\n"
-        "bsp  step 2  1.0 s  test accuracy 0.1000 (diverged)\n"
+        "bsp  step 1, 0.5 s of training: test accuracy nan (diverged)\n"
+        "bsp  step 2, 1.0 s of training: test accuracy 0.1000 (diverged)\n"
     )

@@ -629,7 +629,8 @@ def test_an_interrupted_run_is_resumed(call: Call, tmp_path: Path) -> None:
     assert status == 0
     assert "local:period=2  continues from step 2" in again
     curves = [
-        re.findall(r"step (\d+)  [\d.]+ s  (test accuracy [\d.]+)", one) for one in (out, again)
+        re.findall(r"step (\d+), [\d.]+ s of training: (test accuracy [\d.]+)", one)
+        for one in (out, again)
     ]
     assert len(curves[0]) == 5
     assert curves[1] == curves[0]

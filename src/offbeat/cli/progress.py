@@ -157,7 +157,7 @@ class Bar:
             case Evaluation():
                 diverged = " (diverged)" if event.diverged else ""
                 self._value = f"{self._metric} {event.metric:.4f}{diverged}"
-                self._last = f"step {event.step}  {event.seconds:.1f} s  {self._value}"
+                self._last = f"step {event.step}, {event.seconds:.1f} s of training: {self._value}"
                 self._update(event.step)
                 if not console.is_terminal:
                     self._print(self._last)
