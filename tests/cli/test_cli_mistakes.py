@@ -223,7 +223,10 @@ SIMULATION = [
         ),
         ("compare digits -s bsp -s bsp:", "'bsp:' and 'bsp' are the same; .*"),
         ("compare digits -s bsp --step-time fast", f"'fast' {DURATION}"),
-        ("compare digits -s bsp --slow 0=2", "--jitter and --slow change the step time: .*"),
+        (
+            "compare digits -s bsp --slow 0=2",
+            "--jitter, --slow and speeds .* change the step time: .*",
+        ),
         ("compare digits -s bsp --jitter -1", "jitter must be finite and at least 0, got -1.0"),
         ("compare digits -s bsp --slow 9=2", "slow 9=2: ranks are 0 to 3"),
         ("compare digits -s bsp --slow 1", "slow must be RANK=FACTOR, as in 1=2, got '1'"),

@@ -83,4 +83,3 @@ def test_real_workers_follow_the_speeds(call: Call, tmp_path: Path) -> None:
     usual, slow = (one["compute_seconds"] for one in json.loads(line)["stats"])
     assert usual >= 0.95 * 6 * 0.05
     assert slow >= 0.95 * 6 * 0.2
-    assert slow > usual + 0.5 * 6 * 0.15

@@ -109,6 +109,7 @@ def test_columns_are_means_over_the_workers() -> None:
         ("ssp:staleness=3", "-"),
         ("downpour", "-"),
         ("easgd:period=2", "-"),
+        ("async_diloco", "-"),
         ("async:staleness=4,schedule=eager --wire int8", "-"),
         ("streaming", "-"),
         ("streaming:schedule=cyclic", "0.50"),

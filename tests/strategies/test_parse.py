@@ -240,7 +240,11 @@ def test_only_what_differs_from_the_defaults_is_shown(
     [
         ("", ValueError, "unknown strategy ''; there are async, async_diloco, bsp, desloc, "),
         ("xyz", ValueError, f"unknown strategy 'xyz'; there are {', '.join(sorted(STRATEGIES))}"),
-        ("SelSync", ValueError, "'SelSync' (did you mean 'selsync'?); there are async, async_diloco, bsp, des"),
+        (
+            "SelSync",
+            ValueError,
+            "'SelSync' (did you mean 'selsync'?); there are async, async_diloco, bsp, des",
+        ),
         (
             "selsync:detla=1",
             ValueError,
