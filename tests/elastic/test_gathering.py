@@ -414,8 +414,9 @@ def save_and_load(rank: int, _: int, folder: str) -> Any:
         if rank == 3:
             Path(folder, "joined").write_text(f"{loaded} {worker.begun > 0}")
         else:
-            torch.save(saved, Path(folder, "saved.pt"))
-        meet("all have joined", rank, range(4))
+            torch.save(saved, Path(folder, f"saved{rank}.pt"))
+        with worker.sync.consensus():  # also answers the workers that still train
+            meet("all have joined", rank, range(4))
         die(f"died{rank}")
     return found, worker.steps(3, 3).finish()
 
@@ -424,7 +425,7 @@ def test_a_script_that_loads_a_checkpoint_is_the_same_for_every_start(tmp_path: 
     """At the first start there is none, one that joins does not load, and a restart continues."""
     results = run(save_and_load, str(tmp_path), workers=0, newcomers=7, may_die=(0, 1, 2, 3))[4:]
     assert (tmp_path / "joined").read_text() == "None True"
-    saved = torch.load(tmp_path / "saved.pt")
+    saved = torch.load(tmp_path / "saved0.pt")
     check([result for _, result in results], [0, 1, 2])
     for (loaded, step, model), _ in results:
         assert (loaded, step) == (4, 4)
