@@ -96,7 +96,7 @@ class Synchronizer:
         lines = [f"wire {wire!r}", f"non_finite {non_finite!r}", f"min_workers {min_workers}"]
         lines += [f"adam_correction {adam_correction}"]
         lines += describe(strategy, full, optimizers)
-        joining = team.view > 0  # this worker joins a running training
+        joining = self._joined = team.view > 0  # this worker joins a running training
         opened = Wire(team)
         with team.account.paused():
             if not joining:
@@ -575,6 +575,12 @@ def open_board(sync: Synchronizer, name: str, at_end: Callable[[], object]) -> B
     sync._boards += 1
     sync._at_end.append(at_end)
     return board
+
+
+def has_joined(sync: Synchronizer) -> bool:
+    """Return True if this worker has joined a running training, and has not taken a step since."""
+    require_synchronizer(sync)
+    return sync._active and sync._joined and not sync._unfinished.steps
 
 
 def require_synchronizer(sync: object) -> None:
