@@ -95,7 +95,7 @@ class Synchronizer:
         lines = [f"wire {wire!r}", f"non_finite {non_finite!r}", f"min_workers {min_workers}"]
         lines += [f"adam_correction {adam_correction}"]
         lines += describe(strategy, full, optimizers)
-        joining = team.view > 0  # this worker joins a running training
+        joining = self._joined = team.view > 0  # this worker joins a running training
         opened = Wire(team)
         with team.account.paused():
             if not joining:
@@ -530,6 +530,12 @@ def snapshot_of(sync: Synchronizer) -> list[Tensor]:
     """
     with sync._recorder.paused():
         return sync._iteration.flow.snapshot()
+
+
+def has_joined(sync: Synchronizer) -> bool:
+    """Return True if this worker has joined a running training, and has not taken a step since."""
+    require_synchronizer(sync)
+    return sync._active and sync._joined and not sync._unfinished.steps
 
 
 def require_synchronizer(sync: object) -> None:

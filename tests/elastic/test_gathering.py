@@ -394,6 +394,44 @@ def test_all_workers_may_be_killed_and_started_again() -> None:
     assert all(replaced and result[1] == 0 for result, replaced in results)
 
 
+def save_and_load(rank: int, _: int, folder: str) -> Any:
+    set_variables("3")
+    if rank == 3:
+        store().wait(["saved"])
+    if rank > 3:
+        store().wait([f"died{other}" for other in range(4)])
+    worker = Worker(rank)
+    loaded = offbeat.load(folder, worker.sync)
+    found = loaded and loaded.step, worker.sync.step, flat(worker.model)
+    if rank < 3:
+        worker.steps(4, 3)
+        with worker.sync.consensus():
+            offbeat.save(folder, worker.sync)
+            saved = flat(worker.model)
+        store().set("saved", "")
+    if rank < 4:
+        worker.steps(3, 4)
+        if rank == 3:
+            Path(folder, "joined").write_text(f"{loaded} {worker.begun > 0}")
+        else:
+            torch.save(saved, Path(folder, f"saved{rank}.pt"))
+        with worker.sync.consensus():  # also answers the workers that still train
+            meet("all have joined", rank, range(4))
+        die(f"died{rank}")
+    return found, worker.steps(3, 3).finish()
+
+
+def test_a_script_that_loads_a_checkpoint_is_the_same_for_every_start(tmp_path: Path) -> None:
+    """At the first start there is none, one that joins does not load, and a restart continues."""
+    results = run(save_and_load, str(tmp_path), workers=0, newcomers=7, may_die=(0, 1, 2, 3))[4:]
+    assert (tmp_path / "joined").read_text() == "None True"
+    saved = torch.load(tmp_path / "saved0.pt")
+    check([result for _, result in results], [0, 1, 2])
+    for (loaded, step, model), _ in results:
+        assert (loaded, step) == (4, 4)
+        assert torch.equal(model, saved)
+
+
 def be_too_few(rank: int, _: int) -> Any:
     set_variables("2:2")
     if rank > 1:

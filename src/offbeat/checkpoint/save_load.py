@@ -43,7 +43,7 @@ from offbeat.checkpoint.files import (
 from offbeat.checkpoint.step_boundary import StepBoundary, step_boundary
 from offbeat.errors import CheckpointError
 from offbeat.nodes.shards import local_parts, model_state, optimizer_state
-from offbeat.synchronizer import Synchronizer
+from offbeat.synchronizer import Synchronizer, has_joined
 
 logger = logging.getLogger("offbeat")
 
@@ -190,7 +190,8 @@ def load(
         scaler: The GradScaler, as given to ``save``.
 
     Returns:
-        The loaded checkpoint. None: no worker has a checkpoint yet, and nothing was loaded.
+        The loaded checkpoint. None: nothing was loaded, because no worker has a checkpoint yet, or
+        because this worker has just joined a running training, whose state it has received.
 
     Raises:
         CheckpointError: no checkpoint is complete on all workers. Or the newest complete one does
@@ -199,6 +200,8 @@ def load(
         AttachError: after ``finish`` or ``detach``, inside ``consensus``, or in the middle of an
             iteration.
     """
+    if has_joined(sync):  # the other workers take steps
+        return None
     with step_boundary(sync, "offbeat.load()", loads=True) as boundary:
         folder, rank = Path(directory), boundary.rank
         # A worker without a file can load rank 0's file of a consensus.
