@@ -321,10 +321,10 @@ SIMULATION = [
             "--model measures .*",
         ),
         # run and store
-        ("run --workers 2", "Missing argument 'SCRIPT'."),
+        ("run --workers 2", r"Missing argument '(?i:script)'\."),
         ("run FILES/exit.py", "run needs --workers, as in --workers 4, or --join host:port"),
         ("run -n 2 no.py --lr 1", "there is no script no.py"),
-        ("run -n 2 FILES", ".*/files.* is a directory; name a script, or a module with -m"),
+        ("run -n 2 FILES", ".* is a directory; name a script, or a module with -m"),
         ("run -n 2 -m no_such.train", "there is no module no_such, here or among the .*"),
         (
             "run -n 0 FILES/exit.py",

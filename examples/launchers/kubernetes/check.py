@@ -26,11 +26,11 @@ PLAIN = {"str": str, "int": int, "bool": bool, "float": float, "object": object}
 
 def check(value: Any, kind: str, path: str) -> None:
     """Raise ValueError if ``value`` is not what the client calls ``kind``."""
-    if found := re.fullmatch(r"list\[(.+)\]", kind):
+    if found := re.fullmatch(r"[lL]ist\[(.+)\]", kind):
         require(isinstance(value, list), path, "a list")
         for place, one in enumerate(value):
             check(one, found[1], f"{path}[{place}]")
-    elif found := re.fullmatch(r"dict\((\w+), (.+)\)", kind):
+    elif found := re.fullmatch(r"(?:dict\(|Dict\[)(\w+), (.+)[)\]]", kind):
         require(isinstance(value, dict), path, "a mapping")
         for name, one in value.items():
             check(name, found[1], path)

@@ -10,9 +10,9 @@ from typing import NoReturn
 
 from offbeat.arguments import require_integer
 from offbeat.cli.options import RunOptions
+from offbeat.launcher import output
 from offbeat.launcher.address import parse_address
 from offbeat.launcher.launch import Launch, launch
-from offbeat.launcher.output import report
 from offbeat.launcher.signals import Interruption, signal_name
 from offbeat.launcher.worker import Program
 from offbeat.units import parse_seconds
@@ -98,8 +98,10 @@ def store(port: int, host: str | None) -> None:
     with Interruption() as interruption:
         kept = keep_store(host, port)
         address = f"{host or socket.gethostname()}:{kept.port}"
-        report(f"the store is at {address}")
-        report(f"on each machine: offbeat run --join {address} --workers 4 --here 2 train.py")
+        output.report(f"the store is at {address}")
+        output.report(
+            f"on each machine: offbeat run --join {address} --workers 4 --here 2 train.py"
+        )
         while not interruption:
             time.sleep(_POLL_SECONDS)
-        report(f"{signal_name(interruption.signal or 0)}: the store ends")
+        output.report(f"{signal_name(interruption.signal or 0)}: the store ends")

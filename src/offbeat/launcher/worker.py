@@ -18,8 +18,7 @@ _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
 _FORGET_SECONDS = 60.0  # a worker that has lived this long has recovered from its last failure
 _SCRIPT = "offbeat.launcher.script"
-# Imported once by the fork server: what almost every script needs.
-_MODULES = ("torch.utils.data", "offbeat.attach", "offbeat.data", "offbeat.registry")
+_PRELOADED = "offbeat.launcher.preloaded"
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class Starter:
     def _open_server(self) -> ForkServer:
         if self._server is None or not self._server.usable:
             self.close()
-            self._server = ForkServer(_MODULES, self._environment)
+            self._server = ForkServer([_PRELOADED], self._environment)
         return self._server
 
     def close(self) -> None:
