@@ -554,7 +554,7 @@ def synced_step_of(sync: Synchronizer) -> int:
 
 
 def open_board(sync: Synchronizer, name: str, at_end: Callable[[], object]) -> Board:
-    """Open a board of ``sync``'s workers. All workers open the same boards in the same order.
+    """Open a board for leases of data. All workers open the same boards in the same order.
 
     Args:
         sync: The synchronizer.
@@ -574,6 +574,7 @@ def open_board(sync: Synchronizer, name: str, at_end: Callable[[], object]) -> B
     board = sync._team.communicator.board(f"{name}/{sync._boards}")
     sync._boards += 1
     sync._at_end.append(at_end)
+    sync._worker.leases_data = True
     return board
 
 

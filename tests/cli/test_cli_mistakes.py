@@ -90,7 +90,7 @@ def simulation_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 JOB = [
     ("-s nope", NO_STRATEGY),
-    ("--partition labels", "partition must be label:K or dirichlet:A, got .*"),
+    ("--partition labels", "partition must be label:K, dirichlet:A or leased, got .*"),
     ("--injection 0.5", "injection must be ALPHA,BETA as in 0.5,0.5, got '0.5'"),
     ("--lr-scale 0", "lr-scale must be positive and finite, got 0.0"),
     ("--sampler all", "sampler must be seldp, defdp or distributed, got 'all'"),

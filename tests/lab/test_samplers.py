@@ -96,7 +96,7 @@ def test_a_partition_keeps_labels_apart() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"partition": "labels"}, "partition must be label:K or dirichlet:A, got 'labels'"),
+        ({"partition": "labels"}, "partition must be label:K, dirichlet:A or leased, got 'labels'"),
         ({"partition": "label:x"}, "partition 'label:x'"),
         ({"partition": "label:7"}, "partition 'label:7'"),
         ({"partition": "dirichlet:0"}, "partition 'dirichlet:0'"),

@@ -8,6 +8,7 @@ import torch
 from typing_extensions import override
 
 from faults import Faults
+from offbeat.errors import OffbeatError
 from offbeat.transport.accounting import Accounting
 from offbeat.transport.communicator import Communicator, Wrapper
 from offbeat.transport.handle import Handle
@@ -86,16 +87,29 @@ def test_every_method_uses_start(world: World) -> None:
 
 
 def test_only_start_twin_and_close_are_abstract() -> None:
-    """The shorthands cannot be overridden."""
+    """The shorthands cannot be overridden. A communicator may have a board."""
     assert Communicator.__abstractmethods__ == {"start", "twin", "close"}
     helpers = {
         name
         for name, value in vars(Communicator).items()
-        if not name.startswith("_") and callable(value) and name not in ("start", "twin", "close")
+        if not name.startswith("_")
+        and callable(value)
+        and name not in ("start", "twin", "close", "board")
     }
     assert helpers >= {"sum", "maximum", "broadcast", "gather", "exchange", "send", "receive"}
     for name in helpers:
         assert getattr(vars(Communicator)[name], "__final__", False), f"{name} is not final"
+
+
+def test_a_wrapper_has_the_board_of_the_innermost_communicator() -> None:
+    """And a communicator without one says so."""
+    assert Wrapper(Wrapper(SingleCommunicator())).board("b").add("n", 2) == 2
+    with pytest.raises(OffbeatError, match="a _Bare has no board, so workers cannot lease data"):
+        _Bare().board("b")
+
+
+class _Bare(SingleCommunicator):
+    board = Communicator.board
 
 
 @pytest.mark.parametrize("together", [False, True])

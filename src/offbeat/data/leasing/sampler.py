@@ -58,7 +58,8 @@ class LeasedSampler(Sampler[list[int]]):
     The samples of an epoch are shuffled, in the same way on all workers, and cut into chunks of
     consecutive batches. A worker leases a chunk from the store that the workers share when it needs
     one, a little ahead of use and in the background. The chunks become shorter towards the end of
-    an epoch. They are never so short that the store could not keep up. A worker that finds no chunk left continues with the next epoch, so nobody waits.
+    an epoch, but not so short that the store could not keep up. A worker that finds no chunk left
+    continues with the next epoch, so nobody waits.
 
     **Guarantees.** If no worker is lost, every sample is used exactly once per epoch, by one
     worker. In elastic training (``min_workers``), the others also train on the chunks that a lost

@@ -37,10 +37,8 @@ def gather_left(
             min(report["epochs"][0] for report in reports),
             max(report["epochs"][1] for report in reports) + 1,
         )
-        done: dict[int, list[bool]] = {}
-        if team.rank == 0:  # the others need not read the same states
-            done = {epoch: leases.done(epoch) for epoch in epochs}
-        done = json.loads(_gather(team, list(done.values()), "data that is done")[0])
+        own_done = [leases.done(epoch) for epoch in epochs] if team.rank == 0 else []
+        done = json.loads(_gather(team, own_done, "data that is done")[0])
     left: dict[int, list[Range]] = {}
     for epoch, finished in zip(epochs, done, strict=True):
         plan = leases.plan(epoch)

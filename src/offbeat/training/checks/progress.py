@@ -20,7 +20,11 @@ logger = logging.getLogger("offbeat")
 
 @dataclass(frozen=True)
 class _Report:
-    """A worker's progress. ``rates``: checksum of the learning rates, 0 after a warning on them."""
+    """A worker's progress.
+
+    ``rates`` is a checksum of the learning rates. 0: not to be compared, for example after a
+    warning.
+    """
 
     finishing: int
     step: int
@@ -110,7 +114,7 @@ class Progress:
             finishing,
             worker.step,
             self.consensuses,
-            0 if self._warned else zlib.crc32(text) or 1,
+            0 if self._warned or worker.leases_data else zlib.crc32(text) or 1,
             model,
         )
         if communicator.size == 1:
@@ -118,7 +122,7 @@ class Progress:
         numbers = torch.tensor(astuple(own), dtype=torch.int64, device=communicator.control_device)
         gathered = communicator.gather(numbers, what=what).wait()
         reports = [_Report(*each.tolist()) for each in gathered]
-        # All workers must take the same branch. Only a worker that joined later has not warned yet.
+        # All workers must take the same branch. A worker that joined later has not warned yet.
         if all(each.rates for each in reports) and _drifted(reports):
             texts = communicator.gather_bytes(text, what=what)
             self._warn(reports, [json.loads(each) for each in texts])
