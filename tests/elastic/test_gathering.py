@@ -27,7 +27,7 @@ from offbeat import synchronizer
 from offbeat.elastic import gathering, joining, membership
 from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.gathering import Gathering, WorkerCount, training_has_ended
-from offbeat.elastic.store import SharedStore
+from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
 from offbeat.transport.membership import ModelLostError
 from offbeat.transport.torch_backend import process_groups as groups
@@ -551,7 +551,7 @@ def test_attempts_are_repeated_after_a_loss_only() -> None:
         return "begun"
 
     assert transport.repeat(fail) == "begun"
-    for kind in (CommunicationTimeout, EndedError, AttachError):
+    for kind in (CommunicationTimeout, StoreLostError, EndedError, AttachError):
         errors[:] = [kind("not repeated")]
         with pytest.raises(kind):
             transport.repeat(fail)
@@ -575,6 +575,8 @@ def come_with_a_bad_address(rank: int, _: int) -> Any:
         joining.HeartbeatConnections.__init__ = at_a_closed_port  # type: ignore[method-assign]
         with pytest.raises(CommunicationError, match="GLOO_SOCKET_IFNAME"):
             Worker(rank)
+        shared = SharedStore(store(), "here")
+        assert shared.within(shared.get("offbeat/elastic")).get("numbers") == 4  # it tried twice
         store().set("told", "")
         return None
     worker = Worker(rank).steps(3, 2)

@@ -49,8 +49,8 @@ from offbeat.elastic.joining import (
     POLL_SECONDS,
     Admission,
     Refusal,
+    UnreachableError,
     new_identity,
-    unreachable_error,
 )
 from offbeat.elastic.membership import Participant
 from offbeat.elastic.store import SharedStore, StoreLostError, connect_to_store, is_address
@@ -161,12 +161,13 @@ class Gathering(Transport):
         """Return the result of ``begin``, which calls ``make_communicator`` and uses the result.
 
         Call it again if it fails because another worker is lost. After a failure ``begin`` has left
-        the view. A time-out, the loss of the store and the end of training are not repeated.
+        the view. Time-outs, a store or members that cannot be reached, and the end of training are
+        final.
         """
         for attempt in itertools.count(1):
             try:
                 return begin()
-            except (CommunicationTimeout, StoreLostError, EndedError):
+            except (CommunicationTimeout, StoreLostError, UnreachableError, EndedError):
                 raise
             except (CommunicationError, ModelLostError) as error:
                 if attempt == _ATTEMPTS:
@@ -209,7 +210,7 @@ class Gathering(Transport):
                 root.call(partial(root.replace, LATEST_TRAINING, name, _new_training(root)), what)
             refusals += outcome is Refusal.UNREACHABLE
             if refusals == _REFUSALS:
-                raise unreachable_error(what, agreement)
+                raise UnreachableError(what, agreement)
 
     def _attempt(self, root: SharedStore, name: str, agreement: Agreement) -> View | Refusal:
         deadline = time.monotonic() + agreement.timeout_seconds

@@ -93,7 +93,7 @@ class Newcomer(Transport):
                 raise CommunicationError(
                     f"joining failed: all members of the training at {self._address} have ended"
                 )
-        raise unreachable_error("joining failed", agreement)
+        raise UnreachableError("joining failed", agreement)
 
     def _await_training(self, root: SharedStore, deadline: float, timeout_seconds: float) -> str:
         """Wait until a training uses the store. Return the key prefix of the latest training."""
@@ -256,9 +256,11 @@ class Admission:
         return participant.enter_as_newcomer(number, decision)
 
 
-def unreachable_error(what: str, agreement: Agreement) -> CommunicationError:
-    """Return the error of a worker to which the members cannot connect."""
-    return CommunicationError(
-        f"{what}: the members cannot reach this process at {agreement.heartbeats.address}. Name "
-        "the network interface that joins you to them in GLOO_SOCKET_IFNAME"
-    )
+class UnreachableError(CommunicationError):
+    """The members cannot connect to this worker. ``what`` is the beginning of the message."""
+
+    def __init__(self, what: str, agreement: Agreement) -> None:
+        super().__init__(
+            f"{what}: the members cannot reach this process at {agreement.heartbeats.address}. "
+            "Name the network interface that joins you to them in GLOO_SOCKET_IFNAME"
+        )

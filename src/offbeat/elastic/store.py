@@ -21,7 +21,7 @@ _FILE = "file://"
 
 
 class StoreLostError(CommunicationError):
-    """The store does not answer. Without it the workers cannot agree on the next view."""
+    """The store cannot be reached. Without it the workers cannot agree on the next view."""
 
 
 class SharedStore:
@@ -108,7 +108,7 @@ def connect_to_store(
         create: True to create the file of a ``file://`` store if it does not exist.
 
     Raises:
-        CommunicationError: No store answers. Or the file does not exist; with ``create``, its
+        StoreLostError: No store answers. Or the file does not exist; with ``create``, its
             directory.
     """
     if address.startswith(_FILE):
@@ -116,7 +116,7 @@ def connect_to_store(
         needed = os.path.dirname(path) if create else path
         if not os.path.exists(needed):
             missing = f"directory {needed} for the store" if create else "store"
-            raise CommunicationError(f"{what}: there is no {missing} at {address}")
+            raise StoreLostError(f"{what}: there is no {missing} at {address}")
         return SharedStore(dist.FileStore(path), address)  # type: ignore[attr-defined]
     host, _, port = address.rpartition(":")
     seconds = min(timeout_seconds, _CONNECT_SECONDS)
@@ -135,9 +135,7 @@ def connect_to_store(
         return SharedStore(call_within(seconds + _MARGIN_SECONDS, connect), address)
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:200]
-    raise CommunicationError(
-        f"{what}: no store answers at {address} within {seconds:g} s: {reason}"
-    )
+    raise StoreLostError(f"{what}: no store answers at {address} within {seconds:g} s: {reason}")
 
 
 def without_prefixes(store: Any) -> Any:
