@@ -27,7 +27,7 @@ from offbeat.errors import OffbeatError
 AVAILABLE = sys.platform == "linux"  # other systems' libraries may not work after a fork
 
 _PR_SET_PDEATHSIG = 1
-_START_SECONDS = 120.0  # limit for the server's answer, including its imports
+_START_SECONDS = 600.0  # limit for the server's answer; imports from a shared disk take minutes
 _END_SECONDS = 10.0  # limit for a killed process to end
 INTEGER = struct.Struct("q")
 """Format of the numbers that the protocol sends: lengths, process ids and exit statuses."""
@@ -58,7 +58,7 @@ class ForkedProcess:
         pipe: Read end of the status pipe. Closed once the exit status has arrived.
 
     Raises:
-        OffbeatError: The server has ended or has not sent the process id within two minutes.
+        OffbeatError: The server has ended or has not sent the process id within ten minutes.
     """
 
     def __init__(self, pipe: int) -> None:
@@ -158,7 +158,7 @@ class ForkServer:
             errors: File descriptor for standard error.
 
         Raises:
-            OffbeatError: The server has ended or has not answered within two minutes.
+            OffbeatError: The server has ended or has not answered within ten minutes.
         """
         request = {
             "function": function,

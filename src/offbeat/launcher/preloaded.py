@@ -6,6 +6,8 @@ Each worker then starts without these imports, which take seconds.
 import torch.utils.data  # noqa: F401
 
 from offbeat import attach  # noqa: F401 - the first public name imports those of all others
+from offbeat.launcher.forking import AVAILABLE
 from offbeat.quantization.kernels import kernels
 
-kernels()  # imports numba, and compiles at most once
+if AVAILABLE:  # otherwise no server imports this module
+    kernels()  # imports numba, and compiles at most once

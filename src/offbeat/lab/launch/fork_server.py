@@ -23,7 +23,7 @@ def fork_worker(
         errors: File descriptor for standard error.
 
     Raises:
-        OffbeatError: The server has ended or has not answered within two minutes.
+        OffbeatError: The server has ended or has not answered within ten minutes.
     """
     global _server
     with _lock:
