@@ -33,7 +33,7 @@ class DelayedNesterovRule(Rule):
         momentum: Momentum μ.
         weight: Weight w of a pseudo-gradient.
         period: Number K of arrivals from one update of the momentum to the next.
-        activation: Share c of the momentum in the other arrivals.
+        activation: Share c of the momentum in arrivals that do not update it.
         velocity: m, of the shape of the shard.
         buffer: D, the weighted sum of the pseudo-gradients since the last update of m.
         arrivals: Number of pseudo-gradients so far.
@@ -78,8 +78,8 @@ class AsyncDiLoCoState(ServerState):
 class AsyncDiLoCoFlow(ServerFlow):
     """Handles the events of a training step for ``AsyncDiLoCo``.
 
-    The clock of a worker on the server is its computing time per step in microseconds. The minimum
-    over the workers, which every answer contains, is therefore that of the fastest worker.
+    The server keeps the computing time per step of each worker, in microseconds, as its clock. The
+    minimum over the workers, which every answer contains, is therefore that of the fastest worker.
     """
 
     strategy: "AsyncDiLoCo"
@@ -169,23 +169,24 @@ class AsyncDiLoCoFlow(ServerFlow):
 class AsyncDiLoCo(ServerStrategy):
     """DiLoCo without a barrier: a server applies the update of each worker when it arrives.
 
-    **Update** of worker n of N with the local model x. T is the step of its optimizer, the inner
-    optimizer, with the gradient g. θ is the server's model, and s and x are initially θ:
+    **Update** of worker n of N with the local model x. T is one step of the worker's optimizer (the
+    inner optimizer) with the gradient g. θ is the server's model. At first s = x = θ:
 
         x ← T(x, g)                         H_n times
         send u = s − x
         x ← s ← answer                      θ after the server's step
 
     The server's step at arrival t = 1, 2, … is the *delayed Nesterov* step. It updates the momentum
-    m in every K-th arrival only. D is the sum of the weighted updates since then, and w = 1/K:
+    m in every K-th arrival only. D is the sum of the weighted updates since then. The weight w is
+    1/K if K > 1, and 1/√N if K = 1:
 
         D ← D + w·u
         if t mod K = 0:  m ← μ·m + D;  D ← 0;  θ ← θ − η_o·((1 − cK + c)·μ·m + w·u)
         otherwise:                             θ ← θ − η_o·(c·μ·m + w·u)
 
     With c = 0, K arrivals together move θ as one step of DiLoCo does with the mean of K updates.
-    With K = 1 every arrival is a Nesterov step, the method that the paper improves on. Its weight w
-    is √N/N, as in the code of the authors.
+    With K = 1 every arrival is a Nesterov step, the method that the paper improves on, with the
+    weight of the authors' code.
 
     *Dynamic local updates* let all periods take about as long. With H = ``period``, the number of
     steps in the next period of worker n is
@@ -200,7 +201,7 @@ class AsyncDiLoCo(ServerStrategy):
         outer_lr: Outer learning rate η_o > 0.
         outer_momentum: Outer momentum μ in [0, 1).
         momentum_period: K ≥ 1, arrivals from one update of the momentum to the next. None: N.
-        momentum_activation: c in [0, 1/K], share of the momentum in the other arrivals.
+        momentum_activation: c in [0, 1/K], share of the momentum in arrivals that do not update it.
         dynamic_steps: True for dynamic local updates. False: H_n = H.
         servers: See ``ServerStrategy``.
 

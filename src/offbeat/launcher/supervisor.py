@@ -28,7 +28,7 @@ class Supervisor:
         variables: Environment variables of the workers, in addition to those of ``starter``.
         training: Tells whether the training has ended.
         interruption: The signal that ends the workers early, if one arrives.
-        grace_seconds: Time that the workers then have, before they are killed.
+        grace_seconds: Time from this signal until workers that still run are killed.
     """
 
     def __init__(
@@ -45,15 +45,18 @@ class Supervisor:
         self._grace_seconds = grace_seconds
         self._outputs = Outputs()
         self._forwarded = False  # True once the signal has been sent to the workers
-        self._given_up: list[int] = []  # exit codes of workers that are not started again
+        self._given_up: list[int] = []  # exit codes of workers that failed too often
         self._failed_afterwards: list[int] = []  # exit codes of failures after the training
 
     def run(self) -> int:
         """Run the workers until none is active, and return the exit code of the launcher.
 
-        The code is 128 + n after the signal n. Otherwise it is that of the first worker that was
-        given up; but if the training has ended, that of the first script that failed afterwards. If
-        there is no such worker it is 0.
+        The first of these cases determines the code:
+
+        - A signal n has arrived: 128 + n.
+        - The training has ended: the code of the first script that failed afterwards, or 0.
+        - A worker was given up: its code, that of the first one if there are several.
+        - Otherwise: 0.
         """
         try:
             while any(worker.is_active for worker in self._workers):
@@ -61,7 +64,8 @@ class Supervisor:
                 for worker in self._workers:
                     if worker.due is not None and worker.due <= time.monotonic():
                         self._start(worker)
-                # Poll before reading: all output of a worker that has ended here is copied first.
+                # Poll before copying: the output of an ended worker is then complete when its end
+                # is reported.
                 ended = [(worker, how) for worker in self._workers if (how := worker.poll())]
                 self._outputs.copy(0.0 if ended else _POLL_SECONDS)
                 for worker, how in ended:
@@ -97,7 +101,8 @@ class Supervisor:
             report(what)
         elif over:
             report(f"{what}, after the end of the training")
-            # The training needs no worker any more. But a script may have failed to save its model.
+            # The training needs no worker any more. But a script that no signal has ended may have
+            # failed to save its model.
             if worker.code < 128 and worker.code != TEMPORARY:
                 self._failed_afterwards.append(worker.code)
         else:

@@ -2,7 +2,7 @@
 
 The training thread calls all public methods. At most one background activity runs at a time. It
 acknowledges finished chunks and leases new ones. So the training waits for the board only at the
-start, or if a lease takes longer than the batches in hand.
+start, if a lease takes longer than the batches in hand, for a checkpoint, and at the end.
 """
 
 import math
@@ -18,7 +18,7 @@ from offbeat.transport.team import Team
 _IN_HAND = 4.0  # batches in hand last at least this many times as long as a lease takes
 _CHUNK = 2.0  # a chunk lasts at least this many times as long as a lease takes
 _STEP_SECONDS = 0.05  # assumed time of a batch until it was measured
-_ROUND_TRIPS = 2  # of a lease
+_ROUND_TRIPS = 2  # round trips to the board for a lease
 _NEWEST = 0.2  # weight of the newest measurement
 _STOP_SECONDS = 5.0  # longest wait for the background activity at the end
 
@@ -45,13 +45,13 @@ class Prefetch:
         self._error: Exception | None = None
         self._used_at: float | None = None
         self._step_seconds, self._lease_seconds = _STEP_SECONDS, 0.0  # recent means
-        self._spent_seconds = 0.0  # for the next lease so far, the end of an epoch included
+        self._spent_seconds = 0.0  # time since the last lease of searches that found no chunk
         self._measured = False  # True once a step was measured
 
     # -- called by the training ------------------------------------------------------------------
 
     def begin(self, epoch: int) -> None:
-        """Begin an epoch. Chunks of earlier epochs that are still ready come first."""
+        """Begin an epoch. ``take`` also returns the chunks of earlier epochs that are ready."""
         with self._lock:
             self._training_epoch, self._epoch = epoch, max(epoch, self._epoch)
 
@@ -78,13 +78,13 @@ class Prefetch:
             self._used_at = None
 
     def drawn(self) -> None:
-        """Handle a batch of the taken chunk that was drawn. Never blocks."""
+        """Note that a batch of the taken chunk was drawn, perhaps ahead of use. Never blocks."""
         with self._lock:
             self._in_hand -= 1
         self._start()
 
     def used(self) -> None:
-        """Handle a batch that the training loop receives, to measure the time of a batch."""
+        """Note that the training loop receives a batch, to measure the time of a batch."""
         now = self._team.host.now()
         if self._used_at is not None and now > self._used_at:
             seconds = now - self._used_at
