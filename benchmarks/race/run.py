@@ -44,6 +44,8 @@ def copy_ideal(cell: Cell, runner: Runner, folder: Path) -> None:
         if replace(other, bandwidth=cell.bandwidth, latency=cell.latency) == cell != other:
             found |= _ideals(other.path(folder))
     known = _ideals(cell.path(folder))
+    if not found.keys() - known.keys():
+        return
     with cell.path(folder).open("a", encoding="utf-8") as file:
         for key, result in found.items():
             if key not in known:

@@ -10,7 +10,7 @@ FOLDER = ROOT / "benchmarks"
 # From the bottom up. A module imports only from levels below. A folder stands for all its modules.
 LEVELS = [
     {"benchmarks.harness", "benchmarks.models"},
-    {"benchmarks.processes", "benchmarks.run_cache"},
+    {"benchmarks.processes", "benchmarks.run_cache", "benchmarks.lanes"},
     {"benchmarks.race"},
     {"benchmarks.costs", "benchmarks.timeline"},
     {"benchmarks.papers", "benchmarks.soak"},

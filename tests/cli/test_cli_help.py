@@ -80,7 +80,7 @@ print(json.dumps([answers, "torch" in sys.modules]))
 def test_the_shell_completes_without_torch() -> None:
     """Commands, options, and the values of options that have few."""
     offered = {
-        "offbeat s": ["simulate", "strategies"],
+        "offbeat s": ["simulate", "store", "strategies"],
         "offbeat train digits --wi": ["--wire"],
         "offbeat train digits --wire int": ["int8", "int4", "int2"],
     }

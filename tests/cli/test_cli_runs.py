@@ -133,7 +133,7 @@ def test_train_joins_torchrun() -> None:
     assert "Traceback" not in err
     lines = out.splitlines()
     told = "selsync:delta=0.3  step "
-    steps = [int(line.split()[2]) for line in lines if line.startswith(told)]
+    steps = [int(line.split()[2].rstrip(",")) for line in lines if line.startswith(told)]
     assert steps == list(range(1, 6))
     assert sum("LSSR" in line for line in lines) == 1
     assert re.search(r"2 workers \(real processes\), torchrun, gloo", one_line(out))
@@ -253,7 +253,7 @@ def test_a_signal_lets_all_workers_save(
         for one in (argv, (*saving, "--resume")):
             code, out, err = call(*one)
             assert code == 0, err
-            ends.append(re.findall(r"  step (\d+)  \S+ s  (.*)", out))
+            ends.append(re.findall(r"  step (\d+), \S+ s of training: (.*)", out))
         assert len(ends[0]) >= 4
         assert ends[0] == ends[1]
 

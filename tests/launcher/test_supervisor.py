@@ -157,6 +157,8 @@ def test_a_training_may_end_before_the_restart(launcher: Launcher) -> None:
 @contextlib.contextmanager
 def signal_once(number: int, ready: Path) -> Iterator[Interruption]:
     """Send this process a signal once a worker has created the file ``ready``."""
+    # The tests may run in the background of a shell script, where SIGINT is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with Interruption() as interruption:
         real = supervising.Outputs.copy
 
@@ -170,6 +172,7 @@ def signal_once(number: int, ready: Path) -> Iterator[Interruption]:
             yield interruption
         finally:
             supervising.Outputs.copy = real  # type: ignore[method-assign]
+            signal.signal(signal.SIGINT, before)
 
 
 HANDLES = """

@@ -27,7 +27,7 @@ Each worker runs the same protocol:
 4. *Begin again.* If a member of view 0 is lost before ``attach`` returns, the others leave and
    start again with step 1. They join the training if a member has continued with it. If all members
    of the last view have ended or left, no one has the model. The waiting workers then replace the
-   training by a new one (compare-and-set), and all gather anew.
+   training by a new one (compare-and-set), and all gather again.
 """
 
 import itertools

@@ -29,7 +29,7 @@ def serve(channel: socket.socket) -> None:
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports many more modules
     if not sys.flags.safe_path:
         del sys.path[0]  # the server's start directory; a worker inserts its own
-    # The warning is about numpy's threads, which numpy starts anew in the child.
+    # The warning is about numpy's threads, which numpy starts again in the child.
     warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
     gc.freeze()  # workers' garbage collectors skip these objects, so their memory stays shared
     woken, wake = os.pipe()

@@ -59,7 +59,7 @@ class LeasedSampler(Sampler[list[int]]):
     consecutive batches. A worker leases a chunk from the store that the workers share when it needs
     one, a little ahead of use and in the background. The chunks become shorter towards the end of
     an epoch, but not so short that the store could not keep up. A worker that finds no chunk left
-    continues with the next epoch, so nobody waits.
+    continues with the next epoch and does not wait.
 
     **Guarantees.** If no worker is lost, every sample is used exactly once per epoch, by one
     worker. In elastic training (``min_workers``), the others also train on the chunks that a lost

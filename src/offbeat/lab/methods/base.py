@@ -114,7 +114,7 @@ class Attached(Method):
                 sync.clip_grad_norm_(task.clip_norm)
             self.loss = loss.detach()
             sync.record(loss=self.loss)
-            if task.position is None:  # otherwise nobody knows the number of this worker's steps
+            if task.position is None:  # otherwise the number of this worker's steps is unknown
                 sync.record(total_steps=task.steps)
             task.optimizer.step()
         task.advance()
