@@ -261,3 +261,19 @@ def test_a_worker_taken_for_lost_cannot_acknowledge() -> None:
     assert board.get(f"lease/0/{lease.chunk}") == "1#2"
     other.acknowledge(taken)
     assert board.get(f"lease/0/{lease.chunk}") == "done#2"
+
+
+def test_a_worker_that_is_lost_right_after_a_takeover_leaves_the_chunk() -> None:
+    """It wrote that it may hold the chunk before it leased it. Worker 2 takes it over once more."""
+    board = LocalBoard()
+    workers = [Leases(board, number, lambda epoch: plan_of(4, 2, 1, epoch)) for number in range(3)]
+    first = workers[0].lease(0)
+    workers[1].lose([0])
+    second = workers[1].reclaim()
+    workers[2].lose([0])
+    assert workers[2].reclaim() is None  # worker 1 owns it
+    workers[2].lose([0, 1])
+    third = workers[2].reclaim()
+    assert first is not None and second is not None and third is not None
+    assert first.chunk == second.chunk == third.chunk
+    assert [lease.state for lease in (first, second, third)] == ["0#1", "1#2", "2#3"]
