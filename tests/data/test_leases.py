@@ -274,6 +274,8 @@ def test_a_worker_that_is_lost_right_after_a_takeover_leaves_the_chunk() -> None
     assert workers[2].reclaim() is None  # worker 1 owns it
     workers[2].lose([0, 1])
     third = workers[2].reclaim()
-    assert first is not None and second is not None and third is not None
+    assert first is not None
+    assert second is not None
+    assert third is not None
     assert first.chunk == second.chunk == third.chunk
     assert [lease.state for lease in (first, second, third)] == ["0#1", "1#2", "2#3"]
