@@ -92,6 +92,7 @@ SUPPLIES: dict[str, Callable[[Space], Any]] = {
     "labels": _labels,
     "sources": lambda space: ["a", "b"] * 32,
     "dataset": _dataset,
+    "validation": _dataset,
     "sampler": _sampler,
     "loader": _loader,
     "scheduler": _scheduler,
