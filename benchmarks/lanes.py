@@ -140,8 +140,11 @@ def draw(summary: dict[str, Any], path: Path) -> None:
         axis.axvline(summary["joined"], color="#009e73", linestyle=":")
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
-    axes[0].set_title("Samples per second of each worker", loc="left")
-    axes[-1].set_xlabel("seconds")
+    axes[0].set_title("Samples per second of each worker", loc="left", pad=18)
+    over = axes[0].get_xaxis_transform()
+    axes[0].text(summary["killed"], 1.04, f"worker {KILLED} is killed ", transform=over, ha="right")
+    axes[0].text(summary["joined"], 1.04, " another launcher starts", transform=over)
+    axes[-1].set_xlabel("seconds since the first step")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)

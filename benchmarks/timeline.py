@@ -102,17 +102,17 @@ def _moved(span: Span, start: float) -> Span:
     return Span(span.rank, span.kind, begin, end, span.what)
 
 
-def _transfers(timeline: Timeline) -> Iterator[tuple[Span, str, bool]]:
+def transfers(timeline: Timeline) -> Iterator[tuple[Span, str, bool]]:
     """Yield the transfers of worker 0 without votes, with colour and True for a second stage.
 
     They are the same on all workers.
     """
     begun: set[str] = set()
     for span in timeline.spans:
-        found = re.match(r"part (\d+)", span.what)
+        found = re.match(r"launch (\d+) \(part (\d+)\)", span.what)
         if span.rank == 0 and span.kind == "transfer" and found:
-            yield span, COLOURS[int(found[1])], span.what in begun
-            begun.add(span.what)
+            yield span, COLOURS[int(found[2])], found[1] in begun
+            begun.add(found[1])
         elif span.rank == 0 and span.kind == "transfer" and span.what.startswith("mean"):
             yield span, BUCKETS, False
 
@@ -140,7 +140,7 @@ def draw(axes: Any, timeline: Timeline, top: float, name: str) -> None:
                 color=COLOURS[part],
                 markeredgecolor="white",
             )
-    for span, colour, second in _transfers(timeline):
+    for span, colour, second in transfers(timeline):
         box, paler = [(span.start, span.end - span.start)], 0.5 if second else 1.0
         axes.broken_barh(
             box, (top + WORKERS, 0.8), facecolors=colour, edgecolor="white", alpha=paler
@@ -153,7 +153,7 @@ def main() -> None:
     lanes = WORKERS + 2.2
     streaming = offbeat.StreamingAveraging(parts=PARTS)
     for place, (name, strategy) in enumerate(
-        {"BSP": offbeat.BSP(), "StreamingAveraging": streaming}.items()
+        {"BSP": offbeat.BSP(), "Streaming averaging": streaming}.items()
     ):
         draw(axes, record(strategy), place * lanes, name)
     shown = [("computing", COMPUTING), ("waiting", WAITING), ("gradients", BUCKETS)]

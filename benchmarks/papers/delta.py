@@ -128,12 +128,12 @@ def draw(data: dict[str, Any]) -> None:
         points = data["recorded"]["points"]
         xs, ys = ([one[key] for one in points] for key in ("step", "metric"))
         left.plot(xs, ys, label="test accuracy")
-        left.set(xlabel="step", ylim=(0, 1))
+        left.set(xlabel="step", ylabel="Δ; accuracy, as a share", ylim=(0, 1))
         shown = [one for one in data["facts"] if one["delta"] is not None]
         deltas = [one["delta"] for one in shown]
         for key, name in (("lssr", "LSSR"), ("final", "accuracy at the end")):
             right.plot(deltas, [statistics.median(o[key]) for o in shown], "o-", label=name)
-        right.set(xlabel="δ", ylim=(0, 1.02))
+        right.set(xlabel="threshold δ", ylabel="LSSR; accuracy, as a share", ylim=(0, 1.02))
         right.set_title(f"{WORKERS} workers, CIFAR-10 (simulated)", fontsize="medium")
 
 

@@ -254,7 +254,7 @@ def draw(data: dict[str, Any]) -> None:
     from matplotlib import pyplot as plt
 
     figure, rows = plt.subplots(2, 2, figsize=(10, 7.5), sharey="row", layout="constrained")
-    titles = {"early": "τ steps from the first model", "late": "before resets of the second half"}
+    titles = {"early": "after the first τ steps", "late": "in the second half of the run"}
     for (left, right), (when, title) in zip(rows, titles.items(), strict=True):
         table = {
             (n, t): statistics.fmean(one[when] for one in data["async"][str(n)][str(t)])
@@ -280,9 +280,9 @@ def draw(data: dict[str, Any]) -> None:
         middle = [unit * independent_gradients(n) for n in WORKERS]
         right.plot(WORKERS, middle, "k-.", lw=1, label="independent gradients")
         left.set(
-            xlabel="staleness τ", ylabel="mean distance", title=f"{title}, just before a reset"
+            xlabel="staleness τ", ylabel="mean distance to the mean", title=f"against τ, {title}"
         )
-        right.set(xlabel="workers N")
+        right.set(xlabel="workers N", title=f"against N, {title}")
         for axes, ticks in ((left, STALENESS), (right, WORKERS)):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=2)

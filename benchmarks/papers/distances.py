@@ -21,6 +21,7 @@ import offbeat
 from benchmarks.papers.discrepancy import DIGITS, Problem, recording_worker, slope, to_mean
 from benchmarks.papers.runs import save, small_figure
 from offbeat import Compute, Network, Strategy
+from offbeat.display.plots import colours_of
 
 NAME = "distances"
 WORKERS = (2, 4, 8)
@@ -136,9 +137,11 @@ def exponents(data: dict[str, Any]) -> str:
 def draw(data: dict[str, Any]) -> None:
     with small_figure(f"papers-{NAME}", "workers N", "mean distance to the mean", of=2) as axes:
         for one, staleness in zip(axes, STALENESS, strict=True):
-            for name in METHODS:
+            colours = colours_of([name.lower() for name in METHODS])
+            for name, colour in zip(METHODS, colours, strict=True):
                 values = [mean_of(data, name, staleness, n, "mean") for n in WORKERS]
-                one.plot(WORKERS, values, "o-", label=name)
+                dash = "o--" if name == "local SGD" else "o-"  # the same values as async
+                one.plot(WORKERS, values, dash, color=colour, label=name)
             one.set_xscale("log", base=2)
             one.set_yscale("log", base=2)
             one.set_xticks(WORKERS, [str(n) for n in WORKERS])

@@ -15,6 +15,7 @@ from itertools import combinations
 
 from benchmarks.harness import IMAGES, MNIST, Result, save_page
 from benchmarks.run_cache import SEEDS, Row, RunCache, grouped, run, spread
+from offbeat.display.plots import colours_of
 from offbeat.lab.job import Job
 
 INJECTIONS = (None, "0.5,0.5", "0.75,0.75")
@@ -28,6 +29,16 @@ STRATEGIES = {
     "selsync:delta=0.3,max_interval=16": INJECTIONS[:2],
 }
 """Strategy → data injections to try; the paper's FedAvg averages all workers."""
+NAMES = {
+    "bsp": "BSP",
+    "local:period=8": "local SGD, period 8",
+    FEDAVG: "FedAvg, all workers",
+    f"{FEDAVG},fraction=0.5": "FedAvg, half of the workers",
+    "selsync:delta=0.05": "SelSync, δ = 0.05",
+    "selsync:delta=0.3": "SelSync, δ = 0.3",
+    "selsync:delta=0.3,max_interval=16": "SelSync, δ = 0.3, at least every 16 steps",
+}
+"""Strategy → its name in the figure."""
 SKEWED_SEEDS = (0, 1, 2, 3, 4)
 SAMPLERS = ("seldp", "defdp", "distributed")
 ROTATED = ("selsync:target_lssr=0.9", "local:period=8")
@@ -155,8 +166,7 @@ def draw(rows: Sequence[Row]) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.5), dpi=120, layout="constrained")
     marks = {None: "o", "0.5,0.5": "s", "0.75,0.75": "^"}
-    names = dict.fromkeys(row["job"]["strategy"] for row in rows)
-    colours = {name: f"C{i}" for i, name in enumerate(names)}
+    colours = dict(zip(NAMES, colours_of(list(NAMES)), strict=True))
     for (strategy, injection), found in grouped(rows, "strategy", "injection").items():
         finals = [100 * row["final"] for row in found]
         sent = megabytes(found, "payload_bytes") + megabytes(found, "sample_bytes")
@@ -169,8 +179,7 @@ def draw(rows: Sequence[Row]) -> None:
             fmt=marks[injection],
             color=colours[strategy],
             capsize=3,
-            label=f"{strategy.split(':')[0]} {strategy.partition(':')[2][:16]}"
-            + (f", injection {injection}" if injection else ""),
+            zorder=3 if strategy == "bsp" else 2,
         )
     axes.set(
         xscale="log",
@@ -178,7 +187,13 @@ def draw(rows: Sequence[Row]) -> None:
         ylabel="test accuracy, %",
         title="MNIST, ten workers with one digit each (simulated)",
     )
-    axes.legend(fontsize=6)
+    named = [(NAMES[one], "o", colour) for one, colour in colours.items()]
+    named += [("no injection", "o", "0.3"), ("injection, α = β = 0.5", "s", "0.3")]
+    named += [("injection, α = β = 0.75", "^", "0.3")]
+    for label, mark, colour in named:
+        axes.plot([], [], mark, color=colour, label=label)
+    axes.set_xticks([2, 5, 10, 20, 50, 100, 200], ["2", "5", "10", "20", "50", "100", "200"])
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncols=3)
     figure.savefig(IMAGES / "noniid.png")
     plt.close(figure)
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import CIFAR10, MNIST, RESULTS, machine
+from benchmarks.harness import CIFAR10, IMAGES, MNIST, RESULTS, machine
 from benchmarks.run_cache import SEEDS, Row, RunCache, grouped, run_at, spread
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import VirtualCluster
@@ -160,7 +160,7 @@ def saved(name: str) -> dict[str, Any]:
 
 @contextmanager
 def small_figure(name: str, x: str, y: str, *, of: int = 1) -> Iterator[Any]:
-    """Yield axes to draw on, ``of`` side by side, and save them as ``results/NAME.png``."""
+    """Yield axes to draw on, ``of`` side by side, and save them as ``docs/images/NAME.png``."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -172,8 +172,11 @@ def small_figure(name: str, x: str, y: str, *, of: int = 1) -> Iterator[Any]:
         one.set(xlabel=x, ylabel=y)
         one.grid(alpha=0.3)
     yield axes
-    for one in every:
-        if one.get_legend_handles_labels()[0]:
+    handles, labels = every[0].get_legend_handles_labels()
+    if of > 1 and all(one.get_legend_handles_labels()[1] == labels for one in every):
+        figure.legend(handles, labels, loc="outside right center", fontsize="small")
+    else:
+        for one in every:
             one.legend(fontsize="small")
-    figure.savefig(RESULTS / f"{name}.png", dpi=100)
+    figure.savefig(IMAGES / f"{name}.png", dpi=100)
     plt.close(figure)

@@ -27,6 +27,7 @@ from benchmarks.papers.runs import (
     small_figure,
 )
 from benchmarks.run_cache import Row, arrival
+from offbeat.display.plots import colours_of
 
 NAME = "speedup"
 METHODS = {
@@ -154,14 +155,16 @@ def draw(data: dict[str, Any]) -> None:
         rate = STUDIES[NAME].rates[0]
         shown = {("one worker", 1): f"bsp --lr-scale {rate:g}"}
         shown |= {(k, n): f"{m} --lr-scale {n * rate:g}" for k, m in METHODS.items() for n in (4,)}
-        for (name, n), method in shown.items():
+        colours = colours_of(["ideal", "bsp", "async", "async, eager"])  # grey: one worker
+        for ((name, n), method), colour in zip(shown.items(), colours, strict=True):
             row = next(
                 row
                 for row in data["rows"]
                 if (row["run"]["workers"], row["run"]["method"]) == (n, method)
             )
             xs, ys = ([one[key] for one in row["points"]] for key in ("seconds", "metric"))
-            axes.plot(xs, [100 * y for y in ys], label=name if n == 1 else f"{n} workers, {name}")
+            label = name if n == 1 else f"{n} workers, {name}"
+            axes.plot(xs, [100 * y for y in ys], color=colour, label=label)
         axes.set_xscale("log")
         axes.set_title("CIFAR-10, 1 Gbit/s scaled to the model", fontsize="medium")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.harness import RESULTS
 from benchmarks.race.studies import HEADLINE
 from benchmarks.race.tables import NAMES, cells_of, differences, runs_of
-from offbeat.display.plots import new_figure
+from offbeat.display.plots import colours_of, new_figure
 from offbeat.lab.report.intervals import interval_of
 
 
@@ -18,7 +18,8 @@ def draw(workload: str, path: Path, folder: Path = RESULTS) -> None:
     """
     figure, axes = new_figure(4.8, 3.2, dpi=120)
     cells = [runs_of(cell, folder) for cell in cells_of("headline", workload, folder)]
-    for number, method in enumerate(HEADLINE[1:]):
+    methods = HEADLINE[1:]
+    for mark, method, colour in zip("osD^", methods, colours_of(methods), strict=True):
         times, ends = [], []
         for found in cells:
             seconds = [
@@ -32,7 +33,8 @@ def draw(workload: str, path: Path, folder: Path = RESULTS) -> None:
             times,
             [one.mean for one in ends],
             yerr=[below, above],
-            fmt="osD^"[number] + "-",
+            fmt=f"{mark}-",
+            color=colour,
             markersize=5,
             linewidth=1,
             label=NAMES[method],
@@ -40,9 +42,9 @@ def draw(workload: str, path: Path, folder: Path = RESULTS) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
     axes.axhline(0, color="0.5", linewidth=1, linestyle=":")
-    axes.set_xlabel("time of a run / the ideal's")
+    axes.set_xlabel("time of a run, divided by the ideal's")
     better = next(iter(cells[0]["ideal"].values())).higher_is_better
-    axes.set_ylabel("end − ideal, points" if better else "end − ideal, bits per byte")
+    axes.set_ylabel("accuracy − the ideal's, points" if better else "bits per byte − the ideal's")
     if not better:
         axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)

@@ -29,3 +29,6 @@ def test_the_timeline_shows_waits_and_landings() -> None:
         assert len(landed) >= timeline.PARTS
         assert all(after == (before + 1) % timeline.PARTS for before, after in pairwise(landed))
     assert not any(parts for _, _, parts in bsp.landings)
+    sent = {(colour, second) for _, colour, second in timeline.transfers(streaming)}
+    assert sent == {(colour, second) for colour in timeline.COLOURS for second in (False, True)}
+    assert {colour for _, colour, _ in timeline.transfers(bsp)} == {timeline.BUCKETS}

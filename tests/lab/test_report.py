@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from offbeat import Stats
-from offbeat.display.plots import INK
+from offbeat.display.plots import INK, colours_of
 from offbeat.lab import report
 from offbeat.lab.events import Evaluation
 from offbeat.lab.job import Job
@@ -430,6 +430,18 @@ def test_plot_draws_every_strategy(drawn: list[Any], tmp_path: Path, recipe: str
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bsp", "async"]
     assert axes.get_ylabel() == runs[0].metric
     assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
+
+
+def test_a_strategy_has_the_same_colour_in_all_figures() -> None:
+    """Of two methods with one strategy the first has it; no two of ten have the same."""
+    alone = {
+        name: colours_of([name])[0] for name in ("streaming", "bsp", "ideal", "local:period=8")
+    }
+    methods = [*alone, "local:period=2", "torch:ddp", "ssp:staleness=3", "easgd", "downpour", "x"]
+    colours = dict(zip(methods, colours_of(methods), strict=True))
+    assert alone.items() <= colours.items()
+    assert len(set(colours.values())) == len(methods) == 10
+    assert len(colours_of([*methods, "y", "z"])) == 12
 
 
 def test_plot_marks_simulated_time(drawn: list[Any], tmp_path: Path) -> None:

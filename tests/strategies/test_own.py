@@ -5,6 +5,7 @@ It contains no code for wires, nodes, checkpoints or changes of membership.
 
 import io
 import itertools
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import worlds
 from loops import attach
 from offbeat import Compute, Network, simulate
 from offbeat.simulate import Join, Kill
-from pages import code_on
+from pages import ROOT, code_on
 from problems import (
     OPTIMIZERS,
     flat,
@@ -205,6 +206,12 @@ def test_the_strategy_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.Mon
     space: dict[str, Any] = {}
     exec(code_on("extending", "def test_growing_period_of_one_is_bsp"), space)
     space["test_growing_period_of_one_is_bsp"]()
+
+
+def test_the_example_of_a_custom_flow_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """It checks by itself that all workers end with the same model."""
+    runpy.run_path(str(ROOT / "examples" / "gossip.py"), run_name="__main__")
+    assert "all workers end with" in capsys.readouterr().out
 
 
 def test_it_is_planned() -> None:

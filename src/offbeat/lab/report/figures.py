@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offbeat.display.plots import INK, as_svg, new_figure
+from offbeat.display.plots import INK, as_svg, colours_of, new_figure
 from offbeat.lab.report.rows import SHARES, Row, ideal_of, rows_of, targets_of
 from offbeat.lab.report.tables import caption
 from offbeat.lab.results import Result
@@ -45,9 +45,10 @@ def curves(results: Sequence[Result]) -> str:
 
 def _draw_curves(axes: Any, results: Sequence[Result], ink: str) -> None:
     first = results[0]
-    for number, row in enumerate(rows_of(results)):
+    rows = rows_of(results)
+    colours = colours_of([row.name for row in rows])
+    for number, (row, colour) in enumerate(zip(rows, colours, strict=True)):
         seconds, middle, low, high = curve_of(row)
-        colour = f"C{number % 10}"  # matplotlib's cycle of ten colours
         dash = "-" if number < 10 else "--"
         axes.plot(seconds, middle, dash, color=colour, marker="o", markersize=3, label=row.name)
         if len(row.runs) > 1:
