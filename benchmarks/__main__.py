@@ -21,6 +21,7 @@ NAMES = {
     "memory": "costs.memory",
     "idle": "costs.idle",
     "beside": "costs.beside",
+    "gpu": "costs.gpu",
     "discrepancy": "papers.discrepancy",
     "overhead": "costs.overhead",
     "validation": "costs.validation",

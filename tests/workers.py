@@ -99,6 +99,7 @@ def run(
     seconds: float = 60,
     may_die: tuple[int, ...] = (),
     newcomers: int | None = None,
+    start: str = "fork",
 ) -> list[Any]:
     """Run ``function(rank, size, *args)`` on ``workers`` processes.
 
@@ -110,6 +111,7 @@ def run(
         may_die: Ranks that may be killed; their result is None.
         newcomers: Number of processes without a process group; they have the ranks after the
             workers. With 0, too, the store has a process of its own.
+        start: How processes start: "fork", which imports torch once, or "spawn", which CUDA needs.
 
     Raises:
         WorkerFailedError: a worker raised, or died without being in ``may_die``, or the time ran
@@ -117,7 +119,7 @@ def run(
     """
     for _ in range(4):
         try:
-            return _run(function, args, workers, seconds, may_die, newcomers)
+            return _run(function, args, workers, seconds, may_die, newcomers, start)
         except StartError as error:
             failed = error
     raise failed
@@ -130,8 +132,9 @@ def _run(
     seconds: float,
     may_die: tuple[int, ...],
     newcomers: int | None,
+    start: str,
 ) -> list[Any]:
-    context = mp.get_context("fork")  # torch is imported once
+    context = mp.get_context(start)
     own_store, ranks = newcomers is not None, range(workers + (newcomers or 0))
     listener = socket.create_server(("127.0.0.1", 0))  # rank 0 serves the store behind it
     with tempfile.TemporaryDirectory() as folder, listener:

@@ -16,8 +16,8 @@ from offbeat.quantization.kernels import BLOCK
 from problems import make_batch, make_wide, train_step
 from workers import run
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA does not survive a fork
 DEVICE = os.environ.get("OFFBEAT_TEST_DEVICE", "cuda")
+START = "spawn" if DEVICE == "cuda" else "fork"
 
 pytestmark = [
     pytest.mark.cuda,
@@ -53,7 +53,7 @@ def train(rank: int, size: int, device: str, strategy: str, wire: Any) -> Tensor
 )
 def test_values_are_those_of_the_cpu(strategy: str, wire: str) -> None:
     """Up to the order of additions, and one quantization step where a value lies on an edge."""
-    there = run(train, DEVICE, strategy, wire, workers=2, seconds=120)
+    there = run(train, DEVICE, strategy, wire, workers=2, seconds=120, start=START)
     here = run(train, "cpu", strategy, wire, workers=2)
     assert torch.equal(there[0], there[1]), "all workers end with the same bits"
     bound = {"float32": 1e-4, "bfloat16": 1e-2, "int4": 5e-2}[wire]
@@ -63,7 +63,7 @@ def test_values_are_those_of_the_cpu(strategy: str, wire: str) -> None:
 @pytest.mark.parametrize("strategy", ["streaming", "async:schedule=eager,staleness=4"])
 def test_eager_schedules_end_alike(strategy: str) -> None:
     """Workers end with the same model, whatever was in flight at any time."""
-    there = run(train, DEVICE, strategy, None, workers=2, seconds=120)
+    there = run(train, DEVICE, strategy, None, workers=2, seconds=120, start=START)
     assert there[0].isfinite().all()
     assert torch.equal(there[0], there[1])
 

@@ -203,3 +203,25 @@ def test_bytes_of_a_block() -> None:
     assert CODECS["int4"].block_bytes == BLOCK // 2 + 4
     assert CODECS["int2"].block_bytes == BLOCK // 4 + 4
     assert CODECS["bfloat16"].block_bytes == 2 * BLOCK
+
+
+@both
+def test_several_payloads_are_encoded_at_once(precision: str) -> None:
+    """A payload with two dimensions has the bytes of the payloads that are encoded singly."""
+    codec, blocks, rows = CODECS[precision](), 3, 4
+    x = torch.randn(rows * blocks * BLOCK, generator=torch.Generator().manual_seed(0))
+    with pytest.MonkeyPatch.context() as patch:  # as on a GPU, where torch operations are used
+        patch.setattr(module, "kernels", lambda: None)
+        singly = torch.zeros(rows, blocks * codec.block_bytes, dtype=torch.uint8)
+        for payload, part in zip(singly, x.chunk(rows), strict=True):
+            codec.encode(part.clone(), payload, keep_error=False)
+        together = torch.zeros_like(singly)
+        codec.encode(x.clone(), together, keep_error=False)
+        assert torch.equal(together, singly)
+        one_by_one = torch.empty_like(x)
+        for payload, part in zip(singly, one_by_one.chunk(rows), strict=True):
+            codec.decode(payload, part)
+        codec.decode(together, at_once := torch.empty_like(x))
+        assert torch.equal(at_once, one_by_one)
+        codec.add(together, total := torch.ones_like(x))
+    assert torch.equal(total, 1 + one_by_one)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from offbeat.quantization import kernels
 from offbeat.quantization.base import piece_elements
 from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.decoding import LazyVector, PayloadVector, TensorVector
@@ -57,3 +58,16 @@ def test_pieces_are_whole_blocks_and_on_a_gpu_the_whole_tensor() -> None:
     assert piece_elements(10**9, torch.device("cpu")) * 4 <= 2**19, "half of a cache of 1 MiB"
     assert piece_elements(10**6, torch.device("cuda")) == 1954 * BLOCK
     assert piece_elements(0, torch.device("cuda")) == BLOCK
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
+def test_a_whole_vector_is_decoded_at_once_on_a_gpu(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device only selects the operations here: all tensors are on the CPU."""
+    elements = 8 * BLOCK + 17
+    vector, expected = encoded(precision, elements, 3 * BLOCK)
+    monkeypatch.setattr(kernels, "kernels", lambda: None)
+    vector.device = torch.device("cuda")
+    vector.read(read := torch.empty(elements))
+    assert torch.equal(read, expected)

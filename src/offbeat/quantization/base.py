@@ -42,7 +42,9 @@ class Codec(ABC):
 
         Args:
             values: float32, 1-D, a whole number of blocks. Overwritten.
-            payload: The whole payload: uint8, 1-D, ``block_bytes`` for each of its blocks.
+            payload: The whole payload: uint8, 1-D, ``block_bytes`` for each of its blocks. On a GPU
+                it may have two dimensions, one row for each of several payloads of equal length,
+                whose numbers follow each other in ``values``.
             plus: Floating point, 1-D, of any length: padded with zeros, or cut, to the length of
                 ``values``. None means zeros.
             start: Index in the payload of the first number of ``values``.
@@ -51,7 +53,10 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
-        """values ← decoded numbers. ``values`` has any float type and any length."""
+        """values ← decoded numbers. ``values`` has any float type and any length.
+
+        ``payload`` is that of ``encode``. With two dimensions, it is decoded as a whole.
+        """
 
     @abstractmethod
     def add(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:

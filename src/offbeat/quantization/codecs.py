@@ -26,7 +26,7 @@ class BFloat16(Codec):
         start: int = 0,
         keep_error: bool = True,
     ) -> None:
-        numbers = payload.view(torch.bfloat16)[start:]
+        numbers = payload.flatten().view(torch.bfloat16)[start:]
         for piece in pieces(values):
             part, rounded = values[piece], numbers[piece]
             add_piece(part, plus, piece)
@@ -40,11 +40,11 @@ class BFloat16(Codec):
 
     @override
     def decode(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
-        values.copy_(payload.view(torch.bfloat16)[start : start + values.numel()])
+        values.copy_(payload.flatten().view(torch.bfloat16)[start : start + values.numel()])
 
     @override
     def add(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
-        numbers = payload.view(torch.bfloat16)[start:]
+        numbers = payload.flatten().view(torch.bfloat16)[start:]
         for piece in pieces(values):
             values[piece].add_(numbers[piece])
 

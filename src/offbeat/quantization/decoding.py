@@ -113,12 +113,25 @@ class PayloadVector(LazyVector):
 
     @override
     def read(self, values: Tensor, start: int = 0) -> None:
+        if self.device.type != "cpu" and values.numel() == self.elements:
+            self._read_all(values)
+            return
         done = 0
         while done < values.numel():
             chunk, offset = divmod(start + done, self._chunk_elements)
             part = values[done : done + self._chunk_elements - offset]
             self._read_chunk(self._chunks[chunk], part, offset)
             done += part.numel()
+
+    def _read_all(self, values: Tensor) -> None:
+        """Fill ``values`` with all elements, in few operations, as is fast on a GPU."""
+        elements = len(self._chunks) * self._chunk_elements
+        total = torch.empty(elements, dtype=torch.float32, device=values.device)
+        first, *others = (torch.stack(payloads) for payloads in zip(*self._chunks, strict=True))
+        self._codec.decode(first, total)
+        for payload in others:
+            self._codec.add(payload, total)
+        values.copy_(total[: values.numel()])
 
     def _read_chunk(self, payloads: Sequence[Tensor], values: Tensor, start: int) -> None:
         first, *others = payloads

@@ -62,12 +62,12 @@ class IntegerCodec(Codec):
             add_piece(part, plus, piece)
             if self._run_kernel(part, payload, start + piece.start, "encode", keep_error):
                 continue
-            x = part.view(-1, BLOCK)
             scale, packed = self._split(payload, start + piece.start, part.numel())
-            inverse, finite = self._set_scale(x.abs().amax(1, keepdim=True), scale)
+            x = part.view(*scale.shape[:2], BLOCK)
+            inverse, finite = self._set_scale(x.abs().amax(-1, keepdim=True), scale)
             if not keep_error:
                 # int8 takes the lowest byte of each sum, which is the integer.
-                rounding = x.new_full((1, BLOCK), _ROUNDING)
+                rounding = x.new_full((BLOCK,), _ROUNDING)
                 torch.addcmul(rounding, x, inverse, out=x)
                 self._pack(x.view(torch.int32).to(torch.int8), packed)
                 continue
@@ -151,13 +151,14 @@ class IntegerCodec(Codec):
     def _pack(self, integers: Tensor, packed: Tensor) -> None:
         """Pack int8 integers into ``packed``. Overwrites ``integers``.
 
-        Both have one row per block. The int32 operations process four bytes at a time.
+        The last dimension holds the numbers of a block. The int32 operations process four bytes at
+        a time.
         """
         if self.bits == 8:
             packed.copy_(integers)
             return
         words, mask, device = packed.view(torch.int32), 2**self.bits - 1, packed.device
-        first, *others = integers.view(torch.int32).chunk(8 // self.bits, dim=1)
+        first, *others = integers.view(torch.int32).chunk(8 // self.bits, dim=-1)
         torch.bitwise_and(first, _in_each_byte(mask, device), out=words)
         for i, column in enumerate(others, start=1):
             shift = i * self.bits
@@ -170,7 +171,8 @@ class IntegerCodec(Codec):
         # ``unit`` removes the factor of ``_unpack``. ``scale * unit`` is exact: ``unit`` is a power
         # of two, and a scale is never so small that the product loses bits (SMALLEST_SCALE).
         unit = 2.0 ** (self.bits - 8)
-        values.view(-1, BLOCK).copy_(self._unpack(packed)).mul_(scale * unit)
+        blocks = values.view(*scale.shape[:2], BLOCK)
+        blocks.copy_(self._unpack(packed)).mul_(scale * unit)
 
     def _unpack(self, packed: Tensor) -> Tensor:
         """Return the integers times 2^(8 − bits): as int8, each in the highest bits of its byte."""
@@ -178,19 +180,20 @@ class IntegerCodec(Codec):
             return packed
         words, highest, device = packed.view(torch.int32), 8 - self.bits, packed.device
         mask = _in_each_byte(2**self.bits - 1 << highest, device)
-        integers = torch.empty(len(packed), BLOCK, dtype=torch.int8, device=device)
-        for i, column in enumerate(integers.view(torch.int32).chunk(8 // self.bits, dim=1)):
+        integers = torch.empty(*packed.shape[:2], BLOCK, dtype=torch.int8, device=device)
+        for i, column in enumerate(integers.view(torch.int32).chunk(8 // self.bits, dim=-1)):
             torch.bitwise_left_shift(words, _int32(highest - i * self.bits, device), out=column)
             column.bitwise_and_(mask)
         return integers
 
     def _split(self, payload: Tensor, start: int, elements: int) -> tuple[Tensor, Tensor]:
-        """Return views of the scales (float32) and packed integers (int8), one row per block."""
-        first, last = start // BLOCK, -(-(start + elements) // BLOCK)
-        size, offset = self.block_bytes - 4, payload.numel() // self.block_bytes * 4
-        scales = payload[4 * first : 4 * last].view(torch.float32)
-        packed = payload[offset + size * first : offset + size * last].view(torch.int8)
-        return scales.view(-1, 1), packed.view(-1, size)
+        """Return views of the scales (float32) and packed integers (int8): payload × block × …."""
+        rows = payload if payload.dim() == 2 else payload[None]
+        first, last = start // BLOCK, -(-(start + elements // len(rows)) // BLOCK)
+        size, offset = self.block_bytes - 4, rows.shape[1] // self.block_bytes * 4
+        scales = rows[:, 4 * first : 4 * last].view(torch.float32)
+        packed = rows[:, offset + size * first : offset + size * last].view(torch.int8)
+        return scales[..., None], packed.view(len(rows), -1, size)
 
 
 @cache

@@ -115,6 +115,12 @@ class StageCodecs:
             chunk: Numbers per chunk, a multiple of ``BLOCK``. Zeros follow the end of ``update``.
         """
         payload = self.first_payload(chunks * chunk, update.device)
+        if update.device.type != "cpu":  # few operations on long tensors
+            values = torch.empty(chunks * chunk, dtype=torch.float32, device=update.device)
+            update.read(values[: update.elements])
+            values[update.elements :].zero_()
+            self.first.encode(values, payload.view(chunks, -1), keep_error=False)
+            return payload
         step = min(chunk, piece_elements(chunk, update.device))
         scratch = torch.empty(step, dtype=torch.float32, device=update.device)
         for number, part in enumerate(payload.chunk(chunks)):

@@ -33,7 +33,7 @@ Network threads and the quantization of sums take about the same processor time 
 training if no core is idle. In measurements, twice this share gave twice as many passes, but their
 benefit did not exceed the cost of the slower steps.
 """
-_MOST_COST_RATIO = 4  # largest cost of a part relative to the average cost; more is noise
+_MOST_COST_RATIO = 4  # largest ratio of a cost to the average cost, or its inverse; more is noise
 _SMOOTHING = 0.1  # weight of a new value in an exponential average
 _LEAST_STEPS = 8  # shortest measurement of the steps in a pass, in local steps
 
@@ -94,9 +94,12 @@ class RateControl:
         """
         for seconds in spent:
             cost = 2 * seconds  # a part needs a launch and a landing
-            if self.part_seconds:  # limits outliers, in which another process used the processor
-                cost = min(cost, _MOST_COST_RATIO * self.part_seconds)
-            self.part_seconds = _smooth(self.part_seconds, cost)
+            mean = self.part_seconds
+            if mean:  # limits outliers, in which another process used the processor
+                cost = min(cost, _MOST_COST_RATIO * mean)
+                # The first cost may be hundreds of times as large, because a GPU loads its code.
+                mean = min(mean, _MOST_COST_RATIO * cost)
+            self.part_seconds = _smooth(mean, cost)
         if self.stepped_at is not None:
             duration = now - self.stepped_at
             if self.step_seconds:  # limits outliers, which probably contain an evaluation

@@ -12,11 +12,12 @@ of the quantization errors: in a ``SnapshotPart`` the wire stores them, in an ``
 stay in x. A ``SnapshotPart`` need not store P. It then sends x instead of u.
 """
 
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -72,6 +73,8 @@ class Part(ABC):
         mean_squared: ‖D‖² of the last landing. 0 in a ``SnapshotPart``.
     """
 
+    most_buckets: ClassVar[float] = math.inf
+    """Largest number of buckets, apart from rounding. A bucket costs many operations on a GPU."""
     base: list[Tensor]
     velocity: list[Tensor]
     buffer_base: list[Tensor]
@@ -101,7 +104,8 @@ class Part(ABC):
         share_bucket: bool = False,
     ) -> None:
         self._team, self._wire, self._name = team, wire, name
-        self._bucket_bytes = BUCKET_BYTES / team.host.scale
+        part_bytes = sum(t.nbytes for t in parameters())
+        self._bucket_bytes = max(BUCKET_BYTES / team.host.scale, part_bytes / self.most_buckets)
         self._outer = Outer() if outer is None else outer
         self._find_parameters, self._find_buffers = parameters, buffers
         self._shared: int | None = None  # index of the bucket of parameters that contains buffers

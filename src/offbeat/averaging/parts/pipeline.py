@@ -11,6 +11,8 @@ and x moves by Δ − u.
 import math
 from dataclasses import dataclass, field
 
+import torch
+
 from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.parts.landing import Landing
 from offbeat.averaging.parts.part import Part
@@ -183,7 +185,7 @@ class Pipeline:
         worker, shared, view = self._worker, self._shared, self._view
         part, round = self.parts[queued.part], queued.round
         view.launches += 1
-        began = worker.team.host.now()
+        began = self._time_at(part)
         weight = buffer_weight = round.own.weight
         if shared.eager and worker.guarded and worker.size > 1 and not self.finite(part):
             # The vote has announced this worker's weight, so it cannot drop out of the mean. It
@@ -218,6 +220,17 @@ class Pipeline:
         else:
             self.report_non_finite = True
 
+    def _time_at(self, part: Part) -> float:
+        """Return the time at which the GPU of ``part`` has done the work in its queue, or now.
+
+        That work belongs to the training, so the cost of a launch or landing must not contain it.
+        """
+        if self._shared.eager:
+            for device in {bucket.tensors[0].device for bucket in part.buckets}:
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
+        return self._worker.team.host.now()
+
     def _spend(self, began: float) -> None:
         """Record the duration of a launch or landing that began at time ``began``."""
         if self._shared.eager:
@@ -237,7 +250,7 @@ class Pipeline:
         part = self.parts[state.in_flight[0]]
         if not self._shared.blocking:
             part.wait()
-        began = worker.team.host.now()
+        began = self._time_at(part)
         if take:
             part.land(worker.model_version, extra=self._optimizer_state_with(part))
         else:

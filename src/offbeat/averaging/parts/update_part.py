@@ -8,6 +8,7 @@ launch sends it.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -54,6 +55,7 @@ class UpdatePart(Part):
     sum are stored, too, encoded at the precision of the launch.
     """
 
+    most_buckets: ClassVar[float] = 4
     fade: float = 0.0
     ahead: float = 0.0
 
@@ -82,6 +84,7 @@ class UpdatePart(Part):
         self._outer_step: Handle[tuple[float, float]] = self._fixed_step
         self._updates: list[UpdateSum] = []
         self._own_buffers: list[Tensor] = []
+        self._squares: list[Tensor] = []  # ‖D‖² and ‖u‖² of pieces, not read from the GPU yet
 
     @override
     def launch(
@@ -137,6 +140,13 @@ class UpdatePart(Part):
                 self._write_buffers(i, own if moved else None, show=show)
         if not show:
             self._updates, self._own_buffers = [], []
+        if self._squares:  # read together, because each read waits for the GPU
+            device = self._squares[0].device
+            squares = torch.stack([pair.to(device) for pair in self._squares]).double().sum(0)
+            mean_squared, sent_squared = squares.tolist()
+            self.mean_squared += mean_squared
+            self.sent_squared += sent_squared
+            self._squares = []
 
     def _write_bucket(self, i: int, show: bool) -> None:
         """v ← μ·v + D; P ← P + Δ; x ← x + Δ − u, in pieces. With ``show`` only x changes."""
@@ -197,7 +207,7 @@ class UpdatePart(Part):
     ) -> None:
         """Compute scratch[0] ← Δ − u of one piece.
 
-        Unless ``show`` is set, this moves P and v, and adds to ``squares``.
+        Unless ``show`` is set, this moves P and v, and adds to ``squares`` or ``self._squares``.
         """
         shift, sent = scratch
         base = self.base[i][start : start + shift.numel()]
@@ -212,8 +222,7 @@ class UpdatePart(Part):
             kernels.apply_mean(*arrays, self.fade, self.ahead)
             return
         if not show:
-            # Both squares are in one tensor, because each call of ``tolist`` waits for the GPU.
-            squares += torch.stack([torch.dot(values, values) for values in scratch]).tolist()
+            self._squares.append(torch.stack([torch.dot(values, values) for values in scratch]))
         self._outer_shift(shift, velocity, show)
         if not show:
             base.add_(shift)
