@@ -101,7 +101,7 @@ def test_a_killed_worker_is_started_again(fresh: bool, folder: Path) -> None:
     assert len(addresses) == 1
     assert re.fullmatch(r"127\.0\.0\.1:\d+", addresses.pop())
     assert sorted(out.splitlines()) == ["[0] one-0-0", "[1] one-1-0", "[1] one-1-1"]
-    assert "offbeat: worker 1 was ended by SIGKILL; again in 0.5 s (1 of 3)\n" in err
+    assert "offbeat: worker 1 was ended by SIGKILL; again in 0.1 s (1 of 3)\n" in err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")

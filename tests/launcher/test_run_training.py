@@ -76,7 +76,7 @@ def test_a_lost_worker_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         os.replace("end.part", "end")
         out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, err
-    assert "offbeat: worker 1 was ended by SIGKILL; again in 0.5 s (1 of 3)\n" in err
+    assert "offbeat: worker 1 was ended by SIGKILL; again in 0.1 s (1 of 3)\n" in err
     assert "offbeat: the training has ended\n" in err
     ends = [json.loads(Path(f"{name}.ended").read_text()) for name in ("0-0", "1-1")]
     assert ends[0] == ends[1], "the same model"

@@ -92,7 +92,7 @@ def test_a_killed_worker_is_started_again(launcher: Launcher) -> None:
     told = [line for line in launcher.events if "worker 1" in line]
     assert told == [
         "worker 1 started",
-        "worker 1 was ended by SIGKILL; again in 0.5 s (1 of 3)",
+        "worker 1 was ended by SIGKILL; again in 0.1 s (1 of 3)",
         "worker 1 started again",
         "worker 1 ended",
     ]
@@ -104,7 +104,7 @@ def test_a_script_that_always_fails_is_given_up(launcher: Launcher) -> None:
     told = [line for line in launcher.events if "worker 1" in line]
     assert told == [
         "worker 1 started",
-        "worker 1 ended with exit code 3; again in 0.5 s (1 of 1)",
+        "worker 1 ended with exit code 3; again in 0.1 s (1 of 1)",
         "worker 1 started again",
         "worker 1 ended with exit code 3; not again (--max-restarts 1)",
     ]
@@ -148,7 +148,7 @@ def test_a_training_may_end_before_the_restart(launcher: Launcher) -> None:
     answers = iter([False, True, True])
     assert launcher.run("sys.exit(1)", ended=lambda: next(answers)) == 0
     assert launcher.events[1:] == [
-        "worker 0 ended with exit code 1; again in 0.5 s (1 of 3)",
+        "worker 0 ended with exit code 1; again in 0.1 s (1 of 3)",
         "worker 0 is not started again: the training has ended",
         "the training has ended",
     ]

@@ -28,7 +28,7 @@ from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 logger = logging.getLogger("offbeat")
 _RETRY_SILENCE_SECONDS = 3.0  # wait for members that did not answer during the last opening
 _CLOSING_SECONDS = 5.0  # longest wait for the threads of a view that has ended
-_STORE_SECONDS = 1.0  # time between two reads of the store
+_STORE_SECONDS = 0.25  # time between two reads of the store
 _HEARTBEAT_SECONDS = 0.2  # time between two checks of the heartbeat connections
 
 

@@ -1,7 +1,8 @@
 """The server process that forks workers. ``forking.py`` describes the protocol.
 
-``python -m offbeat.launcher.fork_server FD MODULE…`` runs the server. ``FD`` is the file descriptor
-of its end of the socket pair. It imports each ``MODULE``.
+``python -m offbeat.launcher.fork_server FD SCRIPT MODULE…`` runs the server. ``FD`` is the file
+descriptor of its end of the socket pair. It imports each ``MODULE``, and the packages that
+``SCRIPT`` imports, unless that is empty.
 """
 
 import contextlib
@@ -13,12 +14,15 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import warnings
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 
-from offbeat.launcher.forking import INTEGER, prepare_worker
+from offbeat.launcher.forking import INTEGER, prepare_worker, server_command
+from offbeat.launcher.script_imports import import_packages_of
 
 
 def serve(channel: socket.socket) -> None:
@@ -26,9 +30,6 @@ def serve(channel: socket.socket) -> None:
 
     In a forked process it raises what ends the worker: SystemExit, or the error of its function.
     """
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports many more modules
-    if not sys.flags.safe_path:
-        del sys.path[0]  # the server's start directory; a worker inserts its own
     # The warning is about numpy's threads, which numpy starts again in the child.
     warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
     gc.freeze()  # workers' garbage collectors skip these objects, so their memory stays shared
@@ -114,8 +115,21 @@ def _run_worker(request: dict[str, Any], out: int, errors: int) -> NoReturn:
     raise SystemExit(0)
 
 
+def _import_modules(channel: int, script: str, modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports many more modules
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the server's start directory; a worker inserts its own
+    if script:
+        import_packages_of(script)
+        # A fork of a process with threads, or that uses a GPU, may not work. Start without them.
+        if threading.active_count() > 1 or torch.cuda.is_initialized():
+            command = server_command(channel, "", modules)
+            os.execv(command[0], command)
+
+
 if __name__ == "__main__":
-    for wanted in sys.argv[2:]:
-        importlib.import_module(wanted)
+    _import_modules(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         serve(channel)

@@ -104,6 +104,12 @@ class ForkedProcess:
         return int(INTEGER.unpack(data)[0]) if data else _SERVER_ENDED
 
 
+def server_command(channel: int, script: str, modules: Sequence[str]) -> list[str]:
+    """Return the command of a server. ``channel`` is the descriptor of its socket."""
+    server = [sys.executable, "-m", "offbeat.launcher.fork_server"]
+    return [*server, str(channel), script, *modules]
+
+
 class ForkServer:
     """A server process that forks workers, and this process's connection to it.
 
@@ -114,19 +120,20 @@ class ForkServer:
         modules: Modules that the server imports before it forks the first worker.
         environment: Environment of the server. None: that of this process. Libraries read some
             variables, such as ``OMP_NUM_THREADS``, when the server imports them.
+        script: Path of a script whose packages the server imports, too. Empty: none.
     """
 
     def __init__(
-        self, modules: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        modules: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        script: str = "",
     ) -> None:
         self._owner = os.getpid()  # a fork of this process inherits the object
         self._channel, other = socket.socketpair()
         with other:
             self._server = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "offbeat.launcher.fork_server"),
-                    *(str(other.fileno()), *modules),
-                ],
+                server_command(other.fileno(), script, modules),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],

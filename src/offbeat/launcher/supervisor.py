@@ -9,7 +9,7 @@ from offbeat.launcher.script import TEMPORARY
 from offbeat.launcher.signals import Interruption, signal_name
 from offbeat.launcher.worker import Starter, Worker
 
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.05
 
 
 class Training(Protocol):

@@ -14,8 +14,7 @@ from offbeat.launcher.forking import AVAILABLE, ForkServer, prepare_worker
 from offbeat.launcher.script import FINAL
 from offbeat.launcher.signals import signal_name
 
-_FIRST_PAUSE_SECONDS = 0.5
-_LONGEST_PAUSE_SECONDS = 30.0
+_PAUSES_SECONDS = 0.1, 0.5, 2.0, 8.0, 30.0  # before each restart; the last one from then on
 _FORGET_SECONDS = 60.0  # a worker that has lived this long has recovered from its last failure
 _SCRIPT = "offbeat.launcher.script"
 _PRELOADED = "offbeat.launcher.preloaded"
@@ -93,7 +92,8 @@ class Starter:
     def _open_server(self) -> ForkServer:
         if self._server is None or not self._server.usable:
             self.close()
-            self._server = ForkServer([_PRELOADED], self._environment)
+            script = "" if self._program.is_module else self._program.target
+            self._server = ForkServer([_PRELOADED], self._environment, script)
         return self._server
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class Worker:
             self._restarts = 0
         if self._restarts >= self._most_restarts:
             return f"not again (--max-restarts {self._most_restarts})"
-        pause = min(_FIRST_PAUSE_SECONDS * 2**self._restarts, _LONGEST_PAUSE_SECONDS)
+        pause = _PAUSES_SECONDS[min(self._restarts, len(_PAUSES_SECONDS) - 1)]
         self._restarts += 1
         self.due = time.monotonic() + pause
         return f"again in {pause:g} s ({self._restarts} of {self._most_restarts})"
