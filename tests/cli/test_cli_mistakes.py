@@ -320,6 +320,20 @@ SIMULATION = [
             "plan --model digits --parameters 5 --step-time 1s --bandwidth 1gbit",
             "--model measures .*",
         ),
+        # train --elastic
+        *(
+            (f"train digits --elastic {options}", f"--elastic with {what}: workers come and go; .*")
+            for options, what in [
+                ("--bandwidth 1gbit", "--bandwidth"),
+                ("--evaluations 3", "--evaluations"),
+                ("--max-seconds 9", "--max-seconds"),
+                ("--checkpoints no", "--checkpoints"),
+                ("--injection 0.5,0.5", "--injection"),
+                ("--partition label:2", "--partition label:2"),
+            ]
+        ),
+        ("train digits --elastic -s easgd", "--elastic with easgd: a baseline needs all its .*"),
+        ("train digits --elastic -s torch:ddp", "--.* torch:ddp: the workers take different .*"),
         # run and store
         ("run --workers 2", r"Missing argument '(?i:script)'\."),
         ("run FILES/exit.py", "run needs --workers, as in --workers 4, or --join host:port"),
@@ -338,7 +352,7 @@ SIMULATION = [
         ("run -n 2 --max-restarts -1 FILES/exit.py", "max-restarts must be at least 0, got -1"),
         ("run -n 2 --grace 20 FILES/exit.py", f"'20' {DURATION}"),
         ("run -n 2 --store x FILES/exit.py", "the address of a store is host:port, .* got 'x'"),
-        ("run --join file://x FILES/exit.py", "the path in 'file://x' must be absolute, .*"),
+        ("run --join file://x FILES/exit.py", ".* or file:///path, got 'file://x'"),
         ("run -n 2 --store file:///no/x FILES/exit.py", ".*: the directory /no does not exist"),
         ("run -n 2 --store a:1 --join b:1 FILES/exit.py", "--store keeps the store here and .*"),
         ("run -n 2 --worker 3 FILES/exit.py", "No such option: --worker.*"),

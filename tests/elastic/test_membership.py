@@ -627,7 +627,7 @@ def test_a_view_of_one_worker_can_be_joined() -> None:
 
 @pytest.mark.parametrize("address", ["", "here", "host:", ":29500", "host:port"])
 def test_an_invalid_address_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match=r"host:port or file://path, got"):
+    with pytest.raises(ValueError, match=r"is host:port, .* got"):
         offbeat.join(address)
 
 

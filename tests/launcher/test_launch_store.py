@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from offbeat.elastic.address import parse_address
 from offbeat.elastic.joining import LATEST_TRAINING
 from offbeat.elastic.store import SharedStore
 from offbeat.errors import CommunicationTimeout, OffbeatError
 from offbeat.launcher import store as launch_store
-from offbeat.launcher.address import parse_address
 from offbeat.launcher.store import LaunchStore, keep_store, open_store
 
 
@@ -26,7 +26,7 @@ def never() -> bool:
         ("10.0.0.1:29500", ("10.0.0.1", 29500)),
         ("node-1:0", ("node-1", 0)),
         ("::1:29500", ("::1", 29500)),
-        ("file:///tmp/store", None),
+        ("file:///tmp/store", "/tmp/store"),
     ],
 )
 def test_addresses(text: str, expected: object) -> None:
@@ -40,8 +40,8 @@ def test_addresses(text: str, expected: object) -> None:
         (":29500", "got ':29500'"),
         ("node:port", "got 'node:port'"),
         ("node:65536", "got 'node:65536'"),
-        ("file://store", "must be absolute, as in file:///shared/store"),
-        ("file:///no/such/store", "the directory /no/such does not exist"),
+        ("file://store", "got 'file://store'"),
+        ("file://node:1", "got 'file://node:1'"),
     ],
 )
 def test_wrong_addresses(text: str, message: str) -> None:
@@ -109,6 +109,22 @@ def test_the_training_ends_for_every_launcher(two: tuple[LaunchStore, LaunchStor
     assert second.training_has_ended()
     base.put(LATEST_TRAINING, "another")
     assert not first.training_has_ended()
+
+
+def test_a_process_tells_that_it_trains_and_has_finished(
+    two: tuple[LaunchStore, LaunchStore],
+) -> None:
+    """If the store does not answer, it may have finished."""
+    first, second = two
+    base = launch_store._connect(first.address)
+    assert (second.rank_of("process"), second.has_finished("process")) == (None, False)
+    base.put("process", ["one", 3])
+    assert (second.rank_of("process"), second.has_finished("process")) == (3, False)
+    base.within("one").put("finished/3", True)
+    assert second.has_finished("process")
+    second._connection = None
+    second.address = "127.0.0.1:1"
+    assert (second.rank_of("process"), second.has_finished("process")) == (None, True)
 
 
 def test_the_keeper_knows_who_uses_its_store() -> None:

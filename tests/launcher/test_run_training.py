@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ne
 
 # Trains until the step in the file "end". Writes its state when it has trained three steps.
 TRAIN = """
-import json, os, time
+import json, os, signal, time
 import torch
 import torch.distributed as dist
 import offbeat
@@ -47,6 +48,8 @@ while sync.step < last():
     time.sleep(0.005)
 sync.finish()
 write(f"{name}.ended", model=model.weight.tolist(), size=sync.size, rank=dist.get_rank())
+if os.path.exists(f"kill-{name}"):
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 MARGIN = 400  # steps in which every worker looks into the file "end"
 
@@ -77,8 +80,26 @@ def test_a_lost_worker_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, err
     assert "offbeat: worker 1 was ended by SIGKILL; again in 0.1 s (1 of 3)\n" in err
+    ranks = re.findall(r"offbeat: worker 1 trains as rank (\d)\n", err)
+    assert (ranks[0] in ("0", "1"), ranks[1:]) == (True, ["2"]), "ranks are taken in turn"
+    assert "offbeat: worker 1 ended, restarted 1 time\n" in err
     assert "offbeat: the training has ended\n" in err
     ends = [json.loads(Path(f"{name}.ended").read_text()) for name in ("0-0", "1-1")]
     assert ends[0] == ends[1], "the same model"
     assert (ends[0]["size"], ends[0]["rank"]) == (2, 0)
     assert out == ""
+
+
+def test_a_worker_killed_after_the_training_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the one that saves the model, and may have run out of memory."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "end").write_text("20")
+    (tmp_path / "kill-1-0").touch()
+    monkeypatch.chdir(tmp_path)
+    with started(*COMMAND, "run", "-n", "2", "train.py") as process:
+        _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + signal.SIGKILL, err
+    assert "offbeat: worker 1 was ended by SIGKILL, after the end of the training\n" in err
+    assert "offbeat: worker 0 ended\n" in err

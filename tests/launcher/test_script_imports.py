@@ -63,8 +63,10 @@ def test_a_script_that_does_not_exist_is_ignored(folder: Path) -> None:
 @pytest.mark.skipif(not AVAILABLE, reason="forks")
 @pytest.mark.parametrize(
     ("script", "modules"),
-    [("import before", ["before"]), ("import before\nimport threaded", [])],
-    ids=["imported", "not with threads"],
+    [
+        pytest.param("import before", ["before"], id="imported"),
+        pytest.param("import before\nimport threaded", [], id="threads", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_server_forks_without_threads(script: str, modules: list[str], folder: Path) -> None:
     """If a package starts a thread, the server begins again without the script's packages."""

@@ -20,10 +20,18 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ne
 
 
 class Training:
-    """A training whose end a test chooses."""
+    """A training whose end a test chooses, and which processes have finished it."""
 
-    def __init__(self, ended: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, ended: Callable[[], bool], finished: bool) -> None:
         self.training_has_ended = ended
+        self._finished = finished
+
+    def rank_of(self, process: str) -> int | None:
+        return 7
+
+    def has_finished(self, process: str) -> bool:
+        assert process
+        return self._finished
 
 
 class Launcher:
@@ -40,6 +48,7 @@ class Launcher:
         *arguments: str,
         most_restarts: int = 3,
         ended: Callable[[], bool] = lambda: False,
+        finished: bool = False,
         interruption: Interruption | None = None,
         grace_seconds: float = 20.0,
     ) -> int:
@@ -50,7 +59,7 @@ class Launcher:
             [Worker(number, most_restarts) for number in range(workers)],
             starter,
             {"OFFBEAT_WORKERS": str(workers)},
-            Training(ended),
+            Training(ended, finished),
             Interruption() if interruption is None else interruption,
             grace_seconds,
         ).run()
@@ -59,8 +68,15 @@ class Launcher:
 
     @property
     def events(self) -> list[str]:
-        """Lines of the launcher itself, without process ids."""
-        lines = [line for line in self.err.splitlines() if line.startswith("offbeat: ")]
+        """Lines of the launcher itself, without process ids.
+
+        A short-lived worker may end before the launcher asks whether it trains.
+        """
+        lines = [
+            line
+            for line in self.err.splitlines()
+            if line.startswith("offbeat: ") and "trains" not in line
+        ]
         return [re.sub(r" \(process \d+\)", "", line)[9:] for line in lines]
 
 
@@ -94,7 +110,7 @@ def test_a_killed_worker_is_started_again(launcher: Launcher) -> None:
         "worker 1 started",
         "worker 1 was ended by SIGKILL; again in 0.1 s (1 of 3)",
         "worker 1 started again",
-        "worker 1 ended",
+        "worker 1 ended, restarted 1 time",
     ]
 
 
@@ -124,34 +140,43 @@ def test_different_models_are_not_tried_again(launcher: Launcher) -> None:
     )
 
 
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "lost before"])
 @pytest.mark.parametrize(
     ("ending", "code", "how"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 0, "was ended by SIGKILL"),
-        ("import offbeat; raise offbeat.CommunicationError('x')", 0, "ended with exit code 75"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, "was ended by SIGKILL"),
+        ("import offbeat; raise offbeat.CommunicationError('x')", 75, "ended with exit code 75"),
         ("raise OSError('no space for the model')", 1, "ended with exit code 1"),
     ],
 )
 def test_after_the_training_nothing_is_restarted(
-    ending: str, code: int, how: str, launcher: Launcher
+    ending: str, code: int, how: str, finished: bool, launcher: Launcher
 ) -> None:
-    """A worker lost near the end is a success. A script that cannot save the model is none."""
-    assert launcher.run(ending, ended=lambda: True) == code
+    """A worker lost near the end is a success. One that may not have saved the model is none."""
+    assert launcher.run(ending, ended=lambda: True, finished=finished) == code * finished
     assert launcher.events[1:] == [
         f"worker 0 {how}, after the end of the training",
         "the training has ended",
     ]
 
 
-def test_a_training_may_end_before_the_restart(launcher: Launcher) -> None:
-    """The others have finished in the pause."""
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "lost before"])
+def test_the_end_may_become_known_before_the_restart(finished: bool, launcher: Launcher) -> None:
+    """The others have finished in the pause, or the store did not answer before."""
     answers = iter([False, True, True])
-    assert launcher.run("sys.exit(1)", ended=lambda: next(answers)) == 0
+    code = launcher.run("sys.exit(1)", ended=lambda: next(answers), finished=finished)
+    assert code == finished
     assert launcher.events[1:] == [
         "worker 0 ended with exit code 1; again in 0.1 s (1 of 3)",
         "worker 0 is not started again: the training has ended",
         "the training has ended",
     ]
+
+
+def test_a_worker_that_trains_is_reported_once(launcher: Launcher) -> None:
+    assert launcher.run("time.sleep(1.5)") == 0
+    lines = [line for line in launcher.err.splitlines() if "trains" in line]
+    assert lines == ["offbeat: worker 0 trains as rank 7"]
 
 
 @contextlib.contextmanager
@@ -238,6 +263,7 @@ def test_an_error_of_the_launcher_ends_all_workers(launcher: Launcher, tmp_path:
         f"    os.replace({f'{pid}.part'!r}, {str(pid)!r})\n"
         "    time.sleep(60)\n"
         f"while not os.path.exists({str(pid)!r}): time.sleep(0.01)\n"
+        "sys.exit(1)\n"
     )
     with pytest.raises(BrokenPipeError):
         launcher.run(script, 2, ended=fail)

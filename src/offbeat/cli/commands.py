@@ -58,6 +58,14 @@ def train(
     bandwidth: Annotated[
         str | None, typer.Option(help=SHAPED_LINKS, rich_help_panel=Panel.WORKERS)
     ] = None,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="Restart lost workers while the others train, with leased data.",
+            rich_help_panel=Panel.WORKERS,
+        ),
+    ] = False,
 ) -> None:
     """Train a recipe under one strategy on local worker processes, or on those of torchrun.
 
@@ -67,6 +75,7 @@ def train(
     offbeat train mnist:cnn -s local:period=8 --data ~/mnist --records run.jsonl
     offbeat train digits -s diloco --checkpoints runs/digits --save-every 100
     offbeat train digits -s diloco --checkpoints runs/digits --resume
+    offbeat train digits --workers 4 -s streaming --elastic
     torchrun --nproc-per-node 4 -m offbeat.cli train digits -s async:staleness=16
     """
 

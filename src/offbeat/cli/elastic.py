@@ -10,8 +10,8 @@ from typing import NoReturn
 
 from offbeat.arguments import require_integer
 from offbeat.cli.options import RunOptions
+from offbeat.elastic.address import parse_address
 from offbeat.launcher import output
-from offbeat.launcher.address import parse_address
 from offbeat.launcher.launch import Launch, launch
 from offbeat.launcher.signals import Interruption, signal_name
 from offbeat.launcher.worker import Program
@@ -35,7 +35,9 @@ def run(script: str, arguments: list[str] | None, options: RunOptions) -> NoRetu
         grace_seconds=parse_seconds(options.grace, allow_zero=True),
     )
     require_integer("max-restarts", options.max_restarts, least=0)
-    parse_address(address)
+    path = parse_address(address)
+    if isinstance(path, str) and not os.path.isdir(folder := os.path.dirname(path)):
+        raise ValueError(f"{address}: the directory {folder} does not exist")
     _require_program(script, options.module)
     raise SystemExit(launch(settings))
 

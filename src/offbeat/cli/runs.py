@@ -25,6 +25,7 @@ from offbeat.cli.launcher import (
     command_line,
     real_workers,
     require_single_process,
+    train_elastic,
     with_launched_workers,
 )
 from offbeat.cli.options import (
@@ -57,8 +58,10 @@ from offbeat.units import to_seconds
 _MOST_SEEDS = 1000
 
 
-def train(job: Job, bandwidth: str | None) -> None:
+def train(job: Job, bandwidth: str | None, elastic: bool) -> None:
     """Train a recipe with one method on real workers."""
+    if elastic:
+        train_elastic(job, bandwidth)
     job = replace(with_launched_workers(job), live=True)
 
     def check() -> None:

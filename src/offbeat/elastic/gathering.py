@@ -7,6 +7,8 @@ a first start, a restart and a late start are the same:
                        FileStore on a disk that all workers share
     OFFBEAT_WORKERS    number of workers with which training begins: ``4``, or ``2:4`` for 4, or for
                        2 to 3 if no more have come after 30 s
+    OFFBEAT_REPORT     key to which this process writes the key prefix of its training and its
+                       identity, when it begins to train; optional
 
 The store must outlive the workers, so a launcher keeps it in a process of its own. One store serves
 one training. The keys in the store, besides those of ``elastic/agreement.py``:
@@ -30,6 +32,7 @@ Each worker runs the same protocol:
    training by a new one (compare-and-set), and all gather again.
 """
 
+import contextlib
 import itertools
 import logging
 import os
@@ -43,6 +46,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from offbeat.elastic.address import parse_address
 from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.joining import (
     LATEST_TRAINING,
@@ -53,7 +57,7 @@ from offbeat.elastic.joining import (
     new_identity,
 )
 from offbeat.elastic.membership import Participant
-from offbeat.elastic.store import SharedStore, StoreLostError, connect_to_store, is_address
+from offbeat.elastic.store import SharedStore, StoreLostError, connect_to_store
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
 from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import ModelLostError, View
@@ -63,7 +67,7 @@ T = TypeVar("T")
 logger = logging.getLogger("offbeat")
 PATIENCE_SECONDS = 30.0
 """Time after which training begins with fewer workers, if ``OFFBEAT_WORKERS`` allows it."""
-_STORE, _WORKERS = "OFFBEAT_STORE", "OFFBEAT_WORKERS"
+_STORE, _WORKERS, _REPORT = "OFFBEAT_STORE", "OFFBEAT_WORKERS", "OFFBEAT_REPORT"
 _ATTEMPTS = 10  # attempts to begin or join a training; each ends with the loss of a worker
 _REFUSALS = 2  # requests to join that the members may refuse
 
@@ -123,8 +127,10 @@ def gathering_from_environment() -> "Gathering | None":
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if not address or hasattr(world, "make_communicator"):
         return None
-    if not is_address(address):
-        raise AttachError(f"{_STORE} must be host:port or file:///path, got {address!r}")
+    try:
+        parse_address(address)
+    except ValueError as error:
+        raise AttachError(f"{_STORE}: {error}") from None
     if not workers:
         raise AttachError(
             f"{_STORE} is set and {_WORKERS} is not: set it to the number of workers, such as 4"
@@ -203,6 +209,7 @@ class Gathering(Transport):
             finally:
                 self._agreement = agreement
             if isinstance(outcome, View):
+                _report(root, name, agreement.worker)
                 return outcome.communicator
             agreement.heartbeats.close()
             if outcome is Refusal.LOST:
@@ -269,6 +276,13 @@ class Gathering(Transport):
                 "that joins the workers in GLOO_SOCKET_IFNAME"
             )
         return CommunicationTimeout(text)
+
+
+def _report(root: SharedStore, name: str, worker: int) -> None:
+    """Tell the launcher that this process trains, if it wants to know."""
+    if key := os.environ.get(_REPORT):
+        with contextlib.suppress(StoreLostError):
+            root.call(partial(root.put, key, [name, worker]), "reporting failed")
 
 
 def _latest_training(root: SharedStore) -> str:

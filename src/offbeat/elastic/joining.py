@@ -12,10 +12,11 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any
 
+from offbeat.elastic.address import parse_address
 from offbeat.elastic.agreement import SILENCE_SECONDS, Agreement, Decision
 from offbeat.elastic.heartbeats import HeartbeatConnections
 from offbeat.elastic.membership import Participant
-from offbeat.elastic.store import SharedStore, connect_to_store, is_address
+from offbeat.elastic.store import SharedStore, connect_to_store
 from offbeat.errors import CommunicationError, CommunicationTimeout, EndedError
 from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import View
@@ -38,7 +39,7 @@ def join(address: str | None = None) -> Transport:
 
     Args:
         address: Address of the store of the running training's process group, as ``host:port`` or
-            ``file://path``. None uses the environment variables ``MASTER_ADDR`` and
+            ``file:///path``. None uses the environment variables ``MASTER_ADDR`` and
             ``MASTER_PORT``.
 
     Raises:
@@ -52,8 +53,7 @@ def join(address: str | None = None) -> Transport:
                 f"{' and '.join(missing)} in the environment"
             )
         address = ":".join(os.environ[name] for name in variables)
-    if not is_address(address):
-        raise ValueError(f"the address of a store is host:port or file://path, got {address!r}")
+    parse_address(address)
     return Newcomer(address)
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from offbeat.elastic.address import parse_address
 from offbeat.errors import CommunicationError
 from offbeat.transport.torch_backend.store_access import call_within
 
@@ -17,7 +18,6 @@ T = TypeVar("T")
 _LIMIT_SECONDS = 10.0  # default time limit of SharedStore.call()
 _CONNECT_SECONDS = 30.0  # longest wait for a connection to the store
 _MARGIN_SECONDS = 1.0  # delay with which torch may raise its time-out error
-_FILE = "file://"
 
 
 class StoreLostError(CommunicationError):
@@ -90,19 +90,13 @@ class SharedStore:
         )
 
 
-def is_address(text: str) -> bool:
-    """Return True if ``text`` has the form of an address of a store: host:port or file://path."""
-    host, _, port = text.rpartition(":")
-    return text.startswith(_FILE) or bool(host and port.isdecimal())
-
-
 def connect_to_store(
     address: str, timeout_seconds: float, *, what: str, create: bool = False
 ) -> SharedStore:
     """Connect to the store of other processes.
 
     Args:
-        address: ``host:port`` or ``file://path``.
+        address: ``host:port`` or ``file:///path``.
         timeout_seconds: Time for which to try again if no store answers, at most 30 s.
         what: Beginning of the error message.
         create: True to create the file of a ``file://`` store if it does not exist.
@@ -110,20 +104,20 @@ def connect_to_store(
     Raises:
         StoreLostError: No store answers. Or the file does not exist; with ``create``, its
             directory.
+        ValueError: The address has another form.
     """
-    if address.startswith(_FILE):
-        path = os.path.abspath(address.removeprefix(_FILE))
-        needed = os.path.dirname(path) if create else path
+    where = parse_address(address)
+    if isinstance(where, str):
+        needed = os.path.dirname(where) if create else where
         if not os.path.exists(needed):
             missing = f"directory {needed} for the store" if create else "store"
             raise StoreLostError(f"{what}: there is no {missing} at {address}")
-        return SharedStore(dist.FileStore(path), address)  # type: ignore[attr-defined]
-    host, _, port = address.rpartition(":")
+        return SharedStore(dist.FileStore(where), address)  # type: ignore[attr-defined]
     seconds = min(timeout_seconds, _CONNECT_SECONDS)
 
     def connect() -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
-            *(host, int(port)),
+            *where,
             is_master=False,
             wait_for_workers=False,
             timeout=timedelta(seconds=seconds),

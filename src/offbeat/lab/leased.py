@@ -24,12 +24,15 @@ class LeasedBatches(Iterable[Any]):
     Args:
         task: Task that has the samples.
         sync: Synchronizer of the workers.
+        workers: Number of workers with which the training begins.
         seed: Seed of the order of the samples.
         readers: Number of processes that load batches in advance.
     """
 
-    def __init__(self, task: Task, sync: Synchronizer, *, seed: int, readers: int = 0) -> None:
-        self._task, self._workers = task, sync.size
+    def __init__(
+        self, task: Task, sync: Synchronizer, *, workers: int, seed: int, readers: int = 0
+    ) -> None:
+        self._task, self._workers = task, workers
         size = task.batch_size
         self._sampler = LeasedSampler(
             task.samples,
@@ -37,7 +40,7 @@ class LeasedBatches(Iterable[Any]):
             sync=sync,
             seed=seed,
             drop_last=len(task.samples) > size,
-            total_batches=task.steps * sync.size,
+            total_batches=task.steps * workers,
         )
         loader = DataLoader(
             task.samples, batch_size=None, sampler=self._sampler, num_workers=readers

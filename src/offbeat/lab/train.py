@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat.attach import attach
 from offbeat.data import DataInjection, injected_batch_size
@@ -77,7 +78,11 @@ def worker_device() -> torch.device:
 
 
 def train_worker(
-    job: Job, emit: Callable[[Event], None], stop_request: StopRequest | None = None
+    job: Job,
+    emit: Callable[[Event], None],
+    stop_request: StopRequest | None = None,
+    *,
+    rank: int | None = None,
 ) -> None:
     """Run ``job`` on this worker. A collective.
 
@@ -96,14 +101,17 @@ def train_worker(
         emit: Function that receives the events on rank 0. Other ranks do not call it.
         stop_request: Object through which the run can be asked to stop early. Requires
             ``job.checkpoints``.
+        rank: Number from which the seed of this worker is computed. None: its rank.
     """
-    _Worker(job, emit if dist.get_rank() == 0 else (lambda event: None)).run(stop_request)
+    emit = emit if dist.get_rank() == 0 else (lambda event: None)
+    _Worker(job, emit, dist.get_rank() if rank is None else rank).run(stop_request)
 
 
 class _Worker:
     """One worker of a run."""
 
-    def __init__(self, job: Job, emit: Callable[[Event], None]) -> None:
+    def __init__(self, job: Job, emit: Callable[[Event], None], rank: int) -> None:
+        self._rank = rank
         self._job, self._device, self._emit = job, worker_device(), EventLog(emit)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -122,7 +130,7 @@ class _Worker:
         self._measure_links()
         self._control_step_times()
         for seed in (torch.manual_seed, np.random.seed, random.seed):
-            seed(job.seed * 1000 + dist.get_rank())  # ranks draw different augmentation and dropout
+            seed(job.seed * 1000 + self._rank)  # ranks draw different augmentation and dropout
         method = self._start_method()
         emit(Start(task.steps, sum(p.nbytes for p in task.model.parameters())))
         checkpoints = RunCheckpoints(job, task, method, emit)
@@ -185,7 +193,10 @@ class _Worker:
             return chosen.start(
                 task, job.lr_scale, attach_strategy, self._batches, job.timeout_seconds
             )
-        return Attached(task, job.lr_scale, attach_strategy(chosen))
+        sync = attach_strategy(chosen)
+        if isinstance(task.scheduler, LRScheduler):
+            sync.share_state(task.scheduler.state_dict, task.load_scheduler)
+        return Attached(task, job.lr_scale, sync)
 
     def _control_step_times(self) -> None:
         """If ``job`` controls the step times, let ``task.loss`` sleep on real workers."""
@@ -251,7 +262,10 @@ class _Worker:
         job, task = self._job, task or self._task
         readers = task.readers if self._device.type == "cuda" else 0
         if job.partition == LEASED and isinstance(method, Attached):
-            for batch in LeasedBatches(task, method.sync, seed=job.seed, readers=readers):
+            leased = LeasedBatches(
+                task, method.sync, workers=job.workers, seed=job.seed, readers=readers
+            )
+            for batch in leased:
                 yield to_device(batch, self._device)
             return
         sampler = job.sampler_for(task, dist.get_rank())

@@ -5,7 +5,8 @@ in a file has no keeper. Launchers use these keys:
 
 - ``offbeat/launch/workers``: the first launcher's ``--workers``, such as ``"2:4"``;
 - ``offbeat/launch/announced`` and ``offbeat/launch/left``: how many other launchers have begun to
-  use the store, and how many of them no longer need it.
+  use the store, and how many of them no longer need it;
+- ``offbeat/launch/process/<name>``: key prefix of the training, and rank, of a process that trains.
 """
 
 import errno
@@ -18,10 +19,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from offbeat.elastic.address import parse_address
 from offbeat.elastic.gathering import training_has_ended
 from offbeat.elastic.store import SharedStore, connect_to_store
 from offbeat.errors import CommunicationTimeout, OffbeatError
-from offbeat.launcher.address import parse_address
 from offbeat.launcher.output import report
 from offbeat.transport.torch_backend.store_access import call_within
 
@@ -164,6 +165,23 @@ class LaunchStore:
             self._training_ended = bool(self._query(lambda store: training_has_ended(store.store)))
         return self._training_ended
 
+    def rank_of(self, process: str) -> int | None:
+        """Return the rank with which a process trains. None if it does not, or that is unknown.
+
+        ``process`` is the value of its ``OFFBEAT_REPORT``.
+        """
+        place = self._query(lambda store: store.get(process))
+        return None if place is None else int(place[1])
+
+    def has_finished(self, process: str) -> bool:
+        """Return True if a process has finished the training. True also if that is unknown."""
+
+        def find(store: SharedStore) -> bool:
+            training, rank = store.get(process) or (None, None)
+            return training is not None and store.get(f"{training}/finished/{rank}") is not None
+
+        return self._query(find) is not False
+
     def _query(self, function: Callable[[SharedStore], T]) -> T | None:
         """Call ``function`` with the store. Returns None if the store does not answer in time."""
         try:
@@ -181,7 +199,7 @@ def open_store(address: str, *, keep: bool) -> LaunchStore:
     Raises OffbeatError if the store cannot be kept.
     """
     where = parse_address(address)
-    if not keep or where is None:
+    if not keep or isinstance(where, str):
         return LaunchStore(address)
     kept = keep_store(*where)
     return LaunchStore(f"{where[0]}:{kept.port}", kept)
@@ -190,7 +208,7 @@ def open_store(address: str, *, keep: bool) -> LaunchStore:
 def _connect(address: str) -> SharedStore:
     """Connect to a store. Raises OSError or RuntimeError if that fails within 3 s."""
     where = parse_address(address)
-    if where is not None:
+    if not isinstance(where, str):
         # Without a store, TCPStore would write a warning for each of its attempts.
         socket.create_connection(where, _QUERY_SECONDS).close()
     return connect_to_store(address, _QUERY_SECONDS, what="launching failed", create=True)

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from offbeat.launcher.output import Outputs, report
-from offbeat.launcher.script import TEMPORARY
 from offbeat.launcher.signals import Interruption, signal_name
 from offbeat.launcher.worker import Starter, Worker
 
 _POLL_SECONDS = 0.05
+_ASK_SECONDS = 0.5  # time between two reads of the store, while a worker does not train yet
 
 
 class Training(Protocol):
@@ -17,6 +17,12 @@ class Training(Protocol):
 
     def training_has_ended(self) -> bool:
         """Return True if the training has ended. False also if that is unknown."""
+
+    def rank_of(self, process: str) -> int | None:
+        """Return the rank with which a process trains. None if it does not, or that is unknown."""
+
+    def has_finished(self, process: str) -> bool:
+        """Return True if a process has finished the training. True also if that is unknown."""
 
 
 class Supervisor:
@@ -47,6 +53,7 @@ class Supervisor:
         self._forwarded = False  # True once the signal has been sent to the workers
         self._given_up: list[int] = []  # exit codes of workers that failed too often
         self._failed_afterwards: list[int] = []  # exit codes of failures after the training
+        self._asked_at = 0.0
 
     def run(self) -> int:
         """Run the workers until none is active, and return the exit code of the launcher.
@@ -54,7 +61,8 @@ class Supervisor:
         The first of these cases determines the code:
 
         - A signal n has arrived: 128 + n.
-        - The training has ended: the code of the first script that failed afterwards, or 0.
+        - The training has ended: the code of the first process that finished it and failed
+          afterwards, or 0.
         - A worker was given up: its code, that of the first one if there are several.
         - Otherwise: 0.
         """
@@ -70,6 +78,7 @@ class Supervisor:
                 self._outputs.copy(0.0 if ended else _POLL_SECONDS)
                 for worker, how in ended:
                     self._after_end(worker, how)
+                self._report_training()
         finally:
             for worker in self._workers:
                 worker.end()
@@ -88,6 +97,7 @@ class Supervisor:
         if again and self._training.training_has_ended():
             worker.due = None
             report(f"worker {worker.number} is not started again: the training has ended")
+            self._count_failure(worker)  # it may have ended before, when the store was silent
             return
         with self._outputs.open(worker.number) as (out, errors):
             worker.start(self._starter, self._variables, out, errors)
@@ -96,19 +106,38 @@ class Supervisor:
     def _after_end(self, worker: Worker, how: str) -> None:
         """Report the end of a worker's process, and plan the next one if there has to be one."""
         what = f"worker {worker.number} {how}"
-        over = self._training.training_has_ended()
+        count = worker.starts - 1
+        restarts = f", restarted {count} time{'s' * (count > 1)}" * (count > 0)
         if worker.code == 0 or self._interruption:
-            report(what)
-        elif over:
-            report(f"{what}, after the end of the training")
-            # The training needs no worker any more. But a script that no signal has ended may have
-            # failed to save its model.
-            if worker.code < 128 and worker.code != TEMPORARY:
-                self._failed_afterwards.append(worker.code)
+            report(f"{what}{restarts}")
+        elif self._training.training_has_ended():
+            report(f"{what}, after the end of the training{restarts}")
+            self._count_failure(worker)
         else:
             report(f"{what}; {worker.plan_restart()}")
             if worker.due is None:
                 self._given_up.append(worker.code)
+
+    def _count_failure(self, worker: Worker) -> None:
+        """Keep the exit code of a worker whose process has failed, if it matters.
+
+        The training has ended. So a process that failed before it had finished the training itself
+        is not needed any more. One that failed later, even by a signal of the kernel (out of
+        memory), may not have saved its model.
+        """
+        if self._training.has_finished(worker.report):
+            self._failed_afterwards.append(worker.code)
+
+    def _report_training(self) -> None:
+        """Report the workers that have begun to train."""
+        waiting = [each for each in self._workers if each.process and not each.trains]
+        if not waiting or time.monotonic() < self._asked_at + _ASK_SECONDS:
+            return
+        self._asked_at = time.monotonic()
+        for worker in waiting:
+            if (rank := self._training.rank_of(worker.report)) is not None:
+                worker.trains = True
+                report(f"worker {worker.number} trains as rank {rank}")
 
     def _handle_signal(self) -> None:
         interruption, grace = self._interruption, self._grace_seconds

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +18,8 @@ from offbeat.launcher.signals import signal_name
 _PAUSES_SECONDS = 0.1, 0.5, 2.0, 8.0, 30.0  # before each restart; the last one from then on
 _FORGET_SECONDS = 60.0  # a worker that has lived this long has recovered from its last failure
 _SCRIPT = "offbeat.launcher.script"
-_PRELOADED = "offbeat.launcher.preloaded"
+PRELOADED = "offbeat.launcher.preloaded"
+"""Module that imports what almost every script needs."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,13 @@ class Program:
         target: Path of a script, or name of a module.
         arguments: Its arguments.
         is_module: True if ``target`` is the name of a module.
+        preloaded: Names of modules that the fork server imports for it.
     """
 
     target: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
+    preloaded: tuple[str, ...] = (PRELOADED,)
 
     def argv(self) -> list[str]:
         """Return the arguments of ``offbeat.launcher.script``."""
@@ -93,7 +97,7 @@ class Starter:
         if self._server is None or not self._server.usable:
             self.close()
             script = "" if self._program.is_module else self._program.target
-            self._server = ForkServer([_PRELOADED], self._environment, script)
+            self._server = ForkServer(self._program.preloaded, self._environment, script)
         return self._server
 
     def close(self) -> None:
@@ -117,6 +121,8 @@ class Worker:
         process: The running process. None if there is none.
         due: Time (``time.monotonic``) of the next start. None if none is planned.
         code: Exit code of the last process that has ended: 128 + n after the signal n.
+        report: Key to which the current process writes its place in the training.
+        trains: True once it was reported that the current process trains.
     """
 
     def __init__(self, number: int, most_restarts: int) -> None:
@@ -125,6 +131,8 @@ class Worker:
         self.process: Process | None = None
         self.due: float | None = time.monotonic()
         self.code = 0
+        self.report = ""
+        self.trains = False
         self._most_restarts = most_restarts
         self._restarts = 0  # since the last process that has lived for a minute
         self._started_at = 0.0
@@ -141,7 +149,12 @@ class Worker:
 
     def start(self, starter: Starter, variables: Mapping[str, str], out: int, errors: int) -> None:
         """Start a process."""
-        own = {"LOCAL_RANK": str(self.number), "OFFBEAT_RESTARTS": str(self.starts)}
+        self.report, self.trains = f"offbeat/launch/process/{uuid.uuid4().hex}", False
+        own = {
+            "LOCAL_RANK": str(self.number),
+            "OFFBEAT_RESTARTS": str(self.starts),
+            "OFFBEAT_REPORT": self.report,
+        }
         self.due = None
         self.process = starter.start({**variables, **own}, out, errors)
         self.starts += 1

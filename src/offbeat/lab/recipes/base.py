@@ -133,6 +133,14 @@ class Task:
         while self.position is not None and self.scheduler.last_epoch < self.position:
             self.scheduler.step()
 
+    def load_scheduler(self, state: dict[str, Any]) -> None:
+        """Continue the schedule of a worker whose ``scheduler.state_dict()`` is given."""
+        assert isinstance(self.scheduler, LRScheduler)
+        self.scheduler.load_state_dict(state)
+        rates = self.scheduler.get_last_lr()
+        for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr
+
     def position_after(self, steps: int) -> int:
         """Return ``position``, or ``steps``, a worker's number of steps, if that is None."""
         return steps if self.position is None else self.position
