@@ -74,12 +74,13 @@ frameworks:  ## the tests with the real frameworks: Trainer, Lightning, Accelera
 
 # An environment of its own. Namespaces need root; Slurm needs its packages, which `try` names.
 LAUNCHERS := examples/launchers
-launchers:  ## try torchrun on two machines, Slurm, Ray Train, Kubernetes' manifests
+launchers:  ## try torchrun on two machines, Slurm, Ray, Kubernetes' manifests
 	test -x .venv-launchers/bin/python || $(PYTHON) -m venv .venv-launchers
 	.venv-launchers/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	  -c constraints.txt -e '.[cli,recipes]' 'ray[train]' kubernetes kubeflow-training pyyaml
 	.venv-launchers/bin/python $(LAUNCHERS)/kubernetes/check.py $(LAUNCHERS)/kubernetes/*.yaml
 	.venv-launchers/bin/python $(LAUNCHERS)/ray/train.py
+	.venv-launchers/bin/python $(LAUNCHERS)/ray/elastic.py --kill 10
 	.venv-launchers/bin/python $(LAUNCHERS)/torchrun/two_machines.py
 	PATH="$$PWD/.venv-launchers/bin:$$PATH" $(LAUNCHERS)/slurm/try
 

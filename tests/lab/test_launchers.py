@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.commands import ended
+from cli.commands import ended, started
 from offbeat.lab.launch.cluster import Cluster
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "launchers"
@@ -25,3 +25,19 @@ def test_torchrun_on_two_machines() -> None:
     assert links is not None
     payload = float(accuracy[0][1])
     assert all(payload < float(one) for one in links.groups())
+
+
+@pytest.mark.nightly
+def test_ray_restarts_an_actor() -> None:
+    """The killed worker comes back, continues with the steps of the other, and has its model."""
+    pytest.importorskip("ray")
+    argv = str(EXAMPLES / "ray" / "elastic.py"), "--kill", "10", "--epochs", "12"
+    # Ray would let its processes wait for all others of a busy machine.
+    with started(sys.executable, *argv, RAY_worker_niceness="0") as process:
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    found = re.findall(r"^worker (\d): steps (\d+) to \d+, accuracy (\S+)$", out, re.MULTILINE)
+    assert [number for number, _, _ in found] == ["0", "1"], out
+    assert found[0][1] == "0"
+    assert int(found[1][1]) > 0
+    assert found[0][2] == found[1][2]

@@ -29,7 +29,7 @@ class Worker:
     def pid(self) -> int:
         return os.getpid()
 
-    @ray.method(max_task_retries=3, retry_exceptions=[offbeat.CommunicationError])
+    @ray.method(max_task_retries=-1, retry_exceptions=[offbeat.CommunicationError])
     def train(self, store: str, workers: int, epochs: int) -> str:
         """Train to the end. Ray calls this again in the new process."""
         os.environ.update(OFFBEAT_STORE=store, OFFBEAT_WORKERS=str(workers))
@@ -40,7 +40,7 @@ class Worker:
         model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         try:
-            sync = offbeat.attach(model, optimizer, timeout_seconds=60)
+            sync = offbeat.attach(model, optimizer)
         except offbeat.EndedError:
             return "came after the end of the training"
         first = sync.step
@@ -62,7 +62,7 @@ class Worker:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train on Ray actors.")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--kill", type=float, help="seconds after which a worker is killed")
     options = parser.parse_args()
     ray.init(num_cpus=options.workers, include_dashboard=False)
