@@ -3,7 +3,6 @@
 import copy
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -83,36 +82,36 @@ def flip(values: State) -> None:
         values["stats"]["payload_bytes"] ^= 1
 
 
+def seal(values: State) -> None:
+    """Make the checksum that of the present values, as if these had been saved."""
+    values["digest"] = checkpoint.digest({k: v for k, v in values.items() if k != "digest"})
+
+
+DAMAGED = "the state is damaged: its values do not match their checksum; load another"
 SPOILED: dict[str, tuple[Callable[[State], object], str]] = {
-    "negative": (lambda s: s.update(step=-5), "step must be at least 0, got -5"),
-    "nan": (lambda s: s.update(step=float("nan")), "step must be a whole number, got nan"),
-    "seconds": (
-        lambda s: s["stats"].update(wait_seconds=float("nan")),
-        "stats.wait_seconds must be a finite number, got nan",
-    ),
-    "total": (lambda s: s["stats"].update(syncs=-1), "stats.syncs must be at least 0, got -1"),
-    "missing": (lambda s: s.pop("errors"), "it was saved without errors"),
-    "unknown": (lambda s: s.update(more=1), "with unknown 'more'"),
-    "type": (lambda s: s.update(step=True), "step must be a whole number, got True"),
-    "bit": (flip, "its values do not match their checksum"),
-    "digest": (lambda s: s.update(digest=None), "digest must be a whole number, got None"),
-    "of": (lambda s: s.update(of="others"), "of must be 'worker' or 'consensus', got 'others'"),
+    "missing": (lambda s: s.pop("errors"), DAMAGED),
+    "type": (lambda s: s.update(step=True), DAMAGED),
+    "bit": (flip, DAMAGED),
+    "digest": (lambda s: s.pop("digest"), DAMAGED),
     "format": (
         lambda s: s.update(format=1),
         "the state was saved in format 1, this version reads 3: resume with the version that",
     ),
     "older": (lambda s: s.pop("format"), "this is not a state of sync.state_dict"),
     "model": (
-        lambda s: s["model"].__setitem__(0, "parameter 'other': shape (3,)"),
+        lambda s: (s["model"].__setitem__(0, "parameter 'other': shape (3,)"), seal(s)),
         r"saved for another model: that one has parameter 'other': shape \(3,\), this one has par",
     ),
-    "tensors": (lambda s: s["model"].pop(), "another model: that one has nothing more, this one"),
+    "tensors": (
+        lambda s: (s["model"].pop(), seal(s)),
+        "another model: that one has nothing more, this one",
+    ),
     "wire": (
-        lambda s: s.update(wire="int4"),
+        lambda s: (s.update(wire="int4"), seal(s)),
         "the state was saved with wire='int4', this is wire=",
     ),
     "strategy": (
-        lambda s: s.update(strategy="BSP(9)"),
+        lambda s: (s.update(strategy="BSP(9)"), seal(s)),
         r"the state was saved under BSP\(9\), this is ",
     ),
 }
@@ -214,61 +213,37 @@ def test_states_of_other_ranks_and_worlds_are_refused(text: str, wire: str) -> N
         (
             "async:staleness=4,outer_momentum=0.5",
             lambda s: s["pipeline"]["parts"][0].pop("weight"),
-            r"state.pipeline.parts\[0\] was saved without weight",
+            r"state.pipeline.parts\[0\] was saved with other fields: weight",
         ),
         (
             "async:staleness=4,outer_momentum=0.5",
             lambda s: s["pipeline"]["parts"][0]["base"].append(torch.zeros(3)),
-            r"state.pipeline.parts\[0\].base must be 1 tensors, got 2",
+            r"state.pipeline.parts\[0\].base has 2 entries, here 1",
         ),
         (
             "async:staleness=4,outer_momentum=0.5",
-            lambda s: s.update(staleness={1: 0.5}),
-            r"state.staleness\[1\] must be a whole number, got 0.5",
+            lambda s: s["pipeline"]["parts"][0]["base"].__setitem__(0, torch.zeros(3)),
+            r"state.pipeline.parts\[0\].base\[0\] has the shape \(3,\), here \(",
         ),
         (
             "diloco:period=3,fragments=2,overlap=1",
             lambda s: s["pipeline"]["parts"].pop(),
-            "state.pipeline.parts must be a list, got",
+            "state.pipeline.parts has 1 entries, here 2",
         ),
-        (
-            "diloco:period=3,fragments=2,overlap=1",
-            lambda s: s["pipeline"]["parts"][1].update(weight=float("inf")),
-            r"state.pipeline.parts\[1\].weight must be a finite number, got inf",
-        ),
-        (
-            "diloco:period=3,fragments=2,overlap=1",
-            lambda s: s["view"].update(launches=0.5),
-            "state.view.launches must be a whole number, got 0.5",
-        ),
-        (
-            "selsync:target_lssr=0.5",
-            lambda s: s["view"]["state"]["controller"].update(steps=None),
-            "state.view.state.controller.steps must be a whole number, got None",
-        ),
-        (
-            "selsync:delta=0.02,aggregate=gradients",
-            lambda s: s["views"][0]["state"].pop("change"),
-            r"state.views\[0\].state was saved without change",
-        ),
-        (
-            "streaming:parts=3,schedule=cyclic,staleness=4",
-            lambda s: s["view"]["state"]["rate"]["control"].update(precision="int3"),
-            "state.view.state.rate.control.precision must be one of .*, got 'int3'",
-        ),
-        ("bsp", lambda s: s.update(more=1), "state was saved with unknown 'more'"),
+        ("bsp", lambda s: s.update(more=1), "state was saved with other fields: more"),
     ],
 )
-def test_every_field_of_a_strategy_s_state_is_checked(
+def test_the_structure_of_a_strategy_s_state_is_checked(
     text: str, spoil: Callable[[State], object], message: str
 ) -> None:
-    """The error has the field's name, the requirement and the value."""
+    """Another version of a strategy may have saved other fields."""
 
     def load(rank: int, size: int) -> Any:
         model, optimizer, sync = start(rank, text, "float32")
         train(model, optimizer, rank, 0)
         state = sync.state_dict()
         spoil(state["state"])
+        seal(state)
         error = error_of(lambda: sync.load_state_dict(state))
         sync.finish()
         return error
@@ -477,36 +452,3 @@ def test_the_digest_depends_on_shapes_types_and_names() -> None:
 def test_other_types_have_no_digest() -> None:
     with pytest.raises(offbeat.CheckpointError, match=r"it\['a'\]\[1\] is a function, and a check"):
         checkpoint.digest({"a": [1, flat]})
-
-
-@dataclass
-class Kinds:
-    """Fields of all kinds."""
-
-    number: float = 0.0
-    choice: int | str | None = None
-    names: list[str] = field(default_factory=list)
-    counts: dict[str, list[int]] = field(default_factory=dict)
-    anything: Any = None
-    dtype: torch.dtype = torch.float32
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"number": 1, "choice": 3, "names": ["a"], "counts": {"a": [1]}, "anything": [{}]}, ""),
-        ({"number": True}, "it.number must be a finite number, got True"),
-        ({"choice": 0.5}, "it.choice must be None, got 0.5"),
-        ({"names": ["a", 1]}, "it.names[1] must be text, got 1"),
-        ({"counts": {1: []}}, "a key of it.counts must be text, got 1"),
-        ({"counts": {"a": [True]}}, "it.counts['a'][0] must be a whole number, got True"),
-        ({"dtype": "float32"}, "it.dtype must be a dtype, got 'float32'"),
-    ],
-)
-def test_values_have_the_annotated_types(values: State, message: str) -> None:
-    state = {**checkpoint.save(Kinds()), **values}
-    if not message:
-        checkpoint.check(Kinds(), state, "it")
-        return
-    with pytest.raises(offbeat.CheckpointError, match=f"^{re.escape(message)}$"):
-        checkpoint.check(Kinds(), state, "it")
