@@ -11,21 +11,18 @@ from hypothesis import strategies as st
 
 from offbeat.units import (
     parse_bandwidth,
-    parse_bytes,
     parse_count,
     parse_seconds,
     show_bandwidth,
     show_bytes,
     show_seconds,
     to_bandwidth,
-    to_bytes,
     to_seconds,
 )
 
 READERS = [
     (to_bandwidth, "1Gbit/s", 1e9),
     (to_seconds, "50ms", 0.05),
-    (to_bytes, "25MB", 25e6),
 ]
 
 
@@ -95,31 +92,6 @@ def test_zero_seconds_are_read_where_allowed() -> None:
     assert to_seconds("0s", allow_zero=True) == to_seconds(0, allow_zero=True) == 0
     with pytest.raises(ValueError, match="at least 0"):
         to_seconds(-1, allow_zero=True)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("25MB", 25e6),
-        ("1.5 GB", 1.5e9),
-        ("64 KiB", 65536),
-        ("2GiB", 2 * 2**30),
-        ("1kB", 1e3),
-        ("1KB", 1e3),
-        ("7B", 7),
-        ("1TB", 1e12),
-        ("1TiB", 2**40),
-    ],
-)
-def test_bytes_are_read(text: str, value: float) -> None:
-    assert parse_bytes(text) == value
-
-
-@pytest.mark.parametrize("text", ["", "25", "25Mb", "25mb", "25Mbit", "25M", "0B", "-1MB"])
-def test_other_sizes_are_refused(text: str) -> None:
-    """The error shows the correct form. Mb would be bits."""
-    with pytest.raises(ValueError, match="write a number and a unit, like 25MB or 64KiB"):
-        parse_bytes(text)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ It has the public methods, and connects the components that do the work:
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -443,14 +442,9 @@ class Synchronizer:
     def __enter__(self) -> "Synchronizer":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         # After a failure of this worker alone, ``finish`` would wait for workers that still train.
-        if kind is None:
+        if exception[0] is None:
             self.finish()
         else:
             self.detach()

@@ -13,7 +13,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Protocol
 
 from offbeat.display.table import Table
@@ -168,12 +167,7 @@ class JsonLines:
     def __enter__(self) -> "JsonLines":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -1,7 +1,7 @@
 """Conversion of quantities with units, such as "50ms" and "1Gbit/s", to numbers and back.
 
 The functions ``parse_*`` read text. The functions ``to_*`` read text, or accept a number in base
-units (seconds, bits per second, bytes). The functions ``show_*`` return text.
+units (seconds, bits per second). The functions ``show_*`` return text.
 
 ``parse_*`` and ``to_*`` return positive finite numbers, and also 0 if ``allow_zero`` is set. For
 any other value, and for text in another form, they raise a ValueError that shows the correct form.
@@ -30,12 +30,6 @@ _SECONDS = {
     "s": Decimal(1),
     "min": Decimal(60),
     "h": Decimal(3600),
-}
-_BYTES = {
-    **{p + "B": Decimal(s) for p, s in zip(("", *"kMGT"), _PREFIXES.values(), strict=True)},
-    **{p + "iB": Decimal(1024**i) for i, p in enumerate("KMGT", start=1)},
-    "KB": Decimal(1000),
-    "kiB": Decimal(1024),
 }
 _COUNTS = {"": Decimal(1), "k": Decimal("1e3"), "m": Decimal("1e6"), "b": Decimal("1e9")}
 _COUNTS["t"] = Decimal("1e12")
@@ -110,12 +104,6 @@ _BANDWIDTH = _Quantity(
 _DURATION = _Quantity(
     "a duration", "seconds", _SECONDS, "a number and a unit, like 100us, 50ms, 1.5s or 2min"
 )
-_SIZE = _Quantity(
-    "a number of bytes",
-    "bytes",
-    _BYTES,
-    "a number and a unit, like 25MB or 64KiB (B is bytes)",
-)
 _COUNT = _Quantity(
     "a count",
     "a number",
@@ -140,14 +128,6 @@ def parse_seconds(text: str, *, allow_zero: bool = False) -> float:
     return _DURATION.parse(text, _unit(text), allow_zero=allow_zero)
 
 
-def parse_bytes(text: str) -> float:
-    """Return bytes from ``"25MB"``, ``"1.5 GB"`` (decimal) or ``"64 KiB"`` (binary).
-
-    Units are case-sensitive, except that k may be written K.
-    """
-    return _SIZE.parse(text, _unit(text))
-
-
 def parse_count(text: str) -> float:
     """Return a number of parameters from ``"25M"``, ``"1.2B"`` (billions), ``"7e6"``."""
     return _COUNT.parse(text, _unit(text).lower())
@@ -163,11 +143,6 @@ def to_seconds(value: str | float, *, allow_zero: bool = False) -> float:
     if isinstance(value, str):
         return parse_seconds(value, allow_zero=allow_zero)
     return _DURATION.convert(value, allow_zero=allow_zero)
-
-
-def to_bytes(value: str | float) -> float:
-    """Return bytes from text (see ``parse_bytes``) or from a number."""
-    return parse_bytes(value) if isinstance(value, str) else _SIZE.convert(value)
 
 
 def show_bandwidth(bits_per_second: float) -> str:

@@ -2,8 +2,8 @@
 
 A state is a dataclass, for example that of a strategy. *Plain values* are numbers, text, tensors,
 None, and lists and dictionaries of these. ``save`` converts a dataclass to plain values, without
-the fields that are declared as ``transient``. ``check`` compares their structure with that of a dataclass,
-and ``load`` writes them into it.
+the fields that are declared as ``transient``. ``check`` compares their structure with that of a
+dataclass, and ``load`` writes them into it.
 """
 
 import copy

@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import RenderableType
@@ -71,12 +70,7 @@ class Bar:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._report_skipped()
         self._progress.line = ""
         self._progress.stop()

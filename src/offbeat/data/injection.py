@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -309,12 +308,7 @@ class DataInjection:
     def __enter__(self) -> "DataInjection":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     # -- checkpoints -----------------------------------------------------------------------------

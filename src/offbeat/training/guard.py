@@ -1,7 +1,6 @@
 """Contexts around communication, which cannot be entered again after a failure."""
 
 from collections.abc import Callable
-from types import TracebackType
 
 from offbeat.errors import CommunicationError, OffbeatError
 from offbeat.training.background import BackgroundTasks
@@ -43,12 +42,7 @@ class Guard:
             "attach again"
         ) from failure
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None and not (self.elastic and isinstance(error, CommunicationError)):
             self.failure = error
             self.on_failure()
@@ -66,12 +60,7 @@ class StepGuard:
         if self._tasks.any:
             self._tasks.set_blocking(True)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self._guard.__exit__(kind, error, traceback)
         if self._tasks.any:

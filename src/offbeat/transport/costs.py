@@ -5,7 +5,7 @@ workers (N). Adding tensors is assumed to take no time.
 
 Sources:
 
-* Messages: Hockney, "The communication challenge for MPP", Parallel Computing 20(3), 1994.
+* Messages, α + M/B each: Hockney, "The communication challenge for MPP", Parallel Computing 20(3), 1994.
 * All-reduce: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
   workstations", JPDC 69(2), 2009. They show that no all-reduce sends fewer bytes than the ring.
 * All-gather and all-to-all: all messages are sent at the same time, as in gloo's all-to-all and in
@@ -14,21 +14,11 @@ Sources:
   MPICH", IJHPCA 19(1), 2005.
 """
 
-import math
-
-from offbeat.arguments import require_integer
-
 NODE_BANDWIDTH, NODE_LATENCY = "100Gbit/s", "10us"
 """Default bandwidth and latency of the network between the processes of one node (machine)."""
 
 FORWARD_SHARE = 1 / 3
 """Share of the forward pass in a step's computation. The backward pass takes twice as long."""
-
-
-def message_seconds(size_bytes: float, bytes_per_second: float, latency_seconds: float) -> float:
-    """Return the duration of one message from one worker to another: α + M/B."""
-    _require_cost(size_bytes, bytes_per_second, latency_seconds)
-    return latency_seconds + size_bytes / bytes_per_second
 
 
 def all_reduce_seconds(
@@ -39,7 +29,6 @@ def all_reduce_seconds(
     The ring does N−1 steps of reduce-scatter and N−1 steps of all-gather. In each step every worker
     sends one N-th of the tensor.
     """
-    _require_cost(size_bytes, bytes_per_second, latency_seconds, workers)
     chunk_bytes = size_bytes / workers
     return 2 * (workers - 1) * (latency_seconds + chunk_bytes / bytes_per_second)
 
@@ -51,15 +40,7 @@ def broadcast_seconds(
 
     In each step every worker that has the tensor sends it to one that lacks it, until all have it.
     """
-    _require_cost(size_bytes, bytes_per_second, latency_seconds, workers)
     return _tree_rounds(workers) * (latency_seconds + size_bytes / bytes_per_second)
-
-
-def reduce_seconds(
-    size_bytes: float, workers: int, bytes_per_second: float, latency_seconds: float
-) -> float:
-    """Return the duration of a reduction along a binomial tree to one root: ⌈log₂ N⌉·(α + M/B)."""
-    return broadcast_seconds(size_bytes, workers, bytes_per_second, latency_seconds)
 
 
 def all_gather_seconds(
@@ -69,7 +50,6 @@ def all_gather_seconds(
 
     Every worker sends its tensor to all others at the same time. With one worker the duration is 0.
     """
-    _require_cost(size_bytes, bytes_per_second, latency_seconds, workers)
     if workers == 1:
         return 0.0
     return latency_seconds + (workers - 1) * size_bytes / bytes_per_second
@@ -83,13 +63,11 @@ def all_to_all_seconds(
     Every worker sends M/N bytes to each of the others at the same time. With one worker the
     duration is 0.
     """
-    _require_cost(size_bytes, bytes_per_second, latency_seconds, workers)
     return all_gather_seconds(size_bytes / workers, workers, bytes_per_second, latency_seconds)
 
 
 def all_reduce_bytes(size_bytes: float, workers: int) -> float:
     """Return the bytes that each worker sends in a ring all-reduce: 2(N−1)/N·M."""
-    _require_size(size_bytes, workers)
     return 2 * (workers - 1) / workers * size_bytes
 
 
@@ -98,46 +76,19 @@ def broadcast_bytes(size_bytes: float, workers: int) -> float:
 
     Each of N−1 workers receives M bytes once.
     """
-    _require_size(size_bytes, workers)
     return (workers - 1) / workers * size_bytes
-
-
-def reduce_bytes(size_bytes: float, workers: int) -> float:
-    """Return the bytes that a worker sends in a reduction, averaged over workers: (N−1)/N·M.
-
-    Each of N−1 workers sends M bytes once.
-    """
-    return broadcast_bytes(size_bytes, workers)
 
 
 def all_gather_bytes(size_bytes: float, workers: int) -> float:
     """Return the bytes that each worker sends in an all-gather of M bytes from each: (N−1)·M."""
-    _require_size(size_bytes, workers)
     return (workers - 1) * size_bytes
 
 
 def all_to_all_bytes(size_bytes: float, workers: int) -> float:
     """Return the bytes that each worker sends in an all-to-all of M bytes from each: (N−1)/N·M."""
-    _require_size(size_bytes, workers)
     return (workers - 1) / workers * size_bytes
 
 
 def _tree_rounds(workers: int) -> int:
     """Return ⌈log₂ N⌉."""
     return (workers - 1).bit_length()
-
-
-def _require_size(size_bytes: float, workers: int) -> None:
-    require_integer("workers", workers, least=1)
-    if not 0 <= size_bytes < math.inf:
-        raise ValueError(f"size_bytes must be finite and at least 0, got {size_bytes}")
-
-
-def _require_cost(
-    size_bytes: float, bytes_per_second: float, latency_seconds: float, workers: int = 1
-) -> None:
-    _require_size(size_bytes, workers)
-    if not 0 < bytes_per_second < math.inf:
-        raise ValueError(f"bytes_per_second must be finite and positive, got {bytes_per_second}")
-    if not 0 <= latency_seconds < math.inf:
-        raise ValueError(f"latency_seconds must be finite and at least 0, got {latency_seconds}")
