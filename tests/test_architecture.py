@@ -42,6 +42,7 @@ LEVELS = [
     {"training"},
     {"elastic/state_transfer", "checkpoint/synchronizer_state"},
     {"elastic/views"},
+    {"training/assembly"},
     {"synchronizer"},
     {"attach", "checkpoint"},
     {"data"},

@@ -21,8 +21,9 @@ from offbeat.quantization.kernels import kernels
 from offbeat.quantization.wire import Precision
 from offbeat.strategies.base import SharedModel, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
-from offbeat.synchronizer import Synchronizer, attached
+from offbeat.synchronizer import Synchronizer
 from offbeat.training.adam_correction import can_correct, require_correctable
+from offbeat.training.assembly import Components, attached
 from offbeat.training.checks.compatibility import (
     rejects_moved_arguments,
     require_abilities,
@@ -207,7 +208,7 @@ def attach(
                 raise AttachError("a worker that joins needs min_workers, as the others have")
             if min_workers is not None and team.size < min_workers:
                 raise AttachError(f"min_workers={min_workers}, but there are {team.size} workers")
-            sync = Synchronizer(
+            components = Components(
                 model,
                 attached_optimizers,
                 strategy,
@@ -223,7 +224,7 @@ def attach(
                 connect=partial(open_communicator, group, timeout_seconds, what="monitor()"),
             )
             on_failure.pop_all()
-        return sync
+        return Synchronizer(components)
 
     try:
         sync = begin() if gathering is None else gathering.repeat(begin)

@@ -1,25 +1,16 @@
-"""The synchronizer: the object that ``attach`` returns.
+"""The synchronizer: the object that ``attach`` returns, with the public methods.
 
-It has the public methods, and connects the components that do the work:
-
-- ``training.hooks`` calls ``training.iteration`` before and after every optimizer step.
-- ``training.iteration`` passes the step to the *flow*, the code that runs the strategy.
-- ``training.consensus`` replaces the local model by the mean over all workers.
-- ``training.stats_recorder`` updates the totals and writes the telemetry records.
-- ``checkpoint.synchronizer_state`` saves and loads the state.
+``training.assembly`` creates the components that do the work, and explains them.
+``checkpoint.synchronizer_state`` saves and loads the state.
 """
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
-from offbeat.arguments import require_integer
-from offbeat.averaging import AttachedOptimizer, NonFinite, Replica, Worker, flow_of
 from offbeat.checkpoint.synchronizer_state import (
     answer_of,
     check_state,
@@ -28,38 +19,10 @@ from offbeat.checkpoint.synchronizer_state import (
     require_all,
     state_of,
 )
-from offbeat.elastic.views import Views, open_wire
 from offbeat.errors import AttachError, CheckpointError
-from offbeat.nodes.gradients import NodeBuffers, NodeMean
-from offbeat.nodes.shards import Shards
-from offbeat.quantization.wire import Precision, Wire
-from offbeat.strategies.base import Strategy
 from offbeat.telemetry import Stats
-from offbeat.training.adam_correction import AdamCorrection
+from offbeat.training.assembly import Components
 from offbeat.training.background import BackgroundTasks
-from offbeat.training.checks.compatibility import repeatable
-from offbeat.training.checks.consistency import (
-    copy_rank_0,
-    describe,
-    require_consistency,
-    settings_of,
-)
-from offbeat.training.checks.loading import LoadDetection
-from offbeat.training.checks.unfinished import UnfinishedWarning
-from offbeat.training.clipping import Clipping
-from offbeat.training.consensus import Consensus
-from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
-from offbeat.training.iteration import Iteration
-from offbeat.training.monitors import Distance, GradientChange
-from offbeat.training.optimizers import unwrapped_optimizer
-from offbeat.training.stats_recorder import StatsRecorder
-from offbeat.training.step_factor import SGDStepFactor
-from offbeat.transport.board import Board
-from offbeat.transport.communicator import Communicator
-from offbeat.transport.team import Team
-
-attached: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Models and optimizers that are attached in this process."""
 
 
 class Synchronizer:
@@ -68,100 +31,11 @@ class Synchronizer:
     A context manager: a clean exit calls ``finish``, an exception calls ``detach``.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: list[AttachedOptimizer],
-        strategy: Strategy,
-        team: Team,
-        *,
-        scaler: torch.amp.GradScaler | None = None,
-        wire: Precision = "float32",
-        adam_correction: bool = False,
-        log: object = None,
-        non_finite: NonFinite = "raise",
-        min_workers: int | None = None,
-        hooks: Sequence[Removable] = (),
-        shards: Shards | None = None,
-        connect: Callable[[], Communicator] | None = None,
-    ) -> None:
-        self._strategy, self._team, self._active = strategy, team, True
-        self._finished = False
-        self._host = team.host
-        self._shards, self._connect = shards, connect
-        full = replica = Replica(model, [p for p in model.parameters() if p.requires_grad])
-        if shards is not None:
-            replica = Replica(shards, [p for p in shards.parameters() if p.requires_grad])
-        lines = [f"wire {wire!r}", f"non_finite {non_finite!r}", f"min_workers {min_workers}"]
-        lines += [f"adam_correction {adam_correction}"]
-        lines += describe(strategy, full, optimizers)
-        joining = self._joined = team.view > 0  # this worker joins a running training
-        opened = Wire(team)
-        with team.account.paused():
-            if not joining:
-                require_consistency(team.everyone, lines, settings_of(model, optimizers))
-                copy_rank_0(team, replica.everything())
-                opened = open_wire(team, strategy, wire)
-        worker = self._worker = Worker(team, replica, optimizers, opened, non_finite)
-        worker.scaled = scaler is not None and scaler.is_enabled()
-        self._tasks = BackgroundTasks(team, worker.details, lambda: self.step)
-        node: NodeBuffers | None = None
-        if team.node is not None:
-            inside = team.node.inside
-            node = NodeBuffers(inside, shards) if shards else NodeMean(inside, model, optimizers)
-            self._tasks.add_error = "node_group cannot be combined with data injection"
-        flow = flow_of(strategy, worker)
-        self._iteration = Iteration(flow, worker, self._tasks, self._completed, node)
-        self._recorder = StatsRecorder(worker, log)
-        loading = LoadDetection(model, worker, self._iteration)
-        self._consensus = Consensus(worker, self._iteration, self._tasks, shards, loading)
-        self._views: Views | None = None
-        if not joining:
-            flow.start()
-        if min_workers is not None:
-            self._make_elastic(wire, lines, min_workers, joining=joining)
-        self._iteration.watch_backward()
-        self._clipping = Clipping(self._iteration, worker)
-        self._hooks: list[Removable] = [*hooks, self._clipping, loading]
-        for each in optimizers:
-            record_loss = self._recorder.record_loss
-            self._hooks += hook_optimizer(each, self._iteration, self._clipping, record_loss)
-            if adam_correction:
-                self._hooks.append(AdamCorrection(worker, each))
-            elif isinstance(each.optimizer, SGD):
-                self._hooks.append(SGDStepFactor(each.optimizer, self._iteration))
-        self._scaler = None if scaler is None else ScalerHooks(scaler, self._iteration)
-        self._attached_objects: tuple[Any, ...] = (model, *(each.optimizer for each in optimizers))
-        attached.update(self._attached_objects)
-        self._host.register_totals(lambda: self.stats)
-        self._unfinished = UnfinishedWarning(self, self.rank)
-        if team.everyone.size == 1:
-            self._unfinished.cancel()
-        self._iteration.guard.on_failure = self._unfinished.cancel
-        self._recorder.restart()
-        self._consensus.note_start()
-        self._boards = 0  # number of boards opened so far
-        self._at_end: list[Callable[[], object]] = []  # called before the connections are closed
-
-    def _make_elastic(
-        self, wire: Precision, lines: Sequence[str], min_workers: int, *, joining: bool
-    ) -> None:
-        """Let training continue when workers join or are lost. Receive the model if ``joining``.
-
-        ``lines`` describe model and settings, and must be equal on all workers.
-        """
-        strategy, worker = self._strategy, self._worker
-        views = Views(strategy, worker, wire, lambda: self.stats, lines, min_workers=min_workers)
-        self._views = views
-        views.iteration, views.report_seconds = self._iteration, self._recorder.exclude_time
-        self._consensus.change_view = self._iteration.recover = views
-        self._iteration.guard.elastic = True
-        self._tasks.add_error = "min_workers cannot be combined with data injection"
-        if joining:
-            with self._team.account.paused():
-                views.join()
-        else:
-            views.record()
+    def __init__(self, components: Components) -> None:
+        self._components, self._active, self._finished = components, True, False
+        self._team, self._host = components.team, components.team.host
+        self._worker, self._iteration = components.worker, components.iteration
+        self._consensus, self._recorder = components.consensus, components.recorder
 
     # -- progress ----------------------------------------------------------------------------
 
@@ -187,7 +61,7 @@ class Synchronizer:
 
     def _repr_html_(self) -> str:
         state = "active" if self._active else "finished" if self._finished else "detached"
-        caption = f"worker {self.rank} of {self.size}, {state}: {self._strategy}"
+        caption = f"worker {self.rank} of {self.size}, {state}: {self._components.strategy}"
         return self.stats.table(caption).html()
 
     def record(self, **values: object) -> None:
@@ -200,12 +74,6 @@ class Synchronizer:
             ValueError: a name is reserved for a field of every record, such as ``step``.
         """
         self._recorder.record(values)
-
-    def _completed(self, synced: bool) -> None:
-        """Update the totals after an iteration. ``synced`` is True if it applied a mean."""
-        self._recorder.count_step(synced=synced)
-        self._consensus.step_ended()
-        self._unfinished.steps += 1
 
     # -- every step --------------------------------------------------------------------------
 
@@ -230,18 +98,7 @@ class Synchronizer:
             AttachError: ``optimizer`` is not attached. Or ``optimizer`` is None, and some but not
                 all optimizers have stepped in this iteration.
         """
-        chosen = self._worker.optimizers
-        if optimizer is not None:
-            index = self._iteration.index_of(unwrapped_optimizer(optimizer))
-            if index is None:
-                raise AttachError("clip_grad_norm_() was given an optimizer that is not attached")
-            chosen = chosen[index : index + 1]
-        elif self._iteration.partly_stepped:
-            raise AttachError(
-                "one optimizer has already stepped in this iteration, so its gradients are used: "
-                "call clip_grad_norm_(max_norm, optimizer) with the one that is about to step"
-            )
-        return self._clipping.clip(chosen, max_norm)
+        return self._components.clipping.clip(max_norm, optimizer)
 
     # -- additional measurements and modules ------------------------------------------------
 
@@ -269,31 +126,9 @@ class Synchronizer:
         """
         self._require_active("monitor()")
         if gradient_change:
-            self._iteration.gradient_monitors.append(GradientChange(self._worker))
-            self._clipping.replace_torch_functions()
-        if distance_every is None:
-            return
-        require_integer("distance_every", distance_every, least=1)
-        if self.step or self._consensus.distance is not None:
-            raise AttachError("monitor(distance_every=…): call it once, before the first step")
-        if self._team.node is not None or self._views is not None or self._connect is None:
-            raise AttachError(
-                "monitor(distance_every=…) with node_group or min_workers: its messages follow the "
-                "timing of each worker; leave one of them out"
-            )
-        with self._iteration.guard, self._team.account.paused():
-            require_consistency(self._team.everyone, [f"monitor(distance_every={distance_every})"])
-        in_step = repeatable(self._strategy)
-        distance = Distance(
-            self._worker, distance_every, in_step=in_step, communicator=self._connect()
-        )
-        self._consensus.distance = distance
-
-        def measure() -> None:
-            with self._recorder.paused():
-                distance.step_ended()
-
-        self._iteration.model_monitors.append(measure)
+            self._components.monitor_gradient_change()
+        if distance_every is not None:
+            self._components.monitor_distance(distance_every)
 
     def follow(self, *modules: nn.Module) -> None:
         """Add follower modules, such as an EMA. Only ``consensus`` and ``finish`` average them.
@@ -309,12 +144,12 @@ class Synchronizer:
             TypeError: an argument is not a module.
         """
         self._require_active("follow()")
-        if self._views is not None or self._shards is not None:
+        if self._components.views is not None or self._components.shards is not None:
             raise AttachError(
                 "follow() with min_workers, or with a model that fully_shard has divided: a worker "
                 "that joins would not get the modules, and no worker holds them whole"
             )
-        self._consensus.followers.check(self._attached_objects[0], modules)
+        self._consensus.followers.check(self._components.objects[0], modules)
         with self._iteration.guard, self._team.account.paused():
             self._consensus.followers.add(modules)
 
@@ -341,10 +176,10 @@ class Synchronizer:
             pickle.UnpicklingError: the state has an object of another type.
         """
         self._require_active("share_state()")
-        if self._unfinished.steps:
+        if self._components.unfinished.steps:
             raise AttachError("share_state(): call it before the first step")
-        if self._views is not None:
-            self._views.shared.add(save, load)
+        if self._components.views is not None:
+            self._components.views.shared.add(save, load)
 
     # -- consensus and the end of training ---------------------------------------------------
 
@@ -396,8 +231,8 @@ class Synchronizer:
         with self._iteration.guard:
             self._consensus.finish()
         self._recorder.count_remainder()
-        self._finished = True
-        self._end(together=True)
+        self._finished, self._active = True, False
+        self._components.close(together=True)
 
     def detach(self) -> None:
         """Leave training with the local model as it is: remove all hooks and close connections.
@@ -406,31 +241,8 @@ class Synchronizer:
         With ``min_workers`` (see ``attach``) the other workers continue without this one.
         """
         if self._active:
-            self._end(together=False)
-
-    def _end(self, *, together: bool) -> None:
-        self._active = False
-        for function in self._at_end:
-            function()
-        self._at_end.clear()
-        self._unfinished.cancel()
-        self._iteration.close()
-        self._tasks.close()
-        if self._consensus.distance is not None:
-            self._consensus.distance.close(together=together)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        if self._scaler is not None:
-            self._scaler.remove()
-        for each in self._attached_objects:
-            attached.discard(each)
-        try:
-            self._recorder.close()
-        finally:
-            if self._team.membership is not None and self._views is not None:
-                self._team.membership.leave(ended=together)
-            self._team.close(together=together)
+            self._active = False
+            self._components.close(together=False)
 
     def _require_active(self, what: str) -> None:
         if not self._active:
@@ -507,8 +319,8 @@ class Synchronizer:
         require_all(answers)
         with self._iteration.guard, self._team.account.paused():
             self._recorder.stats = load_state(state, flow)
-        if self._views is not None:
-            self._views.record()
+        if self._components.views is not None:
+            self._components.views.record()
         self._recorder.restart()
         self._consensus.note_start()
 
@@ -520,7 +332,7 @@ def background_tasks_of(sync: Synchronizer) -> BackgroundTasks:
     takes no part in it.
     """
     require_synchronizer(sync)
-    return sync._tasks
+    return sync._components.tasks
 
 
 def snapshot_of(sync: Synchronizer) -> list[Tensor]:
@@ -532,50 +344,10 @@ def snapshot_of(sync: Synchronizer) -> list[Tensor]:
         return sync._iteration.flow.snapshot()
 
 
-def team_of(sync: Synchronizer) -> Team:
-    """Return the workers of ``sync``."""
-    return sync._team
-
-
-def is_elastic(sync: Synchronizer) -> bool:
-    """Return True if training continues after the loss of a worker."""
-    return sync._views is not None
-
-
-def synced_step_of(sync: Synchronizer) -> int:
-    """Return ``Flow.synced_step`` of ``sync``'s worker."""
-    return sync._iteration.flow.synced_step
-
-
-def open_board(sync: Synchronizer, name: str, at_end: Callable[[], object]) -> Board:
-    """Open a board for leases of data. All workers open the same boards in the same order.
-
-    Args:
-        sync: The synchronizer.
-        name: Name of the caller, for keys and error messages.
-        at_end: Function that is called when the training ends, before the connections are closed.
-
-    Raises:
-        AttachError: after ``finish`` or ``detach``, or the workers form nodes.
-    """
-    require_synchronizer(sync)
-    sync._require_active(name)
-    if sync._team.node is not None:
-        raise AttachError(
-            f"{name} with node_group: the workers of a node must take equally many steps; give "
-            "them equal shares of the data"
-        )
-    board = sync._team.communicator.board(f"{name}/{sync._boards}")
-    sync._boards += 1
-    sync._at_end.append(at_end)
-    sync._worker.leases_data = True
-    return board
-
-
 def has_joined(sync: Synchronizer) -> bool:
     """Return True if this worker has joined a running training, and has not taken a step since."""
     require_synchronizer(sync)
-    return sync._active and sync._joined and not sync._unfinished.steps
+    return sync._active and sync._components.joined and not sync._components.unfinished.steps
 
 
 def require_synchronizer(sync: object) -> None:

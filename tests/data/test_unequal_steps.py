@@ -15,8 +15,8 @@ import offbeat
 from cells import some
 from offbeat import Compute, Network, Simulation, simulate
 from offbeat.data import LeasedLoader, LeasedSampler
+from offbeat.data.leasing.access import team_of
 from offbeat.registry import STRATEGIES
-from offbeat.synchronizer import team_of
 
 WORKERS, BATCHES, LR = 4, 140, 0.01
 STEP_SECONDS = 0.010

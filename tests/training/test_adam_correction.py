@@ -151,7 +151,7 @@ def test_a_failed_step_does_not_lengthen_the_next_one() -> None:
         sync = attach(model, optimizer, LOCAL, adam_correction=True)
         train_step(model, optimizer, make_batch(rank, 0))
         sync.stats.details["lr_factor"] = [2.0]
-        (correction,) = (x for x in sync._hooks if isinstance(x, AdamCorrection))
+        (correction,) = (x for x in sync._components.hooks if isinstance(x, AdamCorrection))
         correction._before(optimizer, (), {})
         assert optimizer.param_groups[0]["lr"] == 0.02
         correction._before(optimizer, (), {})  # the step between raised an error
@@ -228,7 +228,7 @@ def test_it_is_on_if_adam_trains_and_models_are_averaged(
         for step in range(10):
             train_step(model, optimizer, make_batch(rank, step))
         sync.finish()
-        return "lr_factor" in sync.stats.details, repr(sync._strategy)
+        return "lr_factor" in sync.stats.details, repr(sync._components.strategy)
 
     for found, strategy in run(worker, workers=2):
         assert found == active

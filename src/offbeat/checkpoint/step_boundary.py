@@ -30,10 +30,10 @@ class StepBoundary:
     def __init__(self, sync: Synchronizer) -> None:
         self._sync = sync
         optimizers = sync._worker.optimizers
-        self.model: nn.Module = sync._attached_objects[0]
+        self.model: nn.Module = sync._components.objects[0]
         self.optimizers: list[Optimizer] = [attached.optimizer for attached in optimizers]
         self.device: torch.device = optimizers[0].parameters[0].device
-        self.sharded = sync._shards is not None
+        self.sharded = sync._components.shards is not None
 
     # Rank and size are properties, because they change when training loses a worker.
 
@@ -73,13 +73,13 @@ def step_boundary(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
     require_synchronizer(sync)
     iteration = sync._iteration
     sync._require_active(what)
-    if sync._shards is not None:
+    if sync._components.shards is not None:
         if iteration.shows_consensus:
             raise AttachError(
                 f"{what} inside consensus() with a model that fully_shard has divided: no worker's "
                 "file would hold all of it; save there with torch.distributed.checkpoint"
             )
-        sync._shards.reshard()
+        sync._components.shards.reshard()
     if loads:
         iteration.require_own_model(what)
     iteration.require_boundary(what)

@@ -25,81 +25,17 @@ pickled.
 import functools
 import itertools
 import threading
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from offbeat.data.conversation import HEADER, Key, Kind, Peer, Response
 from offbeat.data.samples import Parcel
 from offbeat.errors import OffbeatError
 from offbeat.transport.handle import Completed, Handle, explained
 from offbeat.transport.host import Promise
 from offbeat.transport.team import Team
-
-Key: TypeAlias = tuple[int, int]
-"""Identity of a step: number of barriers before it, and number of steps since the last barrier."""
-Response: TypeAlias = Tensor | Exception | None
-"""Bytes of the samples, None if the peer sends none, or the error that prevents a response."""
-
-# A header contains the kind, the number of messages received so far from the addressee, the two
-# numbers of the key, an epoch or a number of steps, and the number of bytes that follow.
-_HEADER = 6
-
-
-class _Kind(IntEnum):
-    """Kind of a message. Its *author* is the worker that sends it."""
-
-    REQUEST = 0  # requests the samples of a step
-    BLOCKED = 1  # the training of the author waits for the response to its request
-    RESPONSE = 2  # contains the samples of a step, or nothing
-    PAUSED = 3  # the author has reached a barrier, where it loads no batches
-    CLOSE = 4  # the last message of the author
-
-
-@dataclass
-class _Peer:
-    """State of the conversation with one other worker.
-
-    Attributes:
-        closed: Promise of the end of the conversation: None, or the error that ended it.
-        unconfirmed: Handles of the messages that the peer has not confirmed yet, oldest first. They
-            are stored because Gloo may lose a message whose handle is dropped too early.
-        confirmed: Number of messages that the peer has confirmed.
-        received: Number of messages received from the peer. Every header to the peer contains this
-            number, which confirms these messages.
-        next_request: Smallest step that the peer may still request.
-        requests: Requests of the peer without a response: pairs of the step and the peer's epoch.
-        blocked_at: Latest step for which the peer has sent BLOCKED.
-        steps: Total number of steps of the peer when it reached a barrier, by barrier. Contains
-            only barriers that this worker has not reached yet.
-        in_phase: True if the peer had taken as many steps as this worker at every barrier so far.
-        responses: Promises of the responses that this worker waits for, by step.
-        unrequested: Samples that the peer sent without a request, just before its CLOSE, by step.
-    """
-
-    rank: int
-    closed: Promise[Exception | None]
-    unconfirmed: deque[list[Handle[Tensor]]] = field(default_factory=deque)
-    confirmed: int = 0
-    received: int = 0
-    next_request: Key = (0, 0)
-    requests: list[tuple[Key, int]] = field(default_factory=list)
-    blocked_at: Key = (-1, -1)
-    steps: dict[int, int] = field(default_factory=dict)
-    in_phase: bool = True
-    responses: dict[Key, Promise[Response]] = field(default_factory=dict)
-    unrequested: dict[Key, Tensor] = field(default_factory=dict)
-    close_sent: bool = False
-    close_received: bool = False
-
-    @property
-    def open(self) -> bool:
-        """True until either side has sent CLOSE."""
-        return not (self.close_sent or self.close_received)
 
 
 class Exchange:
@@ -130,10 +66,10 @@ class Exchange:
         self._steps: dict[int, int] = {}  # steps of this worker, by barrier
         self._ended_epoch = -1
         self._error: Exception | None = None
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         for rank in team.ranks:
             if rank != team.rank:
-                self._peers[rank] = _Peer(rank, team.host.promise())
+                self._peers[rank] = Peer(rank, team.host.promise())
         for peer in self._peers.values():
             team.host.spawn(
                 functools.partial(self._converse, peer), what=f"data injection with {peer.rank}"
@@ -185,7 +121,7 @@ class Exchange:
                 return Completed(peer.unrequested.pop(key, None))
             response: Promise[Response] = self._team.host.promise()
             peer.responses[key] = response
-            self._send(peer, _Kind.REQUEST, key, number=epoch)
+            self._send(peer, Kind.REQUEST, key, number=epoch)
             return self._team.communicator.await_promise(response, what=what)
 
     def report_blocked(self, rank: int, key: Key) -> None:
@@ -194,7 +130,7 @@ class Exchange:
             self._require_service()
             peer = self._peers[rank]
             if key in peer.responses and not peer.close_sent:
-                self._send(peer, _Kind.BLOCKED, key)
+                self._send(peer, Kind.BLOCKED, key)
 
     def set_blocking(self, blocking: bool) -> None:
         """Report that the strategy may block from now on (True), or that it may not (False)."""
@@ -222,7 +158,7 @@ class Exchange:
                 for peer in self._peers.values():
                     self._compare_steps(peer)
                     if peer.open:
-                        self._send(peer, _Kind.PAUSED, (self.barriers + 1, 0), number=steps)
+                        self._send(peer, Kind.PAUSED, (self.barriers + 1, 0), number=steps)
                 self._serve()
 
     def resume(self) -> None:
@@ -261,7 +197,7 @@ class Exchange:
             raise explained(self._error)
 
     def _send(
-        self, peer: _Peer, kind: _Kind, key: Key, *, number: int = 0, data: Tensor | None = None
+        self, peer: Peer, kind: Kind, key: Key, *, number: int = 0, data: Tensor | None = None
     ) -> None:
         size = 0 if data is None else data.numel()
         header = torch.tensor([kind, peer.received, *key, number, size], device="cpu")
@@ -283,7 +219,7 @@ class Exchange:
         for key in [k for k in self._parcels if least is None or k < least]:
             del self._parcels[key]
 
-    def _respond(self, peer: _Peer, key: Key, epoch: int) -> bool:
+    def _respond(self, peer: Peer, key: Key, epoch: int) -> bool:
         """Respond to the request for step ``key``. Return False if the response must wait."""
         parcel = self._parcels.get(key)
         if parcel is None and not self._gives_nothing(peer, key, epoch):
@@ -291,10 +227,10 @@ class Exchange:
         if parcel is not None:
             self.samples_sent += parcel.samples
             self.bytes_sent += parcel.values_bytes
-        self._send(peer, _Kind.RESPONSE, key, data=None if parcel is None else parcel.data)
+        self._send(peer, Kind.RESPONSE, key, data=None if parcel is None else parcel.data)
         return True
 
-    def _gives_nothing(self, peer: _Peer, key: Key, epoch: int) -> bool:
+    def _gives_nothing(self, peer: Peer, key: Key, epoch: int) -> bool:
         """Return True to respond with nothing to a request for step ``key``, False to wait.
 
         To be called only if no parcel of that step is stored.
@@ -323,25 +259,25 @@ class Exchange:
         # depend on the speed of the workers.
         return self._blocking and not peer.in_phase and key <= peer.blocked_at
 
-    def _compare_steps(self, peer: _Peer) -> None:
+    def _compare_steps(self, peer: Peer) -> None:
         """Clear ``peer.in_phase`` if the workers took different numbers of steps to a barrier."""
         for barrier in [number for number in peer.steps if number in self._steps]:
             if peer.steps.pop(barrier) != self._steps[barrier]:
                 peer.in_phase = False
 
-    def _send_close(self, peer: _Peer) -> None:
+    def _send_close(self, peer: Peer) -> None:
         """Send CLOSE, after the parcels that the peer may still request."""
         if not peer.close_sent:
             if not peer.close_received:
                 for key in sorted(k for k in self._parcels if k >= peer.next_request):
                     self._respond(peer, key, 0)
-            self._send(peer, _Kind.CLOSE, (0, 0))
+            self._send(peer, Kind.CLOSE, (0, 0))
             peer.close_sent = True
             peer.requests.clear()
 
     # -- background threads, one per peer --------------------------------------------------------
 
-    def _converse(self, peer: _Peer) -> None:
+    def _converse(self, peer: Peer) -> None:
         """Receive the messages of one peer until its CLOSE."""
         try:
             while not peer.close_received:
@@ -353,12 +289,12 @@ class Exchange:
         except Exception as error:  # ``_require_service`` raises it in the training thread
             self._fail(error)
 
-    def _receive_message(self, peer: _Peer) -> None:
-        header = torch.zeros(_HEADER, dtype=torch.int64, device="cpu")
+    def _receive_message(self, peer: Peer) -> None:
+        header = torch.zeros(HEADER, dtype=torch.int64, device="cpu")
         what = f"a message of rank {peer.rank} about samples"
         self._receive(header, peer, 0, what, patient=True)
         kind, received, barriers, step, number, size = header.tolist()
-        if not 0 <= kind < len(_Kind) or size < 0:
+        if not 0 <= kind < len(Kind) or size < 0:
             raise OffbeatError(f"{what} is invalid: {header.tolist()}")
         data = None
         if size:
@@ -371,25 +307,25 @@ class Exchange:
             handle.wait()
         with self._lock:
             peer.received += 1
-            self._handle(peer, _Kind(kind), (barriers, step), number, data)
+            self._handle(peer, Kind(kind), (barriers, step), number, data)
 
-    def _receive(self, tensor: Tensor, peer: _Peer, tag: int, what: str, *, patient: bool) -> None:
+    def _receive(self, tensor: Tensor, peer: Peer, tag: int, what: str, *, patient: bool) -> None:
         self._messages.receive(tensor, source=peer.rank, tag=tag, what=what, patient=patient).wait()
 
-    def _handle(self, peer: _Peer, kind: _Kind, key: Key, number: int, data: Tensor | None) -> None:
+    def _handle(self, peer: Peer, kind: Kind, key: Key, number: int, data: Tensor | None) -> None:
         """Process a message. ``number`` is an epoch in REQUEST, and the total steps in PAUSED."""
-        if kind is _Kind.RESPONSE:
+        if kind is Kind.RESPONSE:
             if key in peer.responses:
                 peer.responses.pop(key).fulfil(data)
             elif data is not None:
                 peer.unrequested[key] = data
             return
-        if kind is _Kind.REQUEST:
+        if kind is Kind.REQUEST:
             peer.requests.append((key, number))
             peer.next_request = (key[0], key[1] + 1)
-        elif kind is _Kind.BLOCKED:
+        elif kind is Kind.BLOCKED:
             peer.blocked_at = key
-        elif kind is _Kind.PAUSED:
+        elif kind is Kind.PAUSED:
             peer.next_request = key
             peer.steps[key[0] - 1] = number
             self._compare_steps(peer)

@@ -8,7 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from offbeat.arguments import require_integer
-from offbeat.data.exchange import Exchange, Key, Response
+from offbeat.data.conversation import Key, Response
+from offbeat.data.exchange import Exchange
 from offbeat.data.samples import Parcel, count_samples, join, take
 from offbeat.data.senders import draw_samples, draw_senders, require_fraction
 from offbeat.elastic.connect import open_communicator

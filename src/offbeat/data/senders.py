@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from offbeat.arguments import require_integer, require_number
-from offbeat.data.exchange import Key
+from offbeat.data.conversation import Key
 
 _SENDERS, _SAMPLES = 4, 5  # generators are seeded by (seed, purpose, …); these are purposes
 

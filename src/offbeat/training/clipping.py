@@ -19,10 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from offbeat.averaging import AttachedOptimizer, Worker
+from offbeat.errors import AttachError
 from offbeat.nodes.shards import Shard
 from offbeat.training.iteration import Iteration
+from offbeat.training.optimizers import unwrapped_optimizer
 
 _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 
@@ -97,11 +100,9 @@ class Clipping:
         self.prepare(index)
         self._clipped.pop(index, None)
 
-    def clip(self, optimizers: Sequence[AttachedOptimizer], max_norm: float) -> Tensor:
-        """Scale the gradients of ``optimizers`` so that their total norm is at most ``max_norm``.
-
-        Returns the total L2 norm before clipping, a 0-dimensional tensor.
-        """
+    def clip(self, max_norm: float, optimizer: Optimizer | None) -> Tensor:
+        """Implement ``Synchronizer.clip_grad_norm_``."""
+        optimizers = self._chosen(optimizer)
         for each in optimizers:
             self.prepare(each.index)
         worker = self._worker
@@ -116,6 +117,19 @@ class Clipping:
         for each in optimizers:
             self.clipped(each.index)
         return norm
+
+    def _chosen(self, optimizer: Optimizer | None) -> Sequence[AttachedOptimizer]:
+        if optimizer is not None:
+            index = self._iteration.index_of(unwrapped_optimizer(optimizer))
+            if index is None:
+                raise AttachError("clip_grad_norm_() was given an optimizer that is not attached")
+            return [self._worker.optimizers[index]]
+        if self._iteration.partly_stepped:
+            raise AttachError(
+                "one optimizer has already stepped in this iteration, so its gradients are used: "
+                "call clip_grad_norm_(max_norm, optimizer) with the one that is about to step"
+            )
+        return self._worker.optimizers
 
     def clipped(self, index: int) -> None:
         """Record that the gradients of optimizer ``index`` were clipped."""

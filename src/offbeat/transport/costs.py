@@ -5,7 +5,8 @@ workers (N). Adding tensors is assumed to take no time.
 
 Sources:
 
-* Messages, α + M/B each: Hockney, "The communication challenge for MPP", Parallel Computing 20(3), 1994.
+* Messages, α + M/B each: Hockney, "The communication challenge for MPP", Parallel Computing
+  20(3), 1994.
 * All-reduce: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
   workstations", JPDC 69(2), 2009. They show that no all-reduce sends fewer bytes than the ring.
 * All-gather and all-to-all: all messages are sent at the same time, as in gloo's all-to-all and in

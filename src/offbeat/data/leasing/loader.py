@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from offbeat.data.leasing.access import is_elastic
 from offbeat.data.leasing.sampler import LeasedSampler
-from offbeat.synchronizer import is_elastic
 
 
 class LeasedLoader:

@@ -9,11 +9,12 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from offbeat.arguments import require_integer
+from offbeat.data.leasing.access import open_board, synced_step_of, team_of
 from offbeat.data.leasing.leases import Lease, Leases
 from offbeat.data.leasing.plan import Plan, Range, Settings
 from offbeat.data.leasing.prefetch import Prefetch
 from offbeat.data.leasing.saving import gather_left
-from offbeat.synchronizer import Synchronizer, open_board, synced_step_of, team_of
+from offbeat.synchronizer import Synchronizer
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,52 @@
+"""Access of leased data to a synchronizer.
+
+This module uses private attributes of ``Synchronizer``.
+"""
+
+from collections.abc import Callable
+
+from offbeat.errors import AttachError
+from offbeat.synchronizer import Synchronizer, require_synchronizer
+from offbeat.transport.board import Board
+from offbeat.transport.team import Team
+
+
+def team_of(sync: Synchronizer) -> Team:
+    """Return the workers of ``sync``."""
+    return sync._team
+
+
+def is_elastic(sync: Synchronizer) -> bool:
+    """Return True if training continues after the loss of a worker."""
+    return sync._components.views is not None
+
+
+def synced_step_of(sync: Synchronizer) -> int:
+    """Return ``Flow.synced_step`` of ``sync``'s worker."""
+    return sync._iteration.flow.synced_step
+
+
+def open_board(sync: Synchronizer, name: str, at_end: Callable[[], object]) -> Board:
+    """Open a board for leases of data. All workers open the same boards in the same order.
+
+    Args:
+        sync: The synchronizer.
+        name: Name of the caller, for keys and error messages.
+        at_end: Function that is called when the training ends, before the connections are closed.
+
+    Raises:
+        AttachError: after ``finish`` or ``detach``, or the workers form nodes.
+    """
+    require_synchronizer(sync)
+    sync._require_active(name)
+    components = sync._components
+    if components.team.node is not None:
+        raise AttachError(
+            f"{name} with node_group: the workers of a node must take equally many steps; give "
+            "them equal shares of the data"
+        )
+    board = components.team.communicator.board(f"{name}/{components.boards}")
+    components.boards += 1
+    components.at_end.append(at_end)
+    components.worker.leases_data = True
+    return board

@@ -1,0 +1,132 @@
+"""What the workers average, and when a mean takes effect: the result of ``Strategy.averages``.
+
+There are three kinds of strategies: ``SharedModel``, ``Gradients`` and ``CustomFlow``.
+``offbeat.strategies.base`` explains the terms.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Outer step: the step of the shared model P along D, the mean of the workers' updates.
+
+        v ← μ·v + D
+        P ← P + η·(D + μ·v)
+
+    Attributes:
+        lr: Outer learning rate η > 0.
+        momentum: Outer momentum μ ≥ 0. The velocity v is stored only if μ > 0.
+        dtype: Name of the dtype in which P and v are stored, such as "bfloat16". None: the dtype of
+            the parameters, but float32 for float16 and bfloat16 parameters. Not used with
+            ``SharedModel.error_feedback``.
+    """
+
+    lr: float = 1.0
+    momentum: float = 0.0
+    dtype: str | None = None
+
+    @property
+    def plain(self) -> bool:
+        """True if the step is P ← P + D."""
+        return (self.lr, self.momentum) == (1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class SharedModel:
+    """The workers average models. P is the shared model, x the local model of a worker.
+
+    To launch a part, every worker sends its update u = x − P of that part. D is the mean of the
+    updates. At the landing P moves by Δ, and x by Δ − u, because x contains u already. The local
+    steps since the launch stay in x:
+
+        P ← P + Δ                           Δ = D with the default ``Outer()``
+        x ← x + Δ − u
+
+    Attributes:
+        parts: Number of parts (≥ 1), or a function that computes it from the bytes of the trainable
+            parameters. If ``fully_shard`` divides the model, these are the bytes of the worker that
+            holds most.
+        lands: Time at which a part lands.
+
+            - 0: before the next local step. Workers wait for the mean.
+            - k > 0: k local steps after the launch, or before the next launch of the same part if
+              that is earlier. Workers wait if the mean has not arrived then.
+            - "arrived": at the first step boundary after the mean has arrived. Parts land in the
+              order of their launches.
+        bound: Largest staleness in local steps, with "arrived". The staleness of a worker is the
+            number of its local steps since the launch of the newest landed part. At the bound the
+            worker waits until a newer part has landed. If no part is in flight, it requests a
+            round, even if ``due`` returns 0.
+        outer: Outer step, which determines Δ.
+        error_feedback: True: the quantization error of an update stays in x, and is sent with the
+            next update of the part. The parts have about equal bytes and may begin inside a tensor.
+            Requires ``outer.lr`` = 1.
+            If ``outer`` has momentum, the flow calls ``outer_step`` for each launch. False: the
+            error is stored outside the model and added to the next message of the part. The parts
+            consist of whole tensors.
+        optimizer_state: True if the optimizers' state is averaged whenever the last part of the
+            model lands. Requires ``lands=0``.
+    """
+
+    parts: int | Callable[[int], int] = 1
+    lands: int | Literal["arrived"] = 0
+    bound: float = math.inf
+    outer: Outer = Outer()
+    error_feedback: bool = False
+    optimizer_state: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.parts) and self.parts < 1:
+            raise ValueError(f"parts must be at least 1, got {self.parts}")
+        if self.lands != "arrived" and self.lands < 0:
+            raise ValueError(f'lands must be at least 0, or "arrived"; got {self.lands!r}')
+        if self.optimizer_state and not self.blocking:
+            raise ValueError(f"optimizer_state requires lands=0, got lands={self.lands!r}")
+        if self.error_feedback and self.outer.lr != 1:
+            raise ValueError(
+                f"error_feedback requires an outer learning rate of 1, got lr={self.outer.lr}. Use "
+                "momentum instead, whose factors outer_step() returns"
+            )
+
+    @cached_property
+    def blocking(self) -> bool:
+        """True if workers wait for each mean."""
+        return self.lands == 0
+
+    @cached_property
+    def eager(self) -> bool:
+        """True if parts land on arrival. Results then depend on the network's timing."""
+        return self.lands == "arrived"
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The workers average gradients, before the optimizer's step.
+
+    Attributes:
+        every_step: True if every round averages the gradients. ``decide`` is then never called, and
+            the gradients may be sent during backward. False: the workers exchange votes first. They
+            average the gradients if ``decide`` returns a ``Launch`` with ``parts`` > 0.
+    """
+
+    every_step: bool = True
+
+
+@dataclass(frozen=True)
+class CustomFlow:
+    """An algorithm that needs its own communication code, such as a parameter server or gossip.
+
+    For such a strategy ``attach`` refuses these options: a ``wire`` other than "float32",
+    ``node_group``, ``min_workers``, and ``non_finite="exclude"``.
+
+    Attributes:
+        make: Function that receives the strategy and an ``offbeat.averaging.Worker``, and returns
+            an ``offbeat.averaging.Flow``.
+    """
+
+    make: Callable[[Any, Any], Any]

@@ -1,0 +1,230 @@
+"""The components of the training of one worker: how they are created, connected and closed.
+
+- ``training.hooks`` calls ``training.iteration`` before and after every optimizer step.
+- ``training.iteration`` passes the step to the *flow*, the code that runs the strategy.
+- ``training.consensus`` replaces the local model by the mean over all workers.
+- ``training.stats_recorder`` updates the totals and writes the telemetry records.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from offbeat.arguments import require_integer
+from offbeat.averaging import AttachedOptimizer, NonFinite, Replica, Worker, flow_of
+from offbeat.elastic.views import Views, open_wire
+from offbeat.errors import AttachError
+from offbeat.nodes.gradients import NodeBuffers, NodeMean
+from offbeat.nodes.shards import Shards
+from offbeat.quantization.wire import Precision, Wire
+from offbeat.strategies.base import Strategy
+from offbeat.training.adam_correction import AdamCorrection
+from offbeat.training.background import BackgroundTasks
+from offbeat.training.checks.compatibility import repeatable
+from offbeat.training.checks.consistency import (
+    copy_rank_0,
+    describe,
+    require_consistency,
+    settings_of,
+)
+from offbeat.training.checks.loading import LoadDetection
+from offbeat.training.checks.unfinished import UnfinishedWarning
+from offbeat.training.clipping import Clipping
+from offbeat.training.consensus import Consensus
+from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
+from offbeat.training.iteration import Iteration
+from offbeat.training.monitors import Distance, GradientChange
+from offbeat.training.stats_recorder import StatsRecorder
+from offbeat.training.step_factor import SGDStepFactor
+from offbeat.transport.communicator import Communicator
+from offbeat.transport.team import Team
+
+attached: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Models and optimizers that are attached in this process."""
+
+
+class Components:
+    """Creates the components of one worker. A collective, unless this worker joins.
+
+    Args:
+        model: The model.
+        optimizers: Its optimizers.
+        strategy: The strategy.
+        team: The workers.
+        hooks: Objects to remove at the end.
+        shards: Parts of the model on this worker, if ``fully_shard`` has divided it.
+        connect: Function that opens another communicator between the workers.
+
+    The other arguments are those of ``attach``.
+
+    Attributes:
+        joined: True if this worker has joined a running training.
+        views: The view changes of elastic training; None if training is not elastic.
+        objects: The model, followed by the torch optimizers.
+        boards: Number of boards that were opened for leases of data.
+        at_end: Functions to call before the connections are closed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[AttachedOptimizer],
+        strategy: Strategy,
+        team: Team,
+        *,
+        scaler: torch.amp.GradScaler | None,
+        wire: Precision,
+        adam_correction: bool,
+        log: object,
+        non_finite: NonFinite,
+        min_workers: int | None,
+        hooks: Sequence[Removable],
+        shards: Shards | None,
+        connect: Callable[[], Communicator],
+    ) -> None:
+        self.strategy, self.team = strategy, team
+        self.shards, self.connect = shards, connect
+        full = replica = Replica(model, [p for p in model.parameters() if p.requires_grad])
+        if shards is not None:
+            replica = Replica(shards, [p for p in shards.parameters() if p.requires_grad])
+        lines = [f"wire {wire!r}", f"non_finite {non_finite!r}", f"min_workers {min_workers}"]
+        lines += [f"adam_correction {adam_correction}"]
+        lines += describe(strategy, full, optimizers)
+        self.joined = team.view > 0
+        opened = Wire(team)
+        with team.account.paused():
+            if not self.joined:
+                require_consistency(team.everyone, lines, settings_of(model, optimizers))
+                copy_rank_0(team, replica.everything())
+                opened = open_wire(team, strategy, wire)
+        worker = self.worker = Worker(team, replica, optimizers, opened, non_finite)
+        worker.scaled = scaler is not None and scaler.is_enabled()
+        self.recorder = StatsRecorder(worker, log)
+        self.tasks = BackgroundTasks(team, worker.details, lambda: self.recorder.stats.steps)
+        flow = flow_of(strategy, worker)
+        node = self._open_node(model)
+        self.iteration = Iteration(flow, worker, self.tasks, self._completed, node)
+        loading = LoadDetection(model, worker, self.iteration)
+        self.consensus = Consensus(worker, self.iteration, self.tasks, shards, loading)
+        self.views: Views | None = None
+        if not self.joined:
+            flow.start()
+        if min_workers is not None:
+            self._make_elastic(wire, lines, min_workers)
+        self.iteration.watch_backward()
+        self.clipping = Clipping(self.iteration, worker)
+        self.hooks: list[Removable] = [*hooks, self.clipping, loading]
+        self._hook_optimizers(adam_correction=adam_correction)
+        if scaler is not None:
+            self.hooks.append(ScalerHooks(scaler, self.iteration))
+        self.objects: tuple[Any, ...] = (model, *(each.optimizer for each in optimizers))
+        attached.update(self.objects)
+        team.host.register_totals(lambda: self.recorder.stats)
+        self.unfinished = UnfinishedWarning(self, team.everyone.rank)
+        if team.everyone.size == 1:
+            self.unfinished.cancel()
+        self.iteration.guard.on_failure = self.unfinished.cancel
+        self.boards, self.at_end = 0, list[Callable[[], object]]()
+        self.recorder.restart()
+        self.consensus.note_start()
+
+    def _open_node(self, model: nn.Module) -> NodeBuffers | None:
+        if self.team.node is None:
+            return None
+        self.tasks.add_error = "node_group cannot be combined with data injection"
+        inside = self.team.node.inside
+        if self.shards is not None:
+            return NodeBuffers(inside, self.shards)
+        return NodeMean(inside, model, self.worker.optimizers)
+
+    def _make_elastic(self, wire: Precision, lines: Sequence[str], min_workers: int) -> None:
+        """Let training continue when workers join or are lost. Receive the model if ``joined``.
+
+        ``lines`` describe model and settings, and must be equal on all workers.
+        """
+        views = self.views = Views(
+            *(self.strategy, self.worker, wire),
+            *(lambda: self.recorder.stats, lines),
+            min_workers=min_workers,
+        )
+        views.iteration, views.report_seconds = self.iteration, self.recorder.exclude_time
+        self.consensus.change_view = self.iteration.recover = views
+        self.iteration.guard.elastic = True
+        self.tasks.add_error = "min_workers cannot be combined with data injection"
+        if self.joined:
+            with self.team.account.paused():
+                views.join()
+        else:
+            views.record()
+
+    def _hook_optimizers(self, *, adam_correction: bool) -> None:
+        record_loss = self.recorder.record_loss
+        for each in self.worker.optimizers:
+            self.hooks += hook_optimizer(each, self.iteration, self.clipping, record_loss)
+            if adam_correction:
+                self.hooks.append(AdamCorrection(self.worker, each))
+            elif isinstance(each.optimizer, SGD):
+                self.hooks.append(SGDStepFactor(each.optimizer, self.iteration))
+
+    def _completed(self, synced: bool) -> None:
+        """Update the totals after an iteration. ``synced`` is True if it applied a mean."""
+        self.recorder.count_step(synced=synced)
+        self.consensus.step_ended()
+        self.unfinished.steps += 1
+
+    # -- monitors --------------------------------------------------------------------------------
+
+    def monitor_gradient_change(self) -> None:
+        """Add Δ of this worker's gradients to the telemetry records; see ``GradientChange``."""
+        self.iteration.gradient_monitors.append(GradientChange(self.worker))
+        self.clipping.replace_torch_functions()
+
+    def monitor_distance(self, every: int) -> None:
+        """Measure the distance between the workers' models; see ``Distance``. A collective."""
+        require_integer("distance_every", every, least=1)
+        if self.recorder.stats.steps or self.consensus.distance is not None:
+            raise AttachError("monitor(distance_every=…): call it once, before the first step")
+        if self.team.node is not None or self.views is not None:
+            raise AttachError(
+                "monitor(distance_every=…) with node_group or min_workers: its messages follow the "
+                "timing of each worker; leave one of them out"
+            )
+        with self.iteration.guard, self.team.account.paused():
+            require_consistency(self.team.everyone, [f"monitor(distance_every={every})"])
+        in_step, communicator = repeatable(self.strategy), self.connect()
+        distance = Distance(self.worker, every, in_step=in_step, communicator=communicator)
+        self.consensus.distance = distance
+
+        def measure() -> None:
+            with self.recorder.paused():
+                distance.step_ended()
+
+        self.iteration.model_monitors.append(measure)
+
+    # -- end -------------------------------------------------------------------------------------
+
+    def close(self, *, together: bool) -> None:
+        """Remove all hooks and close the connections. ``together`` as in ``Communicator.close``."""
+        for function in self.at_end:
+            function()
+        self.at_end.clear()
+        self.unfinished.cancel()
+        self.iteration.close()
+        self.tasks.close()
+        if self.consensus.distance is not None:
+            self.consensus.distance.close(together=together)
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+        for each in self.objects:
+            attached.discard(each)
+        try:
+            self.recorder.close()
+        finally:
+            if self.team.membership is not None and self.views is not None:
+                self.team.membership.leave(ended=together)
+            self.team.close(together=together)
