@@ -96,7 +96,7 @@ if TYPE_CHECKING:
     from offbeat.synchronizer import Synchronizer
     from offbeat.telemetry import JsonLines, Stats, TensorBoard, WandB
     from offbeat.training.batchnorm import recalibrate_batchnorm
-    from offbeat.training.lr_schedule import LinearScalingWarmup
+    from offbeat.training.learning_rate.schedule import LinearScalingWarmup
 else:
     __getattr__ = import_lazily(
         __name__,
@@ -104,7 +104,7 @@ else:
         (
             *("data", "errors", "plan", "simulate", "strategies", "baselines", "registry"),
             *("telemetry", "attach", "synchronizer", "elastic.joining", "checkpoint.save_load"),
-            *("training.batchnorm", "training.lr_schedule"),
+            *("training.batchnorm", "training.learning_rate.schedule"),
         ),
     )
 

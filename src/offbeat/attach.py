@@ -22,7 +22,6 @@ from offbeat.quantization.wire import Precision
 from offbeat.strategies.base import SharedModel, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.synchronizer import Synchronizer
-from offbeat.training.adam_correction import can_correct, require_correctable
 from offbeat.training.assembly import Components, attached
 from offbeat.training.checks.compatibility import (
     rejects_moved_arguments,
@@ -32,6 +31,7 @@ from offbeat.training.checks.compatibility import (
     require_usable,
 )
 from offbeat.training.ddp import DDPSuppressor, require_no_engine, unwrapped
+from offbeat.training.learning_rate.adam_correction import can_correct, require_correctable
 from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
 from offbeat.transport.communicator import Transport
 from offbeat.transport.team import Team

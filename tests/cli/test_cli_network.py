@@ -19,7 +19,7 @@ from offbeat.cli import network
 from offbeat.lab import probe as probing
 from offbeat.lab.launch.cluster import Cluster
 from offbeat.lab.probe import Pair
-from offbeat.lab.step_time import StepTime
+from offbeat.lab.timing.step_time import StepTime
 from offbeat.registry import parse_strategy
 
 NETWORKED = shlex.split("plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit")

@@ -13,7 +13,8 @@ from cli.commands import Call
 from offbeat import cli
 from offbeat.arguments import setting
 from offbeat.cli import options, runs
-from offbeat.lab.job import Job, Option, Panel, option, option_of
+from offbeat.lab.job import Job
+from offbeat.lab.options import Option, Panel, option, option_of
 from offbeat.transport import costs
 
 APP: Any = typer.main.get_command(cli.app)

@@ -38,7 +38,7 @@ from offbeat.lab.launch import runners
 from offbeat.lab.launch.cleanup import run_cleanup
 from offbeat.lab.launch.cluster import Cluster
 from offbeat.lab.report import SHARE_MEANS
-from offbeat.lab.step_time import StepTime
+from offbeat.lab.timing.step_time import StepTime
 from offbeat.launcher import forking
 from pages import code_on
 

@@ -18,7 +18,7 @@ from offbeat.lab.launch.runners import Loopback, VirtualCluster
 from offbeat.lab.recipes import Setup, find_recipe
 from offbeat.lab.recipes.held_out import HeldOut
 from offbeat.lab.results import read_results
-from offbeat.lab.step_time import measure_recipe
+from offbeat.lab.timing.step_time import measure_recipe
 from offbeat.plan.placeholder_model import shapes_of
 from pages import code_on
 

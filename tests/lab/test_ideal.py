@@ -8,13 +8,13 @@ import torch
 
 from lab import tiny
 from offbeat import Compute, Network, Stats
-from offbeat.lab import step_time
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.events import End, Evaluation, Start
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import Loopback, VirtualCluster
 from offbeat.lab.recipes import Setup
 from offbeat.lab.results import Result
+from offbeat.lab.timing import step_time
 
 
 @pytest.fixture(autouse=True)

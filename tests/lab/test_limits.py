@@ -15,7 +15,7 @@ from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.probe import ring
 from offbeat.lab.probe.ring import measure_links
 from offbeat.lab.results import Result
-from offbeat.lab.time_limit import Clock, TimeLimit
+from offbeat.lab.timing.time_limit import Clock, TimeLimit
 from worlds import run as on_workers
 
 NETWORK = Network("100Mbit/s", latency="1ms")

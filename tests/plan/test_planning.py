@@ -20,7 +20,7 @@ from offbeat import (
     parse_strategy,
     plan,
 )
-from offbeat.lab.step_time import measure_recipe
+from offbeat.lab.timing.step_time import measure_recipe
 from offbeat.plan.forecast import every, number, percent
 from offbeat.plan.placeholder_model import shapes_of
 from offbeat.plan.planning import check_arguments

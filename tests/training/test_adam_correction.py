@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import offbeat
 from loops import Sink, attach, close, error_of
 from offbeat.strategies.base import Strategy
-from offbeat.training.adam_correction import AdamCorrection, factor_of
+from offbeat.training.learning_rate.adam_correction import AdamCorrection, factor_of
 from problems import flat, make_batch, make_model, train_step
 from worlds import run, simulated
 

@@ -8,7 +8,7 @@ import torch
 
 from offbeat.averaging.buckets import Bucket
 from offbeat.averaging.parts.landing import Landing, bucket_landing, land
-from offbeat.averaging.replica import Replica
+from offbeat.averaging.replica import Contents, Replica
 from offbeat.transport.team import Team
 
 
@@ -29,17 +29,29 @@ class ExactMean:
     def __init__(self, team: Team, replica: Replica) -> None:
         self._team, self._replica = team, replica
 
-    def average(self, weight: float, total: float, *, what: str) -> None:
+    def consensus(self, weight: float, total: float, *, final: bool, what: str) -> None:
+        """Replace the model by the mean, permanently (``final``) or until the caller restores it.
+
+        If ``total`` is 0, only signed integer buffers change.
+        """
+        if not total:
+            self.average_integers(what=what)
+        elif final:
+            self.average(weight, total, what=what)
+        else:
+            self.show(weight, total, what=what)
+
+    def average(
+        self, weight: float, total: float, *, what: str, kind: Contents = "averaged"
+    ) -> None:
         """Replace the model by the mean."""
-        buckets = self._replica.buckets("averaged")
+        buckets = self._replica.buckets(kind)
         landings = [self._launch(bucket, weight, total, what) for bucket in buckets]
         land([*landings, *self._launch_integers(what)], self._team.host)
 
     def average_buffers(self, weight: float, total: float, *, what: str) -> None:
         """Replace the buffers as ``average`` does, but leave the parameters unchanged."""
-        buckets = self._replica.buckets("buffers")
-        landings = [self._launch(bucket, weight, total, what) for bucket in buckets]
-        land([*landings, *self._launch_integers(what)], self._team.host)
+        self.average(weight, total, what=what, kind="buffers")
 
     def average_integers(self, *, what: str) -> None:
         """Replace the signed integer buffers by their maximum."""

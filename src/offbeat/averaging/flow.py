@@ -9,9 +9,7 @@ and all workers receive the sum of the votes, the *tally*. Every worker must sta
 collectives in the same order. Therefore a worker that waits at a *barrier*, where all workers wait
 for each other, still votes in the rounds of the workers that take steps (``wait_for_all``).
 
-A *consensus* replaces the local model by one that is equal on all workers, temporarily or at the
-end of training. This is usually the mean of their models. A *view* is one composition of the group
-of workers. A new view begins when a worker joins or is lost.
+``offbeat.strategies.base`` explains the terms.
 """
 
 from abc import ABC, abstractmethod

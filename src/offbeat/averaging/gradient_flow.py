@@ -1,12 +1,8 @@
 """The flow of strategies that average gradients before the optimizer's step.
 
-A *flow* drives one strategy through the events of a training step. In a *round* all workers decide
-together: each sends a *vote*, and all receive the sum of the votes, the *tally*. If gradients are
-averaged in every step, there is nothing to decide. The votes then report, for example, whether a
-worker takes a step and whether its gradients are finite.
-
-At a *barrier* all workers wait for each other, for example before a *consensus*, which replaces the
-local model by the mean over all workers.
+If gradients are averaged in every step, there is nothing to decide. The votes then report, for
+example, whether a worker takes a step and whether its gradients are finite.
+``offbeat.strategies.base`` explains the terms.
 """
 
 import math
@@ -253,12 +249,8 @@ class GradientFlow(Flow):
         if self.every_step:  # the parameters are equal on all workers
             own, total = self._buffer_weights()
             worker.exact_mean.average_buffers(own, total, what=what)
-        elif not weight:
-            worker.exact_mean.average_integers(what=what)
-        elif final:
-            worker.exact_mean.average(last.own.weight, weight, what=what)
         else:
-            worker.exact_mean.show(last.own.weight, weight, what=what)
+            worker.exact_mean.consensus(last.own.weight, weight, final=final, what=what)
 
     def _buffer_weights(self) -> tuple[float, float]:
         """Return the weight of this worker's buffers, and the sum of the weights of all workers.

@@ -1,15 +1,6 @@
 """The flow of strategies that average models: when a worker votes, decides, launches and lands.
 
-A *flow* drives one strategy through the events of a training step. P is the shared model, with the
-same bits on all workers. Each worker trains a local model x. To *launch* a part of the model, every
-worker sends its update u = x − P of that part, and the workers start to average the updates. The
-part is *in flight* until it *lands*: until P moves by a step Δ, and x by Δ − u. Δ is the mean
-update or an outer step along it. In a *round* all workers decide together what to launch: each
-worker sends a *vote* and receives the sum of all votes, the *tally*.
-
-A *node* is a group of workers on one machine that average their gradients in every step and act as
-one worker towards other nodes. A *consensus* replaces the local model by the weighted mean over all
-workers, temporarily or at the end of training.
+``offbeat.strategies.base`` explains the terms.
 
 The setting ``SharedModel.lands`` of a strategy determines the order of the calls in a local step:
 
@@ -33,14 +24,13 @@ is not called before the previous round is decided and its parts are launched. W
 reaches ``SharedModel.bound``, the worker waits for tallies and parts. If neither is outstanding, it
 requests a round, even if ``due`` returns 0.
 
-A worker that has reached a *barrier*, where all workers wait for each other, still takes part in
-the rounds of the others. It votes with ``stepping=False``, and launches and lands the same parts in
-the same order. So all workers start the same collectives in the same order.
+A worker that has reached a barrier still takes part in the rounds of the others. It votes with
+``stepping=False``, and launches and lands the same parts in the same order. So all workers start
+the same collectives in the same order.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -49,12 +39,13 @@ from typing_extensions import override
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.parts.cuts import cut_by_tensors
+from offbeat.averaging.parts.flow_state import ModelFlowState
 from offbeat.averaging.parts.make_parts import make_parts
+from offbeat.averaging.parts.node_agreement import NodeAgreement
 from offbeat.averaging.parts.part import Part
-from offbeat.averaging.parts.pipeline import Pipeline, PipelineState
+from offbeat.averaging.parts.pipeline import Pipeline
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.checkpoint.state import transient
 from offbeat.errors import OffbeatError
 from offbeat.strategies.base import SharedModel, Strategy, WorkerView
 
@@ -62,30 +53,6 @@ from offbeat.strategies.base import SharedModel, Strategy, WorkerView
 # completes one of these buckets. So it starts soon after the first one has arrived, and the part
 # may land one step earlier.
 _BACKWARD_BUCKETS = 8
-
-
-@dataclass
-class ModelFlowState:
-    """State of a ``ModelFlow``.
-
-    Attributes:
-        pipeline: The parts of the model and their launches.
-        view: The data about this worker that the strategy may read.
-        checked_step: Local step of the last call of ``is_finite``.
-        staleness: Histogram: for each staleness, the number of local steps that ended with it.
-            Empty with ``lands=0``.
-        saved_tally: ``delayed`` as a list of numbers, for a checkpoint. Empty if ``delayed`` is
-            None.
-        delayed: Previous round. Always None, unless the strategy decides a round with the tally of
-            the previous one (``tally_delay`` = 1).
-    """
-
-    pipeline: PipelineState
-    view: WorkerView
-    checked_step: int = 0
-    staleness: dict[int, int] = field(default_factory=dict)
-    saved_tally: list[float] = field(default_factory=list)
-    delayed: Round | None = transient(default=None)
 
 
 class ModelFlow(Flow):
@@ -108,11 +75,7 @@ class ModelFlow(Flow):
         self._wanted = 0.0  # last return value of ``Strategy.due``
         self._squared = 0.0  # ‖g‖² of this step's gradients so far
         self._pausing = False  # True from the start of a barrier to the end of the next step
-        # Number of parts that had arrived on all workers of the node at their last agreement, minus
-        # the parts that have landed since. None without a node.
-        self._node_arrived: int | None = None
-        # True if the tally had arrived on all workers of the node at their last agreement.
-        self._node_tally = False
+        self._agreed = NodeAgreement()
 
     @override
     def start(self, common: dict[str, Any] | None = None) -> None:
@@ -210,9 +173,10 @@ class ModelFlow(Flow):
         view, landings = self.state.view, self.state.view.landings
         self._pausing = False
         if not self.shared.blocking:  # with ``lands=0`` every launch has landed in ``decide``
-            self._record_staleness()
+            self.state.record_staleness(self.worker)
             if self.shared.eager:
-                self._agree_inside_node()
+                team = self.worker.team
+                self._agreed.update(team, self.pipeline, view, self._pending)
             while self._lands_now():
                 self.land()
         if not self.worker.wire.exact:
@@ -245,25 +209,6 @@ class ModelFlow(Flow):
         if self._pending is None and not self.pipeline.state.queue and self._due():
             self._pending = self.vote(0, stepping=True)
 
-    def _agree_inside_node(self) -> None:
-        """Update ``view.clock`` and ``view.spent``. In a node, agree on what has arrived.
-
-        Messages reach the workers of a node at different times, but these workers must land the
-        same parts and decide in the same step. So a part or a tally counts as arrived when it has
-        arrived on all of them. ``view.clock`` is the latest of their clocks. Each number in
-        ``view.spent``, the duration of a launch or landing, is the longest among them.
-        """
-        view, team, pipeline = self.state.view, self.worker.team, self.pipeline
-        spent, pipeline.state.spent = pipeline.state.spent, []
-        if team.node is None:
-            view.clock, view.spent = team.host.now(), spent
-            return
-        late = self._pending is None or not self._pending.done()
-        view.clock, least, any_late, *view.spent = team.agree(
-            team.host.now(), float(-pipeline.arrived()), float(late), *spent
-        )
-        self._node_arrived, self._node_tally = round(-least), not any_late
-
     def _lands_now(self) -> bool:
         """Return True if the oldest part in flight lands at this step boundary."""
         part, lands = self.pipeline.oldest, self.shared.lands
@@ -273,7 +218,7 @@ class ModelFlow(Flow):
             return self.worker.step - part.launched_step >= lands
         if self._at_bound():
             return True
-        return part.arrived() if self._node_arrived is None else self._node_arrived > 0
+        return part.arrived() if self._agreed.parts is None else self._agreed.parts > 0
 
     def _at_bound(self) -> bool:
         """Return True if the staleness has reached its bound."""
@@ -282,8 +227,8 @@ class ModelFlow(Flow):
     def land(self, *, take: bool = True) -> None:
         """Wait for the oldest part in flight and land it; see ``Pipeline.land``."""
         self.pipeline.land(take=take)
-        if self._node_arrived:
-            self._node_arrived -= 1
+        if self._agreed.parts:
+            self._agreed.parts -= 1
 
     # -- rounds ----------------------------------------------------------------------------------
 
@@ -354,9 +299,9 @@ class ModelFlow(Flow):
 
         At a barrier this needs no agreement, because every worker has waited for the tally.
         """
-        if self._node_arrived is None or self._pausing or self.worker.size == 1:
+        if self._agreed.parts is None or self._pausing or self.worker.size == 1:
             return round.done()
-        return self._node_tally and round is self._pending
+        return self._agreed.tally and round is self._pending
 
     @override
     def decide(self, round: Round) -> bool:
@@ -412,13 +357,7 @@ class ModelFlow(Flow):
             self.pipeline.average_residuals()
             worker.exact_mean.average_buffers(1.0, worker.size, what=what)
             return
-        own, total = self.consensus_weights(last)
-        if not total:
-            worker.exact_mean.average_integers(what=what)
-        elif final:
-            worker.exact_mean.average(own, total, what=what)
-        else:
-            worker.exact_mean.show(own, total, what=what)
+        worker.exact_mean.consensus(*self.consensus_weights(last), final=final, what=what)
 
     def consensus_weights(self, last: Round) -> tuple[float, float]:
         """Return this worker's weight in a consensus, and the sum of all workers' weights."""
@@ -441,24 +380,6 @@ class ModelFlow(Flow):
         saved = self.state.saved_tally
         self.state.delayed = Round.saved(saved) if saved else None
 
-    # -- telemetry -------------------------------------------------------------------------------
-
-    def _record_staleness(self) -> None:
-        """Record the staleness at the end of a step."""
-        worker, histogram = self.worker, self.state.staleness
-        staleness = worker.record["staleness"] = worker.step - self.state.view.fresh_step
-        histogram[staleness] = histogram.get(staleness, 0) + 1
-        if staleness > worker.details.get("staleness_max", 0):
-            worker.details["staleness_max"] = staleness
-
     def _report(self) -> None:
-        """Update ``Stats.details``."""
-        state, view, details = self.state, self.state.view, self.worker.details
         self.pipeline.changed = False
-        details.update(parts=view.count, launches=view.launches, landings=view.landings)
-        if not self.shared.blocking:
-            details.update(
-                landing_seconds=state.pipeline.flight_seconds / max(1, view.landings),
-                staleness_max=max(state.staleness, default=0),
-                staleness_histogram=state.staleness,
-            )
+        self.state.report(self.worker.details, waits=self.shared.blocking)

@@ -1,8 +1,7 @@
 """Votes and tallies.
 
-In a *round* all workers decide together what to average, if anything. Each worker sends a *vote*,
-which is a list of numbers. All workers receive the *tally*, the elementwise sum of the votes. At a
-*barrier* all workers wait for each other. A worker that waits there votes, but takes no step.
+``offbeat.averaging.rounds`` explains them. A worker that waits at a barrier votes, but takes no
+step.
 """
 
 from collections.abc import Sequence

@@ -2,9 +2,7 @@
 
 θ is the server's model, x a worker's local model, and s the model from which the worker started its
 current period. The *pseudo-gradient* s − x is the negative sum of the worker's local steps in this
-period. The vector θ is divided into *shards*, stored on one or more ranks. A ``Rule`` applies the
-workers' pushes to a shard. At a *barrier*, for example the end of training, all workers wait for
-each other.
+period. ``server_strategy.py`` explains the terms of parameter servers.
 """
 
 import math

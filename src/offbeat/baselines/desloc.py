@@ -1,8 +1,6 @@
 """DES-LOC: local Adam that averages parameters, first and second moments with different periods.
 
-In a *round* all workers average at least one of these three. Before it each worker sends a *vote*,
-which contains its weight in the means. A *barrier* is a point where all workers wait for each
-other; a worker that waits there takes part in the rounds of the others.
+In a round all workers average at least one of these three.
 """
 
 import math

@@ -2,9 +2,7 @@
 
 Symbols: x is a worker's local model, z the server's model. η and λ are the worker's learning rate
 and weight decay. N is the number of workers. G is the sum of the scaled gradients that a worker has
-not pushed yet. The vector z is divided into *shards*, stored on one or more ranks. A ``Rule``
-applies pushes to a shard. At a *barrier*, for example the end of training, all workers wait for
-each other.
+not pushed yet. ``server_strategy.py`` explains the terms of parameter servers.
 """
 
 from collections.abc import Iterator, Sequence

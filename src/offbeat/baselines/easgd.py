@@ -1,8 +1,7 @@
 """EASGD, elastic averaging SGD: workers and a centre on a server move towards each other.
 
-x is a worker's local model, and z the *centre*, a model on the parameter server. The vector z is
-divided into *shards*, stored on one or more ranks. A ``Rule`` applies the workers' pushes to a
-shard. At a *barrier*, for example the end of training, all workers wait for each other.
+x is a worker's local model, and z the *centre*, a model on the parameter server.
+``server_strategy.py`` explains the terms of parameter servers.
 """
 
 from dataclasses import dataclass

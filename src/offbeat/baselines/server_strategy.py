@@ -1,9 +1,8 @@
 """Base classes of the strategies with a parameter server: settings, flow and state.
 
-A *flow* is an object that drives one strategy on one worker. The training loop calls its methods at
-events such as "the gradients are ready" or "the step has ended". A *consensus* replaces all local
-models by one model, here the server's: temporarily, to evaluate or save the model, or finally when
-training ends (``finish``). A consensus begins with a *barrier*: all workers wait for each other.
+The vector of all parameters is divided into *shards*, stored on one or more ranks. A ``Rule``
+applies the workers' pushes to a shard. A consensus shows the server's model.
+``offbeat.strategies.base`` explains the other terms.
 """
 
 import logging

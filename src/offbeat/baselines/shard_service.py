@@ -1,7 +1,4 @@
-"""The communication of one shard of a parameter server: receives requests and sends the answers.
-
-A *shard* is a part of the server's vector. Workers push values to it and pull values from it.
-"""
+"""The communication of one shard of a parameter server: receives requests and sends the answers."""
 
 from collections import deque
 from functools import partial

@@ -3,8 +3,7 @@
 A worker's *clock* c is its number of local steps. z is the server's model. A worker's model x is
 called its *cache*: a copy of z, to which the worker adds its own update u after each step. S is the
 sum of the updates that the worker has not sent to the server yet. The cache is *fresh* up to clock
-f if it contains the first f updates of every worker. At a *barrier*, for example the end of
-training, all workers wait for each other.
+f if it contains the first f updates of every worker.
 """
 
 from dataclasses import dataclass, field

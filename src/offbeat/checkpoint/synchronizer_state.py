@@ -4,16 +4,13 @@ There are two kinds of states. Both contain a checksum of their values, and the 
 dtypes of the model's tensors, but not the model itself. All workers check their states, and load
 them only if every worker accepts its state.
 
-The state of a *worker* contains strategy, wire, rank and number of workers. (The wire is the
-precision at which sums over the workers are sent.) Only a worker with the same four values can load
-the state.
+The state of a *worker* contains strategy, wire, rank and number of workers. Only a worker with the
+same four values can load it.
 
 The state of a *consensus* belongs to the mean of the workers' models. It is saved while every
 worker holds this mean: inside ``Synchronizer.consensus`` or after ``finish``. It can be loaded with
 any strategy and any number of workers. Training then starts again from that mean, and only the
 totals (``Stats``) continue.
-
-A *flow* is the code that runs the strategy on one worker.
 """
 
 import dataclasses

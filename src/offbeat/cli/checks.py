@@ -1,8 +1,4 @@
-"""Checks of command-line arguments before a run, so that mistakes are found at once.
-
-A *job* is the settings of one run. A *method* is what a run trains with: a strategy of this package
-or a baseline to compare strategies with. A *task* is what a worker trains: model, data, loss, ….
-"""
+"""Checks of command-line arguments before a run, so that mistakes are found at once."""
 
 import importlib.util
 import os

@@ -22,7 +22,8 @@ from offbeat.cli.options import (
     VirtualClusterOptions,
     with_options,
 )
-from offbeat.lab.job import Job, Panel
+from offbeat.lab.job import Job
+from offbeat.lab.options import Panel
 
 _SAVING = ("checkpoints", "save_every", "resume")  # only `train` offers them
 

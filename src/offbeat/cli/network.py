@@ -21,7 +21,7 @@ from offbeat.errors import OffbeatError
 from offbeat.lab import probe as probing
 from offbeat.lab.methods.registry import is_baseline
 from offbeat.lab.probe import tables
-from offbeat.lab.step_time import measure_recipe
+from offbeat.lab.timing.step_time import measure_recipe
 from offbeat.plan import Plan
 from offbeat.plan import plan as make_plan
 from offbeat.plan.planning import check_arguments

@@ -1,7 +1,6 @@
 """Implementations of the commands ``train``, ``simulate`` and ``compare``.
 
-A *job* is the settings of one run. A *method* is what a run trains with: a strategy of this package
-or a baseline to compare strategies with. A *runner* runs jobs on real or simulated workers.
+``offbeat.lab.job`` explains the terms.
 """
 
 import contextlib
@@ -47,10 +46,10 @@ from offbeat.lab import report
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import Runner, VirtualCluster
 from offbeat.lab.methods.registry import require_virtual
-from offbeat.lab.padding import STRAGGLERS_NEED_STEP_TIME, parse_slow
 from offbeat.lab.results import Result, writing
 from offbeat.lab.scenario import Scenario
-from offbeat.lab.step_time import measure_recipe
+from offbeat.lab.timing.padding import STRAGGLERS_NEED_STEP_TIME, parse_slow
+from offbeat.lab.timing.step_time import measure_recipe
 from offbeat.lab.tuning import LEAST_BUDGET, untuned, with_ideal
 from offbeat.simulate import Compute, Network
 from offbeat.units import to_seconds

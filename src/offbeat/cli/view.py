@@ -9,7 +9,7 @@ from rich.text import Text
 
 from offbeat.display.narrow import narrow
 from offbeat.display.table import Table
-from offbeat.lab.step_time import StepTime
+from offbeat.lab.timing.step_time import StepTime
 from offbeat.units import show_seconds
 
 console = Console()

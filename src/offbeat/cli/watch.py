@@ -1,7 +1,4 @@
-"""Implementation of the command ``watch``: shows trainings by the files of their records.
-
-A *record* is a line of JSON about one step of one worker, as ``attach(log=…)`` writes it.
-"""
+"""Implementation of the command ``watch``: shows trainings by the files of their records."""
 
 import contextlib
 import glob

@@ -1,15 +1,15 @@
 """``Job``: the settings of a training run, as used on the command line, by workers and in results.
 
-A *method* is what a run trains with: a strategy of this package or a *baseline* to compare with.
+A *method* is what a run trains with: a strategy of this package or a *baseline* to compare with. A
+*peer* is a baseline of torch or another package, which runs its own code. A *runner* runs jobs on
+real or simulated workers.
 
 The command line builds its help from the fields of ``Job``. To show help quickly, this module
 imports torch and other slow modules only inside its methods.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,7 @@ from offbeat.arguments import (
     setting,
     types_of,
 )
+from offbeat.lab.options import Panel, flag_pairs, method_options, option, option_of
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -33,72 +34,6 @@ LEASED = "leased"
 MOST_SEED = 4_000_000  # worker r uses the seed 1000 · seed + r, which must fit into 32 bits
 
 
-class Panel(StrEnum):
-    """Titles of the groups of options in the help of a command, in the order of the help."""
-
-    TRAINED = "What is trained"
-    STRATEGIES = "Strategies and their settings"
-    WORKERS = "Workers and network"
-    LIMITS = "Time limits"
-    OUTPUT = "Output"
-
-
-@dataclass(frozen=True)
-class Option:
-    """The command-line option of a field of ``Job``.
-
-    Attributes:
-        help: Help text, one sentence.
-        panel: Group of the option in the help. None: the group "Options".
-        flags: Flags such as ``--workers`` and ``-n``. Empty: one flag, made from the field's name.
-        metavar: Placeholder of the value in the help. Empty: the type of the value.
-        unset: Text that the help shows in place of a default that is None.
-        is_path: True if the value is a path.
-        of_method: True if a comparison can set the option separately for each method.
-    """
-
-    help: str
-    panel: Panel | None = None
-    flags: tuple[str, ...] = ()
-    metavar: str = ""
-    unset: str = ""
-    is_path: bool = False
-    of_method: bool = False
-
-    def flag(self, name: str) -> str:
-        """Return the long flag of the field ``name``."""
-        return self.flags[0] if self.flags else f"--{name.replace('_', '-')}"
-
-
-def option(
-    default: Any = dataclasses.MISSING,
-    *flags: str,
-    help: str,
-    panel: Panel | None = None,
-    metavar: str = "",
-    unset: str = "",
-    is_path: bool = False,
-    of_method: bool = False,
-    least: int | None = None,
-    above: float | None = None,
-) -> Any:
-    """Return a dataclass field that is also a command-line option.
-
-    The arguments are the default, the attributes of ``Option``, and the range of the value:
-    ``least`` ≤ value, ``above`` < value.
-    """
-    declared = Option(help, panel, flags, metavar, unset, is_path, of_method)
-    metadata: dict[str, Any] = {"option": declared}
-    if flags:
-        metadata["label"] = flags[0].removeprefix("--")
-    return setting(default, least=least, above=above, metadata=metadata)
-
-
-def option_of(field: "dataclasses.Field[Any]") -> Option | None:
-    """Return the command-line option of a field of ``Job``; None if the field has no option."""
-    return field.metadata.get("option")
-
-
 @dataclass(frozen=True)
 class Job:
     """One training run: recipe, method, number of workers and other settings.
@@ -107,8 +42,8 @@ class Job:
     text. The other fields:
 
     - ``step_seconds``: time that a real worker needs to compute a step; it sleeps for the rest of
-      that time (see ``lab.padding``). None: step times are not controlled. It has no effect in the
-      simulator.
+      that time (see ``timing.padding``). None: step times are not controlled. It has no effect in
+      the simulator.
     - ``jitter``, ``slow``: artificial stragglers, for which steps take longer. Real workers require
       ``step_seconds``.
     - ``scenario``: changes of speeds and bandwidths during the run, as JSON text (see
@@ -335,7 +270,7 @@ class Job:
                 )
 
     def _check_bounds(self) -> None:
-        from offbeat.lab.padding import parse_slow
+        from offbeat.lab.timing.padding import parse_slow
         from offbeat.training.checks.compatibility import require_timeout
 
         parse_slow(self.slow, self.workers)
@@ -399,7 +334,7 @@ class Job:
         """Options of the method that differ from the default, such as ``--wire int8``."""
         return tuple(
             f"{option.flag(field.name)} {str(getattr(self, field.name)).removesuffix('.0')}"
-            for field, option in _method_options().items()
+            for field, option in method_options(Job).items()
             if getattr(self, field.name) not in (field.default, self._implied(field.name))
         )
 
@@ -421,19 +356,16 @@ class Job:
 
         Example: ``job.under("local:period=8 --wire int8 --lr-scale 2")``.
 
-        Args:
-            text: Strategy or baseline, optionally followed by ``--lr-scale``, ``--sampler``,
-                ``--injection``, ``--wire``, ``--adam-correction`` or
-                ``--optimizer`` with a value.
+        ``text`` is a strategy or a baseline, followed by some of ``method_options`` with values.
 
         Raises:
             ValueError: an option is not one of these, is repeated, or has no valid value.
         """
         strategy, *words = text.split() or [""]
-        fields = {option.flag(field.name): field for field, option in _method_options().items()}
-        kind: type = type(self)
-        types, values = types_of(kind), dict[str, Any]()
-        for flag, value in _pairs(text, words):
+        options = method_options(Job).items()
+        fields = {option.flag(field.name): field for field, option in options}
+        types, values = types_of(Job), dict[str, Any]()
+        for flag, value in flag_pairs(text, words):
             if flag not in fields:
                 raise ValueError(
                     f"in {text!r}: {flag} cannot be given to one strategy; {', '.join(fields)} can"
@@ -463,22 +395,6 @@ class Job:
         )
 
 
-def _method_options() -> "dict[dataclasses.Field[Any], Option]":
-    options = {field: option_of(field) for field in dataclasses.fields(Job)}
-    return {field: option for field, option in options.items() if option and option.of_method}
-
-
 def method_fields() -> frozenset[str]:
     """Return the names of the fields of ``Job`` that a comparison can set for each method."""
-    return frozenset(field.name for field in _method_options())
-
-
-def _pairs(text: str, words: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (flag, value) for each ``--flag value`` or ``--flag=value``."""
-    rest = iter(words)
-    for word in rest:
-        flag, equals, value = word.partition("=")
-        value = value if equals else next(rest, "")
-        if not value:
-            raise ValueError(f"in {text!r}: {flag} needs a value")
-        yield flag, value
+    return frozenset(field.name for field in method_options(Job))

@@ -1,8 +1,4 @@
-"""Results of training runs, and their form as lines of the file ``results.jsonl``.
-
-A *method* is what a run trains with: a strategy of this package or a baseline. A *peer* is a
-baseline of torch or another package, which runs its own code.
-"""
+"""Results of training runs, and their form as lines of the file ``results.jsonl``."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -46,13 +46,13 @@ from offbeat.lab.launch.stop_request import StopRequest
 from offbeat.lab.leased import LeasedBatches
 from offbeat.lab.methods.base import Attached, Baseline, Method
 from offbeat.lab.methods.registry import is_ideal, parse_method
-from offbeat.lab.padding import STRAGGLERS_NEED_STEP_TIME, PaddedLoss, parse_slow
 from offbeat.lab.probe.ring import measure_links
 from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.recipes.datasets import to_device
 from offbeat.lab.samplers import Batches, parse_injection
 from offbeat.lab.scenario import Scenario
-from offbeat.lab.time_limit import TimeLimit
+from offbeat.lab.timing.padding import STRAGGLERS_NEED_STEP_TIME, PaddedLoss, parse_slow
+from offbeat.lab.timing.time_limit import TimeLimit
 from offbeat.strategies import Strategy
 from offbeat.synchronizer import Synchronizer
 from offbeat.transport.communicator import Communicator

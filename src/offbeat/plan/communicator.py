@@ -1,8 +1,4 @@
-"""Communicators for the planner, in which some simulated workers may represent the others.
-
-The workers that run are the *representatives* (see ``plan/cluster.py``). A collective takes as long
-as with all of its workers, but only the representatives contribute tensors.
-"""
+"""Communicators for the planner, in which some simulated workers may represent the others."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -2,10 +2,7 @@
 
 A *wire* sums tensors over the workers at some precision. ``AdaptiveWire`` is for strategies whose
 workers block until a mean has arrived (BSP, LocalSGD). It measures how long they block.
-
-A *round* is a common decision of all workers on what to average next. Each worker sends a *vote*, a
-list of numbers, and all receive the *tally*, the sum of the votes. The measurements are a part of
-the vote.
+The measurements are a part of the votes.
 """
 
 import logging

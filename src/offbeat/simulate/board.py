@@ -1,8 +1,4 @@
-"""A board of simulated workers, whose operations take virtual time.
-
-A *board* is a small key-value store that all workers share. *Virtual time* is the time of the
-simulator's clock.
-"""
+"""A board of simulated workers, whose operations take virtual time."""
 
 from collections import deque
 

@@ -1,7 +1,4 @@
-"""A communicator that runs its operations on the simulated cluster.
-
-The operations take *virtual time*, the time of the simulator's clock.
-"""
+"""A communicator that runs its operations on the simulated cluster."""
 
 import math
 import operator

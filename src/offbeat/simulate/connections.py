@@ -1,7 +1,6 @@
 """Connections between simulated workers, and their failures.
 
-A failure is the loss of a worker, an interruption of a worker's traffic, or a time-out. All times
-are *virtual time*, the time of the simulator's clock.
+A failure is the loss of a worker, an interruption of a worker's traffic, or a time-out.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,4 @@
-"""The clock and the background threads of one simulated worker.
-
-The clock shows *virtual time*, which advances with the simulator's events, not with real time.
-"""
+"""The clock and the background threads of one simulated worker."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -17,6 +17,11 @@ Terms:
 - A *view* is a period with the same group of workers. A new view begins when a worker joins or is
   lost.
 - The *wire* is the precision at which sums over the workers are sent, such as "float32" or "int8".
+- A *node* is a group of workers, usually on one machine, that average their gradients in every step
+  and count as one worker.
+- At a *barrier* all workers wait for each other.
+- A *consensus* replaces the local model by one that is equal on all workers, usually the mean,
+  temporarily or at the end of training. It begins with a barrier.
 - A *step boundary* is the moment after all optimizers have stepped.
 
 The methods:

@@ -1,9 +1,5 @@
 """Rate control of streaming averaging: how many parts are in flight, and at which precision.
 
-Streaming averaging cuts the model into parts. A worker *launches* a part when it starts to send its
-update of the part. The part is *in flight* until it *lands*, that is, until the mean update of all
-workers moves the model. Parts land at *step boundaries*, after all optimizers have stepped.
-
 Each worker limits the launches that it requests in two ways. The *window* is the largest number of
 parts in flight. A part is *late* if it is in flight for more steps than it would be over an idle
 link. The window shrinks if many parts are late, because the link is then full. The *CPU budget*

@@ -1,8 +1,6 @@
 """Streaming averaging: the workers average the model in parts while they compute.
 
-To *launch* a part of the model, every worker sends its update of the part. The part is *in flight*
-until it *lands*, that is, until the mean update of all workers moves the model. A *pass* of the
-model is complete when every part has landed once.
+A *pass* of the model is complete when every part has landed once.
 """
 
 import logging

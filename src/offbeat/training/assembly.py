@@ -22,7 +22,6 @@ from offbeat.nodes.gradients import NodeBuffers, NodeMean
 from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Strategy
-from offbeat.training.adam_correction import AdamCorrection
 from offbeat.training.background import BackgroundTasks
 from offbeat.training.checks.compatibility import repeatable
 from offbeat.training.checks.consistency import (
@@ -37,9 +36,10 @@ from offbeat.training.clipping import Clipping
 from offbeat.training.consensus import Consensus
 from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
+from offbeat.training.learning_rate.adam_correction import AdamCorrection
+from offbeat.training.learning_rate.step_factor import SGDStepFactor
 from offbeat.training.monitors import Distance, GradientChange
 from offbeat.training.stats_recorder import StatsRecorder
-from offbeat.training.step_factor import SGDStepFactor
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.team import Team
 

@@ -4,8 +4,7 @@
 block this worker, for example until another worker has taken a step. If that worker waited for
 samples of this worker's next step, both would wait forever. Therefore a task is notified when the
 strategy may block. During that time it must not make other workers wait for this worker's next
-step. See ``data/exchange.py``. At a *barrier*, such as the start of ``consensus()``, all workers
-wait for each other.
+step. See ``data/exchange.py``.
 """
 
 from collections.abc import Callable

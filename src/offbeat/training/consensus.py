@@ -4,8 +4,7 @@ The replacement is temporary (for an evaluation) or permanent (at the end of tra
 with a *barrier*: all workers wait for each other. *Follower modules*, such as a moving average
 (EMA) of the weights, are averaged in a consensus only.
 
-In a *round* all workers vote, and so decide together whether to average. A *view* is a period with
-the same workers. In elastic training a new view begins when a worker joins or is lost.
+``offbeat.strategies.base`` explains the terms.
 """
 
 import contextlib
@@ -92,10 +91,7 @@ class FollowerModules:
         if size == 1 or not self._replica.everything():
             return
         what = f"{'final mean' if final else 'consensus'} of the followers"
-        if final:
-            self._mean.average(1.0, size, what=what)
-        else:
-            self._mean.show(1.0, size, what=what)
+        self._mean.consensus(1.0, size, final=final, what=what)
         copy_rank_0(self._team, self._replica.other_buffers())
 
     def snapshot(self) -> list[Tensor]:

@@ -3,14 +3,7 @@
 Hooks on the user's optimizers call ``prepare`` before and ``complete`` after each optimizer step.
 ``Iteration`` passes these events to the *flow*, the code that runs the strategy.
 
-Words of this module:
-
-- *node*: a group of workers that average their gradients in every step and count as one worker.
-- *bucket*: a group of parameters whose gradients are sent in one message.
-- *round*: all workers vote, and so decide together whether to average now.
-- *barrier*: a point at which all workers wait for each other.
-- *consensus*: the local model is replaced by the mean over all workers.
-- *view*: a period with the same workers. A new view begins when a worker joins or is lost.
+``offbeat.strategies.base`` explains the terms.
 """
 
 import contextlib

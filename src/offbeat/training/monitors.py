@@ -4,9 +4,6 @@
 step to the next. The strategy SelSync averages when Δ of a worker reaches a threshold δ, and
 typical values of Δ help to choose δ. ``Distance`` measures the distance between the workers' models
 in the background.
-
-A *consensus* replaces the local model by the mean over all workers. It begins with a *barrier*: all
-workers wait for each other.
 """
 
 import logging

@@ -1,7 +1,6 @@
 """Buckets of a part of the model.
 
-A part is a group of parameters that is averaged separately. Floating-point buffers may be averaged
-with it. A bucket copies tensors into one flat *staging tensor*, which is summed over the workers.
+A bucket copies tensors into one flat *staging tensor*, which is summed over the workers.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,7 @@
 """The pipeline through which one worker averages the parts of the shared model P.
 
-All workers hold the same P, and each trains a local model x. A *part* is a group of parameters that
-is averaged separately. In a *round* all workers decide by votes which parts to launch next. These
-launches are *queued*. To *launch* a part, the worker sends its update u = x − P of the part, so
-that the workers start to average the updates. The part is then *in flight*. When the sum of the
-updates has *arrived*, the part can *land*: P moves by Δ, the mean update or an outer step along it,
-and x moves by Δ − u.
+``part.py`` explains the terms. Launches that a round has decided are *queued* until they start. A
+part has *arrived* when the sum of its updates has arrived.
 """
 
 import math

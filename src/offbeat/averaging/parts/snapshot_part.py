@@ -1,9 +1,6 @@
 """A part of the model whose workers send snapshots of their tensors.
 
-All workers hold the same shared model P, and each trains a local model x. A *part* is a group of
-parameters that is averaged separately. At its *launch* the workers start to sum their values, and
-at its *landing* they apply the mean. The *wire* sums over the workers. A lossy wire quantizes what
-it sends.
+``part.py`` explains the terms.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,10 +1,7 @@
 """A part whose quantization error stays in the local model, and is sent with the next update.
 
-All workers hold the same shared model P, and each trains a local model x. A *part* is a group of
-parameters that is averaged separately. At its *launch* a worker sends the update u = C(x − P),
-where C is the quantization. At the *landing* P moves by Δ, the mean of the updates or an outer step
-along it, and x moves by Δ − u. So the quantization error of x − P remains in x − P, and the next
-launch sends it.
+``part.py`` explains the terms. The quantization error of x − P remains in x − P, because x moves by
+Δ − u, where u is the quantized update. So the next launch sends the error.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Runners: ways to run a job's workers, on real processes or in the simulator.
-
-A *job* is the configuration of one training run. *Virtual time* is the simulator's clock.
-"""
+"""Runners: ways to run a job's workers, on real processes or in the simulator."""
 
 import math
 import os

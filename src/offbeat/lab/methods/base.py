@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.lab.recipes import Task
-from offbeat.lab.time_limit import Clock
+from offbeat.lab.timing.time_limit import Clock
 from offbeat.strategies import Strategy
 from offbeat.synchronizer import Synchronizer, snapshot_of
 from offbeat.telemetry import Stats

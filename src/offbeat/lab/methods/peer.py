@@ -26,7 +26,7 @@ from offbeat.errors import CommunicationError, OffbeatError
 from offbeat.lab.methods.base import Baseline, Method
 from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.base import device_of
-from offbeat.lab.step_time import now
+from offbeat.lab.timing.step_time import now
 from offbeat.strategies import Strategy
 from offbeat.synchronizer import Synchronizer
 from offbeat.telemetry import Stats

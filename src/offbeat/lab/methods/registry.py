@@ -1,14 +1,10 @@
-"""Parsing of methods: strategies such as ``local:period=8`` and baselines to compare with.
-
-Baselines are ``ideal`` (BSP timed without communication) and *peers* such as
-``torch:ddp,hook=bf16``: methods of torch and other packages, which run their own code.
-"""
+"""Parsing of methods: strategies such as ``local:period=8`` and baselines to compare with."""
 
 from offbeat.arguments import did_you_mean
-from offbeat.lab.ideal import IDEAL, Ideal
 from offbeat.lab.methods.accelerate import AccelerateLocalSGD
 from offbeat.lab.methods.base import Baseline
 from offbeat.lab.methods.ddp import DDP, Accumulate, PostLocal
+from offbeat.lab.methods.ideal import IDEAL, Ideal
 from offbeat.lab.methods.peer import Peer
 from offbeat.lab.methods.torchft import TorchftDiLoCo, TorchftLocalSGD
 from offbeat.registry import parse_strategy, read_settings

@@ -1,7 +1,6 @@
 """The secondary tables of a comparison of methods: targets, differences and links.
 
-A *method* is a strategy or a baseline. The *ideal* is the baseline ``ideal``: BSP (averaging of
-gradients in every step) timed without communication. It is the speed-up limit.
+The *ideal* is the baseline ``ideal``: BSP timed without communication, the speed-up limit.
 """
 
 import math

@@ -1,7 +1,6 @@
 """The main table of a comparison, its caption and its notes.
 
-A *method* is a strategy or a baseline. The *ideal* is the baseline ``ideal``: BSP timed without
-communication. A *peer* is a method of torch or another package. *LSSR* is the share of steps
+The *ideal* is the baseline ``ideal``: BSP timed without communication. *LSSR* is the share of steps
 without synchronization. The *target* is a value of the metric, set by the recipe.
 """
 

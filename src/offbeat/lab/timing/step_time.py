@@ -44,7 +44,7 @@ class Duration:
 REFERENCE = Duration(warmup_steps=5, least_steps=10, least_seconds=4.0)
 """Duration of a measurement of the ideal's step time, before or after the training."""
 PADDING = Duration(warmup_steps=3, least_steps=10, least_seconds=1.0)
-"""Duration of the measurement before a run with controlled step times; see ``lab.padding``."""
+"""Duration of the measurement before a run with controlled step times; see ``padding``."""
 
 
 def now(device: torch.device) -> float:

@@ -1,7 +1,6 @@
 """The baseline ``ideal``: BSP timed as if communication took no time.
 
-BSP (bulk synchronous parallel) averages the gradients of all workers in every step. A *baseline* is
-a method that strategies are compared with. *Virtual time* is the simulator's clock.
+BSP (bulk synchronous parallel) averages the gradients of all workers in every step.
 """
 
 import statistics
@@ -13,10 +12,10 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from offbeat.lab.methods.base import SAVING, Attached, Baseline, Method
-from offbeat.lab.padding import PaddedLoss
 from offbeat.lab.recipes import Task
-from offbeat.lab.step_time import LocalTraining
-from offbeat.lab.time_limit import Clock
+from offbeat.lab.timing.padding import PaddedLoss
+from offbeat.lab.timing.step_time import LocalTraining
+from offbeat.lab.timing.time_limit import Clock
 from offbeat.strategies import BSP, Strategy
 from offbeat.synchronizer import Synchronizer
 from offbeat.telemetry import Stats

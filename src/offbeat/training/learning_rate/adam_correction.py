@@ -23,7 +23,7 @@ from offbeat.averaging.buckets import as_real
 from offbeat.averaging.norm import absolute_sum, squared_norm
 from offbeat.errors import AttachError
 from offbeat.nodes.shards import local_parts
-from offbeat.training.step_factor import StepFactor
+from offbeat.training.learning_rate.step_factor import StepFactor
 
 _EVERY = 10  # local steps from one measurement of f to the next
 # Weight of a new measurement in f. f starts at 1, and after 100 steps it has covered two thirds of

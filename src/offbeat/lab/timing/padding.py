@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.base import device_of
-from offbeat.lab.step_time import PADDING, LocalTraining, now
+from offbeat.lab.timing.step_time import PADDING, LocalTraining, now
 from offbeat.simulate import Compute
 
 STRAGGLERS_NEED_STEP_TIME = (

@@ -1,0 +1,95 @@
+"""Options of the command line, declared as fields of a dataclass such as ``Job``."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from offbeat.arguments import setting
+
+
+class Panel(StrEnum):
+    """Titles of the groups of options in the help of a command, in the order of the help."""
+
+    TRAINED = "What is trained"
+    STRATEGIES = "Strategies and their settings"
+    WORKERS = "Workers and network"
+    LIMITS = "Time limits"
+    OUTPUT = "Output"
+
+
+@dataclass(frozen=True)
+class Option:
+    """The command-line option of a dataclass field.
+
+    Attributes:
+        help: Help text, one sentence.
+        panel: Group of the option in the help. None: the group "Options".
+        flags: Flags such as ``--workers`` and ``-n``. Empty: one flag, made from the field's name.
+        metavar: Placeholder of the value in the help. Empty: the type of the value.
+        unset: Text that the help shows in place of a default that is None.
+        is_path: True if the value is a path.
+        of_method: True if a comparison can set the option separately for each method.
+    """
+
+    help: str
+    panel: Panel | None = None
+    flags: tuple[str, ...] = ()
+    metavar: str = ""
+    unset: str = ""
+    is_path: bool = False
+    of_method: bool = False
+
+    def flag(self, name: str) -> str:
+        """Return the long flag of the field ``name``."""
+        return self.flags[0] if self.flags else f"--{name.replace('_', '-')}"
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *flags: str,
+    help: str,
+    panel: Panel | None = None,
+    metavar: str = "",
+    unset: str = "",
+    is_path: bool = False,
+    of_method: bool = False,
+    least: int | None = None,
+    above: float | None = None,
+) -> Any:
+    """Return a dataclass field that is also a command-line option.
+
+    The arguments are the default, the attributes of ``Option``, and the range of the value:
+    ``least`` ≤ value, ``above`` < value.
+    """
+    declared = Option(help, panel, flags, metavar, unset, is_path, of_method)
+    metadata: dict[str, Any] = {"option": declared}
+    if flags:
+        metadata["label"] = flags[0].removeprefix("--")
+    return setting(default, least=least, above=above, metadata=metadata)
+
+
+def option_of(field: "dataclasses.Field[Any]") -> Option | None:
+    """Return the command-line option of a dataclass field; None if the field has no option."""
+    return field.metadata.get("option")
+
+
+def method_options(kind: Any) -> "dict[dataclasses.Field[Any], Option]":
+    """Return the fields of a dataclass that a comparison can set for each method, with options."""
+    options = {field: option_of(field) for field in dataclasses.fields(kind)}
+    return {field: option for field, option in options.items() if option and option.of_method}
+
+
+def flag_pairs(text: str, words: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (flag, value) for each ``--flag value`` or ``--flag=value`` in ``words``.
+
+    Raises a ValueError, which shows ``text``, if a flag has no value.
+    """
+    rest = iter(words)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        value = value if equals else next(rest, "")
+        if not value:
+            raise ValueError(f"in {text!r}: {flag} needs a value")
+        yield flag, value

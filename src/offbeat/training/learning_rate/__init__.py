@@ -1,0 +1,1 @@
+"""Learning rates: schedules, and factors inside ``optimizer.step()``."""
