@@ -68,6 +68,12 @@ def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
     optimizer.step()
 
 
+def wide_step(model: nn.Module, optimizer: Optimizer, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    wide_loss(model, rank, step).backward()
+    optimizer.step()
+
+
 def flat(model: nn.Module) -> Tensor:
     """A copy of all parameters as one vector."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
@@ -127,6 +133,13 @@ def bsp_reference(
         optimizer.step()
         trace.append(flat(model))
     return trace
+
+
+def gradient_at(x: Tensor, rank: int, step: int) -> Tensor:
+    """The gradient of a batch of ``rank`` at the parameters ``x``, as one vector."""
+    model = make_model(seed=0)
+    assign(model, x.clone())
+    return torch.cat([g.reshape(-1) for g in gradients(model, make_batch(rank, step))])
 
 
 def squared(parts: Sequence[Tensor]) -> float:

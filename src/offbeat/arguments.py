@@ -169,10 +169,6 @@ def check_settings(settings: Any) -> None:
 
     Checks fields of type ``int``, ``float``, ``bool`` and ``Literal[…]``, also together with
     ``| None``, and fields such as ``int | Literal["auto"]``. Other types are not checked.
-
-    Raises:
-        TypeError: a value has another type.
-        ValueError: a value is out of its range, or is not one of the choices of a ``Literal``.
     """
     kind: type = type(settings)
     hints = types_of(kind)

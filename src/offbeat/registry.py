@@ -94,9 +94,6 @@ def read_settings(
         settings: The text of the settings.
         text: The complete text that contains ``settings``, for errors.
         separator: Character between name and settings in an example that an error shows.
-
-    Raises:
-        ValueError: a setting is unknown, missing, given twice, or has no value.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     values: dict[str, object] = {}

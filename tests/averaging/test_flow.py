@@ -17,16 +17,10 @@ from offbeat.averaging.rounds import Rounds
 from offbeat.averaging.votes import Round, Vote
 from offbeat.simulate import Kill
 from offbeat.strategies.base import SharedModel, Strategy, WorkerView
-from problems import flat, make_batch, make_model, make_wide, train_step, wide_loss
+from problems import flat, make_batch, make_model, make_wide, train_step, wide_step
 from worlds import simulated
 
 # -- steps that are in flight when a worker is lost ------------------------------------------------
-
-
-def wide_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    optimizer.zero_grad()
-    wide_loss(model, rank, step).backward()
-    optimizer.step()
 
 
 def lose(text: str, steps: int, seen: list[list[Any]]) -> Tensor:
@@ -229,9 +223,7 @@ def order(rank: int, size: int, text: str) -> list[str]:
     sync = attach(model, optimizer, text, group=recorded)
     recorded.operations.clear()
     for step in range(3):
-        optimizer.zero_grad()
-        wide_loss(model, rank, step).backward()
-        optimizer.step()
+        wide_step(model, optimizer, rank, step)
     events = [what.split()[0] for _, what, _ in recorded.operations]
     sync.detach()
     return [event for event in events if event in ("votes", "step")]

@@ -1,6 +1,5 @@
 """Downpour against a step-by-step reference, and against the optimizers it contains."""
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
+from loops import close
 from offbeat import Compute, Network, simulate
 from offbeat.baselines.downpour import Downpour
 from problems import assign, flat, gradients, loss_of, make_batch, make_model, train_step
@@ -18,10 +18,6 @@ from worlds import run
 STEP = 0.01
 FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanoseconds
 Make = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-def close(a: Tensor, b: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -330,17 +326,6 @@ def test_momentum_of_the_worker_is_not_pushed() -> None:
     assert end == pytest.approx(0.3, abs=1e-12)
 
 
-def test_maximizing_pushes_in_the_other_direction() -> None:
-    """maximize=True without weight decay."""
-
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.05, maximize=True)
-
-    (trace,) = run(alone, Downpour(push_every=1, fetch_every=1), make, make, 5, workers=1)
-    for got, want in trace:
-        close(got, want)
-
-
 # -- which gradients are pushed -------------------------------------------------------------------
 
 
@@ -499,103 +484,3 @@ def test_sparse_gradients_are_pushed() -> None:
     uses = torch.tensor([[2.0], [2.0], [0.0], [2.0]])
     for end in run(sparse, workers=2):
         close(end, start - 0.25 * uses, atol=1e-6)
-
-
-def warm(rank: int, size: int) -> Any:
-    model = make_model(seed=rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    sync = offbeat.attach(model, optimizer, Downpour(push_every=2), timeout_seconds=20)
-    for step in range(4):
-        train_step(model, optimizer, make_batch(rank, step))
-    held = flat(model)
-    with sync.consensus():  # z has not moved yet
-        pass
-    optimizer.param_groups[0]["lr"] = 0.05
-    for step in range(4, 8):
-        train_step(model, optimizer, make_batch(rank, step))
-    sync.finish()
-    return held, flat(model), copy.deepcopy(sync.stats.details)
-
-
-def test_a_learning_rate_of_0_works() -> None:
-    """All workers hold exactly rank 0's model until the rate is positive."""
-    start = flat(make_model(seed=0))
-    results = run(warm, workers=2)
-    for held, end, details in results:
-        assert torch.equal(held, start)
-        assert torch.equal(end, results[0][1])
-        assert (end - start).abs().max() > 1e-3
-        assert 0 < details["pushes_served"] <= 8, "pushes may leave together"
-
-
-@pytest.mark.parametrize("every", [1, 4])
-@pytest.mark.parametrize("servers", [None, (1,)], ids=str)
-def test_one_worker_trains_first(servers: tuple[int, ...] | None, every: int) -> None:
-    """Rank 0 takes 6 steps alone at the full rate (Dean et al.).
-
-    The other workers start from its model and discard the gradient of their first batch.
-    """
-    strategy = Downpour(warmup_steps=6, push_every=every, fetch_every=every, servers=servers)
-
-    def work() -> tuple[list[Tensor], float]:
-        rank = dist.get_rank()
-        model = make_model(seed=rank)
-        optimizer = sgd(model)
-        sync = offbeat.attach(model, optimizer, strategy)
-        trace, waited = [], 0.0
-        for step in range(14):
-            train_step(model, optimizer, make_batch(rank, step))
-            trace.append(flat(model))
-            waited = waited if step else sync.stats.wait_seconds
-        sync.finish()
-        return trace, waited
-
-    results = simulate(work, workers=3, network=FAST, compute=Compute(STEP)).results
-    model = make_model(seed=0)
-    optimizer = sgd(model)
-    for step in range(6):
-        train_step(model, optimizer, make_batch(0, step))
-        close(results[0][0][step], flat(model))
-    for trace, waited in results[1:]:
-        assert waited == pytest.approx(5 * STEP, rel=1e-3)
-        close(trace[0], flat(model))
-        assert (trace[3] - trace[0]).abs().max() > 1e-3, "then they train"
-
-
-def test_only_rank_0_pushes_at_the_end_of_the_warm_up() -> None:
-    """Rank 0 pushes after steps 3, 5 and 10, the two others after steps 5 and 10: 7 pushes."""
-
-    def work() -> int:
-        rank = dist.get_rank()
-        model = make_model(seed=rank)
-        optimizer = sgd(model)
-        strategy = Downpour(warmup_steps=3, push_every=5, servers=(0,))
-        sync = offbeat.attach(model, optimizer, strategy)
-        for step in range(10):
-            train_step(model, optimizer, make_batch(rank, step))
-        sync.finish()
-        return int(sync.stats.details.get("pushes_served", 0))
-
-    results = simulate(work, workers=3, network=FAST, compute=Compute(STEP)).results
-    assert results[0] == 3 + 2 * 2
-
-
-def test_a_consensus_of_rank_0_ends_the_warm_up() -> None:
-    """Its finish does, too. The other workers do not wait for steps that rank 0 never takes."""
-
-    def work(looks: bool) -> tuple[int, Tensor]:
-        model = make_model(seed=dist.get_rank())
-        optimizer = sgd(model)
-        sync = offbeat.attach(model, optimizer, Downpour(warmup_steps=100))
-        for step in range(4):
-            train_step(model, optimizer, make_batch(dist.get_rank(), step))
-            if looks and step == 1:
-                with sync.consensus():
-                    pass
-        sync.finish()
-        return sync.step, flat(model)
-
-    for looks in (False, True):
-        results = simulate(lambda looks=looks: work(looks), workers=3, network=FAST).results
-        assert [step for step, _ in results] == [4, 4, 4]
-        assert torch.equal(results[0][1], results[2][1])

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
+from loops import close
 from offbeat import Compute, Network, simulate
 from offbeat.baselines.easgd import EASGD
 from problems import (
     OPTIMIZERS,
-    assign,
     flat,
-    gradients,
+    gradient_at,
     make_batch,
     make_model,
     train_step,
@@ -25,16 +25,6 @@ from worlds import run
 
 FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanoseconds
 RATE = 0.05
-
-
-def close(a: Tensor, b: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(a, b, rtol=0, atol=atol)
-
-
-def gradient(x: Tensor, rank: int, step: int) -> Tensor:
-    model = make_model(seed=0)
-    assign(model, x.clone())
-    return torch.cat([g.reshape(-1) for g in gradients(model, make_batch(rank, step))])
 
 
 def by_name(model: nn.Module) -> Tensor:
@@ -93,7 +83,7 @@ def equations_3_4(
     trace: list[list[Tensor]] = [[] for _ in range(size)]
     for step in range(steps):
         before = xs
-        xs = [x - RATE * gradient(x, rank, step) for rank, x in enumerate(xs)]
+        xs = [x - RATE * gradient_at(x, rank, step) for rank, x in enumerate(xs)]
         if (step + 1) % period == 0:
             distances = [x - z for x in (before if difference == BEFORE else xs)]
             xs = [x - alpha * d for x, d in zip(xs, distances, strict=True)]
@@ -138,7 +128,7 @@ def test_one_worker_asynchronously_is_algorithm_1(period: int, steps: int, diffe
     z, want = x.clone(), []
     for step in range(steps):
         before = x
-        x = x - RATE * gradient(x, 0, step)
+        x = x - RATE * gradient_at(x, 0, step)
         if (step + 1) % period == 0:
             d = 0.9 * ((before if difference == BEFORE else x) - z)
             x, z = x - d, z + d
@@ -182,7 +172,7 @@ def test_with_nesterov_momentum_it_is_eamsgd(period: int) -> None:
     x = flat(make_model(seed=0))
     z, v, want = x.clone(), torch.zeros_like(x), []
     for step in range(12):
-        g = gradient(x, 0, step)
+        g = gradient_at(x, 0, step)
         v = 0.9 * v + g
         d = 0.3 * (x - z) if (step + 1) % period == 0 else 0.0
         x, z = x - RATE * (g + 0.9 * v) - d, z + d
@@ -191,19 +181,6 @@ def test_with_nesterov_momentum_it_is_eamsgd(period: int) -> None:
     for got, expected in zip(one["trace"], want, strict=True):
         close(got, expected)
     close(one["seen"], z)
-
-
-def test_eamsgd_is_the_papers_in_other_variables() -> None:
-    """Paper: v ← δv − η∇f(x + δv), x ← x + v. PyTorch keeps y = x + δv; its v is −v/η."""
-    y, buffer = flat(make_model(seed=0)), torch.zeros(40, dtype=torch.float64)
-    x, v = y.clone(), torch.zeros_like(y)
-    for step in range(10):
-        g = gradient(y, 0, step)
-        buffer = 0.9 * buffer + g
-        y = y - RATE * (g + 0.9 * buffer)
-        v = 0.9 * v - RATE * gradient(x + 0.9 * v, 0, step)
-        x = x + v
-        close(y, x + 0.9 * v)
 
 
 def play(
@@ -216,7 +193,7 @@ def play(
     for rank in order:
         step = len(trace[rank])
         first = xs[rank]
-        xs[rank] = first - RATE * gradient(first, rank, step)
+        xs[rank] = first - RATE * gradient_at(first, rank, step)
         if (step + 1) % period == 0:
             d = alpha * ((first if difference == BEFORE else xs[rank]) - z)
             xs[rank], z = xs[rank] - d, z + d
@@ -302,58 +279,6 @@ def test_an_exchange_conserves_x_plus_z(synchronous: bool, servers: tuple[int, .
         assert turn == 0 or (z_after - z_before).abs().max() > 1e-4, "first all are at z"
 
 
-def uneven(rank: int, strategy: EASGD) -> Any:
-    """Rank 0 enters the consensus after 4 steps, rank 1 after 2; both then continue."""
-    model = nn.Module()
-    model.x = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    sync = offbeat.attach(model, optimizer, strategy)
-    added = 0.0
-    for steps in ((4, 2)[rank], 3):
-        for _ in range(steps):
-            model.x.grad = torch.full((2,), -(rank + 1.0), dtype=torch.float64)
-            optimizer.step()
-            added += rank + 1.0
-        with sync.consensus():
-            z = model.x[0].item()
-    own = model.x[0].item()
-    sync.finish()
-    return added, own, z
-
-
-@pytest.mark.parametrize("synchronous", [False, True])
-def test_exchanges_conserve_after_uneven_numbers_of_steps(synchronous: bool) -> None:
-    """Σ x + z contains all updates of SGD, also if the workers take different numbers of steps."""
-    strategy = EASGD(period=1, alpha=0.25, synchronous=synchronous)
-    results = simulate(
-        lambda: uneven(dist.get_rank(), strategy),
-        workers=2,
-        network=FAST,
-        compute=Compute(0.01, slowdown={1: 3}),
-    ).results
-    total = sum(added for added, _, _ in results)
-    assert sum(own for _, own, _ in results) + results[0][2] == pytest.approx(total, abs=1e-9)
-
-
-def tiny(rank: int, size: int, synchronous: bool) -> float:
-    model = nn.Linear(1, 1, bias=False).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy = EASGD(period=1, synchronous=synchronous)
-    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
-    for _ in range(2):
-        model.weight.grad = torch.ones_like(model.weight)
-        optimizer.step()
-    sync.finish()
-    return model.weight.item()
-
-
-@pytest.mark.parametrize("synchronous", [False, True])
-def test_a_model_smaller_than_the_number_of_servers(synchronous: bool) -> None:
-    """Some shards are empty."""
-    results = simulate(lambda: tiny(dist.get_rank(), 2, synchronous), workers=2).results
-    assert results[0] == results[1]
-
-
 # -- consensus and the end ------------------------------------------------------------------------
 
 
@@ -387,13 +312,6 @@ def test_a_whole_number_of_periods_leaves_z_as_it_is() -> None:
     for one in results:
         assert torch.equal(one["end"], results[0]["seen"])
         assert one["decisions"] == [0, 0, 1] * (len(one["decisions"]) // 3)
-
-
-def test_z_starts_at_the_model_of_rank_0() -> None:
-    """This holds even if no worker has stepped."""
-    for one in run(train, EASGD(period=3), "sgd", [0, 0], workers=2):
-        assert torch.equal(one["seen"], flat(make_model(seed=0)))
-        assert torch.equal(one["end"], flat(make_model(seed=0)))
 
 
 def half(rank: int, size: int) -> Any:

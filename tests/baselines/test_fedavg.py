@@ -1,6 +1,5 @@
 """FedAvg against a simulation of all workers in one process, with the observed draws."""
 
-import io
 import itertools
 import math
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 import offbeat
+from loops import Sink, close
 from offbeat import FedAvg, LocalSGD
 from offbeat.strategies.base import Strategy
 from problems import OPTIMIZERS, PARAMETERS, Simulated, assign, flat, make_batch, make_model
@@ -19,22 +19,6 @@ from problems import train_step as take_step
 from worlds import run, simulated
 
 VOTE_BYTES = 8 * 8
-
-
-def close(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
-class Sink:
-    """Stores the telemetry records of all steps."""
-
-    def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
-
-    def write(self, record: dict[str, Any]) -> None:
-        self.records.append(record)
-
-    def close(self) -> None: ...
 
 
 def train(rank: int, size: int, strategy: Strategy, counts: Sequence[int]) -> dict[str, Any]:
@@ -231,45 +215,6 @@ def test_training_uses_these_draws() -> None:
 def test_the_number_drawn_is_rounded_half_up(fraction: float, workers: int, count: int) -> None:
     """m = max(1, ⌊C·N + ½⌋)."""
     assert FedAvg(period=1, fraction=fraction)._count(workers) == count
-
-
-def resume(rank: int, size: int, strategy: FedAvg, at: int) -> list[Any]:
-    """Train without interruption, and continue in new objects from a saved state."""
-    runs: list[Any] = []
-    saved = io.BytesIO()
-    for how in ("straight", "resumed"):
-        model = make_model(seed=rank)
-        optimizer = OPTIMIZERS["momentum"](model.parameters())
-        sink = Sink()
-        sync = offbeat.attach(model, optimizer, strategy, log=sink, timeout_seconds=20)
-        if how == "resumed":
-            saved.seek(0)
-            state = torch.load(saved, weights_only=True)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            sync.load_state_dict(state["sync"])
-        for step in range(sync.step, 15):
-            if how == "straight" and step == at:
-                state = {
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "sync": sync.state_dict(),
-                }
-                torch.save(state, saved)
-            take_step(model, optimizer, make_batch(rank, step))
-        sync.finish()
-        drawn = [record.get("drawn") for record in sink.records]
-        runs.append((flat(model), drawn[-(15 - at) :], sync.stats.details))
-    return runs
-
-
-@pytest.mark.parametrize("at", [6, 8])
-def test_a_checkpoint_continues_bit_for_bit(at: int) -> None:
-    """The number of the round is saved, so a resumed training draws the same workers."""
-    strategy = FedAvg(rounds_per_epoch=3, steps_per_epoch=10, fraction=0.5, weights=(2, 1, 3))
-    for straight, resumed in run(resume, strategy, at, workers=3):
-        assert torch.equal(straight[0], resumed[0])
-        assert straight[1:] == resumed[1:]
 
 
 def statistics(rank: int, size: int, unselected: Any) -> dict[str, list[Tensor]]:

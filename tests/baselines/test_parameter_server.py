@@ -292,29 +292,6 @@ def test_a_pull_waits_for_the_minimum_clock(world: World) -> None:
 
 
 @worlds_of_several
-def test_a_worker_waits_for_a_clock(world: World) -> None:
-    """``wait_for_clock`` returns once all clocks except ``NO_CLOCK`` have reached it."""
-
-    def work(team: Team) -> Any:
-        clocks = [0] + [NO_CLOCK] * (team.size - 1)
-        server = ParameterServer(team, torch.zeros(2), clocks=clocks)
-        if team.rank == 0:
-            for clock in (1, 2, 5):
-                team.host.computed(1)
-                request(server, "push", [1.0, 1.0], clock=clock)
-        else:
-            server.wait_for_clock(3)
-        values, seconds = server.read().tolist(), team.host.now()
-        server.barrier()
-        server.leave()
-        return values, seconds
-
-    for values, seconds in world(on_team(work)):
-        assert values == [3.0, 3.0]
-        assert world is gloo or 3 * STEP_SECONDS <= seconds <= 3 * STEP_SECONDS + 0.01
-
-
-@worlds_of_several
 def test_clocks_have_64_bits(world: World) -> None:
     clocks = [2**31 + 1, 2**40, NO_CLOCK // 2]
 
@@ -494,23 +471,6 @@ def test_a_dead_worker_is_named_at_once() -> None:
         assert "lost the connection to rank 1, which died" in text
         assert seconds < 8
         assert alive == []
-
-
-def refuse_after_the_end(rank: int, size: int) -> str:
-    team = Team(TorchCommunicator(None, timeout_seconds=20))
-    server = ParameterServer(team, torch.zeros(6))
-    request(server, "push_pull")
-    server.barrier()
-    server.leave()
-    team.close(together=True)
-    with pytest.raises(offbeat.CommunicationError) as caught:
-        request(server, "pull")
-    return str(caught.value)
-
-
-def test_a_request_after_the_end_says_so() -> None:
-    for text in run(refuse_after_the_end, workers=2):
-        assert "after this worker has left: attach again" in text
 
 
 def outlive(rank: int, size: int, at_barrier: bool) -> Any:

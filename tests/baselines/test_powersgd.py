@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import workers
 import worlds
 from loops import Recorded, attach, close, sgd
-from offbeat import AttachError, PowerSGD
-from problems import flat, make_model, make_wide, train_step, wide_loss
+from offbeat import PowerSGD
+from problems import flat, make_model, make_wide, train_step, wide_step
 from strategies.low_rank_reference import LowRank, first_q
 from worlds import run, simulated
 
@@ -146,9 +146,7 @@ def messages(rank: int, size: int, strategy: PowerSGD) -> tuple[list[int], int]:
     sync = attach(model, optimizer, strategy, group=transport)
     transport.operations.clear()
     for step in range(2):
-        optimizer.zero_grad()
-        wide_loss(model, rank, step).backward()
-        optimizer.step()
+        wide_step(model, optimizer, rank, step)
     found = [size for _, _, size in transport.operations], sync.stats.payload_bytes
     sync.finish()
     return found
@@ -301,80 +299,6 @@ def test_a_step_that_a_scaler_skips_changes_neither_q_nor_e() -> None:
 
 
 # -- checkpoints and options -----------------------------------------------------------------------
-
-
-def resume(rank: int, size: int, at: int) -> tuple[list[Tensor], dict[str, Any]]:
-    """Train 8 steps, with ``at`` > 0 in two parts with a state in between."""
-    strategy = PowerSGD(rank=4, start=3)
-    model, state = make_wide(0), {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    sync = attach(model, optimizer, strategy)
-    for step in range(8):
-        if at and step == at:
-            state = sync.state_dict()
-            sync.detach()
-            values = model.state_dict()
-            model = make_wide(rank + 5)
-            other = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            sync = attach(model, other, strategy)
-            model.load_state_dict(values)
-            other.load_state_dict(optimizer.state_dict())
-            optimizer = other
-            sync.load_state_dict(state)
-        optimizer.zero_grad()
-        wide_loss(model, rank, step).backward()
-        optimizer.step()
-    q = sync.state_dict()["state"]["q"]
-    sync.finish()
-    return [flat(model), *q], state
-
-
-@pytest.mark.parametrize("at", [2, 3, 6])
-def test_a_resumed_training_continues_with_its_factors_and_errors(at: int) -> None:
-    whole = run(resume, 0, workers=2)
-    for (got, state), (want, _) in zip(run(resume, at, workers=2), whole, strict=True):
-        for one, other in zip(got, want, strict=True):
-            assert torch.equal(one, other)
-        assert [q.shape for q in state["state"]["q"]] == [(64, 4)] * 2
-        assert all(bool(e.any()) == (at > 3) for e in state["state"]["errors"])
-
-
-def test_a_single_worker_does_not_compress() -> None:
-    def train(rank: int, size: int, strategy: str) -> tuple[Tensor, int]:
-        model = make_wide(0)
-        with attach(model, torch.optim.AdamW(model.parameters()), strategy) as sync:
-            for step in range(3):
-                model.zero_grad()
-                wide_loss(model, rank, step).backward()
-                sync._worker.optimizers[0].optimizer.step()
-        return flat(model), sync.stats.payload_bytes
-
-    ((got, sent),), ((want, _),) = (simulated(train, s, workers=1) for s in ("powersgd", "bsp"))
-    assert torch.equal(got, want)
-    assert sent == 0
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"wire": "int8"},
-        {"wire": "auto"},
-        {"non_finite": "exclude"},
-        {"min_workers": 1},
-        {"node_group": "auto"},
-        {"adam_correction": True},
-    ],
-    ids=str,
-)
-def test_abilities_that_baselines_do_not_have_are_refused(option: dict[str, Any]) -> None:
-    def refuse(rank: int, size: int) -> str:
-        model = make_model()
-        with pytest.raises(AttachError) as caught:
-            attach(model, sgd(model), PowerSGD(), **option)
-        return str(caught.value)
-
-    for text in simulated(refuse, workers=2):
-        assert "with powersgd: baselines to compare with" in text
 
 
 def test_a_non_finite_gradient_names_no_option_that_is_refused() -> None:

@@ -1,18 +1,10 @@
 """Properties of all strategies with a parameter server: checkpoints, failures, shutdown."""
 
-import contextlib
 import dataclasses
 import io
 import math
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +14,7 @@ from torch import Tensor, nn
 
 import offbeat
 from cells import nightly, some
+from loops import error_of
 from offbeat import Compute, Network, simulate
 from offbeat.baselines.async_diloco import AsyncDiLoCo
 from offbeat.baselines.downpour import Downpour
@@ -332,99 +325,6 @@ def test_a_non_finite_push_is_logged_once(
     assert len({*ranks}) == len(ranks), "the others once it has come back to them"
     assert [kinds for kinds, *_ in results] == [[]] * 3
     assert not any(finite for *_, finite, _ in results)
-
-
-# -- failures -------------------------------------------------------------------------------------
-
-
-def error_of(function: Callable[[], object]) -> tuple[list[str], str]:
-    """Return the class names and the text of the error that ``function`` raises."""
-    try:
-        function()
-    except Exception as error:
-        return [kind.__name__ for kind in type(error).__mro__], str(error)
-    return [], "nothing was raised"
-
-
-SCRIPT = """
-import os, sys
-folder = sys.argv[1]
-sys.path[:0] = sys.argv[2:4]
-import torch, torch.distributed as dist, offbeat
-from offbeat.baselines.ssp import SSP
-from offbeat.baselines.downpour import Downpour
-from offbeat.baselines.easgd import EASGD
-from problems import OPTIMIZERS, make_batch, make_model, train_step
-OPTIMIZERS["sgd"](make_model(seed=0).parameters())  # imports the rest, once
-ranks = []
-for rank in range(2):  # two processes that end as Python ends
-    ranks.append(os.fork())
-    if not ranks[-1]:
-        os.dup2(os.open(f"{folder}/errors{rank}", os.O_WRONLY | os.O_CREAT), 2)
-        break
-else:
-    codes = [os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]) for one in ranks]
-    print(*codes)
-    sys.exit()
-dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=2)
-model = make_model(seed=rank)
-optimizer = OPTIMIZERS["sgd"](model.parameters())
-with offbeat.attach(model, optimizer, {strategy!r}, timeout_seconds=5):
-    for step in range(100000):
-        train_step(model, optimizer, make_batch(rank, step))
-        if rank == 1 and step == 5:
-            raise ZeroDivisionError("of the user's own")
-"""
-
-
-def run_script(text: str, folder: Path) -> list[tuple[int, str]]:
-    """Run ``text`` in two processes; return their exit status and standard error."""
-    tests = Path(__file__).parent.parent
-    argv = [sys.executable, "-c", text, str(folder), str(tests), str(tests.parent / "src")]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        argv, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        try:
-            out, _ = process.communicate(timeout=80)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    codes = map(int, out.split())
-    return [(code, (folder / f"errors{rank}").read_text()) for rank, code in enumerate(codes)]
-
-
-@pytest.mark.nightly
-def test_an_exception_ends_both_processes(tmp_path: Path) -> None:
-    """One rank raises the exception, the other one an error that names this rank. None aborts."""
-    text = SCRIPT.replace("{strategy!r}", "SSP(staleness=3)")
-    (survivor, other), (raiser, own) = run_script(text, tmp_path)
-    assert raiser == 1, own
-    assert "ZeroDivisionError: of the user's own" in own
-    assert survivor == 1, other
-    assert "CommunicationError: rank 0" in other or "CommunicationTimeout: rank 0" in other, other
-    assert "lost the connection to rank 1, which gave up" in other
-    for errors in (own, other):
-        assert "terminate called" not in errors
-        assert "Fatal Python error" not in errors
-
-
-@pytest.mark.nightly
-def test_a_process_that_never_finishes_can_end(tmp_path: Path) -> None:
-    """Python ends without finish() or detach(), although a thread serves."""
-    text = textwrap.dedent(SCRIPT).replace("{strategy!r}", "Downpour()")
-    text = text.replace("with offbeat", "sync = offbeat").replace(
-        "timeout_seconds=5):", "timeout_seconds=5)"
-    )
-    head, _, _ = text.partition("    for step")
-    text = head + "train_step(model, optimizer, make_batch(rank, 0))\n"
-    outcomes = run_script(text, tmp_path)
-    assert len(outcomes) == 2
-    for status, errors in outcomes:
-        # The later one may find the other one gone: an error, but no abort.
-        assert status in (0, 1), errors
-        assert "terminate called" not in errors
-        assert "Fatal Python error" not in errors
 
 
 # -- processes and simulator -----------------------------------------------------------------------

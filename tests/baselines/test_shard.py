@@ -102,11 +102,11 @@ def test_a_released_worker_is_answered_at_once() -> None:
     it.ask("push", "push", 0, 1.0, clock=4)
     it.ask("0 waits", "push_pull", 0, 10.0, clock=5, min_clock=3)
     it.ask("1 waits", "pull", 1, min_clock=3)
-    it.ask("2 waits", "clock", 2, min_clock=3)
+    it.ask("2 waits", "pull", 2, min_clock=3)
     assert it.answers == []
     assert it.ask("release", "release", 0) == ["0 waits"]
     assert it.ask("barrier", "barrier", 2) == ["0 waits", "2 waits"]
-    assert it.answers == [("0 waits", 0, [11.0, 11.0]), ("2 waits", 0, None)]
+    assert it.answers == [("0 waits", 0, [11.0, 11.0]), ("2 waits", 0, [11.0, 11.0])]
     assert it.ask("clock", "push", 1, 0.0, clock=3)[2:] == ["1 waits", "barrier"]
 
 
@@ -174,8 +174,8 @@ def test_no_clock_counts_if_all_workers_wait_at_the_barrier_or_are_not_waited_fo
     it = Recorder(workers=2)
     it.shard.clocks[1] = NO_CLOCK
     it.ask("arrives", "barrier", 0)
-    it.ask("asks", "clock", 1)
-    assert it.answers == [("arrives", NO_CLOCK, None), ("asks", NO_CLOCK, None)]
+    it.ask("asks", "pull", 1)
+    assert it.answers == [("arrives", NO_CLOCK, None), ("asks", NO_CLOCK, [0.0, 0.0])]
 
 
 # -- checkpoints ----------------------------------------------------------------------------------

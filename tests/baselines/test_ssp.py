@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 import offbeat
 from cells import nightly
+from loops import Sink, close
 from offbeat import Compute, Network, Simulation, simulate
 from offbeat.baselines.ssp import SSP
 from offbeat.simulate import Straggler
@@ -22,7 +22,6 @@ from problems import (
     Simulated,
     bsp_reference,
     flat,
-    loss_of,
     make_batch,
     make_model,
     train_step,
@@ -31,20 +30,6 @@ from worlds import run
 
 STEP = 0.01
 FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanoseconds
-
-
-def close(a: Tensor, b: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(a, b, rtol=0, atol=atol)
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
-
-    def write(self, record: dict[str, Any]) -> None:
-        self.records.append(dict(record))
-
-    def close(self) -> None: ...
 
 
 def train(rank: int, size: int, strategy: SSP, kind: str, steps: Sequence[int]) -> dict[str, Any]:
@@ -288,7 +273,7 @@ def test_a_lazy_cache_is_refreshed_every_staleness_plus_1_steps() -> None:
 @pytest.mark.parametrize("staleness", [*nightly([0]), 1, *nightly([3]), 8])
 def test_no_worker_is_more_than_staleness_ahead(staleness: int) -> None:
     """When a worker begins a step, the slowest has taken at most s fewer. The bound is reached."""
-    steps = [10, 40, 40, 40]
+    steps = [6, 24, 24, 24]
     result = in_simulator(
         SSP(staleness=staleness),
         "sgd",
@@ -317,14 +302,14 @@ def test_no_worker_is_more_than_staleness_ahead(staleness: int) -> None:
     for one in result.results:
         assert all(0 <= record["staleness"] <= staleness for record in one["records"])
     waits = [one["stats"]["wait_seconds"] for one in result.results]
-    assert waits[0] < 0.05 < 0.2 < min(waits[1:])
+    assert waits[0] < 0.05 < 0.1 < min(waits[1:])
 
 
 def test_a_larger_bound_waits_less_for_a_short_straggler() -> None:
     """The other workers do not wait for a delay of 3 steps with s = 4, but all of it with s = 0."""
     late = Compute(STEP, stragglers=(Straggler(1, first_step=10, steps=1, factor=4.0),))
     waits = {
-        staleness: in_simulator(SSP(staleness=staleness), "sgd", [30] * 3, late).results[0]["stats"]
+        staleness: in_simulator(SSP(staleness=staleness), "sgd", [16] * 3, late).results[0]["stats"]
         for staleness in (0, 4)
     }
     assert waits[0]["wait_seconds"] == pytest.approx(3 * STEP, rel=1e-3)
@@ -362,7 +347,7 @@ def test_a_cache_contains_all_updates_up_to_the_bound(
     bandwidth: str, staleness: int, refresh: Any
 ) -> None:
     """At clock c it contains all updates of clocks ≤ c − s − 1, and its own, each exactly once."""
-    steps, late = [30, 25, 30, 14], {1: 2.5}
+    steps, late = [18, 15, 18, 9], {1: 2.5}
     strategy = SSP(staleness=staleness, refresh=refresh)
     results = simulate(
         lambda: marks(dist.get_rank(), steps, strategy),
@@ -386,44 +371,6 @@ def test_a_cache_contains_all_updates_up_to_the_bound(
 
 
 # -- far from the bound ---------------------------------------------------------------------------
-
-
-def quadratic(rank: int, strategy: Any, steps: int) -> float:
-    """Minimize ½‖x − a‖² with a different a on each worker; return the final distance from 0."""
-    size = dist.get_world_size()
-    model = nn.Module()
-    model.x = nn.Parameter(torch.full((3,), 5.0, dtype=torch.float64))
-    own = (rank - (size - 1) / 2) * torch.tensor([1.0, -0.5, 0.1], dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    sync = offbeat.attach(model, optimizer, strategy)
-    for _ in range(steps):
-        model.x.grad = model.x.detach() - own
-        optimizer.step()
-    sync.finish()
-    return float(model.x.detach().abs().max())
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("strategy", "converges"),
-    [
-        pytest.param(offbeat.BSP(), True, marks=pytest.mark.nightly),
-        pytest.param(SSP(staleness=3, servers=(0,)), True, marks=pytest.mark.nightly),
-        pytest.param(offbeat.Downpour(servers=(0,)), True, marks=pytest.mark.nightly),
-        (SSP(staleness=100, servers=(0,)), True),
-        (SSP(staleness=100, refresh="lazy", servers=(0,)), False),
-    ],
-    ids=str,
-)
-def test_a_far_bound_does_not_make_it_diverge(strategy: Any, converges: bool) -> None:
-    """The cache is fresher than the bound requires. A lazy cache is not, and diverges."""
-    result = simulate(
-        lambda: quadratic(dist.get_rank(), strategy, 110),
-        workers=8,
-        network=Network("1Gbit/s"),
-        compute=Compute("10ms", jitter=0.2),
-    )
-    assert max(result.results) < 1.0 if converges else min(result.results) > 20
 
 
 @pytest.mark.parametrize(
@@ -451,92 +398,7 @@ def test_no_worker_waits_far_from_the_bound(strategy: Any, steps: int) -> None:
         )
 
 
-# -- numbers of steps, consensus ------------------------------------------------------------------
-
-
-def evaluate(rank: int, size: int, strategy: SSP) -> dict[str, Any]:
-    model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
-    step, seen = 0, []
-    for steps in ((2, 7, 4), (5, 0, 3), (1, 1, 1)):
-        for _ in range(steps[rank]):
-            train_step(model, optimizer, make_batch(rank, step))
-            step += 1
-        own = [flat(model), model[1].running_mean.clone(), model[1].running_var.clone()]
-        with sync.consensus():
-            inside = [flat(model), model[1].running_mean.clone(), model[1].running_var.clone()]
-        kept = torch.equal(flat(model), own[0]) and torch.equal(model[1].running_var, own[2])
-        seen.append((own, inside, kept))
-    sync.finish()
-    end = [flat(model), model[1].running_mean.clone(), model[1].running_var.clone()]
-    return {"seen": seen, "end": end, "count": int(model[1].num_batches_tracked), "step": sync.step}
-
-
-@pytest.mark.parametrize("staleness", [0, 2, 30])
-def test_consensus_after_unequal_numbers_of_steps(staleness: int) -> None:
-    """All workers see the server's model and mean statistics, and get their local ones back."""
-    results = run(evaluate, SSP(staleness=staleness), workers=3)
-    for i_th in range(3):
-        for result in results:
-            _, inside, kept = result["seen"][i_th]
-            assert kept
-            assert torch.equal(inside[0], results[0]["seen"][i_th][1][0])
-            for i in (1, 2):
-                close(inside[i], sum(r["seen"][i_th][0][i] for r in results) / 3)
-    for result in results:
-        assert torch.equal(result["end"][0], results[0]["end"][0])
-        if staleness == 0:  # otherwise updates may wait to be pushed
-            assert torch.equal(result["end"][0], results[0]["seen"][-1][1][0])
-        for i in (1, 2):
-            close(result["end"][i], sum(r["seen"][-1][0][i] for r in results) / 3)
-        assert result["count"] == 8
-        assert result["step"] == 8
-
-
 # -- kinds of parameters --------------------------------------------------------------------------
-
-
-def mixed_values(rank: int) -> dict[str, Tensor]:
-    """Return small integers, which are exact in every dtype, as is their mean over 2 workers."""
-    numbers = torch.arange(6.0).reshape(2, 3) * (2 * rank + 1)
-    return {
-        "a": numbers,
-        "b": numbers.double() + 1,
-        "c": torch.complex(numbers, numbers + 2),
-        "d": (numbers + 3).to(torch.bfloat16),
-        "e": (numbers + 4).to(torch.float16),
-    }
-
-
-def mixed_dtypes(rank: int, size: int, names: str) -> list[dict[str, Tensor]]:
-    values = {name: mixed_values(rank)[name] for name in names}
-    model = nn.ParameterDict({name: torch.zeros_like(v) for name, v in values.items()})
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    sync = offbeat.attach(model, optimizer, SSP(staleness=1), timeout_seconds=20)
-    seen = []
-    for _ in range(2):  # the answer to the first step arrives in the second
-        for name, value in values.items():
-            model[name].grad = -value
-        optimizer.step()
-        seen.append({name: p.detach().clone() for name, p in model.items()})
-    sync.finish()
-    return [*seen, {name: p.detach().clone() for name, p in model.items()}]
-
-
-@pytest.mark.parametrize("names", ["abcde", "ade", "d"])
-def test_dtypes_may_be_mixed(names: str) -> None:
-    """Each tensor receives its updates in its dtype. Half types are summed in float32."""
-    each = [mixed_values(0), mixed_values(1)]
-    for rank, (first, second, end) in enumerate(run(mixed_dtypes, names, workers=2)):
-        for name in names:
-            mean = (each[0][name] + each[1][name]) / 2
-            assert first[name].dtype == end[name].dtype == mean.dtype
-            assert torch.equal(first[name], each[rank][name] / 2), name
-            # in the second step the cache still contains half of its own first update
-            assert torch.equal(end[name], 2 * mean), name
-            if name != "c":
-                assert (second[name] >= each[rank][name]).all(), "both own halves are in it"
 
 
 def tiny_updates(rank: int, size: int) -> Tensor:
@@ -559,103 +421,6 @@ def test_half_precision_updates_are_kept_in_float32() -> None:
         assert vector.tolist() == [257.0] * 4
 
 
-class Awkward(nn.Module):
-    """A model with a tied weight, a frozen layer and an unused parameter."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.a, self.b = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
-        self.b.weight = self.a.weight
-        self.frozen = nn.Linear(4, 4).double().requires_grad_(False)
-        self.unused = nn.Parameter(torch.randn(3, dtype=torch.float64))
-        self.c = nn.Linear(4, 1).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.frozen(self.b(self.a(x).tanh())))
-
-
-def train_awkward(rank: int, size: int) -> Any:
-    model = Awkward(seed=rank)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    sync = offbeat.attach(model, optimizer, SSP(staleness=0), timeout_seconds=20)
-    for step in range(4):
-        train_step(model, optimizer, make_batch(rank, step))
-    served = sync._iteration.flow.server.vector.numel()
-    sync.finish()
-    return flat(model), served, model.b.weight is model.a.weight
-
-
-def test_tied_frozen_and_unused_parameters() -> None:
-    """The server holds a tied weight once and no frozen parameter. An unused one does not move."""
-    reference = [Awkward(seed=0) for _ in range(3)]
-    optimizers = [
-        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.05) for m in reference
-    ]
-    for step in range(4):
-        for rank, (model, optimizer) in enumerate(zip(reference, optimizers, strict=True)):
-            train_step(model, optimizer, make_batch(rank, step))
-        mean = sum(flat(model) for model in reference) / 3
-        for model in reference:
-            with torch.no_grad():
-                nn.utils.vector_to_parameters(mean.clone(), model.parameters())
-    for end, served, tied in run(train_awkward, workers=3):
-        close(end, flat(reference[0]))
-        assert served == (16 + 4) + 4 + 3 + (4 + 1)
-        assert tied
-
-
-def in_turn(rank: int, size: int, servers: tuple[int, ...] | None) -> Any:
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).double()
-    optimizers = [
-        torch.optim.SGD(model[1].parameters(), lr=0.05, momentum=0.9),
-        torch.optim.AdamW(model[0].parameters(), lr=0.01),
-    ]
-    strategy = SSP(staleness=0, servers=servers)
-    sync = offbeat.attach(model, optimizers, strategy, timeout_seconds=20)
-    trace = []
-    for step in range(6):
-        for half in (1, 0):  # each after a backward pass of its own
-            model.zero_grad()
-            loss_of(model, make_batch(rank, 2 * step + half)).backward()
-            optimizers[half].step()
-        trace.append(flat(model))
-    sync.finish()
-    return trace, sync.step
-
-
-@pytest.mark.parametrize("servers", [None, (2, 0)], ids=str)
-def test_several_optimizers_are_one_step(servers: tuple[int, ...] | None) -> None:
-    """A worker pushes once, when all optimizers have stepped."""
-    models = []
-    for _ in range(3):
-        torch.manual_seed(0)
-        models.append(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).double())
-    optimizers = [
-        [
-            torch.optim.SGD(model[1].parameters(), lr=0.05, momentum=0.9),
-            torch.optim.AdamW(model[0].parameters(), lr=0.01),
-        ]
-        for model in models
-    ]
-    want = []
-    for step in range(6):
-        for rank, model in enumerate(models):
-            for half in (1, 0):
-                model.zero_grad()
-                loss_of(model, make_batch(rank, 2 * step + half)).backward()
-                optimizers[rank][half].step()
-        mean = sum(flat(model) for model in models) / 3
-        for model in models:
-            nn.utils.vector_to_parameters(mean.clone(), model.parameters())
-        want.append(mean)
-    for trace, steps in run(in_turn, servers, workers=3):
-        assert steps == 6
-        for got, expected in zip(trace, want, strict=True):
-            close(got, expected)
-
-
 # -- reports --------------------------------------------------------------------------------------
 
 
@@ -673,10 +438,3 @@ def test_stats_contain_pushes_pulled_bytes_and_staleness() -> None:
         histogram = one.details["staleness_histogram"]
         assert sum(histogram.values()) == one.details["pushes_served"] <= sum(steps)
         assert one.details["staleness_max"] == max(histogram)
-
-
-def test_nothing_runs_after_the_simulation() -> None:
-    """The servers' threads end with it."""
-    before = threading.active_count()
-    in_simulator(SSP(staleness=1), "sgd", [4, 6], Compute(STEP))
-    assert threading.active_count() == before

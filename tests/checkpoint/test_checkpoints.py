@@ -22,7 +22,7 @@ import workers
 import worlds
 from loops import attach, error_of, everything, sgd
 from offbeat.checkpoint import files
-from problems import loss_of, make_batch, make_model, make_wide
+from problems import loss_of, make_batch, make_model, make_wide, train_step
 from worlds import run
 
 STEPS = 9
@@ -574,18 +574,14 @@ def over_and_again(rank: int, size: int, text: str, folder: Path) -> Any:
     sync = attach(model, optimizer := sgd(model), text, wire=None)
     seen = []
     for step in range(6):
-        optimizer.zero_grad()
-        loss_of(model, make_batch(rank, step, dtype=torch.float32)).backward()
-        optimizer.step()
+        train_step(model, optimizer, make_batch(rank, step, dtype=torch.float32))
         if step == 3:
             offbeat.save(folder, sync)
             seen.append(flat(model))
     found = offbeat.load(folder, sync)
     seen.append(flat(model))
     for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, make_batch(rank, step, dtype=torch.float32)).backward()
-        optimizer.step()
+        train_step(model, optimizer, make_batch(rank, step, dtype=torch.float32))
     step = sync.step
     offbeat.save(folder, sync)
     sync.finish()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import offbeat
 from loops import attach, error_of, everything
 from offbeat.checkpoint import state as checkpoint
-from problems import OPTIMIZERS, loss_of, make_batch, make_wide
+from problems import OPTIMIZERS, loss_of, make_batch, make_wide, train_step
 from worlds import run, simulated
 
 State = dict[str, Any]
@@ -41,9 +41,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: Any, rank: int, step: int) -> Tensor:
-    optimizer.zero_grad()
-    loss_of(model, make_batch(rank, step, dtype=torch.float32)).backward()
-    optimizer.step()
+    train_step(model, optimizer, make_batch(rank, step, dtype=torch.float32))
     return flat(model)
 
 

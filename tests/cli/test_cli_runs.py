@@ -374,33 +374,6 @@ def test_workers_handle_sigint_in_a_background_job() -> None:
 # Simulated workers
 
 
-@pytest.mark.nightly  # tests/simulate has it of the function
-def test_simulate_twice(call: Call, tmp_path: Path) -> None:
-    """Table and JSON are the same in this and in another process, and are labelled simulated."""
-    told = []
-    for name, run in (("first", call), ("second", lambda *argv: ended(*COMMAND, *argv))):
-        files = ("--timeline", str(tmp_path / f"{name}.png"), "--json", str(tmp_path / name))
-        code, out, err = run("simulate", "digits", *SHORT, *PLACE, *files)
-        assert (code, err) == (0, "")
-        assert f"timeline {tmp_path / name}.png\n" in out
-        assert f"json     {tmp_path / name}\n" in out
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
-        told.append((table(out), (tmp_path / name).read_bytes()))
-    assert told[0] == told[1]
-    assert ON_PLACE in one_line(told[0][0])
-    assert "real processes" not in one_line(told[0][0])
-    assert re.search(
-        r"^bsp +not reached .* 0\.\d{4}( \(chance level\))? +\d+\.\d s ", told[0][0], re.MULTILINE
-    )
-    values = json.loads(told[0][1])
-    assert values["simulated"] is True
-    assert values["configuration"]["workers"] == len(values["stats"]) == 2
-    assert values["configuration"]["network"]["bandwidth"] == 2e8
-    assert values["configuration"]["compute"]["step"] == 0.02
-    assert [one["steps"] for one in values["stats"]] == [5] * 2
-    assert {span["kind"] for span in values["timeline"]} == {"compute", "wait", "transfer"}
-
-
 def test_without_a_step_time_it_is_measured(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step time is printed first and is that of the run. A warning follows if steps differ."""
     for high, warned in ((0.017, False), (0.019, True)):
@@ -412,17 +385,6 @@ def test_without_a_step_time_it_is_measured(call: Call, monkeypatch: pytest.Monk
         assert "7.1 ms a step, virtual time" in one_line(rest)
         told = "warning: measured steps took 6 ms to 19 ms (10 % and 90 % quantiles), "
         assert err.startswith(told) if warned else err == ""
-
-
-def test_the_timeline_says_simulated(
-    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Title and axis of the picture are labelled simulated."""
-    shown = drawn_texts(monkeypatch)
-    argv = ("simulate", "digits", *SHORT, *PLACE)
-    code, _, err = call(*argv, "--timeline", str(tmp_path / "timeline.png"))
-    assert (code, err) == (0, "")
-    assert shown == [("simulated", "virtual seconds")]
 
 
 def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
@@ -441,14 +403,16 @@ def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return texts
 
 
-def test_files_in_a_new_folder(call: Call, tmp_path: Path) -> None:
-    """--timeline and --json create their folders."""
+def test_files_in_a_new_folder(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """--timeline and --json create their folders. The picture is labelled simulated."""
+    shown = drawn_texts(monkeypatch)
     picture, values = tmp_path / "new" / "timeline.png", tmp_path / "other" / "run.json"
     argv = ("simulate", "digits", *SHORT, *PLACE)
     code, _, err = call(*argv, "--timeline", str(picture), "--json", str(values))
     assert (code, err) == (0, "")
-    assert picture.exists()
-    assert values.exists()
+    assert picture.read_bytes().startswith(PNG)
+    assert shown == [("simulated", "virtual seconds")]
+    assert json.loads(values.read_text())["simulated"] is True
 
 
 @pytest.mark.nightly

@@ -70,12 +70,6 @@ def test_equation_3(b: int, alpha: str, beta: str, n: int) -> None:
     assert own == max(1, math.floor(exact + Fraction(1, 2)))
 
 
-@pytest.mark.parametrize(("fraction", "own"), [(0.5, 11), (0.75, 6)])
-def test_equation_3_gives_the_own_batches_of_the_paper(fraction: float, own: int) -> None:
-    """With b = 32 and 8 workers, α = β: 32/3 is 11 and 32/5.5 is 6."""
-    assert injected_batch_size(32, fraction, fraction, 8) == own
-
-
 @few
 @given(st.integers(1, 500), fractions, fractions, st.integers(1, 64))
 def test_an_injected_batch_holds_about_b(b: int, alpha: str, beta: str, n: int) -> None:
@@ -102,21 +96,6 @@ def test_a_sender_gives_beta_of_its_samples(samples: int, beta: str) -> None:
     assert len(set(chosen)) == want
     assert chosen == sorted(chosen)
     assert set(chosen) <= set(range(samples))
-
-
-@pytest.mark.parametrize(("b", "alpha", "beta", "n"), [(32, 0.5, 0.5, 4), (64, 0.3, 0.5, 5)])
-def test_the_expected_batch_is_as_documented(b: int, alpha: float, beta: float, n: int) -> None:
-    """b' + S·k·(N−1)/N, by counting over all possible draws of senders."""
-    own = injected_batch_size(b, alpha, beta, n)
-    count, k = math.ceil(alpha * n), count_to_send(own, beta)
-    sizes = [
-        own + k * sum(sender != rank for sender in senders)
-        for senders in itertools.combinations(range(n), count)
-        for rank in range(n)
-    ]
-    assert sum(sizes) / len(sizes) == pytest.approx(own + count * k * (n - 1) / n)
-    assert max(sizes) - min(sizes) == k  # a sender does not receive its own
-    assert abs(sum(sizes) / len(sizes) - b) < 1 + alpha * beta * n + k
 
 
 # -- samples as bytes -----------------------------------------------------------------------------
@@ -522,22 +501,6 @@ def test_a_worker_may_end_long_before_the_others() -> None:
         for number, batch in enumerate(labels):
             others = sum(number < 4 + 6 * r for r in range(3) if r != rank)
             assert len(batch) == 4 + 2 * others
-
-
-def test_one_worker_gets_its_own_batches() -> None:
-    """Unchanged, with and without a synchronizer."""
-
-    def work() -> Any:
-        _, _, sync = make(offbeat.BSP())
-        batches = own_batches(0, 0, 3)
-        for injection in (DataInjection(batches, 0.5, 1, sync=sync), DataInjection(batches, 1, 1)):
-            assert len(injection) == 3
-            assert all(a is b for a, b in zip(injection, batches, strict=True))
-            injection.close()
-        sync.finish()
-        return injection.bytes_sent, injection.samples_sent
-
-    assert offbeat.simulate(work, workers=1).results == [(0, 0)]
 
 
 # -- loaders --------------------------------------------------------------------------------------

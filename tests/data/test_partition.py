@@ -1,10 +1,8 @@
 """Partitions: every sample in one part, the labels of each part as the rule says."""
 
-import sys
 from collections import Counter
 from fractions import Fraction
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,16 +76,6 @@ def test_more_frequent_labels_have_more_holders(labels: list[int], workers: int,
             if number[a] > 1 and number[b] < min(workers, sizes[b]):
                 without = Fraction(sizes[a], number[a] - 1)
                 assert without >= Fraction(sizes[b], number[b])
-
-
-def test_ten_workers_with_one_of_ten_labels_each() -> None:
-    """The paper's hardest case: each worker has one whole label."""
-    labels = [index % 10 for index in range(1000)]
-    parts = partition_by_label(labels, workers=10, labels_per_worker=1)
-    counts = counts_of(labels, parts)
-    assert sorted((label, n) for c in counts for label, n in c.items()) == [
-        (label, 100) for label in range(10)
-    ]
 
 
 def test_workers_do_not_share_labels_in_fixed_pairs() -> None:
@@ -190,12 +178,6 @@ def test_rounding_is_by_largest_remainder(rows: list[tuple[int, list[int]]]) -> 
         down = [e - int(e) for e, n in zip(exact, size, strict=True) if n == int(e)]
         assert len(up) + len(down) == len(size)
         assert not up or not down or min(up) >= max(down)
-
-
-def test_rounding_by_hand() -> None:
-    """7 samples: 0.7, 4.9 and 1.4 become 1, 5, 1."""
-    sizes = round_shares(np.array([[0.1, 0.7, 0.2]]), np.array([7]), np.random.default_rng(0))
-    assert sizes.tolist() == [[1, 5, 1]]
 
 
 LABELS = [index % 7 for index in range(200)]
@@ -351,23 +333,6 @@ def test_one_label_each_is_the_largest_skew() -> None:
     assert describe_partition(partition_by_label(labels, 10, 1), labels).skew == pytest.approx(0.9)
     assert describe_partition([range(100)], labels).skew == 0.0
     assert describe_partition([[]], labels).skew == 0.0
-
-
-@pytest.mark.parametrize("known", [3, 100])
-def test_the_heat_map_is_a_png(tmp_path: Path, known: int) -> None:
-    """Also with more labels than fit on the axis, and without choosing a backend for the user."""
-    pytest.importorskip("matplotlib")
-    labels = [f"class {index % known}" for index in range(500)]
-    path = tmp_path / "parts.png"
-    describe_partition(partition_dirichlet(labels, 40, 1.0), labels, path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_heat_map_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'offbeat\[plot\]'"):
-        describe_partition([[0]], [0], tmp_path / "parts.png")
-    assert str(describe_partition([[0]], [0]))
 
 
 def test_parts_that_do_not_fit_the_labels_are_refused() -> None:

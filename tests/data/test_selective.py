@@ -79,30 +79,6 @@ def test_each_epoch_has_a_new_shuffle_of_the_same_structure() -> None:
     assert epoch(12, 3, 0, seed=1)[0] != first[0]
 
 
-@settings(deadline=None, max_examples=30)
-@given(sizes, workers, st.data())
-def test_resumable_at_any_position(size: int, n: int, data: st.DataObject) -> None:
-    """A state taken after k samples continues with sample k+1; later epochs are whole."""
-    rank = data.draw(st.integers(0, n - 1))
-    sampler = SelDPSampler(range(size), n, rank)
-    sampler.set_epoch(2)
-    whole = list(sampler)
-    stop = data.draw(st.integers(0, len(whole) - 1))
-    iterator = iter(sampler)
-    read = [next(iterator) for _ in range(stop)]
-    other = SelDPSampler(range(size), n, rank)
-    other.load_state_dict(sampler.state_dict())
-    assert read + list(other) == whole
-    assert list(other) == whole  # the same epoch again, from the start
-    assert list(sampler) == whole  # one that was left in the middle starts anew
-    exact = SelDPSampler(range(size), n, rank)
-    exact.load_state_dict(sampler.state_dict(consumed=stop))
-    exact.set_epoch(2)  # training loops call it at the start of each epoch
-    assert read + list(exact) == whole
-    exact.set_epoch(3)
-    assert len(list(exact)) == len(whole)
-
-
 def test_a_state_of_other_workers_is_refused() -> None:
     sampler = SelDPSampler(range(10), 2, 0)
     with pytest.raises(ValueError, match="num_replicas=2, this sampler has num_replicas=3"):
@@ -150,17 +126,18 @@ def test_parts_are_shuffled_by_seed_epoch_and_worker() -> None:
     assert all(a != b for a, b in pairwise(places))
 
 
-@settings(deadline=None, max_examples=50)
-@given(partitions(), st.data())
-def test_resumable_at_any_position_of_a_part(
-    divided: tuple[int, list[list[int]]], data: st.DataObject
+@settings(deadline=None, max_examples=60)
+@given(partitions(), st.booleans(), st.data())
+def test_resumable_at_any_position(
+    divided: tuple[int, list[list[int]]], of_a_part: bool, data: st.DataObject
 ) -> None:
-    """As without a partition, and at the end of the part."""
+    """A state taken after k samples continues with sample k+1; later epochs are whole."""
     size, parts = divided
     rank = data.draw(st.integers(0, len(parts) - 1))
 
     def fresh() -> SelDPSampler:
-        return SelDPSampler(range(size), len(parts), rank, partition=parts)
+        partition = parts if of_a_part else None
+        return SelDPSampler(range(size), len(parts), rank, partition=partition)
 
     sampler = fresh()
     sampler.set_epoch(2)
@@ -171,12 +148,15 @@ def test_resumable_at_any_position_of_a_part(
     other = fresh()
     other.load_state_dict(sampler.state_dict())
     assert read + list(other) == whole
-    assert list(other) == whole
+    assert list(other) == whole  # the same epoch again, from the start
+    assert list(sampler) == whole  # one that was left in the middle starts anew
     exact = fresh()
     exact.load_state_dict(sampler.state_dict(consumed=stop))
-    exact.set_epoch(2)
+    exact.set_epoch(2)  # training loops call it at the start of each epoch
     assert read + list(exact) == whole
     assert exact.state_dict()["position"] == 0
+    exact.set_epoch(3)
+    assert len(list(exact)) == len(whole)
 
 
 def test_a_state_of_another_part_is_refused() -> None:

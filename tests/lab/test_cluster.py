@@ -4,19 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offbeat.errors import OffbeatError
-from offbeat.lab.events import Evaluation, Event, Start, Step
-from offbeat.lab.job import Job
 from offbeat.lab.launch import cluster as lab
-from offbeat.lab.launch import runners
 from offbeat.lab.launch.cluster import Cluster, _run
-from offbeat.lab.launch.runners import ShapedLinks, call_at_half
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
 
@@ -147,44 +142,3 @@ def test_the_reason_for_missing_links_is_given(monkeypatch: pytest.MonkeyPatch) 
 def test_number_of_workers_is_checked() -> None:
     with pytest.raises(ValueError, match="workers must be between 1 and 200"):
         Cluster(0, 1e9)
-
-
-@needs_namespaces
-def test_links_can_be_reshaped_while_in_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Both ends of every link change, and change back after a failed run."""
-    seen: list[set[int]] = []
-
-    def fail(job: Job, on_event: Callable[[Event], None], links: ShapedLinks) -> None:
-        on_event(Start(2, 4))
-        on_event(Step(1, 0.1))
-        seen.append(rates(links))
-        raise OffbeatError("a worker died")
-
-    monkeypatch.setattr(runners, "run_job", fail)
-
-    def rates(links: ShapedLinks) -> set[int]:
-        ends = [(links._node(rank), links.interface) for rank in range(2)]
-        ends += [(links._switch, f"port{rank}") for rank in range(2)]
-        shown = (_run("tc", "-n", one, "-j", "qdisc", "show", "dev", dev) for one, dev in ends)
-        return {json.loads(text)[0]["options"]["rate"] for text in shown}
-
-    with ShapedLinks(2, 8e6, later=4e6) as links:
-        assert str(links) == "8 Mbit/s shaped links, 4 Mbit/s in the second half"
-        assert rates(links) == {1_000_000}  # bytes
-        with pytest.raises(OffbeatError, match="a worker died"):
-            links.run(Job("digits", "bsp", 2), lambda event: None)
-        assert seen == [{500_000}]
-        assert rates(links) == {1_000_000}
-
-
-def test_the_second_half_starts_at_the_middle_step() -> None:
-    """The call is made once, before the event; steps and evaluations count alike."""
-    for middle in (Step(3, 1.0), Evaluation(4, 1.0, 0.5, {})):
-        seen: list[object] = []
-        listen = call_at_half(lambda seen=seen: seen.append("act"), seen.append)
-        events = [Start(6, 4), Step(1, 0.1), Step(2, 0.2), middle, Step(5, 2.0), Step(6, 3.0)]
-        for event in events:
-            listen(event)
-        assert seen == [*events[:3], "act", *events[3:]]

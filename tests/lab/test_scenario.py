@@ -277,5 +277,3 @@ def test_single_links_are_reshaped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rates_of_changed_links_are_checked() -> None:
     with pytest.raises(ValueError, match="links can be shaped to between 1 kbit/s and 1 Tbit/s"):
         ShapedLinks(2, 1e9, changes={1.0: {0: 1.0}})
-    with pytest.raises(ValueError, match="give either later or changes"):
-        ShapedLinks(2, 1e9, later=1e6, changes={1.0: {0: 1e6}})

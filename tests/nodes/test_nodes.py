@@ -331,9 +331,7 @@ def uneven_nodes(rank: int) -> Any:
     optimizer = sgd(model)
     with attach(model, optimizer, "local:period=2", node_group="auto") as sync:
         for step in range(7 - rank // 2 * 2):
-            optimizer.zero_grad()
-            loss_of(model, make_batch(rank, step)).backward()
-            optimizer.step()
+            train_step(model, optimizer, make_batch(rank, step))
     return sync.step, flat(model)
 
 

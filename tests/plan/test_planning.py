@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,37 +123,6 @@ def test_a_large_tensor_is_a_large_fragment() -> None:
     (even,) = plan(parameters=sum(sizes), **case, strategies=given, wire="int4").rows
     assert even.idle == pytest.approx(0, abs=1e-6)
     assert 0.2 < whole.idle < 0.25
-
-
-OWN = """
-from dataclasses import dataclass
-from offbeat.strategies.base import SharedModel, Strategy, WorkerView, setting
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Planned(Strategy):
-    every: int = setting(5, least=1)
-
-    def averages(self) -> SharedModel:
-        return SharedModel()
-
-    def due(self, worker: WorkerView) -> float:
-        return float(worker.step % self.every == 0)
-"""
-
-
-def test_custom_strategies_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By text or as objects, without registration."""
-    (tmp_path / "planned_by_itself.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    given = ["local:period=7", "planned_by_itself:Planned:every=7"]
-    result = plan(**CASE, strategies=given)
-    local, own = result.rows
-    assert own.strategy == given[1]
-    assert own.step_seconds == pytest.approx(local.step_seconds)
-    assert own.payload_bytes == pytest.approx(local.payload_bytes)
-    assert result.recommendation == local
-    (again,) = plan(**CASE, strategies=[parse_strategy(given[1])]).rows
-    assert again == own
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from offbeat.quantization import kernels
 from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.integers import IntegerCodec
 from offbeat.quantization.kernels import BLOCK
-from problems import flat, make_wide, wide_loss
+from problems import flat, make_wide, wide_step
 
 PRECISIONS = ["int8", "int4", "int2"]
 
@@ -92,9 +92,7 @@ def test_workers_with_and_without_numba_train_together(
         )
         sync = offbeat.attach(model, optimizer, strategy, wire=wire)
         for step in range(12):
-            optimizer.zero_grad()
-            wide_loss(model, rank, step).backward()
-            optimizer.step()
+            wide_step(model, optimizer, rank, step)
         parts = sync.state_dict()["state"]["pipeline"]["parts"]
         bases: list[Tensor] = [base for part in parts for base in part["base"]]
         sync.finish()

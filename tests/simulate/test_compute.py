@@ -5,8 +5,6 @@ import dataclasses
 import json
 import math
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -98,50 +96,26 @@ def test_rank_step_and_seed_all_choose_the_jitter() -> None:
     assert Compute(2.0, jitter=0.1).seconds(1, 2, 3) == 2 * compute.seconds(1, 2, 3)
 
 
-@pytest.mark.nightly
-def test_two_processes_agree() -> None:
-    """The same arguments give the same seconds, to the last bit, in another process."""
-    script = (
-        "from offbeat.simulate.compute import Compute\n"
-        "import sys\n"
-        "c = Compute('10ms', jitter=0.3)\n"
-        "sys.stdout.write(' '.join(c.seconds(r, s, 7).hex() for r in range(3) for s in range(20)))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
-    compute = Compute("10ms", jitter=0.3)
-    here = [compute.seconds(rank, step, 7).hex() for rank in range(3) for step in range(20)]
-    assert result.stdout.split() == here
-
-
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (lambda: Compute("50"), ValueError, "like 100us, 50ms"),
         (lambda: Compute(0), ValueError, "finite and positive"),
         (lambda: Compute(jitter=-0.1), ValueError, "jitter must be finite and at least 0"),
-        (lambda: Compute(jitter=math.nan), ValueError, "jitter must be finite"),
         (lambda: Compute(jitter="10%"), TypeError, "jitter must be a number"),
         (lambda: Compute(slowdown={0: 0.0}), ValueError, r"slowdown\[0\] must be positive and"),
-        (lambda: Compute(slowdown={0: math.inf}), ValueError, r"slowdown\[0\]"),
         (lambda: Compute(slowdown={-1: 2.0}), ValueError, "a rank in slowdown"),
         (lambda: Compute(slowdown={"0": 2.0}), TypeError, "a rank in slowdown"),
         (lambda: Compute(stragglers=[(0, 1, 2, 3.0)]), TypeError, r"Straggler\(rank, first_step"),
         (lambda: Compute(trace=[]), ValueError, "trace must hold at least one step"),
         (lambda: Compute(trace={}), ValueError, "trace must hold at least one rank"),
-        (lambda: Compute(trace={0: []}), ValueError, r"trace\[0\] must hold"),
         (lambda: Compute(trace={-1: [1.0]}), ValueError, "a rank in trace"),
         (lambda: Compute(trace=[0.1, -1.0]), ValueError, "-1.0 is not a duration"),
         (lambda: Compute(trace="50ms"), TypeError, "trace must be a sequence"),
-        (lambda: Compute(trace=0.05), TypeError, "trace must be a sequence"),
-        (lambda: Compute("1s", 0.1), TypeError, "positional"),
-        (lambda: Compute(jiter=0.1), TypeError, "jiter"),
         (lambda: Straggler(-1, 0, 1, 2.0), ValueError, "rank must be at least 0"),
         (lambda: Straggler(0, -1, 1, 2.0), ValueError, "first_step must be at least 0"),
         (lambda: Straggler(0, 0, 0, 2.0), ValueError, "steps must be at least 1"),
         (lambda: Straggler(0, 0, 1, 0.0), ValueError, "factor must be positive and finite"),
-        (lambda: Straggler(0, 0.5, 1, 2.0), TypeError, "first_step must be an integer"),
         (lambda: Compute().seconds(-1, 0, 0), ValueError, "rank must be at least 0"),
         (lambda: Compute().seconds(0, -1, 0), ValueError, "step must be at least 0"),
         (lambda: Compute().seconds(0, 0, -1), ValueError, "seed must be at least 0"),

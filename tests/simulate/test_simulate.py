@@ -20,7 +20,7 @@ from offbeat.registry import STRATEGIES, parse_strategy
 from offbeat.simulate import DeadlockError, Simulation, Straggler
 from offbeat.simulate.cluster import Span
 from offbeat.strategies import Strategy
-from problems import OPTIMIZERS, bsp_reference, flat, loss_of, make_batch, make_model, train_step
+from problems import flat, loss_of, make_batch, make_model, train_step
 
 STEP = 0.05
 ALPHA = 0.001
@@ -202,23 +202,6 @@ def test_a_short_straggler_costs_the_cyclic_schedule_nothing() -> None:
     assert end(bsp, late, 0) == pytest.approx(end(bsp, even, 0) + 1.5 * STEP, rel=1e-12)
 
 
-def test_it_really_trains() -> None:
-    """The values equal those of one worker with the mean of all gradients."""
-
-    def worker() -> Tensor:
-        model = make_model(seed=dist.get_rank())
-        optimizer = OPTIMIZERS["momentum"](model.parameters())
-        sync = offbeat.attach(model, optimizer, offbeat.BSP())
-        for step in range(8):
-            train_step(model, optimizer, make_batch(dist.get_rank(), step))
-        sync.finish()
-        return flat(model)
-
-    expected = bsp_reference(3, "momentum", 8)[-1]
-    for got in simulate(worker, workers=3).results:
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-
-
 TEXTS = [
     "bsp",
     "local:period=3",
@@ -395,25 +378,6 @@ def test_mismatched_collectives_are_named() -> None:
         simulate(worker, workers=2)
 
 
-def test_random_state_belongs_to_the_worker() -> None:
-    """Each worker draws the same numbers as alone, for any interleaving."""
-
-    def worker() -> list[float]:
-        torch.manual_seed(3)
-        drawn = []
-        for _ in range(3):
-            drawn += [torch.rand(1).item(), random.random(), float(np.random.rand())]
-            dist.barrier()
-        return drawn
-
-    alone = simulate(worker, workers=1).results[0]
-    together = simulate(worker, workers=3).results
-    for one in together:
-        assert one[::3] == alone[::3], "torch, seeded alike"
-    assert together[0] == alone
-    assert together[1][1::3] != together[2][1::3], "random, seeded by rank"
-
-
 def test_the_account_is_complete(tmp_path: Path) -> None:
     """compute + wait = elapsed per worker; bytes sent by the ring formula; JSON and plot."""
     result = simulate(
@@ -490,13 +454,6 @@ def test_a_server_takes_messages_one_after_the_other() -> None:
     result = simulate(lambda: to_one(125_000), workers=4, network=network)
     assert result.results[1:] == pytest.approx([0.043, 0.083, 0.123])
     assert result.results[0] == pytest.approx(0.123)
-
-
-def test_a_fast_link_waits_for_the_slow_one() -> None:
-    """A message takes as long as the slower of its two links."""
-    network = Network("1Gbit/s", latency="3ms", per_worker={0: "100Mbit/s"})
-    result = simulate(lambda: to_one(125_000), workers=2, network=network)
-    assert result.results == pytest.approx([0.043, 0.043])
 
 
 def test_the_repr_of_a_simulation_is_short() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import offbeat
 from loops import attach, close, sgd
-from offbeat import AttachError, Strategy
+from offbeat import SPARTA, AttachError, PowerSGD, SparseLoCo, Strategy
 from offbeat.averaging import AttachedOptimizer, Flow
 from offbeat.averaging.votes import Round
 from offbeat.strategies.base import CustomFlow, setting
@@ -201,20 +201,25 @@ def test_the_policy_for_non_finite_values_applies() -> None:
         {"non_finite": "exclude"},
         {"min_workers": 1},
         {"node_group": "auto"},
+        {"adam_correction": True},
     ],
     ids=str,
 )
 def test_abilities_that_a_custom_flow_does_not_have_are_refused(option: dict[str, Any]) -> None:
-    """No option is accepted without an effect."""
+    """No option is accepted without an effect, by a strategy of one's own or by a baseline."""
 
-    def refuse(rank: int, size: int) -> str:
-        model = make_model()
-        with pytest.raises(AttachError) as caught:
-            attach(model, sgd(model), Gossip(), **option)
+    def refuse(rank: int, size: int) -> list[str]:
+        model, texts = make_model(), []
+        for strategy in (Gossip(), PowerSGD(), SparseLoCo(), SPARTA()):
+            with pytest.raises(AttachError) as caught:
+                attach(model, sgd(model), strategy, **option)
+            texts.append(str(caught.value))
         attach(model, sgd(model), Gossip()).detach()
-        return str(caught.value)
+        return texts
 
     (name,) = option
-    for text in run(refuse, workers=2):
-        assert text.startswith(name)
-        assert "with gossip: " in text or "with test_custom_flow:Gossip: " in text
+    for texts in run(refuse, workers=2):
+        assert all(text.startswith(name) for text in texts)
+        assert "with gossip: " in texts[0] or "with test_custom_flow:Gossip: " in texts[0]
+        for text, baseline in zip(texts[1:], ("powersgd", "sparseloco", "sparta"), strict=True):
+            assert f"with {baseline}: baselines to compare with" in text

@@ -28,7 +28,7 @@ from problems import (
     make_model,
     make_wide,
     train_step,
-    wide_loss,
+    wide_step,
 )
 from strategies import own_strategy
 from strategies.decisions import Workers
@@ -65,9 +65,7 @@ def train(rank: int, size: int, wire: Any, **options: Any) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with attach(model, optimizer, OWN, wire=wire, **options) as sync:
         for step in range(STEPS - (rank == 0)):
-            optimizer.zero_grad()
-            wide_loss(model, rank, step).backward()
-            optimizer.step()
+            wide_step(model, optimizer, rank, step)
     sent, details = sync.stats.payload_bytes, sync.stats.details
     return {"model": flat(model), "sent": sent, "launches": details["launches"]}
 
@@ -104,9 +102,7 @@ def in_nodes(rank: int, size: int, wire: str) -> tuple[Tensor, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with attach(model, optimizer, OWN, wire=wire, node_group="auto") as sync:
         for step in range(STEPS):
-            optimizer.zero_grad()
-            wide_loss(model, rank, step).backward()
-            optimizer.step()
+            wide_step(model, optimizer, rank, step)
     return flat(model), sync.stats.details["launches"]
 
 
@@ -166,9 +162,7 @@ def resumed(rank: int, size: int, wire: str, at: int) -> Tensor:
             model.load_state_dict(loaded[1])
             optimizer.load_state_dict(loaded[2])
             sync.load_state_dict(loaded[0])
-        optimizer.zero_grad()
-        wide_loss(model, rank, step).backward()
-        optimizer.step()
+        wide_step(model, optimizer, rank, step)
     sync.finish()
     return flat(model)
 

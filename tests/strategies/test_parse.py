@@ -76,7 +76,6 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         fetch_every=st.integers(1, 10**6),
         server_optimizer=st.sampled_from(["sgd", "adagrad"]),
         server_lr=positive,
-        warmup_steps=st.integers(0, 10**6),
     ),
     "easgd": build(
         EASGD,
@@ -90,11 +89,9 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
         period=st.integers(1, 10**6),
         outer_lr=positive,
         outer_momentum=st.just(0.0) | unit,
-        momentum_period=st.none() | st.just(1),
-        momentum_activation=st.just(0.0) | unit,
+        momentum_period=some,
         dynamic_steps=st.booleans(),
-    )
-    | build(AsyncDiLoCo, momentum_period=some, momentum_activation=st.just(0.0)),
+    ),
     "desloc": build(
         DesLoc,
         period=st.integers(1, 10**6),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from loops import Sink, attach, close
 from offbeat import SelSync
-from problems import OPTIMIZERS, changes, flat, loss_of, make_batch, make_model, squared
+from problems import OPTIMIZERS, changes, flat, loss_of, make_batch, make_model, squared, train_step
 from strategies.references import SelSync as Reference
 from worlds import run
 
@@ -136,9 +136,7 @@ def test_the_log_holds_change_threshold_flag_and_decision(tmp_path: Path) -> Non
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         with attach(model, optimizer, SelSync(**TRIGGER), log=tmp_path / "log.jsonl"):
             for step in range(8):
-                optimizer.zero_grad()
-                loss_of(model, make_batch(rank, step)).backward()
-                optimizer.step()
+                train_step(model, optimizer, make_batch(rank, step))
 
     run(log, workers=2)
     reference = Reference([8] * 2, "sgd", **TRIGGER)

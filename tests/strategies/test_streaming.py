@@ -18,7 +18,7 @@ from offbeat import Compute, Network, StreamingAveraging, simulate
 from offbeat.averaging.parts.part import Part
 from offbeat.averaging.parts.update_part import UpdatePart
 from offbeat.quantization.precision import PRECISIONS
-from problems import flat, make_wide, wide_loss
+from problems import flat, make_wide, wide_step
 from worlds import run
 
 WIRES = ["float32", "bfloat16", "int8", "int4", "int2"]
@@ -30,9 +30,7 @@ def wide_steps(model: torch.nn.Module, rank: int, steps: int, lr: float = 0.05) 
 
     def go() -> None:
         for step in range(steps):
-            optimizer.zero_grad()
-            wide_loss(model, rank, step).backward()
-            optimizer.step()
+            wide_step(model, optimizer, rank, step)
 
     return optimizer, go
 

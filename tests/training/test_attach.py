@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,66 +29,46 @@ def test_attach_needs_a_process_group(name: str, monkeypatch: pytest.MonkeyPatch
         offbeat.attach(model, sgd(model), offbeat.BSP())
 
 
-def test_attach_needs_an_optimizer_with_this_models_parameters() -> None:
-    """An optimizer of another model, or an empty list, is refused."""
+ARGUMENTS: list[tuple[Callable[[nn.Module], dict[str, Any]], type[Exception], str]] = [
+    (lambda model: {"optimizer": sgd(make_model())}, AttachError, "SGD holds no parameter of this"),
+    (lambda model: {"optimizer": []}, AttachError, "at least one optimizer"),
+    (
+        lambda model: {"optimizer": [sgd(model[0]), sgd(make_model())]},
+        AttachError,
+        "SGD holds no parameter",
+    ),
+    (
+        lambda model: {"optimizer": sgd(nn.ModuleList([model, nn.Linear(2, 2)]))},
+        AttachError,
+        r"also moves 2 tensor\(s\) that are not",
+    ),
+    (
+        lambda model: {"optimizer": [sgd(model), sgd(model[0])]},
+        AttachError,
+        r"two optimizers both move parameter '\d\.",
+    ),
+    (
+        lambda model: {"optimizer": torch.optim.LBFGS(model.parameters())},
+        AttachError,
+        r"LBFGS.*SGD or AdamW",
+    ),
+    (lambda model: {"optimizer": [object()]}, TypeError, "must be a torch"),
+    (lambda model: {"strategy": "bsp"}, TypeError, r"got 'bsp'.*parse_strategy"),
+    (lambda model: {"timeout_seconds": 0}, ValueError, "timeout_seconds must be positive"),
+    (lambda model: {"timeout_seconds": math.nan}, ValueError, "timeout_seconds must be positive"),
+    (lambda model: {"time_out": 3}, TypeError, "time_out"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "why"), ARGUMENTS)
+def test_wrong_arguments_are_refused(
+    changes: Callable[[Any], dict[str, Any]], error: type[Exception], why: str
+) -> None:
+    """Pitfalls 18 and 19: a typo is a TypeError, and the time-out is positive."""
     model = make_model()
-    with pytest.raises(AttachError, match="SGD holds no parameter of this model"):
-        offbeat.attach(model, sgd(make_model()), offbeat.BSP())
-    with pytest.raises(AttachError, match="at least one optimizer"):
-        offbeat.attach(model, [], offbeat.BSP())
-    with pytest.raises(AttachError, match="SGD holds no parameter"):
-        offbeat.attach(model, [sgd(model[0]), sgd(make_model())], offbeat.BSP())
-
-
-def test_attach_refuses_foreign_parameters() -> None:
-    """Other tensors that the optimizer moves would stay unsynchronized."""
-    model = make_model()
-    both = [*model.parameters(), *nn.Linear(2, 2).parameters()]
-    with pytest.raises(AttachError, match=r"also moves 2 tensor\(s\) that are not"):
-        offbeat.attach(model, torch.optim.SGD(both, lr=0.1), offbeat.BSP())
-
-
-def test_attach_refuses_two_optimizers_on_one_parameter() -> None:
-    """Each parameter belongs to one optimizer."""
-    model = make_model()
-    with pytest.raises(AttachError, match=r"two optimizers both move parameter '\d\."):
-        offbeat.attach(model, [sgd(model), sgd(model[0])], offbeat.BSP())
-
-
-def test_attach_refuses_lbfgs() -> None:
-    """LBFGS takes many steps in one step()."""
-    model = make_model()
-    with pytest.raises(AttachError, match=r"LBFGS.*SGD or AdamW"):
-        offbeat.attach(model, torch.optim.LBFGS(model.parameters()), offbeat.BSP())
-
-
-def test_attach_refuses_a_strategy_given_as_text() -> None:
-    """The text form is for parse_strategy, and the error says so."""
-    model = make_model()
-    with pytest.raises(TypeError, match=r"got 'bsp'.*parse_strategy"):
-        offbeat.attach(model, sgd(model), "bsp")  # type: ignore[arg-type]
-
-
-def test_attach_refuses_other_types_as_optimizer() -> None:
-    """A TypeError shows the argument, for example a scheduler."""
-    model = make_model()
-    with pytest.raises(TypeError, match="must be a torch"):
-        offbeat.attach(model, [object()], offbeat.BSP())  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
-def test_attach_refuses_a_time_out_of_0(seconds: float) -> None:
-    """Pitfall 19: the time-out is positive."""
-    model = make_model()
-    with pytest.raises(ValueError, match="timeout_seconds must be positive"):
-        offbeat.attach(model, sgd(model), offbeat.BSP(), timeout_seconds=seconds)
-
-
-def test_attach_refuses_an_unknown_argument() -> None:
-    """Pitfall 18: a typo is a TypeError."""
-    model = make_model()
-    with pytest.raises(TypeError, match="time_out"):
-        offbeat.attach(model, sgd(model), offbeat.BSP(), time_out=3)  # type: ignore[call-arg]
+    given = {"optimizer": sgd(model), "strategy": offbeat.BSP(), **changes(model)}
+    with pytest.raises(error, match=why):
+        offbeat.attach(model, **given)
 
 
 class Holds(nn.Module):

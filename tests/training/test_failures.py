@@ -13,7 +13,7 @@ import offbeat
 from cells import nightly, some
 from loops import Quick, attach, error_of, meet, sgd
 from offbeat.strategies.base import Strategy
-from problems import flat, make_batch, make_model, make_wide, train_step, wide_loss
+from problems import flat, make_batch, make_model, make_wide, train_step, wide_step
 from workers import run
 
 KINDS = [
@@ -77,9 +77,7 @@ def die_over_a_lossy_wire(rank: int, size: int, text: str, folder: str) -> str:
         for step in range(30):
             if (rank, step) == (1, 9):
                 os.kill(os.getpid(), signal.SIGKILL)
-            optimizer.zero_grad()
-            wide_loss(model, rank, step).backward()
-            optimizer.step()
+            wide_step(model, optimizer, rank, step)
 
     message = error_of(train)[1]
     meet(folder, rank, [0, 2])

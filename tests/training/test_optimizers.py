@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import offbeat
 from loops import attach, close, sgd
-from problems import Simulated, assign, flat, loss_of, make_batch, make_model
+from problems import Simulated, assign, flat, loss_of, make_batch, make_model, train_step
 from worlds import run
 
 
@@ -134,9 +134,7 @@ def lookahead_reference(size: int) -> Tensor:
     optimizers = [Slow(optimizer, every=3) for optimizer in reference.optimizers]
     for step in range(5):
         for rank, (model, optimizer) in enumerate(zip(reference.models, optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss_of(model, make_batch(rank, step)).backward()
-            optimizer.step()
+            train_step(model, optimizer, make_batch(rank, step))
         reference.average()
     return reference.flat()[0]
 
@@ -155,9 +153,7 @@ def nested(rank: int, size: int) -> Any:
     sgd(model)  # now the base class fires hooks, too
     sync = attach(model, optimizer, offbeat.LocalSGD(period=1))
     for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, make_batch(rank, step)).backward()
-        optimizer.step()
+        train_step(model, optimizer, make_batch(rank, step))
     return flat(model), sync.step
 
 

@@ -82,11 +82,7 @@ class OptimizerState:
         return [start(bucket) for bucket in make_buckets(tensors[line] for line in common)]
 
     def _tensors(self, names: Collection[str] | None) -> dict[str, Tensor]:
-        """Return the state tensors of this worker, by a line of text that describes the tensor.
-
-        Raises:
-            AttachError: a tensor is quantized.
-        """
+        """Return the state tensors of this worker, by a line of text that describes the tensor."""
         tensors: dict[str, Tensor] = {}
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():

@@ -31,7 +31,6 @@ class DelayedNesterovRule(Rule):
         momentum: Momentum μ.
         weight: Weight w of a pseudo-gradient.
         period: Number K of arrivals from one update of the momentum to the next.
-        activation: Share c of the momentum in arrivals that do not update it.
         velocity: m, of the shape of the shard.
         buffer: D, the weighted sum of the pseudo-gradients since the last update of m.
         arrivals: Number of pseudo-gradients so far.
@@ -41,7 +40,6 @@ class DelayedNesterovRule(Rule):
     momentum: float = transient(default=0.0)
     weight: float = transient(default=1.0)
     period: int = transient(default=1)
-    activation: float = transient(default=0.0)
     velocity: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     buffer: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     arrivals: int = 0
@@ -50,14 +48,11 @@ class DelayedNesterovRule(Rule):
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
         self.arrivals += 1
         self.buffer.add_(values, alpha=self.weight)
-        share = self.activation
+        shard.add_(values, alpha=-self.lr * self.weight)
         if self.arrivals % self.period == 0:
             self.velocity.mul_(self.momentum).add_(self.buffer)
             self.buffer.zero_()
-            share = 1 - self.activation * (self.period - 1)
-        shard.add_(values, alpha=-self.lr * self.weight)
-        if share:
-            shard.add_(self.velocity, alpha=-self.lr * share * self.momentum)
+            shard.add_(self.velocity, alpha=-self.lr * self.momentum)
 
 
 @dataclass
@@ -86,13 +81,12 @@ class AsyncDiLoCoFlow(ServerFlow):
     @override
     def rule(self, shard: Tensor) -> Rule:
         strategy, workers = self.strategy, self.worker.size
-        period = strategy.momentum_period_of(workers)
+        period = strategy.momentum_period or workers
         return DelayedNesterovRule(
             lr=strategy.outer_lr,
             momentum=strategy.outer_momentum,
             weight=1 / math.sqrt(workers) if period == 1 else 1 / period,
             period=period,
-            activation=strategy.momentum_activation,
             velocity=torch.zeros_like(shard),
             buffer=torch.zeros_like(shard),
         )
@@ -103,8 +97,6 @@ class AsyncDiLoCoFlow(ServerFlow):
 
     @override
     def initial_state(self, model: Tensor) -> AsyncDiLoCoState:
-        # Raises on all workers; ``rule`` would only on servers.
-        self.strategy.momentum_period_of(self.worker.size)
         self._timed_steps = -1
         return AsyncDiLoCoState(start=model.clone(), period_steps=self.strategy.period)
 
@@ -179,10 +171,10 @@ class AsyncDiLoCo(ServerStrategy):
     1/K if K > 1, and 1/√N if K = 1:
 
         D ← D + w·u
-        if t mod K = 0:  m ← μ·m + D;  D ← 0;  θ ← θ − η_o·((1 − cK + c)·μ·m + w·u)
-        otherwise:                             θ ← θ − η_o·(c·μ·m + w·u)
+        if t mod K = 0:  m ← μ·m + D;  D ← 0;  θ ← θ − η_o·(μ·m + w·u)
+        otherwise:                             θ ← θ − η_o·w·u
 
-    With c = 0, K arrivals together move θ as one step of DiLoCo does with the mean of K updates.
+    K arrivals together move θ as one step of DiLoCo does with the mean of K updates.
     With K = 1 every arrival is a Nesterov step, the method that the paper improves on, with the
     weight of the authors' code.
 
@@ -199,7 +191,6 @@ class AsyncDiLoCo(ServerStrategy):
         outer_lr: Outer learning rate η_o > 0.
         outer_momentum: Outer momentum μ in [0, 1).
         momentum_period: K ≥ 1, arrivals from one update of the momentum to the next. None: N.
-        momentum_activation: c in [0, 1/K], share of the momentum in arrivals that do not update it.
         dynamic_steps: True for dynamic local updates. False: H_n = H.
         servers: See ``ServerStrategy``.
 
@@ -209,9 +200,9 @@ class AsyncDiLoCo(ServerStrategy):
     *State*: s, H_n, and this rank's shard of θ, m and D.
 
     *Differs from the paper*: each shard counts its arrivals. The server never waits for further
-    arrivals (the paper's grace period). A worker keeps its data and learning-rate schedule; the
-    paper's workers change between shards of the data, each with a schedule of its own. ``finish``
-    pushes the steps of an incomplete period.
+    arrivals (the paper's grace period), and c is 0: only every K-th arrival applies the momentum. A
+    worker keeps its data and learning-rate schedule; the paper's workers change between shards of
+    the data, each with a schedule of its own. ``finish`` pushes the steps of an incomplete period.
 
     Source: Liu et al., "Asynchronous local-SGD training for language modeling", arXiv 2401.09135,
     Algorithm 3 and dynamic local updates. Their code: github.com/google-deepmind/asyncdiloco.
@@ -223,24 +214,4 @@ class AsyncDiLoCo(ServerStrategy):
     outer_lr: float = setting(0.7, above=0)
     outer_momentum: float = setting(0.9, least=0, below=1)
     momentum_period: int | None = setting(None, least=1)
-    momentum_activation: float = setting(0.0, least=0, most=1)
     dynamic_steps: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.momentum_period is not None:
-            self.momentum_period_of(1)
-
-    def momentum_period_of(self, workers: int) -> int:
-        """Return K for this number of workers.
-
-        Raises:
-            ValueError: ``momentum_activation`` is larger than 1/K.
-        """
-        period = workers if self.momentum_period is None else self.momentum_period
-        if self.momentum_activation * period > 1 + 1e-9:
-            raise ValueError(
-                f"momentum_activation must be at most 1/momentum_period: {1 / period:.4g} with "
-                f"momentum_period={period}, got {self.momentum_activation:g}"
-            )
-        return period

@@ -16,7 +16,7 @@ from typing_extensions import override
 from offbeat.averaging.buckets import as_real, pack_mixed, unpack
 from offbeat.averaging.worker import AttachedOptimizer
 from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
-from offbeat.baselines.shard import NO_CLOCK, Rule
+from offbeat.baselines.shard import Rule
 from offbeat.checkpoint.state import transient
 from offbeat.strategies.base import setting
 
@@ -56,8 +56,6 @@ class DownpourState(ServerState):
         push_due: True if the next request must push G.
         fetch_due: True if the next request must pull z.
         fetching: True if the last request pulls z.
-        warmed_up: True after the first call of ``gradients_ready``, the only one that may wait for
-            the end of the warm-up.
     """
 
     gradients: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
@@ -67,7 +65,6 @@ class DownpourState(ServerState):
     push_due: bool = False
     fetch_due: bool = False
     fetching: bool = False
-    warmed_up: bool = False
 
 
 class DownpourFlow(ServerFlow):
@@ -85,12 +82,6 @@ class DownpourFlow(ServerFlow):
         return SGDRule(lr)
 
     @override
-    def clocks(self) -> list[int]:
-        # The clock of rank 0 is the step of its last push in ``step_ended``. During the warm-up the
-        # other workers wait for this clock. No worker waits for the clocks of ranks above 0.
-        return [0] + [NO_CLOCK] * (self.worker.size - 1)
-
-    @override
     def initial_state(self, model: Tensor) -> DownpourState:
         self._decayed: set[int] = set()  # indices of optimizers whose λx was added in this step
         self._offsets: dict[int, int] = {}  # offset in G of each parameter, by its id()
@@ -104,13 +95,7 @@ class DownpourFlow(ServerFlow):
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        """Add the weight decay term λx to G, before the optimizer changes x.
-
-        With a warm-up, the first call on a rank above 0 blocks until the warm-up has ended or
-        rank 0 has reached a barrier.
-        """
-        if not self.state.warmed_up:
-            self._wait_for_warmup()
+        """Add the weight decay term λx to G, before the optimizer changes x."""
         # If a GradScaler skipped the previous step, λx was already added then.
         if optimizer.index not in self._decayed:
             self._decayed.add(optimizer.index)
@@ -120,16 +105,6 @@ class DownpourFlow(ServerFlow):
                     value = as_real(parameter.detach())
                     self._gradient(parameter, value).add_(value, alpha=scale * decay)
         return False
-
-    def _wait_for_warmup(self) -> None:
-        """On ranks above 0: wait for the end of the warm-up, set x ← z, discard the gradients."""
-        self.state.warmed_up = True
-        if self.strategy.warmup_steps and self.worker.rank > 0:
-            self.server.wait_for_clock(self.strategy.warmup_steps)
-            unpack(self.server.read(), self.tensors)
-            for optimizer in self.worker.optimizers:
-                for parameter in optimizer.parameters:
-                    parameter.grad = None
 
     @override
     def optimizer_stepped(self, optimizer: AttachedOptimizer) -> None:
@@ -147,12 +122,12 @@ class DownpourFlow(ServerFlow):
     ) -> Iterator[tuple[dict[str, Any], nn.Parameter, float]]:
         """Yield (parameter group, parameter, factor in G) for each parameter with a gradient.
 
-        The factor is 1 with ``server_lr``. Otherwise it is η/N, but η on rank 0 in the warm-up.
+        The factor is 1 with ``server_lr``, and otherwise η/N.
         """
-        warming_up = self.worker.rank == 0 and self.state.steps < self.strategy.warmup_steps
-        workers = 1 if warming_up else self.worker.size
         for group in optimizer.optimizer.param_groups:
-            scale = float(group["lr"]) / workers if self.strategy.server_lr is None else 1.0
+            scale = 1.0
+            if self.strategy.server_lr is None:
+                scale = float(group["lr"]) / self.worker.size
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) in self._offsets:
                     yield group, parameter, scale
@@ -170,9 +145,7 @@ class DownpourFlow(ServerFlow):
         state, strategy = self.state, self.strategy
         state.steps += 1
         state.unpushed += 1
-        # This push of rank 0 ends the warm-up, for which the other workers wait.
-        warmed_up = self.worker.rank == 0 and state.steps == strategy.warmup_steps
-        state.push_due = state.push_due or warmed_up or state.steps % strategy.push_every == 0
+        state.push_due = state.push_due or state.steps % strategy.push_every == 0
         state.fetch_due = state.fetch_due or state.steps % strategy.fetch_every == 0
         fetched = self._take()
         self._send()
@@ -203,8 +176,7 @@ class DownpourFlow(ServerFlow):
         if fetch:
             pack_mixed(self.tensors, state.requested)
             state.requested_step = state.steps
-        clock = state.steps if push and self.worker.rank == 0 else -1
-        server.start("push" if not fetch else "push_pull" if push else "pull", clock=clock)
+        server.start("push" if not fetch else "push_pull" if push else "pull")
         state.fetching, state.push_due, state.fetch_due = fetch, False, False
 
     @override
@@ -245,10 +217,6 @@ class Downpour(ServerStrategy):
         server_optimizer: "sgd", or "adagrad", which requires ``server_lr``.
         server_lr: Learning rate of the server's optimizer, > 0. It is not divided by N, although N
             workers push N times as often as one. None: the worker applies its learning rate.
-        warmup_steps: Number of steps that rank 0 takes alone at the beginning (≥ 0). Without
-            ``server_lr`` their factor is η, not η/N. The other workers wait in their first step.
-            Then they fetch z and discard their first gradient, which was computed at the initial
-            model.
         servers: See ``ServerStrategy``.
 
     *Communication*: G every n_push steps and the model every n_fetch steps, or less often if the
@@ -262,8 +230,8 @@ class Downpour(ServerStrategy):
     that pushes.
 
     *Differs from the paper*: a worker adds to z the steps that it has taken while z was in flight.
-    In the paper z replaces x, which loses these steps. ``finish`` pushes the rest of G.
-    ``warmup_steps`` is the paper's "warmstarting model training with only a single model replica".
+    In the paper z replaces x, which loses these steps. ``finish`` pushes the rest of G. There is no
+    warm-up with a single worker.
 
     Source: Dean et al., "Large scale distributed deep networks", NeurIPS 2012, §4.1 and
     Algorithm 7.1.
@@ -275,7 +243,6 @@ class Downpour(ServerStrategy):
     fetch_every: int = setting(1, least=1)
     server_optimizer: Literal["sgd", "adagrad"] = "sgd"
     server_lr: float | None = setting(None, above=0)
-    warmup_steps: int = setting(0, least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

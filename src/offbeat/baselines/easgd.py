@@ -183,11 +183,7 @@ class EASGD(ServerStrategy):
     difference: Literal["before_step", "after_step"] = "before_step"
 
     def alpha_of(self, workers: int) -> float:
-        """Return α for this number of workers.
-
-        Raises:
-            ValueError: The strategy is synchronous and α·N > 1.
-        """
+        """Return α for this number of workers."""
         alpha = 0.9 / workers if self.alpha is None else self.alpha
         if self.synchronous and alpha * workers > 1 + 1e-9:
             raise ValueError(

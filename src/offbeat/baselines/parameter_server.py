@@ -173,17 +173,7 @@ class ParameterServer:
             values[self._slices[self._team.rank]] = self.shard.copy()
         return values
 
-    # -- clocks, barriers, shutdown --------------------------------------------------------------
-
-    def wait_for_clock(self, clock: int) -> None:
-        """Block until the minimum clock of the workers is at least ``clock``.
-
-        Workers at a barrier do not count. The time-out restarts when the minimum clock rises.
-        """
-        reached = 0
-        while reached < clock:
-            request = Request("clock", self._team.rank, min_clock=reached + 1)
-            reached = _min_clock(self._send_to_all(request, self.vector[:0]))
+    # -- barriers, shutdown ----------------------------------------------------------------------
 
     def barrier(self) -> int:
         """Block until all workers have reached the barrier.

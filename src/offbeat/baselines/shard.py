@@ -22,7 +22,7 @@ from offbeat.errors import OffbeatError
 NO_CLOCK = 2**62
 """Clock of a worker for which no other worker waits. Larger than all real clocks."""
 
-RequestKind = Literal["push", "pull", "push_pull", "clock", "release", "barrier", "wait", "leave"]
+RequestKind = Literal["push", "pull", "push_pull", "release", "barrier", "wait", "leave"]
 _KINDS: tuple[RequestKind, ...] = get_args(RequestKind)
 
 
@@ -34,14 +34,13 @@ class Request:
         kind: Kind of the request:
 
             - "push": apply values. "pull": return values. "push_pull": both.
-            - "clock": return the minimum clock.
             - "release": answer this worker's requests that wait for a clock now.
             - "barrier": the worker has reached a barrier. "wait": it still waits there.
             - "leave": the worker makes no more requests.
         source: Rank of the worker.
         clock: New clock of this worker. −1 leaves it unchanged.
-        min_clock: The shard answers "pull", "push_pull" and "clock" when the minimum clock of the
-            workers is at least this.
+        min_clock: The shard answers "pull" and "push_pull" when the minimum clock of the workers is
+            at least this.
     """
 
     kind: RequestKind

@@ -31,12 +31,7 @@ def require_folder(option: str, path: Path) -> None:
 
 
 def require_picture(option: str, path: Path | None) -> None:
-    """Raise unless a plot can be written at ``path`` or ``path`` is None.
-
-    Raises:
-        ValueError: the file cannot be written, or its name does not end in .png, .pdf or .svg.
-        ImportError: matplotlib is not installed.
-    """
+    """Raise unless a plot can be written at ``path`` or ``path`` is None."""
     if path is None:
         return
     require_file(option, path)
@@ -64,11 +59,6 @@ def check_method(job: Job, text: str, task: Task | None) -> Task:
         job: Settings that all methods share.
         text: The method with its own options, such as ``local:period=8 --wire int8``.
         task: Result of an earlier call for the same comparison. None: build the task now.
-
-    Raises:
-        ValueError, TypeError: the method or a setting is invalid.
-        FileNotFoundError: the data do not exist.
-        ImportError: the package of the method is not installed.
     """
     run = job.under(text)
     parse_method(run.strategy)
@@ -116,9 +106,6 @@ def parse_lr_scales(text: str) -> tuple[float, ...]:
     """Return the factors in the value of ``--lr-scale``, such as "0.3,1,3".
 
     Their range is not checked.
-
-    Raises:
-        ValueError: a factor is not a number, or is given twice.
     """
     try:
         scales = tuple(map(float, text.split(",")))

@@ -95,12 +95,7 @@ def _check(options: PlanOptions) -> None:
 
 
 def _launched_workers(workers_per_node: int) -> int | None:
-    """Return the launcher's number of workers; None without a launcher.
-
-    Raises:
-        ValueError: The workers do not form at least two nodes of ``workers_per_node`` > 1, or a
-            node would span machines.
-    """
+    """Return the launcher's number of workers; None without a launcher."""
     size = int(os.environ.get("WORLD_SIZE", 0)) or None
     local = int(os.environ.get("LOCAL_WORLD_SIZE", workers_per_node))
     if local % workers_per_node:

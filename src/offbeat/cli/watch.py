@@ -60,9 +60,6 @@ class Training:
 
     Attributes:
         workers: The workers with at least one record, in the order of their files.
-
-    Raises:
-        FileNotFoundError: there is no such file or directory.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,21 +1,18 @@
-"""Counts of the labels in each part of a partition, as a table and as a heat map.
+"""Counts of the labels in each part of a partition, as a table.
 
 A *partition* of a dataset is a list of parts. Part n holds the sample indices of worker n.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from offbeat.data.partition import Labels, Part, check_parts, group_by_label
-from offbeat.display.plots import new_figure
 
 _COLUMNS = 20  # largest number of label columns in the table
-_TICKS = 30  # largest number of tick labels on each axis of the heat map
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,45 +61,19 @@ class PartitionTable:
             lines.append(f"{more} more labels are not shown")
         return "\n".join(lines)
 
-    def plot(self, path: str | Path) -> None:
-        """Draw a heat map of the counts as a PNG: one row per worker, one column per label.
 
-        Args:
-            path: Path of the file.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        workers, labels = self.counts.shape
-        width, height = (2.5 + 0.35 * min(labels, _TICKS), 1.5 + 0.35 * min(workers, _TICKS))
-        figure, axes = new_figure(width, height, dpi=120)
-        picture = axes.imshow(self.counts, aspect="auto", cmap="viridis", vmin=0)
-        columns = range(0, labels, -(-labels // _TICKS))
-        rows = range(0, workers, -(-workers // _TICKS))
-        names = [str(self.labels[column]) for column in columns]
-        axes.set_xticks(columns, names, rotation=90 if max(map(len, names)) > 3 else 0)
-        axes.set_yticks(rows, [str(row) for row in rows])
-        axes.set(xlabel="label", ylabel="worker")
-        figure.colorbar(picture, ax=axes, label="samples")
-        figure.savefig(path, format="png")
-
-
-def describe_partition(
-    parts: Sequence[Part], labels: Labels, path: str | Path | None = None
-) -> PartitionTable:
+def describe_partition(parts: Sequence[Part], labels: Labels) -> PartitionTable:
     """Count the samples of each label in each part. The result prints as a table.
 
     Args:
         parts: Sample indices of each worker, for example from ``partition_by_label`` or
             ``partition_dirichlet``. Samples that are in no part are not counted.
         labels: Label of each sample of the dataset, integers or strings.
-        path: Path of a PNG file for the heat map. None: no heat map.
 
     Raises:
         TypeError: ``labels`` or ``parts`` has the wrong type.
         ValueError: There are no parts or no labels, an index has no label, or an index occurs
             twice.
-        ImportError: ``path`` is given and matplotlib is not installed.
     """
     values, groups = group_by_label(labels)
     if len(parts) == 0:
@@ -113,7 +84,4 @@ def describe_partition(
     counts = [
         np.bincount(column[part], minlength=len(values)) for part in check_parts(parts, len(column))
     ]
-    table = PartitionTable(np.stack(counts), values)
-    if path is not None:
-        table.plot(path)
-    return table
+    return PartitionTable(np.stack(counts), values)

@@ -327,7 +327,7 @@ class DataInjection:
             "beta": self.beta,
             "seed": self.seed,
             "dimension": self.dimension,
-            "meeting": 0 if exchange is None else exchange.barriers,  # key of earlier versions
+            "barriers": 0 if exchange is None else exchange.barriers,
             "step": self._step,
             "pending": pending,
             "out_of_phase": [] if exchange is None else exchange.out_of_phase,
@@ -339,8 +339,7 @@ class DataInjection:
         Raises:
             ValueError: The state was saved with other settings.
         """
-        # Earlier versions did not save the dimension.
-        for name in ("alpha", "beta", "seed", *(["dimension"] if "dimension" in state else [])):
+        for name in ("alpha", "beta", "seed", "dimension"):
             if state[name] != getattr(self, name):
                 raise ValueError(
                     f"the state was saved with {name}={state[name]}, this DataInjection has "
@@ -349,4 +348,4 @@ class DataInjection:
         self._step = state["step"]
         self._resumed = None if state["pending"] is None else (*state["pending"],)
         if self._exchange is not None:
-            self._exchange.start_at(state["meeting"], self._resumed, state["out_of_phase"])
+            self._exchange.start_at(state["barriers"], self._resumed, state["out_of_phase"])

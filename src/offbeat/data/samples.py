@@ -48,13 +48,7 @@ class Parcel:
 
 
 def count_samples(batch: Any, dimension: int = 0) -> int:
-    """Return the number of samples of ``batch``.
-
-    Raises:
-        TypeError: The batch contains an object that is neither a leaf nor a container of leaves.
-        ValueError: The batch has no leaves, a tensor is not dense or has too few dimensions, or
-            leaves have different numbers of samples.
-    """
+    """Return the number of samples of ``batch``."""
     sizes: dict[int, str] = {}
     for path, leaf in _leaves(batch, "batch"):
         sizes.setdefault(_length(path, leaf, dimension), path)

@@ -22,9 +22,6 @@ def new_figure(width: float, height: float, *, dpi: int) -> tuple[Any, Any]:
     """Return an empty figure of this size in inches, and its axes.
 
     pyplot is not used, so a notebook keeps its plotting backend and no figure has to be closed.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure

@@ -286,12 +286,7 @@ class Job:
         require_timeout(self.timeout_seconds, "timeout")
 
     def check_method(self) -> None:
-        """Raise unless the strategy or baseline supports the settings of this job.
-
-        Raises:
-            ValueError, TypeError: the method does not support a setting, or its name is unknown.
-            ImportError: the package of the baseline is not installed.
-        """
+        """Raise unless the strategy or baseline supports the settings of this job."""
         from offbeat.errors import AttachError
         from offbeat.lab.methods.base import Baseline
         from offbeat.lab.methods.registry import parse_method
@@ -357,9 +352,6 @@ class Job:
         Example: ``job.under("local:period=8 --wire int8 --lr-scale 2")``.
 
         ``text`` is a strategy or a baseline, followed by some of ``method_options`` with values.
-
-        Raises:
-            ValueError: an option is not one of these, is repeated, or has no valid value.
         """
         strategy, *words = text.split() or [""]
         options = method_options(Job).items()

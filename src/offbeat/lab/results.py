@@ -179,9 +179,6 @@ class Result:
 
         The values may come from another version of Offbeat: unknown fields are ignored, and fields
         that version 0.1.0 lacked get their defaults.
-
-        Raises:
-            ValueError, KeyError, TypeError, AttributeError: the values are not a result.
         """
         # 0.1.0 did not write these.
         optional = {"model_bytes", "links", "lr_scales", "command", "trial"}
@@ -238,10 +235,6 @@ def read_results(path: Path, *, trials: bool = False) -> list[Result]:
     """Return the results in a ``results.jsonl``, in the order of its lines.
 
     ``trials`` is True to include the trials that tuned the methods.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: a line is not a result. The message names the file and the line.
     """
     results = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):

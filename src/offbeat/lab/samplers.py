@@ -36,10 +36,6 @@ def make_sampler(
             ``DistributedSampler``, which gives a worker a different 1/N in every epoch.
         partition: Partition of the samples among the workers, such as ``label:2``; see
             ``make_partition``. It replaces ``kind``. None: no partition.
-
-    Raises:
-        ValueError: the kind or the partition is unknown, or the samples have no labels to
-            partition by.
     """
     if kind not in _KINDS:
         raise ValueError(
@@ -62,9 +58,6 @@ def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:
 
     ``text`` is ``label:K`` for K labels per worker, or ``dirichlet:A`` for shares of each label
     that are drawn from a Dirichlet distribution with parameter A.
-
-    Raises:
-        ValueError: the text is invalid, or the samples do not have exactly one label each.
     """
     kind, _, value = text.partition(":")
     labels = task.samples.labels
@@ -149,9 +142,6 @@ def parse_injection(text: str) -> tuple[float, float]:
 
     In each step of data injection, a share α of the workers sends a share β of its batch to the
     other workers.
-
-    Raises:
-        ValueError: the text is invalid, or a number is not in (0, 1].
     """
     try:
         alpha, beta = (float(part) for part in text.split(","))

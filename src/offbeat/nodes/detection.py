@@ -192,10 +192,6 @@ def layout(reported: Sequence[list[int] | str]) -> list[list[int]]:
     Args:
         reported: Report of each worker, in rank order: the ranks of its node, or a text that says
             why the worker does not know its node.
-
-    Raises:
-        AttachError: a worker does not know its node, two workers disagree about a node, or nodes
-            differ in their number of workers.
     """
     nodes: dict[int, list[int]] = {}
     for rank, members in enumerate(reported):

@@ -75,10 +75,6 @@ def shapes_of(parameters: float | str | nn.Module) -> Shapes:
 
     Args:
         parameters: The model; or its number of parameters, as a number or text like "25M".
-
-    Raises:
-        TypeError: ``parameters`` has another type.
-        ValueError: The number is not positive and finite, or the model has no trainable parameter.
     """
     if isinstance(parameters, nn.Module):
         return _shapes_of_model(parameters)

@@ -97,12 +97,7 @@ Fault = Kill | Pause | Cut | Join
 
 
 def require_faults(faults: Sequence[Fault], workers: int) -> None:
-    """Check ``faults`` for a run with ``workers`` initial workers.
-
-    Raises:
-        TypeError: An element is not a fault.
-        ValueError: A fault names a worker that will never exist.
-    """
+    """Check ``faults`` for a run with ``workers`` initial workers."""
     count = workers + sum(isinstance(fault, Join) for fault in faults)
     for fault in faults:
         if not isinstance(fault, Fault):

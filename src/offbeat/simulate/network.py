@@ -64,8 +64,7 @@ class Network:
     Example: ``Network("5Gbit/s", latency="50us")``. A bandwidth is text or bits per second, a
     latency is text or seconds. The attributes hold the numbers.
 
-    The slowest link of its workers determines the speed of a collective. If the bandwidth of the
-    switch is limited, each of the N workers or nodes in a collective uses at most ``switch``/N.
+    The slowest link of its workers determines the speed of a collective.
 
     **Nodes.** With ``workers_per_node=4``, ranks 0 to 3 are one node, ranks 4 to 7 another, and so
     on. A node has one link to the switch, shared by its workers. Inside the node each worker has
@@ -81,7 +80,6 @@ class Network:
         upload: Bandwidth from the worker to the switch; None means ``bandwidth``.
         per_worker: Bandwidth of the links of some workers, by rank, in both directions. It replaces
             ``bandwidth`` and ``upload``. Requires ``workers_per_node=1``.
-        switch: Total bandwidth of the switch; None means unlimited.
         workers_per_node: Number of workers per node (≥ 1).
         inside: Bandwidth of each worker's link inside its node, in each direction; None means
             "100Gbit/s". Requires nodes of several workers.
@@ -104,7 +102,6 @@ class Network:
     latency: float
     upload: float | None
     per_worker: dict[int, float] = field(hash=False)
-    switch: float | None
     workers_per_node: int
     inside: float | None
     inside_latency: float | None
@@ -118,7 +115,6 @@ class Network:
         *,
         upload: str | float | None = None,
         per_worker: Mapping[int, str | float] = {},
-        switch: str | float | None = None,
         workers_per_node: int = 1,
         inside: str | float | None = None,
         inside_latency: str | float | None = None,
@@ -147,7 +143,6 @@ class Network:
             "latency": to_seconds(latency, allow_zero=True),
             "upload": None if upload is None else to_bandwidth(upload),
             "per_worker": links,
-            "switch": None if switch is None else to_bandwidth(switch),
             "workers_per_node": workers_per_node,
             "inside": None if inside_link is None else inside_link[0],
             "inside_latency": None if inside_link is None else inside_link[1],
@@ -174,7 +169,6 @@ class Network:
             bandwidth=self.bandwidth * factor,
             upload=None if self.upload is None else self.upload * factor,
             per_worker={rank: value * factor for rank, value in links.items()},
-            switch=None if self.switch is None else self.switch * factor,
             changes={},
             per_worker_changes={},
         )
@@ -205,48 +199,36 @@ class Network:
     ) -> float:
         """Return B, the bytes per second of one flow (stream of data) of a collective of ``ranks``.
 
-        Inside one node, B is the bandwidth of the links inside. Between N nodes, B is the minimum
-        of
+        Inside one node, B is the bandwidth of the links inside. Between nodes, B is the minimum of
 
-        * the bandwidths of the links of these nodes, divided by ``flows · sharing``,
-        * the bandwidth of the switch, divided by N · ``flows · sharing``, and
+        * the bandwidths of the links of these nodes, divided by ``flows · sharing``, and
         * the bandwidth of the links inside, if a node contains several of ``ranks``.
 
         Args:
             ranks: Ranks of the workers.
             flows: Concurrent flows of the collective over the link of a node, in each direction.
             sharing: Number of such collectives that use the links of the nodes at the same time.
-
-        Raises:
-            ValueError: ``ranks`` is empty or contains a rank twice.
         """
         if not ranks or len(set(ranks)) != len(ranks):
             raise ValueError(f"a collective needs distinct ranks, got {list(ranks)}")
         if not self.crosses(ranks):
             return self._inside_rate
-        users = flows * sharing
-        nodes = {self.node(rank) for rank in ranks}
-        rates = [min(self.up(rank), self.down(rank)) / users for rank in ranks]
-        if self.switch is not None:
-            rates.append(self.switch / 8 / (len(nodes) * users))
-        if len(nodes) < len(ranks):
+        rates = [min(self.up(rank), self.down(rank)) / (flows * sharing) for rank in ranks]
+        if len({self.node(rank) for rank in ranks}) < len(ranks):
             rates.append(self._inside_rate)
         return min(rates)
 
     def link_seconds(self, size_bytes: float, source: int, destination: int) -> tuple[float, float]:
         """Return the seconds for which a message occupies the sender's and the receiver's link.
 
-        For a message of M bytes these times are M/min(up(source), switch) and
-        M/min(down(destination), switch), without the latency. Inside a node both times are M
-        divided by the bandwidth of the links inside.
+        For a message of M bytes these times are M/up(source) and M/down(destination), without the
+        latency. Inside a node both times are M divided by the bandwidth of the links inside.
         """
         if source == destination:
             return 0.0, 0.0
         if not self.crosses((source, destination)):
             return size_bytes / self._inside_rate, size_bytes / self._inside_rate
-        switch = math.inf if self.switch is None else self.switch / 8
-        up, down = min(self.up(source), switch), min(self.down(destination), switch)
-        return size_bytes / up, size_bytes / down
+        return size_bytes / self.up(source), size_bytes / self.down(destination)
 
     @property
     def _inside_rate(self) -> float:
@@ -287,7 +269,6 @@ class Network:
             "latency": self.latency,
             "upload": self.upload,
             "per_worker": {str(rank): value for rank, value in self.per_worker.items()},
-            "switch": self.switch,
             **({} if self.inside is None else self._nodes()),
             **({"changes": {str(s): x for s, x in self.changes.items()}} if self.changes else {}),
             **({"per_worker_changes": later} if later else {}),
@@ -306,8 +287,6 @@ class Network:
             parts.append(f"upload={show_bandwidth(self.upload)!r}")
         if self.per_worker:
             parts.append(f"per_worker={_show_links(self.per_worker)}")
-        if self.switch is not None:
-            parts.append(f"switch={show_bandwidth(self.switch)!r}")
         if self.inside is not None and self.inside_latency is not None:
             parts.append(f"workers_per_node={self.workers_per_node}")
             parts.append(f"inside={show_bandwidth(self.inside)!r}")

@@ -26,10 +26,6 @@ def unwrapped_optimizer(given: object) -> Optimizer:
     """Return the optimizer whose step hooks should be used: ``given``, or the one inside wrappers.
 
     An optimizer that contains another one but has separate step hooks is not a wrapper.
-
-    Raises:
-        TypeError: ``given`` is not an optimizer, and does not wrap one.
-        AttachError: the optimizer does not support step hooks, or communicates by itself.
     """
     while True:
         _require_no_communication(given)

@@ -23,9 +23,6 @@ def make_parts(worker: Worker, shared: SharedModel) -> list[Part]:
     A *node* is a group of processes on one machine. If they divide the model among them, each one
     cuts its own shards. All processes of a node have the same number of parts, because they start
     the sum of each part together. So some of these parts may be empty.
-
-    Raises:
-        ValueError: without ``error_feedback``, there are more parts than non-empty parameters.
     """
     tensors, team = [p for _, p in worker.replica.parameters], worker.team
     size = round(team.host.scale * sum(t.nbytes for t in tensors))

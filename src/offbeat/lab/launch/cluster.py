@@ -31,10 +31,6 @@ class Cluster:
     Args:
         workers: Number of nodes (1 to 200).
         bits_per_second: Rate of each link in each direction (1e3 to 1e12).
-
-    Raises:
-        ValueError: An argument is out of its range.
-        OffbeatError: Entering failed, because namespaces cannot be created here.
     """
 
     interface = "link0"

@@ -1,6 +1,5 @@
 """Runners: ways to run a job's workers, on real processes or in the simulator."""
 
-import math
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from offbeat.lab.evaluation import gather
-from offbeat.lab.events import Evaluation, Event, Start, Step
+from offbeat.lab.events import Event
 from offbeat.lab.job import Job
 from offbeat.lab.launch.cluster import Cluster, require_shapable
 from offbeat.lab.launch.processes import run_job
@@ -69,42 +68,30 @@ class ShapedLinks(Cluster, Loopback):
     Args:
         workers: Number of nodes (1 to 200).
         bits_per_second: Rate of each link in each direction.
-        later: Rate in bits per second after half of the steps. None: the rate does not change.
         changes: Rates in bits per second of single links, by the time from which they hold, in
-            seconds since the start of the training, and by rank. Cannot be combined with ``later``.
+            seconds since the start of the training, and by rank.
     """
 
     def __init__(
         self,
         workers: int,
         bits_per_second: float,
-        later: float | None = None,
         changes: Mapping[float, Mapping[int, float]] = {},
     ) -> None:
         super().__init__(workers, bits_per_second)
-        if changes and later is not None:
-            raise ValueError("give either later or changes")
         for rates in changes.values():
             for rate in rates.values():
                 require_shapable(rate)
-        self._later = later
         self._changes = {seconds: changes[seconds] for seconds in sorted(changes)}
-
-    @override
-    def __str__(self) -> str:
-        after = "" if self._later is None else f", {show_bandwidth(self._later)} in the second half"
-        return f"{super().__str__()}{after}"
 
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
         if is_ideal(job.strategy):
             run_job(job, on_event)
-        elif self._later is None and not self._changes:
+        elif not self._changes:
             run_job(job, on_event, self)
         else:
             try:
-                if self._later is not None:
-                    on_event = call_at_half(partial(self.reshape, self._later), on_event)
                 actions = [
                     (seconds, partial(self.reshape, rate, [rank]))
                     for seconds, rates in self._changes.items()
@@ -114,28 +101,6 @@ class ShapedLinks(Cluster, Loopback):
                     run_job(job, listen, self)
             finally:
                 self.reshape(self.bits_per_second)
-
-
-def call_at_half(
-    act: Callable[[], None], on_event: Callable[[Event], None]
-) -> Callable[[Event], None]:
-    """Return an event handler that calls ``act`` once, after half of the steps.
-
-    It passes all events to ``on_event``.
-    """
-    half = math.inf
-
-    def listen(event: Event) -> None:
-        nonlocal half
-        match event:
-            case Start():
-                half = event.steps / 2
-            case Step() | Evaluation() if event.step >= half:
-                half = math.inf
-                act()
-        on_event(event)
-
-    return listen
 
 
 class ExternalLauncher(Runner):

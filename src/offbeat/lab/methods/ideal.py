@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from typing_extensions import override
 
-from offbeat.lab.methods.base import SAVING, Attached, Baseline, Method
+from offbeat.lab.methods.base import Attached, Baseline, Method
 from offbeat.lab.recipes import Task
 from offbeat.lab.timing.padding import PaddedLoss
 from offbeat.lab.timing.step_time import LocalTraining
@@ -42,7 +42,6 @@ class Ideal(Baseline):
 
     name: ClassVar[str] = IDEAL
     simulated: ClassVar[bool] = True
-    refused: ClassVar[tuple[str, ...]] = ("wire", "adam_correction", "injection", "log", *SAVING)
 
     @override
     def start(

@@ -7,7 +7,6 @@ and schedule. ``Peer`` holds the settings of the method, and ``TrainingLoop`` ru
 import importlib.util
 import os
 import socket
-import struct
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -30,8 +29,7 @@ from offbeat.lab.timing.step_time import now
 from offbeat.strategies import Strategy
 from offbeat.synchronizer import Synchronizer
 from offbeat.telemetry import Stats
-
-_SIOCGIFADDR = 0x8915  # Linux: request the address of an interface
+from offbeat.transport.torch_backend.network_interface import address_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,15 +212,12 @@ def worker_address() -> str:
     """Return the IPv4 address at which the other workers reach this one.
 
     It is the address of the network interface that the variable ``GLOO_SOCKET_IFNAME`` names (on
-    Linux only). If it is not set, it is the address from which packets to ``MASTER_ADDR`` are sent.
+    Linux only). Otherwise it is the address from which packets to ``MASTER_ADDR`` are sent.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface and (address := address_of(interface)):
+        return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if interface:
-            import fcntl  # not on Windows
-
-            request = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
         # Connecting a UDP socket sends nothing; it only selects the route.
         probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
         return str(probe.getsockname()[0])

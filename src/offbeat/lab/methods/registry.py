@@ -24,11 +24,7 @@ PREFIXES = tuple(dict.fromkeys(kind.name.partition(":")[0] + ":" for kind in PEE
 
 
 def parse_method(text: str) -> Strategy | Baseline:
-    """Return the strategy or baseline that ``text`` names, with its settings.
-
-    Raises:
-        ValueError, TypeError: A name is unknown or a setting is invalid.
-    """
+    """Return the strategy or baseline that ``text`` names, with its settings."""
     if not is_baseline(text):
         return parse_strategy(text)
     name, _, settings = text.strip().partition(",")

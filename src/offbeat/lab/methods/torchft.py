@@ -113,11 +113,7 @@ class TorchftDiLoCo(Peer):
 
 
 def fragments_of(model: nn.Module, number: int) -> list[nn.Module]:
-    """Divide the parameters, in their order, into ``number`` non-empty parts of about equal size.
-
-    Raises:
-        ValueError: The model has fewer than ``number`` parameter tensors.
-    """
+    """Divide the parameters, in order, into ``number`` non-empty parts of about equal size."""
     parameters = list(model.parameters())
     if len(parameters) < number:
         raise ValueError(f"{number} fragments of a model with {len(parameters)} parameter tensors")

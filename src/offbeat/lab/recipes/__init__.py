@@ -31,10 +31,6 @@ def find_recipe(name: str) -> Recipe:
     Args:
         name: Name or alias of a recipe of this package. For a custom recipe: ``path/to/file.py`` or
             ``path/to/file.py:NAME``.
-
-    Raises:
-        ValueError: no recipe has the name (the message lists all names), or the file is invalid.
-        FileNotFoundError: the file does not exist.
     """
     if is_file_recipe(name):
         return load_file_recipe(name)

@@ -107,9 +107,6 @@ class Task:
         """Compute ``steps`` if it is 0, and create the optimizer of ``setup`` and the scheduler.
 
         A second call changes nothing.
-
-        Raises:
-            ValueError: ``setup.optimizer`` cannot replace the task's optimizer.
         """
         self.steps = self.steps or steps_for(setup, len(self.samples), self.batch_size)
         if setup.optimizer is not None:
@@ -194,11 +191,7 @@ class Recipe:
 
 
 def steps_for(setup: Setup, samples: int, batch_size: int) -> int:
-    """Return the number of steps of each worker: ⌈epochs · samples / (batch_size · workers)⌉.
-
-    Raises:
-        ValueError: epochs · samples is less than 1, or there are more than 10⁹ steps.
-    """
+    """Return the number of steps of each worker: ⌈epochs · samples / (batch_size · workers)⌉."""
     if setup.epochs * samples < 1:
         raise ValueError(f"{setup.epochs:g} epochs are less than one of {samples:,} samples")
     steps = setup.epochs * samples / (batch_size * setup.workers)

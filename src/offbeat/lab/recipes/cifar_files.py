@@ -98,10 +98,6 @@ def read_batch(path: Path, labels: bytes, classes: int) -> Split:
 
     ``labels`` is the key of the labels, ``b"labels"`` or ``b"fine_labels"``. Labels are in
     [0, ``classes``).
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is damaged or is not such a file.
     """
     try:
         with path.open("rb") as file:
@@ -124,10 +120,6 @@ def read_archive(path: Path, classes: int) -> tuple[Split, Split]:
 
     Its arrays have the names and shapes of Keras: x_train and x_test are n×32×32×3 bytes, y_train
     and y_test are n or n×1 integers.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file does not contain such arrays.
     """
     with path.open("rb") as opened:
         try:

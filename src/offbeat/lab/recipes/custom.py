@@ -106,10 +106,6 @@ def load_file_recipe(text: str) -> Recipe:
 
     Args:
         text: ``path/to/file.py:NAME``, or ``path/to/file.py`` if the file has only one recipe.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file raises an error, has no such recipe, or has several and NAME is absent.
     """
     head, _, name = text.removesuffix(SUFFIX).partition(f"{SUFFIX}:")
     path = Path(f"{head}{SUFFIX}")
@@ -155,12 +151,7 @@ def first_samples(dataset: Dataset[Any], count: int) -> Samples:
 
 
 def try_out(recipe: Recipe, task: Task) -> None:
-    """Compute loss, gradient and metrics of two samples, to find errors before a run starts.
-
-    Raises:
-        ValueError: the computation fails, the loss is not a scalar with a gradient, or
-            ``recipe.metric`` is missing.
-    """
+    """Compute loss, gradient and metrics of two samples, to find errors before a run starts."""
     assert recipe.file is not None
     with torch.random.fork_rng(devices=[]):
         with explain_errors(recipe.file, "loss"):

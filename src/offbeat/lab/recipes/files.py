@@ -13,22 +13,14 @@ T = TypeVar("T")
 
 
 def require_directory(data: Path | None, recipe: str, needs: str) -> Path:
-    """Return ``data``, the path given by ``--data``. Does not check that it exists.
-
-    Raises:
-        FileNotFoundError: ``data`` is None. The message names the recipe and the files it needs.
-    """
+    """Return ``data``, the path given by ``--data``. Does not check that it exists."""
     if data is None:
         raise FileNotFoundError(f"the {recipe} recipe needs --data DIR with {needs}")
     return data
 
 
 def find_file(folder: Path, names: Sequence[str]) -> Path:
-    """Return the path of the first of ``names`` that exists in ``folder``.
-
-    Raises:
-        FileNotFoundError: none of the files exists.
-    """
+    """Return the path of the first of ``names`` that exists in ``folder``."""
     for name in names:
         if (folder / name).is_file():
             return folder / name

@@ -59,9 +59,6 @@ class HeldOut:
         """Evaluate all batches, or the first ``most``, of worker ``rank`` among ``size`` workers.
 
         Training modes of the model's modules and torch's random state on the CPU do not change.
-
-        Raises:
-            ValueError: ``scores`` did not return one value per sample.
         """
         device = next(model.parameters()).device
         chosen = self.batches(rank, size)[:most]

@@ -29,11 +29,7 @@ FILES = (
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read an IDX file of unsigned bytes into a uint8 tensor. The file may be gzipped.
-
-    Raises:
-        ValueError: the file is not an IDX file of bytes, or its length does not fit its header.
-    """
+    """Read an IDX file of unsigned bytes into a uint8 tensor. The file may be gzipped."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -53,13 +49,7 @@ def read_idx(path: Path) -> Tensor:
 
 
 def read_split(folder: Path, images: str, labels: str) -> tuple[Tensor, Tensor]:
-    """Read images (n×28×28 bytes) and their labels (n bytes, 0 to 9) from two files.
-
-    Raises:
-        FileNotFoundError: a file does not exist, neither plain nor gzipped.
-        ValueError: a file is not an IDX file of bytes, or has wrong shapes or labels, or the
-            numbers of images and labels differ.
-    """
+    """Read images (n×28×28 bytes) and their labels (n bytes, 0 to 9) from two files."""
     paths = [find_file(folder, (name, f"{name}.gz")) for name in (images, labels)]
     x, y = (read_idx(path) for path in paths)
     if x.dim() != 3 or x.shape[1:] != (28, 28) or not len(x):

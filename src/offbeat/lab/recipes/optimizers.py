@@ -67,9 +67,6 @@ def with_optimizer(name: OptimizerName, model: nn.Module, own: Optimizer) -> Opt
         name: Kind of optimizer.
         model: The model.
         own: The optimizer of the recipe. The new optimizer has the same parameters.
-
-    Raises:
-        ValueError: ``own`` has several parameter groups, or the model has no hidden matrix.
     """
     if isinstance(own, _KINDS[name]):
         return own

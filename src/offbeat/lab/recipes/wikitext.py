@@ -33,9 +33,6 @@ def read_words(path: Path, vocabulary: dict[str, int], *, grow: bool) -> Tensor:
         path: UTF-8 text file with words separated by white space.
         vocabulary: Word → number. Contains ``<unk>``.
         grow: True: add unknown words to the vocabulary. False: replace them by ``<unk>``.
-
-    Raises:
-        ValueError: the file is empty or not UTF-8 text.
     """
     numbers = array("i")
     unknown = vocabulary["<unk>"]
@@ -59,9 +56,6 @@ def windows(words: Tensor) -> Tensor:
 
     Adjacent samples overlap by one word, so that each word except the first is predicted exactly
     once. The last words are dropped if they do not fill a sample.
-
-    Raises:
-        ValueError: the text has fewer words than a sample.
     """
     if len(words) <= CONTEXT:
         raise ValueError(f"a text must have more than {CONTEXT} words, got {len(words)}")

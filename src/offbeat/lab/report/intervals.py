@@ -26,9 +26,6 @@ def interval_of(values: Sequence[float]) -> Interval:
     The ends are the 2.5 % and 97.5 % quantiles of the means of 10,000 resamples with replacement.
     The random generator has a fixed seed, so equal values give equal intervals. With few seeds the
     interval is too narrow: with 3 it is their range.
-
-    Raises:
-        ValueError: there are fewer than 3 values.
     """
     if len(values) < MIN_SEEDS:
         raise ValueError(f"an interval needs at least {MIN_SEEDS} values, got {len(values)}")

@@ -19,9 +19,6 @@ def page(results: Sequence[Result], progress: str = "") -> str:
         results: Results of the comparison.
         progress: Line about the progress of a comparison that still runs. The page then contains
             it and reloads itself. Empty: the comparison is complete.
-
-    Raises:
-        ImportError: Jinja2 is not installed.
     """
     try:
         from jinja2 import Environment

@@ -173,10 +173,6 @@ def measure_recipe(
         data: Directory of the recipe's data, if it needs one.
         steps: Number of timed steps of a measurement (≥ 5).
         warmup_steps: Number of untimed steps at the start.
-
-    Raises:
-        ValueError: no such recipe, a mistake in the recipe's file, or too few steps.
-        FileNotFoundError: the data do not exist.
     """
     if steps < 5:
         raise ValueError(f"steps must be at least 5, got {steps}")

@@ -17,7 +17,8 @@ except ImportError:  # on Windows, where this module does not find addresses of 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
-def _address_of(interface: str) -> str | None:
+def address_of(interface: str) -> str | None:
+    """Return the IPv4 address of a network interface; None if it has none, or on Windows."""
     if fcntl is None:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -32,7 +33,7 @@ def gloo_address() -> str:
     """Return the IPv4 address to which gloo binds, or 127.0.0.1 if it cannot be determined."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     try:
-        address = _address_of(named) if named else socket.gethostbyname(socket.gethostname())
+        address = address_of(named) if named else socket.gethostbyname(socket.gethostname())
     except OSError:  # the host's name does not resolve
         address = None
     return address or "127.0.0.1"
@@ -51,7 +52,7 @@ def interface_in_use(backend: str) -> str:
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     named = os.environ.get(variable)
     if named:
-        address = "unknown address" if fcntl is None else _address_of(named) or "no IPv4 address"
+        address = "unknown address" if fcntl is None else address_of(named) or "no IPv4 address"
         return f"{named} ({address}; from {variable})"
     if backend != "gloo":
         return f"chosen by {backend} ({variable} is not set)"
@@ -59,5 +60,5 @@ def interface_in_use(backend: str) -> str:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
         return f"unknown: this host's name does not resolve (set {variable})"
-    owner = next((n for _, n in socket.if_nameindex() if _address_of(n) == address), "?")
+    owner = next((n for _, n in socket.if_nameindex() if address_of(n) == address), "?")
     return f"{owner} ({address}; from the host's name, {variable} is not set)"
