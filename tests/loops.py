@@ -36,6 +36,11 @@ def everything(model: nn.Module) -> list[Tensor]:
     return [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
 
 
+def all_numbers(model: nn.Module) -> Tensor:
+    """Return all parameters and buffers as one vector."""
+    return torch.cat([t.reshape(-1).double() for t in everything(model)])
+
+
 def bits(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor, so that NaN equals NaN and 0 differs from −0."""
     value = tensor.detach().clone(memory_format=torch.contiguous_format)

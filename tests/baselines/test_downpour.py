@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from loops import close
+from loops import close, sgd
 from offbeat import Compute, Network, simulate
 from offbeat.baselines.downpour import Downpour
 from problems import assign, flat, gradients, loss_of, make_batch, make_model, train_step
@@ -18,10 +18,6 @@ from worlds import run
 STEP = 0.01
 FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanoseconds
 Make = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
 def grouped(model: nn.Module) -> torch.optim.Optimizer:
@@ -433,37 +429,6 @@ def test_gradients_count_when_their_optimizer_steps() -> None:
     assert start is not None
     for end in run(in_turn, workers=2):
         close(end, start + moved)
-
-
-def kinds(rank: int, size: int) -> Any:
-    values = {
-        "a": torch.ones(3),
-        "b": torch.ones(2, dtype=torch.float64),
-        "c": torch.ones(2, dtype=torch.complex64) * (1 + 2j),
-        "d": torch.full((2,), 256.0, dtype=torch.bfloat16),
-    }
-    model = nn.ParameterDict({k: nn.Parameter(v.clone()) for k, v in values.items()})
-    model["frozen"] = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
-    model["unused"] = nn.Parameter(torch.full((2,), 5.0))
-    optimizer = torch.optim.SGD([p for p in model.values() if p.requires_grad], lr=0.5)
-    sync = offbeat.attach(model, optimizer, Downpour(), timeout_seconds=20)
-    for name, value in values.items():
-        model[name].grad = value * 2 * (rank + 1) if name != "d" else torch.full_like(value, -4.0)
-    optimizer.step()
-    sync.finish()
-    return {name: p.detach().clone() for name, p in model.items()}
-
-
-def test_kinds_of_parameters() -> None:
-    """Tests mixed dtypes, half types in float32, and complex, frozen and unused parameters."""
-    for end in run(kinds, workers=2):
-        # x − 0.5·(2x + 4x)/2 = −x/2 for the others; 256 + 0.5·(4 + 4)/2 = 258 in bfloat16
-        assert torch.equal(end["a"], torch.full((3,), -0.5))
-        assert torch.equal(end["b"], torch.full((2,), -0.5, dtype=torch.float64))
-        assert torch.equal(end["c"], torch.full((2,), -0.5 - 1j, dtype=torch.complex64))
-        assert torch.equal(end["d"], torch.full((2,), 258.0, dtype=torch.bfloat16))
-        assert torch.equal(end["frozen"], torch.zeros(2)), "rank 0's"
-        assert torch.equal(end["unused"], torch.full((2,), 5.0))
 
 
 def sparse(rank: int, size: int) -> Tensor:

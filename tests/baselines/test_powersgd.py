@@ -1,4 +1,4 @@
-"""PowerSGD: values, error feedback, bytes, unusual gradients, checkpoints and refusals."""
+"""PowerSGD: values, error feedback, bytes and unusual gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -296,9 +296,6 @@ def test_a_step_that_a_scaler_skips_changes_neither_q_nor_e() -> None:
         assert torch.equal(errors[0], errors[1])
         assert errors[2].isfinite().all()
         assert not torch.equal(errors[1], errors[2])
-
-
-# -- checkpoints and options -----------------------------------------------------------------------
 
 
 def test_a_non_finite_gradient_names_no_option_that_is_refused() -> None:

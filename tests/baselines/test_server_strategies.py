@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import offbeat
 from cells import nightly, some
-from loops import error_of
+from loops import attach, error_of
 from offbeat import Compute, Network, simulate
 from offbeat.baselines.async_diloco import AsyncDiLoCo
 from offbeat.baselines.downpour import Downpour
@@ -32,10 +31,6 @@ EVERY: list[Strategy] = [
     EASGD(period=2, synchronous=True),
     AsyncDiLoCo(period=3),
 ]
-
-
-def attach(model: nn.Module, optimizer: Any, strategy: Strategy, **options: Any) -> Any:
-    return offbeat.attach(model, optimizer, strategy, **{"timeout_seconds": 20, **options})
 
 
 # -- checkpoints ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""SparseLoCo and SPARTA: their messages, large and unusual tensors, refusals, and convergence."""
+"""SparseLoCo and SPARTA: their messages, large and unusual tensors, and convergence."""
 
 import functools
 import math
@@ -182,9 +182,6 @@ def test_sparta_averages_every_kind_of_parameter(strategy: Strategy) -> None:
     for before, after in run(trained, workers=3):
         for b, a in zip(before, after, strict=True):
             torch.testing.assert_close(a, b - 0.5, rtol=0.02, atol=0.02)
-
-
-# -- options ---------------------------------------------------------------------------------------
 
 
 # -- virtual time ----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import offbeat
 import workers
 import worlds
-from loops import attach, error_of, everything, sgd
+from loops import all_numbers, attach, error_of, sgd
 from offbeat.checkpoint import files
 from problems import loss_of, make_batch, make_model, make_wide, train_step
 from worlds import run
@@ -35,10 +35,6 @@ ROWS = [
     ("selsync:target_lssr=0.5,flags=deferred", "float32"),
 ]
 """Every strategy is saved and resumed in tests/strategies/test_conformance.py."""
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([t.reshape(-1).double() for t in everything(model)])
 
 
 class Training:
@@ -72,7 +68,7 @@ class Training:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.scheduler.step()
-        self.trace.append(torch.cat([flat(self.model), torch.tensor([self.mine])]))
+        self.trace.append(torch.cat([all_numbers(self.model), torch.tensor([self.mine])]))
 
     def steps(self, number: int) -> None:
         for _ in range(number):
@@ -100,7 +96,7 @@ class Training:
         totals = self.sync.stats
         self.sync.finish()
         counted = [totals.steps, totals.syncs, totals.payload_bytes]
-        last = torch.cat([flat(self.model), torch.tensor([self.mine])])
+        last = torch.cat([all_numbers(self.model), torch.tensor([self.mine])])
         counts = torch.zeros_like(last)
         counts[:3] = torch.tensor(counted)
         return torch.stack([*self.trace, last, counts])
@@ -250,9 +246,9 @@ def test_files_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
 
 def nothing_whole(rank: int, size: int, folder: Path) -> Any:
     training = Training(rank)
-    before = flat(training.model)
+    before = all_numbers(training.model)
     error = error_of(lambda: training.load(folder))
-    assert torch.equal(flat(training.model), before)
+    assert torch.equal(all_numbers(training.model), before)
     training.steps(2)
     return error, training.end()
 
@@ -363,7 +359,7 @@ def refused(rank: int, size: int, folder: Path) -> Any:
     training, seen = Training(rank), {}
     training.steps(2)
     training.save(folder / "good")
-    extra: Any = [flat] if rank else None
+    extra: Any = [all_numbers] if rank else None
     seen["extra"] = error_of(lambda: training.save(folder / "good", extra=extra))
     (folder / "file").write_text("in the way")
     elsewhere = folder / ("file" if rank else "good")
@@ -491,7 +487,7 @@ def from_consensus(rank: int, size: int, text: str, folder: Path, model: Any) ->
         loss_of(net, make_batch(rank, i, dtype=torch.float32)).backward()
         optimizer.step()
     sync.finish()
-    return step, flat(net)
+    return step, all_numbers(net)
 
 
 @pytest.mark.sampled
@@ -550,7 +546,9 @@ def scheduled(rank: int, size: int, schedule: str, kind: str, folder: Path, resu
         if sync.step == 4 and not resumes:
             offbeat.save(folder, sync, scheduler=schedules)
         trace.append(
-            torch.cat([flat(model), torch.tensor([g["lr"] for g in optimizers[0].param_groups])])
+            torch.cat(
+                [all_numbers(model), torch.tensor([g["lr"] for g in optimizers[0].param_groups])]
+            )
         )
     sync.finish()
     return torch.stack(trace)
@@ -577,15 +575,15 @@ def over_and_again(rank: int, size: int, text: str, folder: Path) -> Any:
         train_step(model, optimizer, make_batch(rank, step, dtype=torch.float32))
         if step == 3:
             offbeat.save(folder, sync)
-            seen.append(flat(model))
+            seen.append(all_numbers(model))
     found = offbeat.load(folder, sync)
-    seen.append(flat(model))
+    seen.append(all_numbers(model))
     for step in range(3):
         train_step(model, optimizer, make_batch(rank, step, dtype=torch.float32))
     step = sync.step
     offbeat.save(folder, sync)
     sync.finish()
-    return found.step, step, torch.stack(seen), flat(model)
+    return found.step, step, torch.stack(seen), all_numbers(model)
 
 
 @pytest.mark.parametrize("text", ["streaming", "async:schedule=eager", "downpour"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from loops import attach, error_of, everything
+from loops import all_numbers, attach, error_of
 from offbeat.checkpoint import state as checkpoint
 from problems import OPTIMIZERS, loss_of, make_batch, make_wide, train_step
 from worlds import run, simulated
@@ -36,13 +36,9 @@ every_row = pytest.mark.parametrize(
 )
 
 
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([t.reshape(-1).double() for t in everything(model)])
-
-
 def train(model: nn.Module, optimizer: Any, rank: int, step: int) -> Tensor:
     train_step(model, optimizer, make_batch(rank, step, dtype=torch.float32))
-    return flat(model)
+    return all_numbers(model)
 
 
 def start(rank: int, text: str, wire: str) -> Any:
@@ -135,7 +131,7 @@ def load_spoiled(rank: int, size: int, text: str, wire: str, spoil: bool) -> Any
                     seen[name] = error_of(lambda state=state: sync.load_state_dict(state))
         trace.append(train(model, optimizer, rank, step))
     sync.finish()
-    return seen, torch.stack([*trace, flat(model)])
+    return seen, torch.stack([*trace, all_numbers(model)])
 
 
 @pytest.mark.sampled
@@ -175,7 +171,7 @@ def load_of(rank: int, size: int, text: str, wire: str, given: list[State]) -> A
     error = error_of(lambda: sync.load_state_dict(given[rank]))
     trace = [train(model, optimizer, rank, step) for step in range(3)]
     sync.finish()
-    return error, torch.stack([*trace, flat(model)])
+    return error, torch.stack([*trace, all_numbers(model)])
 
 
 @pytest.mark.sampled
@@ -286,7 +282,7 @@ def start_from(
     trace = [train(model, optimizer, rank, step) for step in range(STEPS)]
     synced = sync.stats.steps - steps
     sync.finish()
-    return steps, synced, torch.stack([*trace, flat(model)])
+    return steps, synced, torch.stack([*trace, all_numbers(model)])
 
 
 @pytest.mark.sampled
@@ -398,7 +394,7 @@ def gone_back(rank: int, size: int, text: str, wire: str, at: int) -> Tensor:
         trace.append(train(model, optimizer, rank, step))
         step += 1
     sync.finish()
-    return torch.stack([*trace, flat(model)])
+    return torch.stack([*trace, all_numbers(model)])
 
 
 @pytest.mark.sampled
@@ -449,4 +445,4 @@ def test_the_digest_depends_on_shapes_types_and_names() -> None:
 
 def test_other_types_have_no_digest() -> None:
     with pytest.raises(offbeat.CheckpointError, match=r"it\['a'\]\[1\] is a function, and a check"):
-        checkpoint.digest({"a": [1, flat]})
+        checkpoint.digest({"a": [1, all_numbers]})

@@ -116,7 +116,6 @@ SIMULATION = [
     ("--latency 5", f"'5' {DURATION}"),
     ("--step-time fast", f"'fast' {DURATION}"),
     ("--step-time 0s", f"'0s' {DURATION}"),
-    ("--step-time 20ms --jitter -1", "jitter must be finite and at least 0, got -1.0"),
     ("--jitter -1", "jitter must be finite and at least 0, got -1.0"),
     ("--workers-per-node 3", "workers=4 do not fill nodes of workers_per_node=3"),
     ("--workers-per-node 0", "workers_per_node must be at least 1, got 0"),
@@ -137,12 +136,8 @@ SIMULATION = [
         ("simulate nope", NO_RECIPE),
         ("compare nope -s bsp", NO_RECIPE),
         ("train mnist", "the mnist recipe needs --data DIR with .*"),
-        ("simulate mnist", "the mnist recipe needs --data DIR with .*"),
         ("train mnist --data /no/where", "looked for .* in /no/where, which does not exist"),
-        ("simulate mnist --data /no/where", "looked for .* in /no/where, which does not exist"),
         ("train digits --timeout 0", "timeout must be positive and finite, got 0.0"),
-        ("train digits --timeout -1", "timeout must be positive and finite, got -1.0"),
-        ("compare digits -s bsp --timeout 0", "timeout must be positive and finite, got 0.0"),
         ("train digits --bandwidth fast", "'fast' is not a bandwidth; write a number and a .*"),
         ("train digits --bandwidth 0Mbit/s", ".*0Mbit/s.*"),
         ("compare digits -s bsp --bandwidth 5", "'5' is not a bandwidth; write .*"),
@@ -194,17 +189,12 @@ SIMULATION = [
         # numbers
         ("train digits --epochs 1e-300", "1e-300 epochs are less than one of 1,437 samples"),
         ("train digits --epochs 1e30", r"1e\+30 epochs are more than 1,000,000,000 steps"),
-        ("train digits --epochs 1e308", r"epochs must be positive and finite, got 1e\+308"),
         (f"train digits -n {HUGE}", f"workers must be at most 1000, got {HUGE}"),
-        (f"simulate digits -n {HUGE}", f"workers must be at most 1000, got {HUGE}"),
         (f"train digits --seed {HUGE}", f"seed must be at most 4000000, got {HUGE}"),
         (f"compare digits -s bsp --seeds {HUGE}", f"seeds must be at most 1000, got {HUGE}"),
-        ("train digits --timeout 1e300", r"timeout must be .* finite, got 1e\+300"),
         ("train digits --timeout 1e-300", "timeout must be at least 0.001, got 1e-300"),
         ("train digits -s async:outer_lr=inf", "outer_lr must be positive and finite, got inf"),
         (f"train digits -s streaming:parts={HUGE}", f"parts must be at most 1024, got {HUGE}"),
-        ("train digits -s async:outer_lr=1e300", r"outer_lr must be .* finite, got 1e\+300"),
-        ("train digits --lr-scale 1e300", r"lr-scale must be .* finite, got 1e\+300"),
         ("train digits -s streaming:outer_gain=1e300", r"outer_gain must be .* got 1e\+300"),
         (f"train digits -s ssp:staleness={10**30}", "staleness must be an integer of 64 bits, .*"),
         ("train digits --partition dirichlet:nan", "partition 'dirichlet:nan': .*"),
@@ -221,7 +211,6 @@ SIMULATION = [
             "compare digits -s local:period=8 -s local:period=8,warmup_steps=0",
             "'local:period=8,warmup_steps=0' and 'local:period=8' are the same; leave one out, .*",
         ),
-        ("compare digits -s bsp -s bsp:", "'bsp:' and 'bsp' are the same; .*"),
         ("compare digits -s bsp --step-time fast", f"'fast' {DURATION}"),
         (
             "compare digits -s bsp --slow 0=2",
@@ -248,7 +237,6 @@ SIMULATION = [
         ("train digits --max-seconds 0", "max_seconds must be positive and finite, got 0.0"),
         ("report .", r"\. is a directory; name its results\.jsonl"),
         ("compare digits -s bsp --latency 1ms", "--latency is for simulated workers; .*"),
-        ("compare digits -s bsp --latency 100us", "--latency is for simulated workers; .*"),
         # options given twice
         (
             "train digits -s bsp --strategy streaming",
@@ -262,7 +250,6 @@ SIMULATION = [
         ("report a -o b -o c", "--output is given twice: give it once"),
         ("train digits -s local:period=2,period=4", ".*period.* twice.*"),
         ("train digits --data /nope", "data /nope: the digits recipe brings its own data"),
-        ("train digits -s local:period=8,,", ".*'' is not of the form setting=value"),
         # files
         ("train FILES/exit.py", ".*exit.py, line 1: it cannot be run: SystemExit: 3"),
         ("train FILES/binary.py", ".*binary.py.*: it cannot be run: .*"),
@@ -279,9 +266,6 @@ SIMULATION = [
         # plan and probe
         (f"{NET} -n {HUGE}", f"workers must be at most 10,000, got {HUGE}"),
         ("plan --step-time 1ms --bandwidth 1gbit --parameters 1e300", "'1e300' is not a count; .*"),
-        ("plan --step-time 1ms --bandwidth 1gbit --parameters=", "'' is not a count; .*"),
-        ("plan --parameters 25M --bandwidth 1gbit --step-time=", "'' is not a duration; .*"),
-        ("plan --parameters 25M --step-time 1ms --bandwidth=", "'' is not a bandwidth; .*"),
         (
             "plan --parameters 25M --step-time 1ms --bandwidth 1e-300bit",
             "'1e-300bit' is not a bandwidth; .*",
@@ -344,7 +328,6 @@ SIMULATION = [
             "run -n 0 FILES/exit.py",
             "--workers 0: give a number, as in 4, or the least .* as in 2:4",
         ),
-        ("run -n four FILES/exit.py", "--workers four: give a number, .*"),
         ("run -n 4:2 FILES/exit.py", "--workers 4:2: give a number, .*"),
         ("run -n 2 --here 0 FILES/exit.py", "here must be at least 1, got 0"),
         ("run -n 2 --here 3 FILES/exit.py", "--here 3: there are --workers 2 in all"),
@@ -357,7 +340,6 @@ SIMULATION = [
         ("run -n 2 --store a:1 --join b:1 FILES/exit.py", "--store keeps the store here and .*"),
         ("run -n 2 --worker 3 FILES/exit.py", "No such option: --worker.*"),
         ("store --port 65536", "port must be at most 65535, got 65536"),
-        ("store --port -1", "port must be at least 0, got -1"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -376,24 +376,6 @@ def test_a_warning_is_logged_once(text: str, caplog: pytest.LogCaptureFixture) -
     assert not any(model.isfinite().all() for _, model, _, _ in results)
 
 
-def warned(rank: int, size: int, text: str) -> bool:
-    """Return whether the model is finite after a step in which rank 1 has a NaN gradient."""
-    model = make_model(seed=0)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    sync = attach(model, optimizer, text, non_finite="warn")
-    train_step(model, optimizer, make_batch(rank, 0))
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, math.nan if rank == 1 else 1.0)
-    optimizer.step()
-    sync.detach()
-    return bool(flat(model).isfinite().all())
-
-
-@pytest.mark.parametrize("text", ["bsp", "selsync:delta=inf,warmup_steps=9,aggregate=gradients"])
-def test_with_a_warning_all_workers_receive_the_gradient(text: str) -> None:
-    assert simulated(warned, text, workers=3) == [False] * 3
-
-
 def counted(rank: int, size: int, text: str) -> tuple[dict[str, Any], bool]:
     """Let two workers read a NaN in different steps, one of them twice."""
     model = make_model(seed=rank)

@@ -199,11 +199,6 @@ class Job:
         Args:
             task: A task already built with the same recipe, data and workers. None: build it. A
                 job with its own optimizer builds it in any case, because its model may not fit.
-
-        Raises:
-            ValueError, TypeError: an unknown recipe or strategy, or an invalid setting.
-            FileNotFoundError: the data do not exist.
-            ImportError: the package of a baseline or of the recipe is not installed.
         """
         from offbeat.lab.recipes import find_recipe
         from offbeat.lab.recipes.custom import try_out

@@ -164,10 +164,6 @@ def load(data: Path | None, layout: Layout, recipe: str) -> tuple[Split, Split]:
 
     ``data`` is the official directory, its parent, a directory with the ``.npz`` file, or this
     file.
-
-    Raises:
-        FileNotFoundError: ``data`` is None, or a file does not exist.
-        ValueError: a file is damaged, or contains something else.
     """
     wanted = f"{layout.folder} or {layout.archive}"
     data = require_directory(data, recipe, wanted)

@@ -21,11 +21,7 @@ _WRAP = 26  # largest number of characters per line of a label
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Write the curves of the metric over training time as PNG.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Write the curves of the metric over training time as PNG."""
     figure, axes = new_figure(8, 4.5, dpi=150)
     _draw_curves(axes, results, "0.3")
     axes.set_title(caption(results), fontsize=8, color="0.3", loc="left", wrap=True)
