@@ -110,6 +110,36 @@ def test_any_worker_may_be_lost(strategy: str, lost: int) -> None:
         check(results, [rank for rank in range(4) if rank != lost])
 
 
+class Steps(nn.Module):
+    """A model that counts the steps of each worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.Parameter(torch.zeros(4))
+
+
+def count_steps(strategy: str) -> Any:
+    rank, model = dist.get_rank(), Steps()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    _, sync = attach(model, strategy, optimizer=optimizer)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (-model.steps[rank]).backward()
+        optimizer.step()
+    sync.finish()
+    return model.steps.detach()
+
+
+@pytest.mark.parametrize("spared", [(), (0,), (1, 3)])
+def test_survivors_keep_local_steps_if_one_has_decided_more_rounds(spared: tuple[int, ...]) -> None:
+    """Only the first step is averaged. The last tally arrives on the spared workers alone."""
+    for at in (0.0605, 0.061, 0.0615, 0.062, 0.0625, 0.063):
+        kill = Kill(worker=2, at=at, spared=spared)
+        for steps in survivors(run(lambda: count_steps("selsync:delta=1e9"), kill)):
+            own = [1 / 4 + (STEPS - 1) / 3] * 3
+            assert steps[[0, 1, 3]].tolist() == pytest.approx(own), at
+
+
 def exact(function: Callable[[], Any], *faults: Any, workers: int = 4) -> list[Any]:
     """Steps of 10 ms, one after the other, and a network that takes next to no time."""
     return simulate(
