@@ -13,7 +13,13 @@ from offbeat.data.leasing.leases import Lease, Leases
 from offbeat.data.leasing.plan import Plan, Range, Settings
 from offbeat.data.leasing.prefetch import Prefetch
 from offbeat.data.leasing.saving import gather_left
-from offbeat.synchronizer import Synchronizer, open_board, synced_step_of, team_of
+from offbeat.synchronizer import (
+    Synchronizer,
+    open_board,
+    require_complete_consensus,
+    synced_step_of,
+    team_of,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,7 +292,11 @@ class LeasedSampler(Sampler[list[int]]):
         they may have taken different numbers of steps. Every batch that was handed out counts as
         used if the worker has taken a step since. Any number of workers can continue from the
         state.
+
+        Raises:
+            CheckpointError: inside ``consensus``, and another worker has called ``finish``.
         """
+        require_complete_consensus(self.sync, "LeasedSampler.state_dict()")
         self._prefetch.settle()
         self._leases.lose(self._lost_workers())
         step = self.sync.step
