@@ -631,3 +631,39 @@ def test_unsupported_features_are_refused() -> None:
         sync.finish()
 
     run(worker, workers=2)
+
+
+def meet_often() -> Any:
+    """Enter a consensus every ten steps, as docs/failures.md shows it for saving."""
+    model = make_model(dist.get_rank())
+    optimizer, sync = attach(model, "streaming", timeout_seconds=5)
+    begun, saves, sizes = sync.step, {"count": sync.step // 10}, {}
+    sync.share_state(lambda: saves, saves.update)
+
+    def meet_if_due() -> None:
+        while saves["count"] < sync.step // 10:
+            with sync.consensus():
+                saves["count"] += 1
+                sizes[saves["count"]] = sync.size
+
+    meet_if_due()
+    while sync.step < 40:
+        train_step(model, optimizer, make_batch(0, sync.step))
+        meet_if_due()
+    sync.finish()
+    return begun, sizes
+
+
+@pytest.mark.parametrize("at", [0.15, 0.2, 0.21, 0.22, 0.23, 0.24, 0.25])
+def test_a_worker_that_joins_in_a_consensus_enters_it(at: float) -> None:
+    """Workers that share the number of consensuses enter the same ones."""
+    *old, (begun, sizes) = simulate(
+        meet_often,
+        workers=2,
+        network=Network("1Mbit/s", latency="1ms"),
+        compute=Compute("10ms", jitter=0.5),
+        faults=[Join(at=at)],
+    ).results
+    for _, others in old:
+        assert {count for count, size in others.items() if size == 3} == {*sizes}
+    assert 0 < begun < 40
