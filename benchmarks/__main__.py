@@ -27,6 +27,7 @@ NAMES = {
     "validation": "costs.validation",
     "noniid": "papers.noniid",
     "elastic": "costs.elastic",
+    "availability": "launched.availability",
 }
 """Name of a benchmark → its module, which has a function ``results``."""
 

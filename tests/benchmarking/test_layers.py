@@ -14,6 +14,7 @@ LEVELS = [
     {"benchmarks.race"},
     {"benchmarks.costs", "benchmarks.timeline"},
     {"benchmarks.papers", "benchmarks.soak"},
+    {"benchmarks.launched"},
     {"benchmarks.__main__"},
 ]
 RACE = [

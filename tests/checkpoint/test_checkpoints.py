@@ -617,3 +617,34 @@ def test_a_file_is_on_the_disk_before_it_is_renamed(
     files.rename(path)
     assert order == [(False, False), ("named", True), (True, True)]
     assert torch.equal(files.read(path)["a"], torch.ones(3))
+
+
+# -- unequal numbers of steps ----------------------------------------------------------------------
+
+
+def save_late(rank: int, size: int, text: str, folder: Path) -> Any:
+    """Rank 0 takes more steps than rank 1, and then saves."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(text))
+    sampler = offbeat.data.LeasedSampler(range(40), 2, sync=sync)
+    found = []
+    for _ in range(8 - 4 * rank):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    if rank == 0:
+        with sync.consensus():
+            found = [error_of(lambda: offbeat.save(folder, sync)), error_of(sampler.state_dict)]
+    sync.finish()
+    return found, model.weight.tolist()
+
+
+@pytest.mark.parametrize("text", ["bsp", "local:period=3", "streaming"])
+def test_saving_is_refused_after_another_worker_has_ended(text: str, tmp_path: Path) -> None:
+    """The worker that has ended takes part in the consensus, and not in saving."""
+    (found, model), (_, other) = run(save_late, text, tmp_path, workers=2)
+    assert not list(tmp_path.iterdir())
+    assert model == other
+    for kinds, error in found:
+        assert "CheckpointError" in kinds, error
+        assert "another worker has called finish()" in error

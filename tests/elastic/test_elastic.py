@@ -110,6 +110,36 @@ def test_any_worker_may_be_lost(strategy: str, lost: int) -> None:
         check(results, [rank for rank in range(4) if rank != lost])
 
 
+class Steps(nn.Module):
+    """A model that counts the steps of each worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.Parameter(torch.zeros(4))
+
+
+def count_steps(strategy: str) -> Any:
+    rank, model = dist.get_rank(), Steps()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    _, sync = attach(model, strategy, optimizer=optimizer)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (-model.steps[rank]).backward()
+        optimizer.step()
+    sync.finish()
+    return model.steps.detach()
+
+
+@pytest.mark.parametrize("spared", [(), (0,), (1, 3)])
+def test_survivors_keep_local_steps_if_one_has_decided_more_rounds(spared: tuple[int, ...]) -> None:
+    """Only the first step is averaged. The last tally arrives on the spared workers alone."""
+    for at in (0.0605, 0.061, 0.0615, 0.062, 0.0625, 0.063):
+        kill = Kill(worker=2, at=at, spared=spared)
+        for steps in survivors(run(lambda: count_steps("selsync:delta=1e9"), kill)):
+            own = [1 / 4 + (STEPS - 1) / 3] * 3
+            assert steps[[0, 1, 3]].tolist() == pytest.approx(own), at
+
+
 def exact(function: Callable[[], Any], *faults: Any, workers: int = 4) -> list[Any]:
     """Steps of 10 ms, one after the other, and a network that takes next to no time."""
     return simulate(
@@ -601,3 +631,39 @@ def test_unsupported_features_are_refused() -> None:
         sync.finish()
 
     run(worker, workers=2)
+
+
+def meet_often() -> Any:
+    """Enter a consensus every ten steps, as docs/failures.md shows it for saving."""
+    model = make_model(dist.get_rank())
+    optimizer, sync = attach(model, "streaming", timeout_seconds=5)
+    begun, saves, sizes = sync.step, {"count": sync.step // 10}, {}
+    sync.share_state(lambda: saves, saves.update)
+
+    def meet_if_due() -> None:
+        while saves["count"] < sync.step // 10:
+            with sync.consensus():
+                saves["count"] += 1
+                sizes[saves["count"]] = sync.size
+
+    meet_if_due()
+    while sync.step < 40:
+        train_step(model, optimizer, make_batch(0, sync.step))
+        meet_if_due()
+    sync.finish()
+    return begun, sizes
+
+
+@pytest.mark.parametrize("at", [0.15, 0.2, 0.21, 0.22, 0.23, 0.24, 0.25])
+def test_a_worker_that_joins_in_a_consensus_enters_it(at: float) -> None:
+    """Workers that share the number of consensuses enter the same ones."""
+    *old, (begun, sizes) = simulate(
+        meet_often,
+        workers=2,
+        network=Network("1Mbit/s", latency="1ms"),
+        compute=Compute("10ms", jitter=0.5),
+        faults=[Join(at=at)],
+    ).results
+    for _, others in old:
+        assert {count for count, size in others.items() if size == 3} == {*sizes}
+    assert 0 < begun < 40

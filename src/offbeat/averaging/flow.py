@@ -35,7 +35,7 @@ class Flow(ABC):
 
     Attributes:
         state: State of the flow that a checkpoint contains: a dataclass.
-        decided: Number of rounds decided in this view.
+        syncs: Number of rounds of this view that synchronized this worker.
         excluded: True if this worker's newest vote excluded it from the mean, because its values
             are not finite. Only with ``non_finite="exclude"``.
         check: Policy for non-finite contributions.
@@ -58,7 +58,7 @@ class Flow(ABC):
 
     def __init__(self, strategy: Strategy, worker: Worker) -> None:
         self.strategy, self.worker = strategy, worker
-        self.decided = 0
+        self.syncs = 0
         self.excluded = False
         self._pending: Round | None = None  # started and not decided
         self.check = NonFiniteCheck(worker.rank, worker.non_finite, can_exclude=self.can_exclude)
@@ -249,7 +249,7 @@ class Flow(ABC):
         wire.apply_measurements(round.then(lambda sums: sums.measured))
         details.update(wire.details())
         synced = self.decide(round)
-        self.decided += 1
+        self.syncs += synced
         if synced and self.excluded:
             self.worker.forget_non_finite()
         if self.check.excluded:

@@ -111,8 +111,9 @@ def save(
 
     Raises:
         CheckpointError: a worker could not write its file, is at another step, or gave a value that
-            cannot be saved. Or the directory contains a checkpoint of a later step. Raised on every
-            worker. The earlier checkpoints remain.
+            cannot be saved. Or the directory contains a checkpoint of a later step. Or the call is
+            inside ``consensus``, and another worker has called ``finish``. Raised on every worker
+            that saves. The earlier checkpoints remain.
         AttachError: after ``finish`` or ``detach``, or in the middle of an iteration. Or inside
             ``consensus``, if ``fully_shard`` has divided the model.
     """

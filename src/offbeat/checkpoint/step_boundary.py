@@ -69,6 +69,7 @@ def step_boundary(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
     Raises:
         AttachError: after ``finish`` or ``detach``, or in the middle of an iteration. Or inside
             ``consensus``, if ``loads`` is set or ``fully_shard`` has divided the model.
+        CheckpointError: inside ``consensus``, and another worker has called ``finish``.
     """
     require_synchronizer(sync)
     iteration = sync._iteration
@@ -83,6 +84,7 @@ def step_boundary(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
     if loads:
         iteration.require_own_model(what)
     iteration.require_boundary(what)
+    sync._consensus.require_complete(what)
     try:
         with sync._recorder.paused(), sync._team.account.paused():
             if loads:  # a mean that arrives later would change the loaded model

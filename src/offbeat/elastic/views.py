@@ -65,8 +65,9 @@ class _Report:
     Attributes:
         fresh: True if the worker has just joined and does not have the model yet.
         common: Number of the last view whose common model the worker has received.
-        decided: Number of rounds decided since the worker received that model. In a *round* all
-            workers decide together what to synchronize.
+        rounds: Number of rounds since then that synchronized the worker. In a *round* all workers
+            decide together what to synchronize. A round with the decision to train on does not
+            count: it leaves nothing that another worker may lack.
         unsynced: True if the worker's model contains steps that were not synchronized.
         syncs: Number of local steps that synchronized.
         digest: Hash of the settings that must be equal on all workers.
@@ -75,7 +76,7 @@ class _Report:
 
     fresh: bool
     common: int
-    decided: int
+    rounds: int
     unsynced: bool
     steps: int
     syncs: int
@@ -103,7 +104,7 @@ def plan_of(reports: Sequence[_Report], *, waits: bool, replicates: bool) -> _Pl
     """Return the plan by which the workers reach a common state.
 
     The progress of a worker is ``common`` of its report. If ``waits`` or ``replicates``, workers
-    with the same ``common`` are compared by ``decided``. If ``replicates``, workers that still tie
+    with the same ``common`` are compared by ``rounds``. If ``replicates``, workers that still tie
     are compared by ``unsynced``: a worker with unsynchronized steps has made more progress. The
     workers with the most progress are *ahead*. A worker that has just joined is never ahead.
 
@@ -124,7 +125,7 @@ def plan_of(reports: Sequence[_Report], *, waits: bool, replicates: bool) -> _Pl
         report = reports[rank]
         if not (waits or replicates):
             return (report.common,)
-        return report.common, report.decided, report.unsynced if replicates else False
+        return report.common, report.rounds, report.unsynced if replicates else False
 
     most = max(progress(rank) for rank in old)
     ahead = [rank for rank in old if progress(rank) == most]
@@ -175,7 +176,7 @@ class Views:
         self.shared = SharedStates()
         self._fresh = False  # True if this worker has joined and does not have the model yet
         self._common = worker.team.view  # see _Report
-        self._decided, self._unsynced = 0, False  # see _Report; values of the flow that has ended
+        self._rounds, self._unsynced = 0, False  # see _Report; values of the flow that has ended
         self._overtaken = False  # True if this worker received the model of a later step
         self._last: CommunicationError | None = None  # reason for which there is no further view
 
@@ -200,7 +201,7 @@ class Views:
             raise self._last
         worker, team, before = self._worker, self._worker.team, self._worker.team.host.now()
         flow = self.iteration.flow
-        self._decided, self._unsynced, self._overtaken = flow.decided, flow.unsynced, False
+        self._rounds, self._unsynced, self._overtaken = flow.syncs, flow.unsynced, False
         try:
             with team.account.paused():
                 self._change(error)
@@ -271,7 +272,7 @@ class Views:
             weight, total = float(team.rank in plan.contributing), float(len(plan.contributing))
             what = f"mean of the models at the beginning of view {team.view}"
             ExactMean(team, worker.replica).average(weight, total, what=what)
-        self._common, self._decided, self._unsynced = team.view, 0, False
+        self._common, self._rounds, self._unsynced = team.view, 0, False
         worker.open_view(open_wire(team, self._strategy, self._precision))
         worker.norm_squared = None
         iteration.choose_overlap()
@@ -307,7 +308,7 @@ class Views:
         report = _Report(
             self._fresh,
             self._common,
-            self._decided,
+            self._rounds,
             self._unsynced,
             stats.steps,
             stats.syncs,
@@ -363,5 +364,5 @@ class Views:
             self.shared.receive(values["shared"])
         else:
             self._overtaken = True
-            self._common, self._decided = source.common, source.decided
+            self._common, self._rounds = source.common, source.rounds
             self._unsynced = source.unsynced

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offbeat.averaging import Replica, Worker
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.votes import Round
-from offbeat.errors import AttachError, CommunicationError, EndedError
+from offbeat.errors import AttachError, CheckpointError, CommunicationError, EndedError
 from offbeat.nodes.shards import Shards
 from offbeat.training.background import BackgroundTasks
 from offbeat.training.checks.compatibility import require_usable
@@ -132,6 +132,7 @@ class Consensus:
         self.change_view: Callable[[CommunicationError], object] | None = None
         self.distance: Distance | None = None
         self.ended = False
+        self._complete = True  # False in a consensus if another worker ends training meanwhile
         self._versions: list[int] = []  # see note_parameters
 
     def _retry(self, function: Callable[[], T]) -> T:
@@ -224,6 +225,7 @@ class Consensus:
 
     def _show(self, last: Round, *, finishing: bool = False) -> Snapshot:
         self._progress.compare(last.wait(), finishing=finishing)
+        self._complete = not last.wait().finishing
         local = self._worker.replica.snapshot(), self.followers.snapshot()
         try:
             self._average(last, final=False)
@@ -231,6 +233,18 @@ class Consensus:
             self.restore(local)
             raise
         return local
+
+    def require_complete(self, what: str) -> None:
+        """Raise CheckpointError in a consensus in which a worker takes part from ``finish``.
+
+        Such a worker does not take part in further collectives, like that of the caller ``what``.
+        """
+        if self._iteration.shows_consensus and not self._complete:
+            raise CheckpointError(
+                f"{what} inside consensus(): another worker has called finish() and takes part in "
+                "the consensus alone. The earlier checkpoints remain. Save before the first worker "
+                "ends, or catch this error"
+            )
 
     def _average(self, last: Round, *, final: bool) -> None:
         self._iteration.flow.consensus(last, final=final)

@@ -21,6 +21,11 @@ def is_elastic(sync: Synchronizer) -> bool:
     return sync._components.views is not None
 
 
+def require_complete_consensus(sync: Synchronizer, what: str) -> None:
+    """Raise CheckpointError in a consensus in which a worker takes part from ``finish``."""
+    sync._consensus.require_complete(what)
+
+
 def synced_step_of(sync: Synchronizer) -> int:
     """Return ``Flow.synced_step`` of ``sync``'s worker."""
     return sync._iteration.flow.synced_step

@@ -9,7 +9,12 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from offbeat.arguments import require_integer
-from offbeat.data.leasing.access import open_board, synced_step_of, team_of
+from offbeat.data.leasing.access import (
+    open_board,
+    require_complete_consensus,
+    synced_step_of,
+    team_of,
+)
 from offbeat.data.leasing.leases import Lease, Leases
 from offbeat.data.leasing.plan import Plan, Range, Settings
 from offbeat.data.leasing.prefetch import Prefetch
@@ -287,7 +292,11 @@ class LeasedSampler(Sampler[list[int]]):
         they may have taken different numbers of steps. Every batch that was handed out counts as
         used if the worker has taken a step since. Any number of workers can continue from the
         state.
+
+        Raises:
+            CheckpointError: inside ``consensus``, and another worker has called ``finish``.
         """
+        require_complete_consensus(self.sync, "LeasedSampler.state_dict()")
         self._prefetch.settle()
         self._leases.lose(self._lost_workers())
         step = self.sync.step
