@@ -26,9 +26,9 @@ from pathlib import Path
 from benchmarks.harness import RESULTS
 from offbeat.lab.job import LEASED, Job
 from offbeat.lab.launch.runners import Runner, ShapedLinks, VirtualCluster
-from offbeat.lab.padding import parse_slow
 from offbeat.lab.recipes import find_recipe
 from offbeat.lab.results import read_results
+from offbeat.lab.timing.padding import parse_slow
 from offbeat.lab.tuning import choices
 from offbeat.registry import parse_strategy
 from offbeat.simulate import Compute, Network

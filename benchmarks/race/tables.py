@@ -30,9 +30,9 @@ from benchmarks.race.studies import (
     at_rate,
 )
 from offbeat.lab.job import Job
-from offbeat.lab.padding import parse_slow
 from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat.lab.results import Result, read_results
+from offbeat.lab.timing.padding import parse_slow
 from offbeat.lab.tuning import choices
 
 Runs = dict[int, Result]

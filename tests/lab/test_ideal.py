@@ -11,9 +11,9 @@ from lab import tiny
 from offbeat import Compute, Network, Stats
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.events import End, Evaluation, Start
-from offbeat.lab.ideal import summed_speeds
 from offbeat.lab.job import LEASED, Job
 from offbeat.lab.launch.runners import Loopback, VirtualCluster
+from offbeat.lab.methods.ideal import summed_speeds
 from offbeat.lab.recipes import Setup
 from offbeat.lab.results import Result
 from offbeat.lab.timing import step_time
