@@ -51,6 +51,8 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
             found[f"{name}, other learning rates"] = tables.rates(workload, folder)
     if any(tables.cells_of("features", workload, folder) for workload in FEATURES):
         found["Other trainings"] = tables.features(folder)
+    if tables.cells_of("uneven", "mlp", folder):
+        found["Uneven machines"] = tables.uneven(folder)
     return found
 
 

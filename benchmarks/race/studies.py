@@ -1,7 +1,7 @@
 """The comparisons that the pages quote: workloads, links and methods.
 
 A *cell* is one workload on one network. Its results are in ``results/race-CELL.jsonl``. The *ideal*
-is the baseline ``ideal``, the speed-up limit. There are eight studies:
+is the baseline ``ideal``, the speed-up limit. There are nine studies:
 
 - ``headline``: every method tuned with the same number of trials, five seeds, in virtual time.
 - ``real``: the main methods with the settings that ``headline`` chose, on real processes behind
@@ -14,6 +14,8 @@ is the baseline ``ideal``, the speed-up limit. There are eight studies:
 - ``muon``: some methods of ``headline`` with the optimizer Muon in place of AdamW, tuned alike.
 - ``features``: streaming averaging and the ideal with clipping, weight decay, LoRA and others, and
   with labels that differ between workers. The settings are the first ones.
+- ``uneven``: strategies for workers of unequal speed, tuned with the same number of trials, in
+  virtual time. All methods lease the data, so that faster workers take more of it.
 """
 
 import contextlib
@@ -22,10 +24,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.harness import RESULTS
-from offbeat.lab.job import Job
+from offbeat.lab.job import LEASED, Job
 from offbeat.lab.launch.runners import Runner, ShapedLinks, VirtualCluster
 from offbeat.lab.recipes import find_recipe
 from offbeat.lab.results import read_results
+from offbeat.lab.timing.padding import parse_slow
 from offbeat.lab.tuning import choices
 from offbeat.registry import parse_strategy
 from offbeat.simulate import Compute, Network
@@ -135,24 +138,38 @@ CORRECTED = (
 )
 """Methods of ``adam``, each with and without longer steps. DiLoCo has the settings that were chosen
 without them."""
+SPEEDS = {"half": "3=2", "graded": "1=1.25,2=2,3=4", "sixth": "3=6"}
+"""Name → slow workers of ``uneven`` and the factors on their step times."""
+PLAIN = "async_diloco:dynamic_steps=False,momentum_period=1"
+"""Asynchronous DiLoCo without the additions of its paper: DyLU, dynamic local updates, and DN, the
+delayed Nesterov step."""
+EAGER = "async:schedule=eager"
+"""Asynchronous averaging whose workers step at their own speed."""
+UNEVEN = ("ideal", "streaming", EAGER, "local", DILOCO, PLAIN, "async_diloco")
+"""Methods of ``uneven``."""
+UNEVEN_RATE = 4
+"""Factor on the learning rate in the first trials of ``uneven``, where the ideal is best."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One workload on one network, in one study."""
+    """One workload on one network, in one study. ``speeds`` is a key of ``SPEEDS``."""
 
     study: str
     workload: str
     bandwidth: str
     latency: str = NEAR
     workers: int = WORKERS
+    speeds: str | None = None
 
     @property
     def name(self) -> str:
         """Name such as ``headline-cnn-50Mbit``."""
         late = "" if self.latency == NEAR else f"-{self.latency}"
         many = "" if self.workers == WORKERS else f"-{self.workers}workers"
-        return f"{self.study}-{self.workload}-{self.bandwidth.removesuffix('/s')}{late}{many}"
+        uneven = "" if self.speeds is None else f"-{self.speeds}"
+        link = self.bandwidth.removesuffix("/s")
+        return f"{self.study}-{self.workload}-{link}{late}{many}{uneven}"
 
     @property
     def task(self) -> Workload:
@@ -164,6 +181,11 @@ class Cell:
         return folder / f"race-{self.name}.jsonl"
 
     @property
+    def slow(self) -> str | None:
+        """Slow workers, as in ``Job``."""
+        return None if self.speeds is None else SPEEDS[self.speeds]
+
+    @property
     def seeds(self) -> int:
         """Number of seeds."""
         if self.study == "real" and self.workers == WORKERS:
@@ -173,7 +195,7 @@ class Cell:
     @property
     def trials(self) -> int | None:
         """Number of trials of each method; None if the methods are not tuned."""
-        return TRIALS if self.study in ("headline", "wires", "muon") else None
+        return TRIALS if self.study in ("headline", "wires", "muon", "uneven") else None
 
     def methods(self, folder: Path = RESULTS) -> list[str]:
         """Return the methods; those of ``real`` and ``parts`` with settings of ``headline``.
@@ -190,6 +212,8 @@ class Cell:
             return ["ideal", "streaming", DILOCO, "local"]
         if self.study == "features":
             return ["ideal", "streaming"]
+        if self.study == "uneven":
+            return [*UNEVEN]
         if self.study == "adam":
             return ["ideal", *(one + end for one in CORRECTED for end in ("", UNCORRECTED))]
         if self.study == "rates":
@@ -211,6 +235,10 @@ class Cell:
         job = self.task.job(data, self.workers)
         if self.study == "muon":
             return replace(job, optimizer="muon")
+        if self.study == "uneven":
+            return replace(
+                job, partition=LEASED, slow=self.slow, jitter=JITTER, lr_scale=UNEVEN_RATE
+            )
         if self.study != "real":
             return job
         seconds = REAL_STEP_SECONDS * self.workers / WORKERS
@@ -223,7 +251,8 @@ class Cell:
             with ShapedLinks(self.workers, parse_bandwidth(self.bandwidth)) as links:
                 yield links
         else:
-            compute = Compute(self.task.step_seconds, jitter=JITTER)
+            slow = parse_slow(self.slow, self.workers)
+            compute = Compute(self.task.step_seconds, jitter=JITTER, slowdown=slow)
             yield VirtualCluster(Network(self.bandwidth, latency=self.latency), compute)
 
 
@@ -256,6 +285,7 @@ CELLS = (
     Cell("muon", "transformer", "50Mbit/s"),
     *(Cell("features", name, "50Mbit/s") for name in FEATURES),
     *(Cell("rates", name, "50Mbit/s", workers=many) for name, many in RATES),
+    *(Cell("uneven", "mlp", "50Mbit/s", speeds=speeds) for speeds in SPEEDS),
 )
 
 

@@ -15,10 +15,13 @@ from benchmarks.race.studies import (
     CELLS,
     CORRECTED,
     DILOCO,
+    EAGER,
     FAMILIES,
     FEATURES,
+    PLAIN,
     RATES,
     UNCORRECTED,
+    UNEVEN,
     VARIANTS,
     WIRES,
     WORKERS,
@@ -29,6 +32,7 @@ from benchmarks.race.studies import (
 from offbeat.lab.job import Job
 from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat.lab.results import Result, read_results
+from offbeat.lab.timing.padding import parse_slow
 from offbeat.lab.tuning import choices
 
 Runs = dict[int, Result]
@@ -50,6 +54,9 @@ NAMES = {
     "sparta": "SPARTA",
     "desloc": "DES-LOC",
     "powersgd": "PowerSGD",
+    EAGER: "async, eager",
+    PLAIN: "async DiLoCo",
+    "async_diloco": "async DiLoCo, DyLU and DN",
 }
 """Method as in ``studies`` → its name in tables and figures."""
 
@@ -320,6 +327,27 @@ def features(folder: Path = RESULTS) -> str:
             ideal, streaming = runs_of(cell, folder).values()
             shown = [end(ideal), *_time_and_end(streaming, ideal)]
             lines.append(f"| {workload.replace('_', ' ')} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def uneven(folder: Path = RESULTS) -> str:
+    """Return the table of workers of unequal speed, with two columns for each set of speeds."""
+    cells = cells_of("uneven", "mlp", folder)
+    by_cell = [runs_of(cell, folder) for cell in cells]
+    names = []
+    for cell in cells:
+        slow = parse_slow(cell.slow, cell.workers)
+        names.append(", ".join(f"{1 / slow.get(rank, 1):.2g}" for rank in range(cell.workers)))
+    lines = _heading("method", *(f"{one}: {of}" for one in names for of in ("90 %", "end − ideal")))
+    rows = {NAMES[method]: [found[method] for found in by_cell] for method in UNEVEN}
+    first = [first_runs(cell, folder)["streaming"] for cell in cells]
+    for name, row in ({"streaming, default settings": first} | rows).items():
+        shown = []
+        for runs, found in zip(row, by_cell, strict=True):
+            ideal = found["ideal"]
+            time, difference = _time_and_end(runs, ideal)
+            shown += [time, end(runs) if runs is ideal else difference]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 

@@ -122,6 +122,34 @@ def test_training_features_have_a_row_each(tmp_path: Path, monkeypatch: pytest.M
     assert row.endswith("| +3.0 [+3.0, +3.0] |")
 
 
+def test_unequal_speeds_have_two_columns_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default settings of streaming end at 43 %, those that were chosen at 53 %."""
+    methods = ("ideal", "streaming")
+    for module in (studies, tables):
+        monkeypatch.setattr(module, "UNEVEN", methods)
+    monkeypatch.setattr(Cell, "seeds", 1)
+    cell = Cell("uneven", "mlp", "50Mbit/s", speeds="graded")
+    monkeypatch.setattr(tables, "CELLS", (cell,))
+    lines = [
+        result(method, [(1.0, 0.1), (2.0, final)], seed=seed, trial=trial if seed else None)
+        for seed in (9, 0)
+        for method, trial, final in (
+            *(("ideal", "ideal", 0.5), ("streaming", "streaming", 0.43)),
+            ("streaming --lr-scale 2", "streaming", 0.53),
+        )
+    ]
+    cell.path(tmp_path).write_text("".join(json.dumps(one.to_dict()) + "\n" for one in lines))
+    assert evidence.sections(tmp_path)["Uneven machines"].splitlines() == [
+        "| method | 1, 0.8, 0.5, 0.25: 90 % | 1, 0.8, 0.5, 0.25: end − ideal |",
+        "|---|---|---|",
+        "| streaming, default settings | never | -7.0 |",
+        "| ideal | 1.00 | 50.0 % |",
+        "| streaming | 0.97 | +3.0 |",
+    ]
+
+
 def test_expectations_are_those_of_the_first_settings(folder: Path) -> None:
     """DDP, the only other method, takes three times the ideal's time and ends level with it."""
     (row,) = tables.expectations(folder).splitlines()[2:]

@@ -66,6 +66,23 @@ def test_the_ideal_is_shared_between_links(
 
 
 @pytest.mark.usefixtures("small")
+def test_faster_workers_take_more_of_an_uneven_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 20 ms, and of six times as long on the last worker. The ideal waits for no one."""
+    monkeypatch.setattr(studies, "UNEVEN", ("ideal", "streaming"))
+    cell = Cell("uneven", "mlp", "1Gbit/s", speeds="sixth")
+    for one in run(cell, folder=tmp_path):
+        steps = [stats.steps for stats in one.stats]
+        if one.is_ideal:
+            assert steps == [4] * 4
+            assert one.seconds == pytest.approx(4 * 0.02 * 4 / (3 + 1 / 6), rel=0.1)
+        else:
+            assert sum(steps) == 16
+            assert min(steps) == steps[3] < 3
+
+
+@pytest.mark.usefixtures("small")
 def test_an_interrupted_cell_continues(tmp_path: Path) -> None:
     """The second call runs what the first one lacks: here nothing but the missing line."""
     cell = Cell("headline", "mlp", "50Mbit/s")

@@ -100,11 +100,20 @@ def test_ranges_are_merged() -> None:
 def test_progress_is_the_share_of_all_workers() -> None:
     """With equal speeds: after each batch of a chunk, all have done as many batches."""
     plan = plan_of(100, 1, 2)
-    assert plan.progress(0, 0) == 0.02
-    assert plan.progress(1, 0) == 0.05  # after the 3 batches of chunk 0
-    assert plan.progress(plan.chunks - 1, 0) == 1.0
+    assert plan.progress(0, 0, 100) == 0.02
+    assert plan.progress(1, 0, 100) == 0.05  # after the 3 batches of chunk 0
+    assert plan.progress(plan.chunks - 1, 0, 100) == 1.0
     rest = Plan(plan.settings, 0, 2, ((40, 100),))
-    assert rest.progress(0, 0) == 0.42
+    assert rest.progress(0, 0, 100) == 0.42
+
+
+def test_an_epoch_that_ends_early_progresses_like_a_whole_one() -> None:
+    """The training ends after 30 of 100 batches."""
+    part = Plan(settings_of(100, 1), 0, 2, ((0, 30),))
+    assert part.progress(0, 0, 30) == 0.02
+    assert part.progress(part.chunks - 1, 0, 30) == 0.3
+    rest = Plan(part.settings, 0, 2, ((10, 30),))
+    assert rest.progress(0, 0, 30) == 0.12
 
 
 def test_workers_with_other_settings_are_found() -> None:

@@ -1,5 +1,6 @@
 """The baseline ideal: the values of BSP, at the step time without communication."""
 
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ from lab import tiny
 from offbeat import Compute, Network, Stats
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.events import End, Evaluation, Start
-from offbeat.lab.job import Job
+from offbeat.lab.job import LEASED, Job
 from offbeat.lab.launch.runners import Loopback, VirtualCluster
+from offbeat.lab.methods.ideal import summed_speeds
 from offbeat.lab.recipes import Setup
 from offbeat.lab.results import Result
 from offbeat.lab.timing import step_time
@@ -37,8 +39,8 @@ def test_a_result_has_the_seconds_of_the_end() -> None:
     assert one.is_ideal
 
 
-def simulated(strategy: str, compute: Compute, workers: int = 3) -> Result:
-    job = Job("tiny", strategy, workers, evaluations=tiny.STEPS, seed=4)
+def simulated(method: str, compute: Compute, partition: str | None = None) -> Result:
+    job = Job("tiny", workers=3, evaluations=tiny.STEPS, seed=4, partition=partition).under(method)
     place = VirtualCluster(Network("1Mbit/s", latency="10ms"), compute)
     return run_and_record(job, lambda event: None, place)
 
@@ -59,6 +61,34 @@ def test_in_virtual_time_no_worker_waits_for_the_slowest() -> None:
     own = [[compute.seconds(rank, step, 4) for step in range(tiny.STEPS)] for rank in range(3)]
     means = np.cumsum(own, axis=1).mean(axis=0)
     assert [point.seconds for point in one.points] == pytest.approx(means)
+
+
+def test_leased_data_let_it_train_at_the_sum_of_the_speeds() -> None:
+    """The values of equal shares. Speeds 1 and 1/3: steps of 5 ms become 5 · 3 / (2 + 1/3) ms."""
+    compute = Compute("5ms", slowdown={1: 3.0})
+    leased = simulated("ideal", compute, partition=LEASED)
+    assert [p.seconds for p in leased.points] == pytest.approx(
+        [0.005 * 3 / (2 + 1 / 3) * p.step for p in leased.points]
+    )
+    equal = simulated("ideal --sampler distributed", compute)
+    assert [(p.step, p.metrics) for p in leased.points] == [
+        (p.step, p.metrics) for p in equal.points
+    ]
+
+
+def test_the_summed_speeds_follow_changes_and_jitter() -> None:
+    """At each time, the workers' own steps and their parts of a step add up to multiples of N."""
+    compute = Compute("5ms", jitter=0.5, slowdown={1: 3.0}, changes={"30ms": {0: 4.0}})
+    ends = np.zeros((3, 41))
+    for rank, own in enumerate(ends):
+        for step in range(40):
+            factor = 4.0 if rank == 0 and own[step] >= 0.03 else 1.0
+            own[step + 1] = own[step] + factor * compute.seconds(rank, step, 7)
+    times = [*islice(summed_speeds(compute, 3, 7), 12)]
+    done = [sum(np.interp(now, own, range(41)) for own in ends) for now in times]
+    assert done == pytest.approx([3 * number for number in range(1, 13)])
+    assert times == sorted(times)
+    assert times[-1] < ends[:, -1].min()  # so the references are long enough
 
 
 def test_a_measurement_restores_the_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from lab import tiny
 from offbeat import Compute, Network
+from offbeat.lab import evaluator
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.events import End, Evaluation, Event, Start, Step
 from offbeat.lab.job import LEASED, Job
@@ -105,6 +106,36 @@ def test_a_slow_worker_no_longer_determines_the_time(monkeypatch: pytest.MonkeyP
         ratios[partition] = result.seconds / (60 * 4 / 3.5 * 0.010)
     assert ratios[LEASED] == pytest.approx(1, abs=0.05)
     assert ratios[None] > 1.7
+
+
+def test_an_evaluation_has_the_mean_time_of_its_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slow worker is a step of its own later. The last time is that of the last worker."""
+    seen: dict[str, Any] = {}
+    real = evaluator.gather
+
+    def watched(value: Any, device: torch.device, what: str) -> list[Any]:
+        every = seen[what] = real(value, device, what)
+        return every
+
+    monkeypatch.setattr(evaluator, "gather", watched)
+    result = run_and_record(JOB, lambda event: None, cluster(slowdown={2: 4.0}))
+    clocks = [dict(map(tuple, own)) for own in seen["the training seconds of all workers"]]
+    *early, last = result.points
+    assert [point.seconds for point in early] == pytest.approx(
+        [sum(clock[point.step] for clock in clocks) / WORKERS for point in early]
+    )
+    assert early[0].seconds < max(clock[early[0].step] for clock in clocks)
+    assert last.seconds == max(clock[last.step] for clock in clocks)
+
+
+def test_evaluations_of_a_part_of_an_epoch_are_spread_over_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """4 steps of 4 workers are 16 of the 24 batches of an epoch."""
+    monkeypatch.setattr(tiny, "STEPS", 4)
+    result = run_and_record(replace(JOB, evaluations=4), lambda event: None, cluster())
+    steps = [point.seconds / 0.010 for point in result.points]
+    assert steps == pytest.approx([1, 2, 3, 4], abs=0.5)
 
 
 def test_equal_runs_have_equal_results() -> None:

@@ -369,16 +369,17 @@ class Job:
         return dataclasses.replace(self, strategy=strategy, **values)
 
     def sampler_for(self, task: "Task", rank: int) -> "Sampler[int]":
-        """Return the sampler of worker ``rank``. With leased data: one for measurements."""
+        """Return the sampler of worker ``rank``. With leased data: one with equal shares."""
         from offbeat.lab.samplers import make_sampler
 
+        leased = self.partition == LEASED
         return make_sampler(
             task,
             self.workers,
             rank,
             seed=self.seed,
-            kind=self.sampler,
-            partition=None if self.partition == LEASED else self.partition,
+            kind="distributed" if leased else self.sampler,
+            partition=None if leased else self.partition,
         )
 
 

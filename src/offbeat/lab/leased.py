@@ -46,7 +46,6 @@ class LeasedBatches(Iterable[Any]):
             task.samples, batch_size=None, sampler=self._sampler, num_workers=readers
         )
         self._loader = LeasedLoader(loader)
-        task.position = 0
 
     def __len__(self) -> int:
         return self._task.steps

@@ -131,6 +131,8 @@ class _Worker:
         self._control_step_times()
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(job.seed * 1000 + self._rank)  # ranks draw different augmentation and dropout
+        if job.partition == LEASED:
+            task.position = 0
         method = self._start_method()
         emit(Start(task.steps, sum(p.nbytes for p in task.model.parameters())))
         checkpoints = RunCheckpoints(job, task, method, emit)
@@ -261,7 +263,8 @@ class _Worker:
         """
         job, task = self._job, task or self._task
         readers = task.readers if self._device.type == "cuda" else 0
-        if job.partition == LEASED and isinstance(method, Attached):
+        leases = job.partition == LEASED and not is_ideal(job.strategy)  # whose shares are equal
+        if leases and isinstance(method, Attached):
             leased = LeasedBatches(
                 task, method.sync, workers=job.workers, seed=job.seed, readers=readers
             )

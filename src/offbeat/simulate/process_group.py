@@ -54,6 +54,9 @@ class SimulatedGroup(dist.ProcessGroup):
         communicator: Communicator for the calls of ``torch.distributed`` in user code.
         make: Function that opens the communicator of each ``offbeat.attach``, given the time-out of
             operations in seconds. It becomes the attribute ``make_communicator``.
+
+    Attributes:
+        cluster: The simulated cluster.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class SimulatedGroup(dist.ProcessGroup):
         size = max(communicator.size, communicator.member + 1)
         super().__init__(communicator.member, size)  # type: ignore[call-arg]
         self._communicator, self.make_communicator = communicator, make
+        self.cluster = communicator.cluster
 
     def make_nodes(self, timeout_seconds: float) -> WorkerCommunicators:
         """Open the communicators inside and across the nodes that the ``Network`` defines.

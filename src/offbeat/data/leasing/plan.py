@@ -166,15 +166,15 @@ class Plan:
             before += last - first
         return found
 
-    def progress(self, chunk: int, number: int) -> float:
+    def progress(self, chunk: int, number: int, last: int) -> float:
         """Return the estimated share of the epoch that all workers have done, in [0, 1].
 
         It is that after batch ``number`` of a chunk, if all workers are equally fast: they have
-        then done as many batches each, since the chunk was taken.
+        then done as many batches each, since the chunk was taken. The training ends after ``last``
+        batches of the epoch.
         """
-        total = self.settings.batches
-        done = total - self.batches + self.bounds[chunk] + (number + 1) * self.workers
-        return min(1.0, done / total)
+        done = last - self.batches + self.bounds[chunk] + (number + 1) * self.workers
+        return min(last, done) / self.settings.batches
 
 
 def merged(ranges: Sequence[Range]) -> list[Range]:

@@ -233,7 +233,8 @@ class LeasedSampler(Sampler[list[int]]):
         self._prefetch.used()
         batch = self._drawn.popleft()
         lease, number = batch.lease, batch.number
-        self._progress = max(self._progress, lease.epoch + lease.plan.progress(lease.chunk, number))
+        share = lease.plan.progress(lease.chunk, number, self._batches_of(lease.epoch))
+        self._progress = max(self._progress, lease.epoch + share)
         self._acknowledge(synced_step_of(self.sync))
         if not self._uses or self._uses[-1].lease is not lease:
             self._uses.append(_Use(lease))

@@ -3,8 +3,9 @@
 BSP (bulk synchronous parallel) averages the gradients of all workers in every step.
 """
 
+import heapq
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from offbeat.lab.recipes import Task
 from offbeat.lab.timing.padding import PaddedLoss
 from offbeat.lab.timing.step_time import LocalTraining
 from offbeat.lab.timing.time_limit import Clock
+from offbeat.simulate import Compute
 from offbeat.strategies import BSP, Strategy
 from offbeat.synchronizer import Synchronizer
 from offbeat.telemetry import Stats
@@ -38,6 +40,7 @@ class Ideal(Baseline):
       measures this step time on all workers at once, before and after the run. The mean is used,
       not the median, because the times of other methods include occasional slow steps, too.
     - In virtual time: the compute time without any wait for slower workers, mean over the workers.
+      With leased data: the time at the sum of the workers' speeds (``summed_speeds``).
     """
 
     name: ClassVar[str] = IDEAL
@@ -53,7 +56,7 @@ class Ideal(Baseline):
         timeout_seconds: float,
     ) -> Method:
         if dist.get_backend() == "simulated":
-            return _Virtual(task, lr_scale, under(BSP()))
+            return (_Virtual if task.position is None else _Shared)(task, lr_scale, under(BSP()))
         if isinstance(task.loss, PaddedLoss):
             return _Planned(task, lr_scale, under(BSP()), task.loss)
         local = LocalTraining(task, lr_scale, batches)
@@ -68,6 +71,12 @@ class _OnIdealNetwork(Attached):
     """
 
     limited_clock: ClassVar[Clock] = "mean"
+
+    @override
+    def train(self, batch: Any) -> None:
+        if self._task.position is not None:  # all workers take equally many steps
+            self._task.position = self.step + 1
+        super().train(batch)
 
     @override
     def combine_seconds(self, seconds: Sequence[float]) -> float:
@@ -124,3 +133,49 @@ class _Virtual(_OnIdealNetwork):
     @override
     def seconds(self) -> float:
         return self.sync.stats.compute_seconds
+
+
+class _Shared(_OnIdealNetwork):
+    """BSP in virtual time, timed as if faster workers took more of the data."""
+
+    def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
+        super().__init__(task, lr_scale, sync)
+        world: Any = dist.group.WORLD
+        cluster = world.cluster
+        self._times = summed_speeds(cluster.compute, sync.size, cluster.seed)
+        self._seconds = 0.0
+
+    @override
+    def train(self, batch: Any) -> None:
+        super().train(batch)
+        self._seconds = next(self._times)
+
+    @property
+    @override
+    def seconds(self) -> float:
+        return self._seconds
+
+
+def summed_speeds(compute: Compute, workers: int, seed: int) -> Iterator[float]:
+    """Yield the times at which workers that never wait have taken N, 2N, … steps together.
+
+    N is the number of workers. A step in progress counts in part.
+    """
+
+    def length(rank: int, step: int, now: float) -> float:
+        return compute.seconds(rank, step, seed) * compute.factor_at(rank, now)
+
+    lengths = [length(rank, 0, 0.0) for rank in range(workers)]
+    ends = [(seconds, rank, 0) for rank, seconds in enumerate(lengths)]
+    heapq.heapify(ends)
+    now, done, due = 0.0, 0.0, workers
+    while True:
+        end, rank, step = ends[0]
+        speed = sum(1 / seconds for seconds in lengths)
+        while done + speed * (end - now) >= due:
+            now, done = now + (due - done) / speed, float(due)
+            due += workers
+            yield now
+        now, done = end, done + speed * (end - now)
+        lengths[rank] = length(rank, step + 1, now)
+        heapq.heapreplace(ends, (now + lengths[rank], rank, step + 1))
