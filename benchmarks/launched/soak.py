@@ -64,11 +64,12 @@ def case(seed: int, index: int) -> Case:
     here = draw.choice(((3,), (4,), (2, 1), (2, 2)))
     store = draw.choice(("launcher", "process", "file"))
     kinds = dict(KINDS)
-    if silent := len(here) == 1 and draw.random() < 0.3:
+    if silent := len(here) == 1 and draw.random() < 0.3:  # workers stop for more than the time-out
         kinds = {"stop for too long": 4, "kill": 3, "terminate": 1, "exception": 1}
     if len(here) == 2:
         kinds["kill launcher"] = 3
         if store == "launcher":
+            # Launcher 0 has the store.
             kinds = {**kinds, "kill launcher": 0, "kill launcher with store": 3}
     faults = draw.choices(list(kinds), weights=list(kinds.values()), k=FAULTS)
     if draw.random() < 0.7:
@@ -86,7 +87,7 @@ def case(seed: int, index: int) -> Case:
 
 
 class Faults:
-    """Injects faults into a training. Each method returns after the fault has happened."""
+    """Injects faults into a training. Each method waits until the fault has happened, or cannot."""
 
     def __init__(self, training: Training, seed: int) -> None:
         self._training, self._folder = training, training.folder
@@ -180,9 +181,9 @@ def survive(one: Case, folder: Path) -> list[dict[str, Any]]:
     draw, faults = random.Random(one.seed + 1), Faults(training, one.seed)
     try:
         whole = wait_until(training.is_whole, _WHOLE_SECONDS)
-        begun = [] if whole else ["the training has not begun"]
+        no_start = [] if whole else ["the training has not begun"]
         for number, kind in enumerate(one.faults):
-            if begun or training.has_ended():
+            if no_start or training.has_ended():
                 add(kind, [], missed=True)
                 continue
             faults.inject(kind)
@@ -208,7 +209,7 @@ def survive(one: Case, folder: Path) -> list[dict[str, Any]]:
             deadline - time.monotonic(),
         )
         hangs = [] if ended else ["the training does not end"]
-        add("training", begun + hangs + judge(one, training), hangs=hangs)
+        add("training", no_start + hangs + judge(one, training), hangs=hangs)
         rows[-1]["counts"] = counts(training)
     finally:
         training.close()
@@ -255,12 +256,13 @@ def judge_uses(processes: list[Process]) -> list[str]:
         again = sum(len(issues) - 1 for issues in uses.values())
         counted = sum(_repeated(process) for process in members)
         if again > counted:
-            found.append(f"training {name}: {again} uses again, and samplers count {counted}")
+            text = f"training {name}: {again} repeated uses, but the samplers count {counted}"
+            found.append(text)
         newest = {key: max(issues) for key, issues in uses.items()}
-        alive = [process for process in members if process.has("ended")]
+        finishers = [process for process in members if process.has("ended")]
         taken = sum(
             step["issue"] < newest[step["epoch"], sample]
-            for process in alive
+            for process in finishers
             for step in process.steps
             for sample in step["batch"]
         )
@@ -315,7 +317,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="step from one training to the next")
     parser.add_argument("--most", type=int, default=10**9, help="largest number of trainings")
     parser.add_argument("--output", type=Path, help="append a JSON line for each fault")
-    parser.add_argument("--table", type=Path, help="only print the table of such a file")
+    parser.add_argument("--table", type=Path, help="print the table of an --output file, and exit")
     parser.add_argument("--keep", type=Path, help="directory for the files of violations")
     options = parser.parse_args()
     if options.table is not None:

@@ -1,7 +1,7 @@
 """Leased data and a slow worker: what the steps of a worker count, and evaluations.
 
-These are the sections "Unequal numbers of steps" and "Evaluate while the others train" of
-docs/data.md.
+These are the sections "Unequal numbers of steps" of docs/strategies.md and "Evaluate while the
+others train" of docs/data.md.
 """
 
 from collections.abc import Callable, Iterator

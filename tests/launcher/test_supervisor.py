@@ -219,7 +219,7 @@ def test_a_signal_is_forwarded(number: signal.Signals, launcher: Launcher, tmp_p
     assert code == 128 + number
     assert f"[0] saving after {number.value}\n" in launcher.out
     assert launcher.events[1:] == [
-        f"{number.name}: forwarded to the workers, which are killed after 20 s",
+        f"{number.name}: forwarded to the workers; those that still run after 20 s are killed",
         "worker 0 ended",
     ]
 

@@ -22,7 +22,10 @@ class Training(Protocol):
         """Return the rank with which a process trains. None if it does not, or that is unknown."""
 
     def has_finished(self, process: str) -> bool:
-        """Return True if a process has finished the training. True also if that is unknown."""
+        """Return True if a process has finished the training.
+
+        True also if that is unknown, so that no failure is hidden.
+        """
 
 
 class Supervisor:
@@ -97,7 +100,8 @@ class Supervisor:
         if again and self._training.training_has_ended():
             worker.due = None
             report(f"worker {worker.number} is not started again: the training has ended")
-            self._count_failure(worker)  # it may have ended before, when the store was silent
+            # The training may have ended before this worker failed, while the store was silent.
+            self._record_late_failure(worker)
             return
         with self._outputs.open(worker.number) as (out, errors):
             worker.start(self._starter, self._variables, out, errors)
@@ -112,20 +116,21 @@ class Supervisor:
             report(f"{what}{restarts}")
         elif self._training.training_has_ended():
             report(f"{what}, after the end of the training{restarts}")
-            self._count_failure(worker)
+            self._record_late_failure(worker)
         else:
-            report(f"{what}; {worker.plan_restart()}")
+            plan = worker.plan_restart()
+            report(f"{what}; {plan}")
             if worker.due is None:
                 self._given_up.append(worker.code)
 
-    def _count_failure(self, worker: Worker) -> None:
+    def _record_late_failure(self, worker: Worker) -> None:
         """Keep the exit code of a worker whose process has failed, if it matters.
 
         The training has ended. So a process that failed before it had finished the training itself
         is not needed any more. One that failed later, even by a signal of the kernel (out of
         memory), may not have saved its model.
         """
-        if self._training.has_finished(worker.report):
+        if self._training.has_finished(worker.process_key):
             self._failed_afterwards.append(worker.code)
 
     def _report_training(self) -> None:
@@ -135,7 +140,7 @@ class Supervisor:
             return
         self._asked_at = time.monotonic()
         for worker in waiting:
-            if (rank := self._training.rank_of(worker.report)) is not None:
+            if (rank := self._training.rank_of(worker.process_key)) is not None:
                 worker.trains = True
                 report(f"worker {worker.number} trains as rank {rank}")
 
@@ -146,7 +151,7 @@ class Supervisor:
         if not self._forwarded:
             self._forwarded = True
             name = signal_name(interruption.signal)
-            report(f"{name}: forwarded to the workers, which are killed after {grace:g} s")
+            report(f"{name}: forwarded to the workers; those that still run after {grace:g} s are killed")
             for worker in self._workers:
                 worker.due = None
                 worker.send(interruption.signal)

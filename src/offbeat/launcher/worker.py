@@ -121,7 +121,7 @@ class Worker:
         process: The running process. None if there is none.
         due: Time (``time.monotonic``) of the next start. None if none is planned.
         code: Exit code of the last process that has ended: 128 + n after the signal n.
-        report: Key to which the current process writes its place in the training.
+        process_key: Key to which the current process writes its place in the training.
         trains: True once it was reported that the current process trains.
     """
 
@@ -131,7 +131,7 @@ class Worker:
         self.process: Process | None = None
         self.due: float | None = time.monotonic()
         self.code = 0
-        self.report = ""
+        self.process_key = ""
         self.trains = False
         self._most_restarts = most_restarts
         self._restarts = 0  # since the last process that has lived for a minute
@@ -149,11 +149,11 @@ class Worker:
 
     def start(self, starter: Starter, variables: Mapping[str, str], out: int, errors: int) -> None:
         """Start a process."""
-        self.report, self.trains = f"offbeat/launch/process/{uuid.uuid4().hex}", False
+        self.process_key, self.trains = f"offbeat/launch/process/{uuid.uuid4().hex}", False
         own = {
             "LOCAL_RANK": str(self.number),
             "OFFBEAT_RESTARTS": str(self.starts),
-            "OFFBEAT_REPORT": self.report,
+            "OFFBEAT_REPORT": self.process_key,
         }
         self.due = None
         self.process = starter.start({**variables, **own}, out, errors)

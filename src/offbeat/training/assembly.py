@@ -48,7 +48,9 @@ attached: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class Components:
-    """Creates the components of one worker. A collective, unless this worker joins.
+    """Creates the components of one worker.
+
+    The constructor is a collective of all workers, except on one that joins a running training.
 
     Args:
         model: The model.
@@ -65,7 +67,7 @@ class Components:
         joined: True if this worker has joined a running training.
         views: The view changes of elastic training; None if training is not elastic.
         objects: The model, followed by the torch optimizers.
-        boards: Number of boards that were opened for leases of data.
+        lease_boards: Number of boards that were opened for leases of data.
         at_end: Functions to call before the connections are closed.
     """
 
@@ -94,8 +96,8 @@ class Components:
         lines = [f"wire {wire!r}", f"non_finite {non_finite!r}", f"min_workers {min_workers}"]
         lines += [f"adam_correction {adam_correction}"]
         lines += describe(strategy, full, optimizers)
-        self.joined = team.view > 0
-        opened = Wire(team)
+        self.joined = team.view > 0  # the workers that start together have view 0
+        opened = Wire(team)  # an exact wire, until ``views.join`` opens that of the others
         with team.account.paused():
             if not self.joined:
                 require_consistency(team.everyone, lines, settings_of(model, optimizers))
@@ -128,7 +130,7 @@ class Components:
         if team.everyone.size == 1:
             self.unfinished.cancel()
         self.iteration.guard.on_failure = self.unfinished.cancel
-        self.boards, self.at_end = 0, list[Callable[[], object]]()
+        self.lease_boards, self.at_end = 0, list[Callable[[], object]]()
         self.recorder.restart()
         self.consensus.note_start()
 
@@ -171,7 +173,7 @@ class Components:
                 self.hooks.append(SGDStepFactor(each.optimizer, self.iteration))
 
     def _completed(self, synced: bool) -> None:
-        """Update the totals after an iteration. ``synced`` is True if it applied a mean."""
+        """Update the totals after an iteration. ``synced``: a mean has changed the model in it."""
         self.recorder.count_step(synced=synced)
         self.consensus.step_ended()
         self.unfinished.steps += 1
@@ -179,7 +181,7 @@ class Components:
     # -- monitors --------------------------------------------------------------------------------
 
     def monitor_gradient_change(self) -> None:
-        """Add Δ of this worker's gradients to the telemetry records; see ``GradientChange``."""
+        """Record the relative change of this worker's gradients; see ``GradientChange``."""
         self.iteration.gradient_monitors.append(GradientChange(self.worker))
         self.clipping.replace_torch_functions()
 

@@ -1,7 +1,8 @@
 """A part whose quantization error stays in the local model, and is sent with the next update.
 
-``part.py`` explains the terms. The quantization error of x − P remains in x − P, because x moves by
-Δ − u, where u is the quantized update. So the next launch sends the error.
+x is the local model, and P the shared model, which is equal on all workers; ``part.py`` explains
+the other terms. A worker sends u, the quantized x − P. At the landing x moves by Δ − u, so the
+quantization error remains in x − P, and the next launch sends it.
 """
 
 from dataclasses import dataclass
@@ -32,9 +33,9 @@ class UpdatePart(Part):
     """A part with error feedback: its quantization error stays in x until the next launch.
 
         launch:   u = C(x − P)
-        landing:  D = Σ w·u / Σ w            w: 1, or 0 for a worker without an update
-                  v ← μ·v + D                μ: momentum
-                  Δ = D + a·v                a: factor of the momentum
+        landing:  D = Σ w·u / Σ w            over the workers; w is 0 for one without an update
+                  v ← μ·v + D                μ: decay of the momentum v
+                  Δ = D + a·v                a: factor with which v acts on the model
                   P ← P + Δ
                   x ← x + Δ − u
 
@@ -45,16 +46,16 @@ class UpdatePart(Part):
     The arguments are those of ``Part``.
 
     Attributes:
-        fade: μ of the last launch whose sums have arrived.
-        ahead: a of the last launch whose sums have arrived.
+        momentum: μ of the last launch whose sums have arrived.
+        lookahead: a of the last launch whose sums have arrived.
 
-    *Memory*, in copies of the part: P, and v if there is an outer momentum. In flight, u and the
+    *Memory*, in multiples of the part's size: P, and v if there is an outer momentum. In flight, u and the
     sum are stored, too, encoded at the precision of the launch.
     """
 
     most_buckets: ClassVar[float] = 4
-    fade: float = 0.0
-    ahead: float = 0.0
+    momentum: float = 0.0
+    lookahead: float = 0.0
 
     def __init__(
         self,
@@ -76,12 +77,12 @@ class UpdatePart(Part):
             bucket.release()
         if self._outer.momentum:
             self.velocity = [torch.zeros_like(p) for p in self.base]
-        self.fade = self.ahead = self._outer.momentum
+        self.momentum = self.lookahead = self._outer.momentum
         self._fixed_step = Completed((self._outer.momentum, self._outer.momentum))
         self._outer_step: Handle[tuple[float, float]] = self._fixed_step
         self._updates: list[UpdateSum] = []
         self._own_buffers: list[Tensor] = []
-        self._squares: list[Tensor] = []  # ‖D‖² and ‖u‖² of pieces, not read from the GPU yet
+        self._squares: list[Tensor] = []  # pairs ‖D‖², ‖u‖², which ``_write`` reads together
 
     @override
     def launch(
@@ -119,7 +120,7 @@ class UpdatePart(Part):
 
     @override
     def _receive(self) -> None:
-        self.fade, self.ahead = self._outer_step.wait()
+        self.momentum, self.lookahead = self._outer_step.wait()
         for i, handle in enumerate(self._handles):
             result = handle.wait()
             if i >= self.parameter_buckets:
@@ -137,7 +138,7 @@ class UpdatePart(Part):
                 self._write_buffers(i, own if moved else None, show=show)
         if not show:
             self._updates, self._own_buffers = [], []
-        if self._squares:  # read together, because each read waits for the GPU
+        if self._squares:  # one read for all, because each read waits for the GPU
             device = self._squares[0].device
             squares = torch.stack([pair.to(device) for pair in self._squares]).double().sum(0)
             mean_squared, sent_squared = squares.tolist()
@@ -146,7 +147,7 @@ class UpdatePart(Part):
             self._squares = []
 
     def _write_bucket(self, i: int, show: bool) -> None:
-        """v ← μ·v + D; P ← P + Δ; x ← x + Δ − u, in pieces. With ``show`` only x changes."""
+        """v ← μ·v + D; P ← P + Δ; x ← x + Δ − u, in pieces. With ``show`` P and v stay."""
         update, base = self._updates[i], self.base[i]
         view = self.buckets[i].flat_view
         total, limit = update.wait(), piece_elements(base.numel(), base.device)
@@ -154,15 +155,16 @@ class UpdatePart(Part):
         squares, start = np.zeros(2), 0
         while start < base.numel():
             count = min(limit, base.numel() - start)
-            compiles = not show and self._team.host.scale == 1
-            kernels = kernels_for(scratch, base, *self.velocity[i : i + 1]) if compiles else None
+            # The compiled loops always move P, and cannot read the placeholders of a simulation.
+            compiled = not show and self._team.host.scale == 1
+            kernels = kernels_for(scratch, base, *self.velocity[i : i + 1]) if compiled else None
             packed = None if kernels is None else total.packed(start, count)
             sent = None if packed is None else update.sent.packed(start, packed.count)
             if kernels is not None and packed is not None and sent is not None:
                 count = sent.count
                 self._land_packed(kernels, packed, sent, scratch[0, :count], squares, i, start)
             else:
-                self._land_numbers(
+                self._land_decoded(
                     kernels, total, update.sent, scratch[:, :count], squares, i, start, show
                 )
             view.add(scratch[0, :count], start)
@@ -188,10 +190,10 @@ class UpdatePart(Part):
         kernels.land(
             *(total.rows, total.bits, sent.rows[0], sent.bits, total.first, self.weight),
             *(t.numpy() for t in (shift, base[piece], velocity)),
-            *(self.fade, self.ahead, squares),
+            *(self.momentum, self.lookahead, squares),
         )
 
-    def _land_numbers(
+    def _land_decoded(
         self,
         kernels: Kernels | None,
         total: LazyVector,
@@ -216,7 +218,7 @@ class UpdatePart(Part):
             kernels.add_squared_norm(shift.numpy(), squares, 0)
             kernels.add_squared_norm(sent.numpy(), squares, 1)
             arrays = (t.numpy() for t in (shift, sent, base, velocity))
-            kernels.apply_mean(*arrays, self.fade, self.ahead)
+            kernels.apply_mean(*arrays, self.momentum, self.lookahead)
             return
         if not show:
             self._squares.append(torch.stack([torch.dot(values, values) for values in scratch]))
@@ -232,10 +234,10 @@ class UpdatePart(Part):
         same bits.
         """
         if velocity.numel():
-            moved = shift + self.fade * velocity
+            new_velocity = shift + self.momentum * velocity
             if not show:
-                velocity.copy_(moved)
-            shift.add_(moved.mul_(self.ahead))
+                velocity.copy_(new_velocity)
+            shift.add_(new_velocity.mul_(self.lookahead))
 
     @override
     def _restored(self, index: int) -> None:

@@ -50,8 +50,8 @@ def open_board(sync: Synchronizer, name: str, at_end: Callable[[], object]) -> B
             f"{name} with node_group: the workers of a node must take equally many steps; give "
             "them equal shares of the data"
         )
-    board = components.team.communicator.board(f"{name}/{components.boards}")
-    components.boards += 1
+    board = components.team.communicator.board(f"{name}/{components.lease_boards}")
+    components.lease_boards += 1
     components.at_end.append(at_end)
     components.worker.leases_data = True
     return board
