@@ -123,6 +123,7 @@ RATES = {
     ("cnn", 16): (0.5, 1, 2),
     ("transformer", 4): (0.5, 1, 2, 4),
     ("transformer", 16): (1, 2, 4),
+    ("transformer", 64): (1, 2),
 }
 """Workload and number of workers → factors on the recipe's learning rate."""
 UNCORRECTED = " --adam-correction off"
@@ -189,7 +190,9 @@ class Cell:
     def seeds(self) -> int:
         """Number of seeds."""
         if self.study == "real" and self.workers == WORKERS:
-            return 2
+            return 2 if self.workload == "cnn" else 5
+        if self.workers > 16:
+            return 1
         return 5 if self.study == "headline" else 3
 
     @property
