@@ -190,7 +190,7 @@ class Cell:
     def seeds(self) -> int:
         """Number of seeds."""
         if self.study == "real" and self.workers == WORKERS:
-            return 2 if self.workload == "cnn" else 5
+            return 2 if self.workload == "cnn" or self.bandwidth == "10Mbit/s" else 5
         if self.workers > 16:
             return 1
         return 5 if self.study == "headline" else 3
