@@ -151,7 +151,8 @@ class Supervisor:
         if not self._forwarded:
             self._forwarded = True
             name = signal_name(interruption.signal)
-            report(f"{name}: forwarded to the workers; those that still run after {grace:g} s are killed")
+            deadline = f"those that still run after {grace:g} s are killed"
+            report(f"{name}: forwarded to the workers; {deadline}")
             for worker in self._workers:
                 worker.due = None
                 worker.send(interruption.signal)

@@ -49,8 +49,8 @@ class UpdatePart(Part):
         momentum: μ of the last launch whose sums have arrived.
         lookahead: a of the last launch whose sums have arrived.
 
-    *Memory*, in multiples of the part's size: P, and v if there is an outer momentum. In flight, u and the
-    sum are stored, too, encoded at the precision of the launch.
+    *Memory*, in multiples of the part's size: P, and v if there is an outer momentum. In flight, u
+    and the sum are stored, too, encoded at the precision of the launch.
     """
 
     most_buckets: ClassVar[float] = 4
