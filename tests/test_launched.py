@@ -38,7 +38,10 @@ def test_samples_of_the_dead_may_be_used_again_as_often_as_samplers_count() -> N
     ("processes", "violation"),
     [
         ([worker((1, [0])), worker((1, [0]), repeated=1)], "1 samples were used twice in one"),
-        ([worker((1, [0]), ended=False), worker((2, [0]))], "1 uses again, and samplers count 0"),
+        (
+            [worker((1, [0]), ended=False), worker((2, [0]))],
+            "1 repeated uses, but the samplers count 0",
+        ),
         ([worker((1, [0])), worker((2, [0]), repeated=1)], "1 samples of survivors were used"),
     ],
 )

@@ -24,7 +24,7 @@ from benchmarks.launched.training import Process, Training, wait_until
 from offbeat.launcher.worker import Program, Starter
 
 WORKERS, EVERY_SECONDS, STEP_SECONDS = 4, 20.0, 0.05
-_LIMIT_SECONDS = 150.0
+_LIMIT_SECONDS = 60.0
 _AFTER_SECONDS = 5.0  # time after a death in which steps may be longer
 
 

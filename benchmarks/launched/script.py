@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
+from offbeat.data.leasing.access import open_board, team_of
 from offbeat.errors import CommunicationError
-from offbeat.synchronizer import open_board, team_of
 
 LEAST = 0.02
 """A number of the model above this is a sample that was trained on."""

@@ -123,7 +123,6 @@ RATES = {
     ("cnn", 16): (0.5, 1, 2),
     ("transformer", 4): (0.5, 1, 2, 4),
     ("transformer", 16): (1, 2, 4),
-    ("transformer", 64): (1, 2),
 }
 """Workload and number of workers → factors on the recipe's learning rate."""
 UNCORRECTED = " --adam-correction off"
@@ -191,8 +190,6 @@ class Cell:
         """Number of seeds."""
         if self.study == "real" and self.workers == WORKERS:
             return 2 if self.workload == "cnn" or self.bandwidth == "10Mbit/s" else 5
-        if self.workers > 16:
-            return 1
         return 5 if self.study == "headline" else 3
 
     @property

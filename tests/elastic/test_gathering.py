@@ -23,12 +23,12 @@ import torch.multiprocessing as mp
 import offbeat
 from cells import some
 from loops import close, sgd
-from offbeat import synchronizer
 from offbeat.elastic import gathering, joining, membership
 from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.gathering import Gathering, WorkerCount, training_has_ended
 from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
+from offbeat.training import assembly
 from offbeat.transport.membership import ModelLostError
 from offbeat.transport.torch_backend import process_groups as groups
 from problems import flat, gradients, loss_of, make_batch, make_model
@@ -344,7 +344,7 @@ def kill_at(place: str) -> None:
     elif place == "while all connect":
         groups.GroupFactory._make = lambda *args, **named: die()  # type: ignore[method-assign]
     else:
-        synchronizer.copy_rank_0 = lambda *args: die()
+        assembly.copy_rank_0 = lambda *args: die()
 
 
 PLACES = [

@@ -58,7 +58,7 @@ def observe(rank: int, size: int, text: str, wire: Any, steps: int) -> list[dict
             found["D"] = update.wait().to_tensor() / part.weight
             land(step, **options)
             found |= {"x after": x(), "P after": part.base[0].clone()}
-            seen.append(found | {"fade": part.fade, "ahead": part.ahead})
+            seen.append(found | {"fade": part.momentum, "ahead": part.lookahead})
 
         part.land = landing
 
