@@ -30,7 +30,8 @@ STRATEGIES = (
 KINDS = {"kill": 4, "kill two": 3, "kill all": 2, "stop": 2, "terminate": 2, "exception": 2}
 KINDS["kill in attach"] = 4
 FAULTS = 12
-_WHOLE_SECONDS, _END_SECONDS, _ORDER_SECONDS = 150.0, 200.0, 20.0
+_WHOLE_SECONDS, _END_SECONDS = 150.0, 200.0
+_ORDER_SECONDS = 60.0  # longer than a pause before a restart
 
 
 @dataclass(frozen=True)
