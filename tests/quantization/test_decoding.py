@@ -71,3 +71,8 @@ def test_a_whole_vector_is_decoded_at_once_on_a_gpu(
     vector.device = torch.device("cuda")
     vector.read(read := torch.empty(elements))
     assert torch.equal(read, expected)
+    assert isinstance(vector, PayloadVector)
+    twice = [[*payloads, *payloads] for payloads in vector._chunks]  # as two workers of two send
+    total = PayloadVector(vector._codec, twice, 3 * BLOCK, vector)
+    total.read(read)
+    assert torch.equal(read, 2 * expected)
