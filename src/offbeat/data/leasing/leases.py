@@ -185,6 +185,15 @@ class Leases:
                 return lease
         return None
 
+    def held_by(self, workers: Collection[int], last_epoch: int) -> bool:
+        """Return True if one of ``workers`` may hold a chunk of an epoch up to ``last_epoch``."""
+        texts = [self._board.get(f"held/{worker}") for worker in workers]
+        held = [_Held(**json.loads(text)) for text in texts if text]
+        if any(one.pointing and one.pointing[0] <= last_epoch for one in held):
+            return True
+        chunks = (chunk for one in held for chunk in one.chunks if chunk[0] <= last_epoch)
+        return not all(self._is_done(*chunk) for chunk in chunks)
+
     def _read(self, worker: int) -> None:
         text, before = self._board.get(f"held/{worker}"), self._lost[worker]
         if not text:
@@ -202,9 +211,10 @@ class Leases:
 
     def done(self, epoch: int) -> list[bool]:
         """Return for each chunk of an epoch whether it is done. One round trip per chunk."""
-        chunks = range(self.plan(epoch).chunks)
-        states = [self._board.get(f"lease/{epoch}/{chunk}") for chunk in chunks]
-        return [state.partition("#")[0] == _DONE for state in states]
+        return [self._is_done(epoch, chunk) for chunk in range(self.plan(epoch).chunks)]
+
+    def _is_done(self, epoch: int, chunk: int) -> bool:
+        return self._board.get(f"lease/{epoch}/{chunk}").partition("#")[0] == _DONE
 
     def _take(self, epoch: int, chunk: int, before: str) -> Lease | None:
         """Lease a chunk whose state is ``before``. Returns None if the state has changed."""
