@@ -43,8 +43,11 @@ def require_complete_consensus(sync: Synchronizer, what: str) -> None:
 
 
 def synced_step_of(sync: Synchronizer) -> int:
-    """Return ``Flow.synced_step`` of ``sync``'s worker."""
-    return sync._iteration.flow.synced_step
+    """Return the value of ``sync.step`` at ``Flow.synced_step`` of its worker.
+
+    The flow does not count the steps before the state of a consensus was loaded.
+    """
+    return sync.step - sync._worker.step + sync._iteration.flow.synced_step
 
 
 def open_board(sync: Synchronizer, name: str, at_end: Callable[[], object]) -> Board:

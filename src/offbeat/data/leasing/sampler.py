@@ -260,10 +260,12 @@ class LeasedSampler(Sampler[list[int]]):
     def reclaim(self) -> bool:
         """Lease a chunk that a lost worker has left. The next iteration has its batches alone.
 
+        Call it when the models of all workers contain all steps of this worker.
+
         Returns:
             True if there was such a chunk.
         """
-        self._acknowledge(synced_step_of(self.sync))
+        self._acknowledge(self.sync.step + 1)  # also a batch whose step a view change has skipped
         self._prefetch.settle()
         self._leases.lose(self._lost_workers())
         self._leases.look_again()
