@@ -67,7 +67,9 @@ def train(strategy: str, state: Any = None, record: Any = None) -> dict[str, Any
             lacking = sync.step - synced_step_of(sync)
             record.append((sync._team.identity, lacking, sync.step - sync._worker.step))
 
-    for epoch in range(EPOCHS):
+    if state is not None and not has_joined(sync):
+        sampler.load_state_dict({**vars(sampler._settings), "epoch": 1, "left": {}})
+    for epoch in range(sampler.epoch, EPOCHS):
         sampler.set_epoch(epoch)
         for (batch,) in loader:
             step(batch)
@@ -116,13 +118,17 @@ def test_a_mean_that_died_with_its_only_receiver_does_not_count(strategy: str) -
         assert [each["missing"] for each in results if each] == [0, 0], at
 
 
-def test_chunks_are_acknowledged_after_a_restart() -> None:
-    """Steps count from the checkpoint. A worker that joins counts them as the others do."""
+def test_a_worker_joins_after_a_restart() -> None:
+    """The training continues from a checkpoint at epoch 1.
+
+    Steps count from the checkpoint, and the worker that joins counts them as the others do. It does
+    not train on epoch 0.
+    """
     state = run("local:period=2").results[0]["state"]
     assert state["stats"]["steps"] == 8
     record: list[tuple[int, int, int]] = []
     results = run("local:period=2", Join(at=0.02), state=state, record=record).results
-    assert [each["missing"] for each in results] == [0] * (WORKERS + 1)
+    assert [each["missing"] for each in results] == [SAMPLES] * (WORKERS + 1)  # those of epoch 0
     assert {worker for worker, _, _ in record} == {*range(WORKERS + 1)}
     assert max(lacking for _, lacking, _ in record) <= 4
     assert {before for _, _, before in record} == {8}

@@ -212,7 +212,7 @@ class Prefetch:
         host = self._team.host
         start = host.now()
         if not self._lease_seconds:  # the plan of the first epoch depends on it
-            self._leases.ping()
+            self._leases.open()
             self._lease_seconds = _ROUND_TRIPS * (host.now() - start)
             start = host.now()
         lease = self._leases.reclaim() or self._leases.lease(epoch)

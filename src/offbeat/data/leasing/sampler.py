@@ -334,6 +334,7 @@ class LeasedSampler(Sampler[list[int]]):
                     f"{name}={value!r}"
                 )
         self.epoch, self._ended = state["epoch"], state["epoch"] - 1
+        self._leases.begin_at(self.epoch)
         self._progress = float(self.epoch)
         self._resumed = {
             int(epoch): [(start, end) for start, end in ranges]
