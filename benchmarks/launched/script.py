@@ -81,7 +81,7 @@ def missing(sampler: Any, model: Uses) -> int:
     """Return how many samples neither the model nor the plan of the sampler has."""
     found = model.uses.detach() > LEAST
     for epoch in range(sampler.epoch, len(found)):
-        found[epoch, torch.as_tensor(sampler._propose(epoch).samples)] = True
+        found[epoch, torch.as_tensor(sampler._leases.proposal(epoch).samples)] = True
     return int((~found).sum())
 
 
@@ -143,7 +143,7 @@ class Training:
 
     def step(self, batch: Tensor) -> None:
         """Train on one batch."""
-        lease, details = self.sampler._uses[-1].lease, self.sync.stats.details
+        lease, details = [*self.sampler._uses][-1], self.sync.stats.details
         self.log.write(
             "step",
             epoch=lease.epoch,

@@ -1,5 +1,6 @@
 """Workers that are lost when the last epoch has ended: their samples are in the final model."""
 
+import math
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from offbeat.synchronizer import has_joined
 
 SAMPLES, EPOCHS, WORKERS = 64, 2, 4
 TIMES = 24
+LEAST = 0.01
+"""A number of the model above this is a sample that was trained on."""
 
 
 class Uses(nn.Module):
@@ -34,14 +37,17 @@ class Uses(nn.Module):
         return -self.uses[epoch, batch].sum()
 
 
-def train(strategy: str, state: Any = None, record: Any = None) -> dict[str, Any]:
+def train(
+    strategy: str, state: Any = None, record: Any = None, most: float = math.inf
+) -> dict[str, Any]:
     """Train on leased data. Returns the times of the ends of training, and what the model lacks.
 
     Args:
         strategy: Strategy as text.
         state: Result of ``Synchronizer.state_dict`` to load, except by workers that join.
         record: List that receives, for each step, the worker's number, the number of local steps
-            that the other workers may lack, and the number of steps before those of the flow.
+            that the other workers may lack, and the number of steps before the restart.
+        most: Number of steps after which worker 0 leaves its loop.
     """
     model = Uses()
     optimizer = sgd(model, lr=1.0)
@@ -60,7 +66,7 @@ def train(strategy: str, state: Any = None, record: Any = None) -> dict[str, Any
     loader = LeasedLoader(DataLoader(data, batch_sampler=sampler))
 
     def step(batch: Tensor) -> None:
-        model(sampler._uses[-1].lease.epoch, batch).backward()
+        model([*sampler._uses][-1].epoch, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
         if record is not None:
@@ -73,12 +79,14 @@ def train(strategy: str, state: Any = None, record: Any = None) -> dict[str, Any
         sampler.set_epoch(epoch)
         for (batch,) in loader:
             step(batch)
+            if sync.rank == 0 and sync.step >= most:
+                break
     trained = sync._team.host.now()
     for (batch,) in loader.leftovers():
         step(batch)
     sync.finish()
     state = sync.state_dict()
-    missing = int((model.uses <= 0.01).sum())
+    missing = int((model.uses <= LEAST).sum())
     return {"trained": trained, "ended": sync._team.host.now(), "missing": missing, "state": state}
 
 
@@ -132,3 +140,10 @@ def test_a_worker_joins_after_a_restart() -> None:
     assert {worker for worker, _, _ in record} == {*range(WORKERS + 1)}
     assert max(lacking for _, lacking, _ in record) <= 4
     assert {before for _, _, before in record} == {8}
+
+
+def test_a_chunk_that_nobody_completes_does_not_keep_the_others() -> None:
+    """Worker 0 leaves the loop of the last epoch, and takes no further batch of its chunk."""
+    lacks = [each["missing"] for each in run("local:period=2", most=5).results]
+    assert len(set(lacks)) == 1
+    assert 0 < lacks[0] <= 12

@@ -16,7 +16,7 @@ from offbeat.data.leasing.access import (
     team_of,
 )
 from offbeat.data.leasing.leases import Lease, Leases
-from offbeat.data.leasing.plan import Plan, Range, Settings
+from offbeat.data.leasing.plan import Plan, Settings
 from offbeat.data.leasing.prefetch import Prefetch
 from offbeat.data.leasing.saving import gather_left
 from offbeat.synchronizer import Synchronizer
@@ -35,14 +35,12 @@ class _Use:
     """How much of a chunk was handed out to the training loop.
 
     Attributes:
-        lease: The chunk.
         batches: Number of batches that were handed out.
         step: Number of local steps when the newest of them was handed out. It is trained on in the
             step after that.
-        earlier: Number of these batches that were handed out before the last local step.
+        earlier: Number of these batches that were handed out when fewer steps had been taken.
     """
 
-    lease: Lease
     batches: int = 0
     step: int = -1
     earlier: int = 0
@@ -54,7 +52,10 @@ class _Use:
         self.batches += 1
 
     def used(self, step: int) -> int:
-        """Return the number of batches that were trained on in a step up to ``step``."""
+        """Return the number of batches that were trained on in a step up to ``step``.
+
+        For a step before the newest batch, the result may be too small.
+        """
         return self.batches if self.step < step else self.earlier
 
 
@@ -142,11 +143,10 @@ class LeasedSampler(Sampler[list[int]]):
         team = self._team = team_of(sync)
         self._leases = Leases(board, team.identity, self._propose)
         self._prefetch = Prefetch(self._leases, team, self._lost_workers)
-        self._resumed: dict[int, list[Range]] = {}  # samples that are left, of a loaded state
         self._lease: tuple[Lease, int] | None = None  # chunk in hand, and its next batch
         self._drawn: deque[_Batch] = deque()  # drawn and not handed out
         self._again: deque[_Batch] = deque()  # drawn, and never handed out: to be drawn again
-        self._uses: deque[_Use] = deque()  # chunks that are not acknowledged, in order of use
+        self._uses: dict[Lease, _Use] = {}  # chunks that are not acknowledged, in order of use
         self._reclaimed: Lease | None = None  # chunk of the next iteration; see ``reclaim``
         self._largest = 0  # largest number of a member so far
         self._ended = -1  # number of the last epoch that was iterated to its end
@@ -176,13 +176,13 @@ class LeasedSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Iterate over the batches of this worker, as lists of samples. Blocks if none is ready."""
+        self._again.extendleft(reversed(self._drawn))
+        self._drawn.clear()
         if self._reclaimed is not None:
             lease, self._reclaimed = self._reclaimed, None
             yield from (self._draw(_Batch(lease, number)) for number in range(lease.batches))
             return
         epoch, self._started = self.epoch, True
-        self._again.extendleft(reversed(self._drawn))
-        self._drawn.clear()
         self._prefetch.begin(epoch)
         while (batch := self._next()) is not None:
             yield self._draw(batch)
@@ -236,14 +236,14 @@ class LeasedSampler(Sampler[list[int]]):
         share = lease.plan.progress(lease.chunk, number, self._batches_of(lease.epoch))
         self._progress = max(self._progress, lease.epoch + share)
         self._acknowledge(synced_step_of(self.sync))
-        if not self._uses or self._uses[-1].lease is not lease:
-            self._uses.append(_Use(lease))
-        self._uses[-1].add(self.sync.step)
+        self._uses.setdefault(lease, _Use()).add(self.sync.step)
 
     def _acknowledge(self, step: int) -> None:
         """Acknowledge the chunks that were trained on completely in steps up to ``step``."""
-        while self._uses and self._uses[0].used(step) == self._uses[0].lease.batches:
-            self._prefetch.finish(self._uses.popleft().lease)
+        for lease, use in [*self._uses.items()]:
+            if use.used(step) == lease.batches:
+                del self._uses[lease]
+                self._prefetch.finish(lease)
 
     # -- lost workers ----------------------------------------------------------------------------
 
@@ -265,27 +265,24 @@ class LeasedSampler(Sampler[list[int]]):
         Returns:
             True if there was such a chunk.
         """
-        self._acknowledge(self.sync.step + 1)  # also a batch whose step a view change has skipped
+        self._acknowledge(self.sync.step + 1)  # also batches without a step
         self._prefetch.settle()
         self._leases.lose(self._lost_workers())
         self._leases.look_again()
-        ready = self._prefetch.take_ready(self._ended)  # reclaimed in the background, too late
+        ready = self._prefetch.take_ready(self._ended)  # reclaimed after the epoch
         self._reclaimed = ready or self._leases.reclaim(self._ended)
         return self._reclaimed is not None
 
-    def others_train(self) -> bool:
-        """Return True if another worker may hold a chunk of an epoch that has ended.
-
-        After ``reclaim`` has returned False, no other chunk of these epochs is left.
-        """
-        return self._leases.held_by(self._team.members, self._ended)
+    def outstanding(self) -> set[tuple[int, int, str]]:
+        """Return the chunks of ended epochs that members hold; see ``Leases.outstanding``."""
+        return self._leases.outstanding(self._team.members, self._ended)
 
     # -- plans and checkpoints -------------------------------------------------------------------
 
     def _propose(self, epoch: int) -> Plan:
         """Return this worker's proposal for the plan of an epoch."""
         settings = self._settings
-        ranges = self._resumed.get(epoch, settings.range_of(self._batches_of(epoch)))
+        ranges = settings.range_of(self._batches_of(epoch))
         size, least = self._team.size, self._prefetch.least_chunk
         return Plan(settings, epoch, size, tuple(ranges), least)
 
@@ -309,7 +306,7 @@ class LeasedSampler(Sampler[list[int]]):
         self._prefetch.settle()
         self._leases.lose(self._lost_workers())
         step = self.sync.step
-        used = {(use.lease.epoch, use.lease.chunk): use.used(step) for use in self._uses}
+        used = {(lease.epoch, lease.chunk): use.used(step) for lease, use in self._uses.items()}
         epoch, left = gather_left(self._team, self._leases, used, self.epoch)
         return {
             **vars(self._settings),
@@ -334,9 +331,5 @@ class LeasedSampler(Sampler[list[int]]):
                     f"{name}={value!r}"
                 )
         self.epoch, self._ended = state["epoch"], state["epoch"] - 1
-        self._leases.begin_at(self.epoch)
         self._progress = float(self.epoch)
-        self._resumed = {
-            int(epoch): [(start, end) for start, end in ranges]
-            for epoch, ranges in state["left"].items()
-        }
+        self._leases.resume(self.epoch, state["left"])
