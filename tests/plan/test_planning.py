@@ -307,14 +307,6 @@ def test_more_bandwidth_is_never_slower() -> None:
         assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(seconds)), rows[0].strategy
 
 
-def test_more_jitter_is_never_faster() -> None:
-    """The draws are seeded, so a larger jitter spreads the same draws further."""
-    plans = [plan(**SMALL, strategies=SYNCHRONOUS[:2], jitter=jitter) for jitter in (0, 0.05, 0.1)]
-    for rows in zip(*(one.rows for one in plans), strict=True):
-        seconds = [row.step_seconds for row in rows]
-        assert seconds == sorted(seconds), rows[0].strategy
-
-
 # -- nodes -----------------------------------------------------------------------------------------
 
 NODES: dict[str, Any] = dict(
