@@ -132,29 +132,6 @@ def test_the_outer_step_is_nesterovs(kind: str, outer: Outer) -> None:
             torch.testing.assert_close(results[rank][i], x[rank], rtol=0, atol=1e-12)
 
 
-def given_step(rank: int, size: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    worker = Worker(rank)
-    part = worker.part("update", outer=Outer(1.0, 1.0))
-    sent = []
-    for mu, a in [(1.0, 0.0), (0.25, 2.0)]:
-        worker.step()
-        sent.append(vector(worker.x) - torch.cat(part.base))
-        worker.launch(part, outer_step=Completed((mu, a)))
-        part.land(worker.steps)
-    return torch.cat(part.base), torch.cat(part.velocity), sent
-
-
-def test_a_launch_brings_its_own_outer_step() -> None:
-    """With error feedback v ← μ·v + D; P ← P + D + a·v, with μ and a of that launch."""
-    results = run(given_step, workers=2)
-    first, second = (sum(sent[i] for _, _, sent in results) / 2 for i in range(2))
-    want_v = 0.25 * first + second
-    want = vector(numbers(0)) + first + second + 2.0 * want_v
-    for base, velocity, _ in results:
-        torch.testing.assert_close(velocity, want_v, rtol=0, atol=1e-13)
-        torch.testing.assert_close(base, want, rtol=0, atol=1e-13)
-
-
 KEPT = [
     (torch.bfloat16, None, torch.float32),
     (torch.float16, "float64", torch.float64),
