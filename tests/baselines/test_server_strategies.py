@@ -300,22 +300,3 @@ def test_uneven_workers_end_alike(world: str, servers: tuple[int, ...] | None, i
         assert torch.equal(end, results[0][1])
         assert steps == 11 + 5 * rank
         assert end.isfinite().all()
-
-
-@pytest.mark.parametrize("strategy", some(EVERY, 1, 3), ids=str)
-def test_a_simulation_is_the_same_each_time(strategy: Strategy) -> None:
-    """The result is bytewise the same, although servers run in threads."""
-
-    def once() -> tuple[str, Tensor]:
-        result = simulate(
-            lambda: uneven(dist.get_rank(), 3, strategy),
-            workers=3,
-            network=Network("10Mbit/s", latency="1ms"),
-            compute=Compute("10ms", jitter=0.3),
-            seed=4,
-        )
-        return result.to_json(), torch.stack([end for _, end, _ in result.results])
-
-    (first, ends), (second, others) = once(), once()
-    assert first == second
-    assert torch.equal(ends, others)
