@@ -100,16 +100,6 @@ def test_training_survives_a_loss_and_a_join(strategy: str) -> None:
     assert newcomer["records"][0]["step"] == newcomer["begun"] + 1
 
 
-@pytest.mark.parametrize("lost", range(4))
-@pytest.mark.parametrize("strategy", some(STRATEGIES, 0))
-def test_any_worker_may_be_lost(strategy: str, lost: int) -> None:
-    """Also rank 0, and at different operations."""
-    for at in (0.05 + 0.003 * lost, 0.1 + 0.003 * lost):
-        spared = ((lost + 1) % 4,) if at > 0.1 else ()
-        results = run(lambda: train(strategy), Kill(worker=lost, at=at, spared=spared))
-        check(results, [rank for rank in range(4) if rank != lost])
-
-
 class Steps(nn.Module):
     """A model that counts the steps of each worker."""
 
