@@ -195,12 +195,14 @@ def test_a_section_without_a_table_is_refused(folder: Path) -> None:
         evidence.page("\n## What to expect\n\nText.\n\n## Next\n\n| a |\n", sections)
 
 
+@pytest.mark.pages
 def test_the_page_matches_the_results() -> None:
     """``python -m benchmarks evidence`` writes it."""
     text = evidence.PAGE.read_text(encoding="utf-8")
     assert evidence.page(text, evidence.sections()) == text
 
 
+@pytest.mark.pages
 def test_wrong_numbers_in_the_page_are_corrected() -> None:
     """All tables are replaced, so the comparison above can fail."""
     text = wrong = evidence.PAGE.read_text(encoding="utf-8")
