@@ -397,23 +397,3 @@ def test_show_gives_the_mean_and_leaves_no_staging_memory() -> None:
         assert_is(state, mean)
         assert sent == 4 + 1, "a bucket for each dtype, statistics among them, and the integers"
         assert kept == []
-
-
-def some_tensors(rank: int, size: int, method: str) -> dict[str, Tensor]:
-    worker = begun(rank)
-    if method == "average_buffers":
-        worker.mean.average_buffers(1.0, size, what="a test")
-    else:
-        worker.mean.average_integers(what="a test")
-    return copy_of(worker.model)
-
-
-@pytest.mark.parametrize("method", ["average_buffers", "average_integers"])
-def test_buffers_or_integers_alone_leave_the_rest(method: str) -> None:
-    """Only statistics or only counters change."""
-    names = {"count", "small"} | ({"statistic"} if method == "average_buffers" else set())
-    mean = expected([1.0] * 2)
-    for rank, result in enumerate(run(some_tensors, method, workers=2)):
-        assert_is(result, {name: mean[name] for name in names})
-        for name in result.keys() - names:
-            assert torch.equal(result[name], Kinds(rank).state_dict()[name]), name
