@@ -238,10 +238,7 @@ def test_asynchronous_workers_exchange_one_at_a_time(
         assert one["stats"].syncs == steps[rank] // period
 
 
-# -- conservation ---------------------------------------------------------------------------------
-
-
-# -- consensus and the end ------------------------------------------------------------------------
+# -- dtypes and refusals --------------------------------------------------------------------------
 
 
 def half(rank: int, size: int) -> Any:
