@@ -57,18 +57,6 @@ def test_files_are_written_and_named(compared: Compared) -> None:
     }
 
 
-def test_results_hold_the_whole_curve(compared: Compared) -> None:
-    """Each strategy has one result, in the given order, with increasing steps and times."""
-    assert [one.strategy for one in compared.results] == list(STRATEGIES)
-    for one in compared.results:
-        assert [point.step for point in one.points] == list(range(1, STEPS + 1))
-        seconds = [point.seconds for point in one.points]
-        assert seconds == sorted(seconds)
-        assert seconds[0] > 0
-        assert one.simulated is False
-        assert one.link == "loopback"
-
-
 def test_results_hold_the_mean_of_the_workers(compared: Compared) -> None:
     """LSSR, bytes and idle share are means over both workers; BSP never skips, local mostly."""
     lines = (compared.folder / "results.jsonl").read_text(encoding="utf-8").splitlines()

@@ -4,7 +4,6 @@ import copy
 import io
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 import offbeat
 from lab import tiny
 from offbeat import Compute, Network
-from offbeat.lab.compare import compare, run_and_record
+from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import RECIPES, Setup, find_recipe
@@ -287,22 +286,3 @@ def test_desloc_refuses_muon_and_takes_adamw() -> None:
     with pytest.raises(offbeat.AttachError, match="this SGD lacks them"):
         curve("desloc:period=2")
     assert len(curve("desloc:period=2 --optimizer adamw")) == tiny.STEPS
-
-
-def test_a_comparison_has_a_row_for_each_optimizer(tmp_path: Path) -> None:
-    """And continues with the results in its file."""
-    methods = ["ideal", "ideal --optimizer muon", "local:period=3 --optimizer muon"]
-    reused: list[Any] = []
-    for _ in range(2):
-        results = compare(
-            JOB,
-            methods,
-            runner=PLACE,
-            output=tmp_path,
-            on_start=ignore,
-            on_event=ignore,
-            on_reused=reused.append,
-        )
-    assert [result.label for result in results] == methods
-    assert [result.job.optimizer for result in results] == [None, "muon", "muon"]
-    assert len(reused) == 3

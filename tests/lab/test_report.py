@@ -264,23 +264,6 @@ def test_caption_says_what_was_compared() -> None:
     assert "real" not in report.caption([replace(one, simulated=True)])
 
 
-def test_caption_has_the_range_of_seeds() -> None:
-    runs = [make("bsp", [(1, 0.5)], seed=seed) for seed in range(2)]
-    assert report.caption(runs).endswith(", 2 seeds")
-    assert report.caption([*runs, make("async", [(1, 0.5)])]).endswith(", 1 to 2 seeds")
-
-
-def test_markdown_is_a_table() -> None:
-    """Each row is a line with as many cells as headings."""
-    results = [make("bsp", [(1, 0.5)]), make("selsync:delta=0.3,window=5", [(1, 0.99)])]
-    caption, empty, *lines = report.markdown(results).splitlines()
-    assert (caption, empty) == (report.caption(results), "")
-    assert len(lines) == 4
-    assert {line.count("|") for line in lines} == {len(report.HEADINGS) + 1}
-    assert lines[1] == "|" + "---|" * len(report.HEADINGS)
-    assert lines[3].startswith("| `selsync:delta=0.3,window=5` | 1.0 s |")
-
-
 class Elements(HTMLParser):
     """Tags and cells of a page."""
 
@@ -304,14 +287,6 @@ class Elements(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.tags and self.tags[-1] == "td":
             self.cells[-1] += data
-
-
-def test_page_holds_the_same_table() -> None:
-    """The cells of report.html are those of the table, in order."""
-    results = [make("bsp", [(1, 0.5)]), make("async", [(1, 0.99)])]
-    page = Elements(report.page(results))
-    assert page.cells == [text for row in rows(results) for text in row]
-    assert "img" not in page.tags
 
 
 def test_other_metrics_are_below_the_table() -> None:
@@ -409,11 +384,6 @@ def test_plot_draws_every_strategy(drawn: list[Any], tmp_path: Path, recipe: str
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bsp", "async"]
     assert axes.get_ylabel() == runs[0].metric
     assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
-
-
-def test_plot_marks_simulated_time(drawn: list[Any], tmp_path: Path) -> None:
-    report.plot([replace(make("bsp", [(1, 0.5)]), simulated=True)], tmp_path / "plot.png")
-    assert drawn[0].axes[0].get_xlabel() == "training seconds (simulated)"
 
 
 def test_without_matplotlib_there_is_no_plot(
