@@ -365,7 +365,7 @@ def test_no_internal_tensor_is_on_the_default_device(row: Row) -> None:
 
     A parameter without elements changes nothing.
     """
-    for wire in ["float32"] if row.baseline else ["float32", "int4"]:
+    for wire in ["float32" if row.baseline else "int4"]:
         results = simulated(by_hand, row.text, wire, "meta", workers=3)
         expected = simulated(by_hand, row.text, wire, "cpu", workers=3)
         for (_, end), (_, same) in zip(results, expected, strict=True):
