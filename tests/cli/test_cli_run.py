@@ -137,6 +137,7 @@ def test_a_script_that_fails_is_given_up(folder: Path) -> None:
     assert err.endswith("worker 0 ended with exit code 5; not again (--max-restarts 1)\n")
 
 
+@pytest.mark.nightly
 def test_two_launchers_share_a_training(folder: Path) -> None:
     """The first prints the command for the second, and keeps the store until that has ended."""
     argv = ["run", "-n", "2", "--here", "1", "--store", "127.0.0.1:0", "--fresh"]

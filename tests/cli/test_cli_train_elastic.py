@@ -41,6 +41,7 @@ def halves(setup):
 """
 
 
+@pytest.mark.nightly  # tests/launcher trains so, without the command train
 def test_a_lost_worker_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "halves.py").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
