@@ -58,6 +58,7 @@ def test_the_transformer_has_the_papers_sizes() -> None:
         assert block.dropout.p == model.dropout.p == 0.2
 
 
+@pytest.mark.nightly
 def test_the_last_maps_of_resnet_are_4x4() -> None:
     shapes = []
     with torch.device("meta"):
