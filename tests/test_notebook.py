@@ -71,15 +71,6 @@ def test_a_simulation_shows_how_each_worker_spent_its_time() -> None:
     assert bars[0]["fill"] == bars[2]["fill"] != bars[1]["fill"] == bars[3]["fill"]
 
 
-def test_of_many_workers_the_first_are_shown() -> None:
-    """A page of a thousand rows helps nobody; the caption says how many there are."""
-    timeline = spans(*((rank, "compute", 0, 1) for rank in range(20)))
-    run = Simulation(1.0, [None] * 20, [None] * 20, 0.0, timeline, [0.0] * 20, {})
-    assert [row[0] for row in cells(run)] == [str(rank) for rank in range(16)]
-    (caption,) = page(run).iter("caption")
-    assert caption.text == "simulated: 1 s, idle 0%; the first 16 of 20 workers"
-
-
 def test_an_empty_run_is_shown() -> None:
     """Nothing is divided by zero."""
     assert cells(Simulation(0.0, [None], [None], 0.0, [], [0.0], {}))[0][3:] == [

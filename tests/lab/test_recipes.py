@@ -11,9 +11,7 @@ from torch import Tensor
 from lab.standins import write_idx_files
 from offbeat.lab.recipes import RECIPES, Setup, digits, find_recipe, mnist, stdlib_lm
 from offbeat.lab.recipes.custom import first_samples
-from offbeat.lab.recipes.files import find_file, share_tensors
-
-REAL_MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
+from offbeat.lab.recipes.files import share_tensors
 
 
 @pytest.fixture
@@ -206,17 +204,6 @@ def test_corrupt_idx_files_are_rejected(tmp_path: Path, data: bytes, message: st
     (tmp_path / "y.gz").write_bytes(b"no gzip")
     with pytest.raises(ValueError, match="not a gzip file"):
         mnist.read_idx(tmp_path / "y.gz")
-
-
-@pytest.mark.skipif(not REAL_MNIST.is_dir(), reason=f"no MNIST files in {REAL_MNIST}")
-def test_real_mnist_is_read() -> None:
-    """The official files hold 60,000 and 10,000 images of 28 × 28."""
-    images, labels = (
-        mnist.read_idx(find_file(REAL_MNIST, [name, f"{name}.gz"]))
-        for name in ("train-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-    )
-    assert images.shape == (60000, 28, 28)
-    assert labels.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
 
 
 def test_an_unknown_recipe_lists_the_known_ones() -> None:
