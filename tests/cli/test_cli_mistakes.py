@@ -220,12 +220,10 @@ SIMULATION = [
         ("compare digits -s bsp --slow 9=2", "slow 9=2: ranks are 0 to 3"),
         ("compare digits -s bsp --slow 1", "slow must be RANK=FACTOR, as in 1=2, got '1'"),
         ("compare digits -s bsp --slow 1=0.5", "slow 1=0.5: the factor must be at least 1 .*"),
-        ("compare digits -s bsp --lr-scale 1,x", "lr-scale must be a number, or several as .*"),
-        ("compare digits -s bsp --lr-scale 1,3,1", "lr-scale 1,3,1: a factor is given twice"),
         ("compare digits -s bsp --tune 2", "tune must be at least 3, got 2"),
         (
-            "compare digits -s bsp --tune 3 --lr-scale 1,2",
-            "--lr-scale 1,2: --tune chooses the learning rate; leave it out, or fix it for .*",
+            "compare digits -s bsp --tune 3 --lr-scale 2",
+            "--lr-scale 2: --tune chooses the learning rate; leave it out, or fix it for .*",
         ),
         ("compare digits -s local --tune 3 -s local:period=8", "'local:period=8' is given twice"),
         (
@@ -243,7 +241,6 @@ SIMULATION = [
             "--strategy is given twice: give it once; `offbeat compare` runs several strategies",
         ),
         ("simulate digits -n 2 -n 4", "--workers is given twice: give it once"),
-        ("compare digits -s bsp --lr-scale 1 --lr-scale 3", "--lr-scale is .* as in 0.3,1,3"),
         ("compare digits -s bsp --slow 0=2 --slow 1=3", "--slow is given twice: .* 0=2,1=3"),
         (f"{NET} --bandwidth 2gbit", "--bandwidth is given twice: give it once"),
         ("probe --seconds 5 --seconds 6", "--seconds is given twice: give it once"),

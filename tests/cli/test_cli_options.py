@@ -77,8 +77,7 @@ def test_every_option_arrives(
         argv += ["--step-time", "1ms"]
     assert call(*argv)[0] == 130
     told = {name: value for name, value in VALUES.items() if name in flags}
-    measured = command == "compare"  # which has no option for it
-    assert seen == [Job(**told, measure_links=measured, live=command == "train")]  # type: ignore[arg-type]
+    assert seen == [Job(**told, live=command == "train")]  # type: ignore[arg-type]
 
 
 def test_a_new_field_is_a_new_option(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import workers
 from lab import tiny
 from offbeat import Compute, Network
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.probe import ring
-from offbeat.lab.probe.ring import measure_links
 from offbeat.lab.results import Result
 from offbeat.lab.timing.time_limit import Clock, TimeLimit
 from worlds import run as on_workers
@@ -129,25 +126,3 @@ def test_workers_that_need_each_other_end_at_the_same_step() -> None:
 def test_a_limit_is_kept_in_the_results() -> None:
     told = run(replace(JOB, max_seconds=3.5)).to_dict()["job"]
     assert (told["max_steps"], told["max_seconds"]) == (None, 3.5)
-
-
-def measure(rank: int, size: int) -> tuple[float, float]:
-    found = measure_links()
-    return found.bytes_per_second, found.latency_seconds
-
-
-def test_all_workers_measure_the_same_links() -> None:
-    """Loopback is faster than a megabyte a second, and a message takes less than a second."""
-    one, other = workers.run(measure, workers=2)
-    assert one == other
-    assert one[0] > 1e6
-    assert 0 < one[1] < 1
-
-
-def test_one_stalled_message_does_not_change_the_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The median of 0.4, 4 and 0.4 s counts."""
-    taken = iter([0.4, 4.0, 0.4])
-    monkeypatch.setattr(ring, "_shift", lambda tensor: 0.0)
-    monkeypatch.setattr(ring, "_slowest", lambda seconds: next(taken))
-    monkeypatch.setattr(ring, "gather", lambda value, device, what: [value])
-    assert measure_links().bytes_per_second == pytest.approx(2**18 / 0.4)

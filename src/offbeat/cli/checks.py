@@ -100,19 +100,3 @@ def require_no_simulator_options(options: VirtualClusterOptions) -> None:
         if field.name not in both and getattr(options, field.name) != field.default:
             option = f"--{field.name.replace('_', '-')}"
             raise ValueError(f"{option} is for simulated workers; add --simulate, or leave it out")
-
-
-def parse_lr_scales(text: str) -> tuple[float, ...]:
-    """Return the factors in the value of ``--lr-scale``, such as "0.3,1,3".
-
-    Their range is not checked.
-    """
-    try:
-        scales = tuple(map(float, text.split(",")))
-    except ValueError:
-        raise ValueError(
-            f"lr-scale must be a number, or several as in 0.3,1,3, got {text!r}"
-        ) from None
-    if len(set(scales)) < len(scales):
-        raise ValueError(f"lr-scale {text}: a factor is given twice")
-    return scales

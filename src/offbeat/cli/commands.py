@@ -110,7 +110,6 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
     offbeat compare digits -s bsp -s diloco --tune 6 --simulate --step-time 20ms
     offbeat compare digits -s bsp -s 'local:period=8 --wire int8 --lr-scale 2'
     offbeat compare digits -s ideal -s bsp -s torch:ddp,hook=powersgd,rank=2
-    offbeat compare digits -s ideal -s bsp -s streaming --lr-scale 0.3,1,3
     offbeat compare path/to/file.py -s bsp -s local:period=8 --step-time 50ms
     torchrun --nproc-per-node 4 -m offbeat.cli compare digits -s bsp -s diloco
     """

@@ -122,12 +122,6 @@ class CompareOptions:
         panel=Panel.WORKERS,
         metavar="RANK=X",
     )
-    lr_scale: str = option(
-        "1",
-        help="Factor on the learning rate. Of several, as in 0.3,1,3, the best one is shown.",
-        panel=Panel.STRATEGIES,
-        metavar="FACTOR",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +221,6 @@ class RunOptions:
 
 _SEVERAL = {
     "strategy": "; `offbeat compare` runs several strategies",
-    "lr_scale": "; separate several factors by commas, as in 0.3,1,3",
     "slow": "; separate several workers by commas, as in 0=2,1=3",
 }
 """What to do instead of repeating an option, by the name of its field."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from offbeat.arguments import require_integer
 from offbeat.cli.checks import (
     check_method,
-    parse_lr_scales,
     require_distinct,
     require_file,
     require_folder,
@@ -108,16 +107,13 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
     require_integer("seeds", seeds, least=1)
     if seeds > _MOST_SEEDS:
         raise ValueError(f"seeds must be at most {_MOST_SEEDS}, got {seeds}")
-    scales = parse_lr_scales(options.lr_scale)
     step_time = simulated.step_time
     job = with_launched_workers(job)
     job = replace(
         job,
-        lr_scale=scales[0],
         jitter=simulated.jitter,
         slow=options.slow,
         scenario=_read_scenario(simulated.scenario, job.workers),
-        measure_links=not options.simulated,
         step_seconds=None if step_time is None or options.simulated else to_seconds(step_time),
         workers_per_node=simulated.workers_per_node,
     )
@@ -126,27 +122,24 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
     first = strategies  # methods as they are before tuning
     if options.tune is not None:
         require_integer("tune", options.tune, least=LEAST_BUDGET)
-        if scales != (1.0,):
+        if job.lr_scale != 1:
             raise ValueError(
-                f"--lr-scale {options.lr_scale}: --tune chooses the learning rate; leave it out, "
+                f"--lr-scale {job.lr_scale:g}: --tune chooses the learning rate; leave it out, "
                 "or fix it for one strategy, as in -s 'bsp --lr-scale 2'"
             )
         first = [untuned(text) for text in with_ideal(strategies)]
 
     def check() -> None:
-        for scale in scales:
-            require_distinct(replace(job, lr_scale=scale), first)
+        require_distinct(job, first)
         if not options.simulated:
             require_no_simulator_options(simulated)
         if options.output is not None:
             require_folder("--output", options.output)
         task = None
         for text in first:
-            for scale in scales:
-                run = replace(job, lr_scale=scale)
-                if options.simulated:
-                    require_virtual(run.under(text).strategy)
-                task = check_method(run, text, task)
+            if options.simulated:
+                require_virtual(job.under(text).strategy)
+            task = check_method(job, text, task)
         if options.simulated:
             return
         scenario = Scenario.from_json(job.scenario)
@@ -172,7 +165,7 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
             runner = stack.enter_context(real_workers(job, options.bandwidth, check))
         if runner is None:
             return
-        runs = comparison.count_runs(job, strategies, seeds, scales, options.tune)
+        runs = comparison.count_runs(job, strategies, seeds, options.tune)
         with Bar(runs, at_most=options.tune is not None) as bar:
 
             def write_page(results: Sequence[Result]) -> None:
@@ -184,7 +177,6 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
                 job,
                 strategies,
                 seeds=seeds,
-                lr_scales=scales,
                 runner=runner,
                 output=folder,
                 on_start=bar.start,

@@ -46,7 +46,6 @@ from offbeat.lab.launch.stop_request import StopRequest
 from offbeat.lab.leased import LeasedBatches
 from offbeat.lab.methods.base import Attached, Baseline, Method
 from offbeat.lab.methods.registry import is_ideal, parse_method
-from offbeat.lab.probe.ring import measure_links
 from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.recipes.datasets import to_device
 from offbeat.lab.samplers import Batches, parse_injection
@@ -91,7 +90,6 @@ def train_worker(
     - ``Start``, a ``Step`` for each step, every ``Evaluation`` in the order of the steps, ``End``;
       with ``job.live``, an ``Evaluation`` replaces the ``Step`` after which it takes place;
     - ``Waiting`` before longer work other than training, such as an evaluation;
-    - ``LinkSpeed`` if the job requests this measurement;
     - ``EvaluationCount`` when the run chooses its number of evaluations, unless the job sets it;
     - ``Resumed``, followed by the events in the checkpoint, if the job continues a run;
     - ``Stopped`` instead of ``End`` if the run is asked to stop early.
@@ -127,7 +125,6 @@ class _Worker:
     def run(self, stop_request: StopRequest | None) -> None:
         job, task, emit = self._job, self._task, self._emit
         emit(Waiting("connecting to the other workers"))
-        self._measure_links()
         self._control_step_times()
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(job.seed * 1000 + self._rank)  # ranks draw different augmentation and dropout
@@ -154,7 +151,6 @@ class _Worker:
         emit(Waiting("finishing"))
         method.finish()
         totals = gather(self._totals(method), self._device, "the totals of all workers")
-        self._measure_links()
         emit(Waiting("evaluating"))
         evaluator.finish(method)
         emit(End(tuple(map(stats_of, totals)), method.step_seconds))
@@ -244,13 +240,6 @@ class _Worker:
             late = {"late_steps": self._padding.late_steps}
             totals["details"] = {**totals["details"], **late}
         return totals
-
-    def _measure_links(self) -> None:
-        job = self._job
-        wanted = job.measure_links and job.workers > 1 and not is_ideal(job.strategy)
-        if wanted and dist.get_backend() == "gloo":
-            self._emit(Waiting("measuring the links"))
-            self._emit(measure_links())
 
     def _batches(self, method: Method | None = None, task: Task | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches, on its device.

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from offbeat.display.narrow import wrapped
 from offbeat.display.plots import INK, as_svg, colours_of, new_figure
 from offbeat.lab.report.rows import SHARES, Row, ideal_of, rows_of, targets_of
 from offbeat.lab.report.tables import caption
@@ -194,22 +195,11 @@ def _draw_legend(figure: Any, axes: Any, place: str, *, columns: int) -> None:
 
 def _name_rows(axes: Any, rows: Sequence[Row]) -> None:
     """Label the vertical axis with the rows' names, the first row at the top."""
-    axes.set_yticks(range(len(rows)), [_wrapped(row.name) for row in rows])
+    axes.set_yticks(range(len(rows)), [wrapped(row.name, _WRAP) for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(axis="x", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     _use_page_colour(axes)
-
-
-def _wrapped(name: str) -> str:
-    """Break a name into lines of at most ``_WRAP`` characters, preferably after punctuation."""
-    lines, rest = [], name
-    while len(rest) > _WRAP:
-        cut = max(rest.rfind(mark, 0, _WRAP) for mark in ",: ") + 1
-        cut = cut if cut > 0 else _WRAP
-        lines.append(rest[:cut])
-        rest = rest[cut:]
-    return "\n".join([*lines, rest])
 
 
 def _use_page_colour(axes: Any) -> None:
