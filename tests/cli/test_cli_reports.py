@@ -11,7 +11,7 @@ from cli.commands import Call
 from offbeat.cli import view
 from offbeat.lab import report
 
-OLD = Path(__file__).parents[1] / "lab" / "old_results.jsonl"
+SAVED = Path(__file__).parents[1] / "lab" / "results.jsonl"
 SHORT = ("--workers", "2", "--max-steps", "2", "--evaluations", "2")
 VIRTUAL = ("--simulate", "--step-time", "20ms", "--bandwidth", "200mbit", "--slow", "1=2")
 
@@ -129,7 +129,7 @@ def test_the_page_is_written_after_each_run(
 
 def test_trials_alone_have_no_page(call: Call, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    line = json.loads(OLD.read_text(encoding="utf-8").splitlines()[0])
+    line = json.loads(SAVED.read_text(encoding="utf-8").splitlines()[0])
     path.write_text(json.dumps(line | {"trial": {"method": "bsp", "budget": 3}}) + "\n")
     assert call("report", str(path)) == (2, "", f"error: {path} holds no result of a comparison\n")
 
@@ -137,7 +137,7 @@ def test_trials_alone_have_no_page(call: Call, tmp_path: Path) -> None:
 def test_a_page_is_made_of_older_results(call: Call, tmp_path: Path) -> None:
     """The page is in a new folder."""
     page = tmp_path / "a" / "page.html"
-    code, out, err = call("report", str(OLD), "-o", str(page))
+    code, out, err = call("report", str(SAVED), "-o", str(page))
     assert (code, err) == (0, "")
     assert str(page) in out
     assert "async:staleness=4" in page.read_text(encoding="utf-8")
