@@ -63,8 +63,8 @@ def train(job: Job, bandwidth: str | None, elastic: bool) -> None:
     job = replace(with_launched_workers(job), live=True)
 
     def check() -> None:
-        require_file("--records", None if job.log is None else Path(job.log))
         job.check()
+        require_file("--records", None if job.log is None else Path(job.log))
 
     with real_workers(job, bandwidth, check) as runner:
         if runner is not None:
@@ -129,32 +129,21 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
             )
         first = [untuned(text) for text in with_ideal(strategies)]
 
+    folder = options.output
+    if folder is None:
+        folder = Path("runs", f"{_file_name(job.recipe)}-{time.strftime('%Y%m%d-%H%M%S')}")
+
     def check() -> None:
         require_distinct(job, first)
-        if not options.simulated:
-            require_no_simulator_options(simulated)
-        if options.output is not None:
-            require_folder("--output", options.output)
+        require_folder("--output", options.output)
         task = None
         for text in first:
             if options.simulated:
                 require_virtual(job.under(text).strategy)
             task = check_method(job, text, task)
-        if options.simulated:
-            return
-        scenario = Scenario.from_json(job.scenario)
-        stragglers = job.jitter or job.slow or scenario.slowdowns(job.workers)
-        if step_time is None and stragglers:
-            raise ValueError(STRAGGLERS_NEED_STEP_TIME)
-        if options.bandwidth is None and scenario.bandwidths(job.workers):
-            raise ValueError(
-                f"--scenario {simulated.scenario} changes bandwidths: give --bandwidth, the one at "
-                "the start, or add --simulate"
-            )
+        if not options.simulated:
+            _check_real(job, options.bandwidth, simulated)
 
-    folder = options.output
-    if folder is None:
-        folder = Path("runs", f"{_file_name(job.recipe)}-{time.strftime('%Y%m%d-%H%M%S')}")
     with contextlib.ExitStack() as stack:
         runner: Runner | None
         if options.simulated:
@@ -194,6 +183,20 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
             console.print(
                 "plot    none: it needs matplotlib, pip install 'offbeat[plot]'", markup=False
             )
+
+
+def _check_real(job: Job, bandwidth: str | None, options: VirtualClusterOptions) -> None:
+    """Raise ValueError if real processes do not support the options."""
+    require_no_simulator_options(options)
+    scenario = Scenario.from_json(job.scenario)
+    stragglers = job.jitter or job.slow or scenario.slowdowns(job.workers)
+    if options.step_time is None and stragglers:
+        raise ValueError(STRAGGLERS_NEED_STEP_TIME)
+    if bandwidth is None and scenario.bandwidths(job.workers):
+        raise ValueError(
+            f"--scenario {options.scenario} changes bandwidths: give --bandwidth, the one at the "
+            "start, or add --simulate"
+        )
 
 
 def _file_name(recipe: str) -> str:
