@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 import math
 import pickle
 from collections.abc import Callable
@@ -139,26 +138,3 @@ def test_a_compute_does_not_change() -> None:
         compute.step = 1.0  # type: ignore[misc]
     assert dataclasses.replace(compute, trace=None).seconds(0, 0, seed=0) == 0.1
     assert copy.deepcopy(compute) == pickle.loads(pickle.dumps(compute)) == compute
-
-
-def test_a_compute_shows_and_saves_itself() -> None:
-    """The repr reads like the call; the dictionary survives JSON."""
-    assert repr(Compute()) == "Compute('50 ms')"
-    straggler = Straggler(0, 10, 5, 4.0)
-    full = Compute("20ms", jitter=0.1, slowdown={1: 2}, stragglers=[straggler], trace={0: [1, 2]})
-    assert repr(full) == (
-        "Compute('20 ms', jitter=0.1, slowdown={1: 2.0}, "
-        "stragglers=(Straggler(rank=0, first_step=10, steps=5, factor=4.0),), "
-        "trace=<of ranks 0>)"
-    )
-    assert repr(Compute(trace=[1, 2])) == "Compute('50 ms', trace=<2 steps>)"
-    assert full.to_dict() == {
-        "step": 0.02,
-        "jitter": 0.1,
-        "slowdown": {"1": 2.0},
-        "stragglers": [{"rank": 0, "first_step": 10, "steps": 5, "factor": 4.0}],
-        "trace": {"0": [1.0, 2.0]},
-    }
-    assert json.loads(json.dumps(full.to_dict())) == full.to_dict()
-    assert Compute().to_dict()["trace"] is None
-    assert Compute(trace=[1]).to_dict()["trace"] == [1.0]

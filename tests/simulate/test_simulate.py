@@ -89,7 +89,7 @@ def test_a_bsp_step_is_compute_and_all_reduce() -> None:
 
 def test_a_bandwidth_that_changes() -> None:
     """A fourth of the bandwidth from 0.5 s on, for transfers that start from then on."""
-    network = Network(BANDWIDTH, latency=ALPHA, changes={0.5: 0.25})
+    network = Network(BANDWIDTH, latency=ALPHA, per_worker_changes={0.5: {0: 2e6, 1: 2e6}})
     result = simulate(training(offbeat.BSP(), 6), workers=2, network=network, compute=Compute(STEP))
     before, after = (2 * (ALPHA + 1e5 / (2 * rate)) for rate in (1e6, 0.25e6))
     times, now = [], 0.0
@@ -116,7 +116,7 @@ def test_messages_meet_a_bandwidth_that_changes() -> None:
             times.append(float(communicator.host.now()))
         return times
 
-    network = Network(8e6, latency=0.0, changes={0.004: 0.5, 0.005: 3.0})
+    network = Network(8e6, latency=0.0, per_worker_changes={0.004: {0: 4e6}, 0.005: {0: 24e6}})
     assert simulate(worker, workers=2, network=network).results[1] == pytest.approx([0.004, 0.012])
 
 
