@@ -91,17 +91,6 @@ def test_each_worker_ends_by_its_own_clock(evaluations: int, slow: int) -> None:
     assert found.seconds == pytest.approx(4, abs=0.1)
 
 
-def test_each_node_ends_by_its_own_clock() -> None:
-    """Steps of 1 s and 3 s. The workers of a node know one step later that 6.5 s have passed."""
-    network = Network("100Mbit/s", latency="1ms", workers_per_node=2)
-    place = VirtualCluster(network, Compute("1s", slowdown={2: 3.0}))
-    job = replace(JOB, strategy="async:staleness=8", workers=4, workers_per_node=2, max_seconds=6.5)
-    found = run_and_record(job, lambda event: None, place)
-    assert [one.steps for one in found.stats] == [8, 8, 4, 4]
-    assert found.points[-1].step == 6
-    assert found.seconds == pytest.approx(12, abs=0.1)
-
-
 def ends_together(rank: int, size: int, clock: Clock) -> tuple[int, int]:
     """Steps take 1 s, or 2 s on rank 1. Return the last step, for 200 steps and for 500."""
     found = []

@@ -1,4 +1,4 @@
-"""Times to targets, differences and split of the time."""
+"""Times to targets, and differences."""
 
 import math
 from dataclasses import replace
@@ -7,12 +7,10 @@ from itertools import product
 import pytest
 
 from lab.test_report import make
-from offbeat import Stats
 from offbeat.lab import report
-from offbeat.lab.report.figures import curve_of, time_split
+from offbeat.lab.report.figures import curve_of
 from offbeat.lab.report.intervals import interval_of
 from offbeat.lab.report.rows import rows_of
-from offbeat.lab.results import Result
 
 # Arrivals
 
@@ -85,32 +83,6 @@ def test_the_bootstrap_interval_is_that_of_all_resamples(values: tuple[float, ..
 def test_an_interval_needs_three_values() -> None:
     with pytest.raises(ValueError, match="at least 3 values, got 2"):
         interval_of([1.0, 2.0])
-
-
-# Links and times
-
-
-def run(strategy: str, seconds: float, *, wait: float = 0.0) -> Result:
-    """Return a run of ten steps."""
-    one = make(strategy, [(seconds, 0.9)])
-    stats = Stats(steps=10, wait_seconds=wait, compute_seconds=seconds - wait)
-    points = tuple(replace(point, step=10) for point in one.points)
-    return replace(one, points=points, stats=(stats, stats))
-
-
-def test_the_time_is_split_by_the_ideals_step() -> None:
-    ideal, ours, peer = run("ideal", 2), run("bsp", 8, wait=5), run("torch:ddp", 8)
-    rows = rows_of([ideal, ours, peer])
-    assert time_split(rows[1], rows) == pytest.approx(
-        {"computing": 2 / 8, "other work": 1 / 8, "waiting": 5 / 8}
-    )
-    assert time_split(rows[2], rows) == pytest.approx(
-        {"computing": 2 / 8, "waiting and other": 6 / 8}
-    )
-    alone = rows_of([ours])
-    assert time_split(alone[0], alone) == pytest.approx(
-        {"computing": 3 / 8, "other work": 0, "waiting": 5 / 8}
-    )
 
 
 def test_curves_have_bands_up_to_the_end_of_the_shortest() -> None:

@@ -179,7 +179,6 @@ def plan(options: PlanOptions) -> None:
 @implemented_in("network")
 def probe(
     seconds: Annotated[float, typer.Option(help="Target duration.")] = 20.0,
-    pairs: Annotated[bool, typer.Option("--pairs", help="Show every pair, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure the network between the workers of torchrun, and warn of anomalies.

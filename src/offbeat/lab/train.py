@@ -54,7 +54,6 @@ from offbeat.lab.timing.padding import STRAGGLERS_NEED_STEP_TIME, PaddedLoss, pa
 from offbeat.lab.timing.time_limit import TimeLimit
 from offbeat.strategies import Strategy
 from offbeat.synchronizer import Synchronizer
-from offbeat.transport.communicator import Communicator
 
 
 def choose_backend() -> str:
@@ -221,18 +220,10 @@ class _Worker:
     def _time_limit(self, method: Method) -> TimeLimit:
         """Return the limit on the training time. The evaluator applies it if ``job.live``."""
         job, clock = self._job, method.limited_clock
-        node: Communicator | None = None
-        if clock == "own" and job.workers_per_node > 1:  # only in the simulator
-            # A worker cannot take a step without the others of its node.
-            world: Any = dist.group.WORLD
-            clock, node = "largest", world.make_nodes(job.timeout_seconds).inside
-        return TimeLimit(
-            None if job.live else job.max_seconds,
-            self._task.steps,
-            clock=clock,
-            device=self._device,
-            node=node,
-        )
+        if job.workers_per_node > 1:  # a worker takes no step without the others of its node
+            clock = "largest"
+        seconds = None if job.live else job.max_seconds
+        return TimeLimit(seconds, self._task.steps, clock=clock, device=self._device)
 
     def _totals(self, method: Method) -> dict[str, Any]:
         totals = method.stats.to_dict()

@@ -61,7 +61,6 @@ def drawings(results: Sequence[Result]) -> list[tuple[str, str]]:
         drawn = [
             (f"{results[0].metric} against seconds".capitalize(), figures.curves(results)),
             ("Share of the ideal", figures.shares(results)),
-            ("Where the time went", figures.times(results)),
         ]
     except ImportError:
         return []
