@@ -7,7 +7,6 @@ import heapq
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -56,38 +55,22 @@ class Ideal(Baseline):
         batches: Callable[[], Iterable[Any]],
         timeout_seconds: float,
     ) -> Method:
-        loss = task.loss
         if dist.get_backend() == "simulated":
-            sync = under(BSP())
-            if task.position is None:
-                return _OnIdealNetwork(task, lr_scale, sync, lambda: sync.stats.compute_seconds)
-            return _OnIdealNetwork(task, lr_scale, sync, _shared_clock(sync))
-        if isinstance(loss, PaddedLoss):
-            return _OnIdealNetwork(task, lr_scale, under(BSP()), lambda: loss.planned_seconds)
+            return (_Virtual if task.position is None else _Shared)(task, lr_scale, under(BSP()))
+        if isinstance(task.loss, PaddedLoss):
+            return _Planned(task, lr_scale, under(BSP()), task.loss)
         local = LocalTraining(task, lr_scale, batches)
         local.measure()
         return _Measured(task, lr_scale, under(BSP()), local)
 
 
 class _OnIdealNetwork(Attached):
-    """BSP without its waiting time.
+    """BSP without its waiting time. Subclasses define the training seconds of each worker.
 
-    ``clock`` returns the training seconds of this worker. They differ between workers, which
-    nevertheless must end at the same step.
+    These differ between workers, which nevertheless must end at the same step.
     """
 
     limited_clock: ClassVar[Clock] = "mean"
-
-    def __init__(
-        self, task: Task, lr_scale: float, sync: Synchronizer, clock: Callable[[], float]
-    ) -> None:
-        super().__init__(task, lr_scale, sync)
-        self._clock = clock
-
-    @property
-    @override
-    def seconds(self) -> float:
-        return self._clock()
 
     @override
     def train(self, batch: Any) -> None:
@@ -105,14 +88,32 @@ class _OnIdealNetwork(Attached):
         return replace(super().stats, wait_seconds=0.0, compute_seconds=self.seconds)
 
 
+class _Planned(_OnIdealNetwork):
+    """BSP on real processes with controlled step times."""
+
+    def __init__(self, task: Task, lr_scale: float, sync: Synchronizer, loss: PaddedLoss) -> None:
+        super().__init__(task, lr_scale, sync)
+        self._loss = loss
+
+    @property
+    @override
+    def seconds(self) -> float:
+        return self._loss.planned_seconds
+
+
 class _Measured(_OnIdealNetwork):
     """BSP on real processes, with a measured step time."""
 
     def __init__(
         self, task: Task, lr_scale: float, sync: Synchronizer, local: LocalTraining
     ) -> None:
-        super().__init__(task, lr_scale, sync, lambda: self.step * local.step_seconds)
+        super().__init__(task, lr_scale, sync)
         self._local = local
+
+    @property
+    @override
+    def seconds(self) -> float:
+        return self.step * self.step_seconds
 
     @property
     @override
@@ -125,17 +126,34 @@ class _Measured(_OnIdealNetwork):
         self._local.measure()
 
 
-def _shared_clock(sync: Synchronizer) -> Callable[[], float]:
-    """Return a clock in virtual time, as if faster workers took more of the data."""
-    world: Any = dist.group.WORLD
-    times = [0.0]
-    later = summed_speeds(world.cluster.compute, sync.size, world.cluster.seed)
+class _Virtual(_OnIdealNetwork):
+    """BSP in virtual time, where the compute time is known exactly."""
 
-    def clock() -> float:
-        times.extend(islice(later, sync.step + 1 - len(times)))
-        return times[sync.step]
+    @property
+    @override
+    def seconds(self) -> float:
+        return self.sync.stats.compute_seconds
 
-    return clock
+
+class _Shared(_OnIdealNetwork):
+    """BSP in virtual time, timed as if faster workers took more of the data."""
+
+    def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
+        super().__init__(task, lr_scale, sync)
+        world: Any = dist.group.WORLD
+        cluster = world.cluster
+        self._times = summed_speeds(cluster.compute, sync.size, cluster.seed)
+        self._seconds = 0.0
+
+    @override
+    def train(self, batch: Any) -> None:
+        super().train(batch)
+        self._seconds = next(self._times)
+
+    @property
+    @override
+    def seconds(self) -> float:
+        return self._seconds
 
 
 def summed_speeds(compute: Compute, workers: int, seed: int) -> Iterator[float]:
