@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.live import Live
 
-from offbeat.cli.progress_line import show_duration, show_time_left
+from offbeat.cli.progress import show_duration, show_time_left
 from offbeat.cli.view import console, print_table, rendered
 from offbeat.display.table import Table
 from offbeat.lab.probe.tables import show_rate

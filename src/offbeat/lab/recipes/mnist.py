@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.lab.recipes.base import Recipe, Setup, Task
-from offbeat.lab.recipes.classification import classification_task, sgd_warmup_cosine
+from offbeat.lab.recipes.classification import classification_task
 from offbeat.lab.recipes.datasets import TensorData
 from offbeat.lab.recipes.files import find_file, require_directory
 
@@ -97,11 +97,11 @@ def build(setup: Setup) -> Task:
     return classification_task(
         setup,
         make_model,
-        sgd_warmup_cosine(lr=0.05, weight_decay=1e-4),
         TensorData(train_x, train_y),
         TensorData(test_x, test_y),
         batch_size=64,
         metrics={"test accuracy": 1},
+        lr=0.05,
     )
 
 
