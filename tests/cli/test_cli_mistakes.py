@@ -278,7 +278,6 @@ SIMULATION = [
         ("plan --parameters 25M --step-time 1 --bandwidth 1gbit", f"'1' {DURATION}"),
         ("plan --parameters 25M --step-time 1s --bandwidth 1gbit --latency 5", f"'5' {DURATION}"),
         ("plan --parameters 5X --step-time 1s --bandwidth 1gbit", "'5X' is not a count; .* 25M .*"),
-        ("plan --parameters 5 --step-time 1s --bandwidth 1gbit --lssr 2", "lssr must be .*"),
         ("plan --parameters 5 --step-time 1s --bandwidth 1gbit -n 0", "workers must be .*, got 0"),
         *(
             (

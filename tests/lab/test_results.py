@@ -97,11 +97,10 @@ def test_the_target_is_reached_at_the_first_point_at_it(
 
 
 def test_totals_are_means_over_the_workers() -> None:
-    """LSSR is 3/4 and 1/4, the idle share 1/4 and 2/4; flags count all workers' steps."""
+    """LSSR is 3/4 and 1/4, the idle share 1/4 and 2/4."""
     one = result((1.0, 0.9))
     assert one.lssr == 0.5
     assert one.payload_bytes == 200
     assert one.idle == 0.375
-    assert one.flag_rate == 3 / 8
     first = replace(one.stats[0], details={"a": 1})
     assert replace(one, stats=(first, one.stats[1])).details == {"a": 1}

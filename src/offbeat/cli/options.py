@@ -145,9 +145,6 @@ class PlanOptions(NodeOptions):
         panel=Panel.WORKERS,
         unset=str(USUAL_WORKERS),
     )
-    lssr: float = option(
-        0.9, help="Share of steps without synchronization, for SelSync.", panel=Panel.STRATEGIES
-    )
     wire: Precision | None = option(
         None,
         help="Precision of what is sent: float32, bfloat16, int8, int4, int2, auto.",

@@ -133,11 +133,6 @@ class Result:
         return self._mean("idle") if self.measured else None
 
     @property
-    def flag_rate(self) -> float | None:
-        """Share of steps in which a worker asked to synchronize (SelSync only). None: unknown."""
-        return self._mean("flags") / max(1.0, self._mean("steps")) if self.measured else None
-
-    @property
     def details(self) -> dict[str, Any]:
         """Strategy-specific totals of rank 0."""
         return self.stats[0].details
@@ -154,7 +149,7 @@ class Result:
         """Return the fields and most properties as JSON values, for ``results.jsonl``."""
         derived = (
             *("strategy", "label", "final", "final_metrics", "seconds", "time_to_target_seconds"),
-            *("lssr", "payload_bytes", "idle", "flag_rate", "details"),
+            *("lssr", "payload_bytes", "idle", "details"),
         )
         return {
             **{field.name: getattr(self, field.name) for field in fields(self)},

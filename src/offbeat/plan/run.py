@@ -49,7 +49,7 @@ class Setting:
     network: Network
     step_seconds: float
     jitter: float
-    lssr: float
+    lssr: float = 0.9
     tail: float = 0.0
     node_bytes: float = 0.0
 
