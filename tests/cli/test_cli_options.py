@@ -75,8 +75,7 @@ def test_every_option_arrives(
         argv += ["--step-time", "1ms"]
     assert call(*argv)[0] == 130
     told = {name: value for name, value in VALUES.items() if name in flags}
-    measured = command == "compare"  # which has no option for it
-    assert seen == [Job(**told, measure_links=measured, live=command == "train")]  # type: ignore[arg-type]
+    assert seen == [Job(**told, live=command == "train")]  # type: ignore[arg-type]
 
 
 def test_defaults_inside_nodes_are_those_of_the_cost_model() -> None:

@@ -35,8 +35,7 @@ from offbeat.errors import OffbeatError
 from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.job import Job
 from offbeat.lab.launch import runners
-from offbeat.lab.launch.cleanup import run_cleanup
-from offbeat.lab.launch.cluster import Cluster
+from offbeat.lab.launch.cluster import Cluster, run_cleanup
 from offbeat.lab.report import SHARE_MEANS
 from offbeat.lab.timing.step_time import StepTime
 from offbeat.launcher import forking

@@ -152,25 +152,6 @@ def test_a_strategy_may_have_its_own_options(tmp_path: Path) -> None:
     assert read_results(tmp_path / "results.jsonl") == results
 
 
-def test_every_method_is_tried_with_every_factor(tmp_path: Path) -> None:
-    """A method with its own factor is an exception; seeds are still the outer loop."""
-    runner = Choosing()
-    results = lab.compare(
-        Job("digits", "bsp", 2),
-        ("bsp", "async --lr-scale 2"),
-        seeds=2,
-        lr_scales=(0.3, 1.0),
-        runner=runner,
-        output=tmp_path,
-        on_start=ignore,
-        on_event=ignore,
-    )
-    told = [(one.job.seed, one.strategy, one.job.lr_scale, one.lr_scales) for one in results]
-    each = [("bsp", 0.3, (0.3, 1.0)), ("bsp", 1.0, (0.3, 1.0)), ("async", 2.0, ())]
-    assert told == [(seed, *one) for seed in (0, 1) for one in each]
-    assert read_results(tmp_path / "results.jsonl") == results
-
-
 def test_existing_results_are_not_run_again(tmp_path: Path) -> None:
     """A failed comparison continues, and a finished one can be extended."""
     with pytest.raises(OffbeatError):
@@ -219,20 +200,6 @@ def test_results_of_another_comparison_are_not_mixed_in(
     with pytest.raises(ValueError, match=rf"jsonl, line 1, .*{name}.* name another --output"):
         compare(Choosing(), tmp_path, seeds=1, **change)
     assert (tmp_path / "results.jsonl").read_bytes() == before
-
-
-def test_results_may_be_mixed_where_that_is_asked_for(tmp_path: Path) -> None:
-    """Existing results are kept; further runs use the present job."""
-    runner = Choosing()
-
-    def widen(seeds: int, step_seconds: float | None) -> list[Result]:
-        job = Job("digits", "bsp", 2, step_seconds=step_seconds)
-        told = {"on_start": ignore, "on_event": ignore, "may_differ": ["step_seconds"]}
-        return lab.compare(job, ["bsp"], seeds=seeds, runner=runner, output=tmp_path, **told)
-
-    widen(1, None)
-    assert [one.job.step_seconds for one in widen(2, 0.5)] == [None, 0.5]
-    assert [(job.seed, job.step_seconds) for job in runner.jobs] == [(0, None), (1, 0.5)]
 
 
 class Nowhere(Loopback):

@@ -1,6 +1,5 @@
 """Recipes: deterministic tasks, disjoint splits, clear errors."""
 
-import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from torch import Tensor
 from lab.standins import write_idx_files
 from offbeat.lab.recipes import RECIPES, Setup, digits, find_recipe, mnist, stdlib_lm
 from offbeat.lab.recipes.custom import first_samples
-from offbeat.lab.recipes.files import share_tensors
 
 
 @pytest.fixture
@@ -45,31 +43,12 @@ def test_all_workers_together_read_the_epochs() -> None:
 
 
 def test_workers_of_one_process_share_the_data(idx: Path) -> None:
-    """Tensors are in memory once, and are freed when no task uses them."""
-    reads: list[str] = []
-
-    @share_tensors
-    def load(name: str, *, count: int = 3) -> tuple[tuple[Tensor, Tensor], int]:
-        reads.append(name)
-        return (torch.zeros(count), torch.ones(count)), count
-
-    (x, y), count = load("a")
-    assert load("a")[0][0] is x
-    assert load("a")[0][1] is y
-    assert load("b", count=4)[1] == 4
-    assert (reads, count) == (["a", "b"], 3)
-    del y  # a part is not enough
-    assert torch.equal(load("a")[0][1], torch.ones(3))
-    assert reads == ["a", "b", "a"]
-
+    """Tensors are in memory once."""
     one, two = (find_recipe("mnist").build(Setup(2, 1, seed=seed, data=idx)) for seed in (0, 1))
     for x, y in zip(one.dataset.tensors, two.dataset.tensors, strict=True):
         assert x is y
     for x, y in zip(one.evaluate.dataset.tensors, two.evaluate.dataset.tensors, strict=True):
         assert x is y
-    seen = weakref.ref(one.dataset.tensors[0])
-    del one, two, x, y
-    assert seen() is None
 
 
 def test_digits_splits_are_disjoint() -> None:

@@ -326,7 +326,7 @@ def test_page_needs_no_other_file() -> None:
     """Its figures are inline, and it loads nothing."""
     text = report.page([make("bsp", [(1, 0.5), (2, 0.99)]), make("ideal", [(1, 0.99)])])
     page = Elements(text)
-    assert page.tags.count("svg") == 3
+    assert page.tags.count("svg") == 2
     assert all(source.startswith("#") for source in page.sources)
     assert not re.findall(r"https?://(?!www\.w3\.org/)", text)
     assert not re.search(r"@import|url\((?!#)", text)

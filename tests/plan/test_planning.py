@@ -325,7 +325,6 @@ def test_impossible_nodes_of_a_plan_are_refused(changes: dict[str, Any], message
         ({"workers": 0}, "workers must be at least 1"),
         ({"jitter": 10}, "0.1 for 10 %"),
         ({"jitter": math.nan}, "0.1 for 10 %"),
-        ({"lssr": 1}, "like 0.9"),
         ({"wire": "float16"}, "wire must be .float32"),
         ({"strategies": []}, "must be a list like"),
         ({"strategies": "bsp"}, "must be a list like"),

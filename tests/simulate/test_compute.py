@@ -1,6 +1,5 @@
 """How long a worker computes for a step."""
 
-import json
 import math
 from collections.abc import Callable
 
@@ -116,26 +115,3 @@ def test_impossible_computes_are_refused(
     """The error names the argument and what is allowed."""
     with pytest.raises(error, match=message):
         make()
-
-
-def test_a_compute_shows_and_saves_itself() -> None:
-    """The repr reads like the call; the dictionary survives JSON."""
-    assert repr(Compute()) == "Compute('50 ms')"
-    straggler = Straggler(0, 10, 5, 4.0)
-    full = Compute("20ms", jitter=0.1, slowdown={1: 2}, stragglers=[straggler], trace={0: [1, 2]})
-    assert repr(full) == (
-        "Compute('20 ms', jitter=0.1, slowdown={1: 2.0}, "
-        "stragglers=(Straggler(rank=0, first_step=10, steps=5, factor=4.0),), "
-        "trace=<of ranks 0>)"
-    )
-    assert repr(Compute(trace=[1, 2])) == "Compute('50 ms', trace=<2 steps>)"
-    assert full.to_dict() == {
-        "step": 0.02,
-        "jitter": 0.1,
-        "slowdown": {"1": 2.0},
-        "stragglers": [{"rank": 0, "first_step": 10, "steps": 5, "factor": 4.0}],
-        "trace": {"0": [1.0, 2.0]},
-    }
-    assert json.loads(json.dumps(full.to_dict())) == full.to_dict()
-    assert Compute().to_dict()["trace"] is None
-    assert Compute(trace=[1]).to_dict()["trace"] == [1.0]

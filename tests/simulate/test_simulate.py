@@ -101,7 +101,7 @@ def test_messages_meet_a_bandwidth_that_changes() -> None:
             times.append(float(communicator.host.now()))
         return times
 
-    network = Network(8e6, latency=0.0, changes={0.004: 0.5, 0.005: 3.0})
+    network = Network(8e6, latency=0.0, per_worker_changes={0.004: {0: 4e6}, 0.005: {0: 24e6}})
     assert simulate(worker, workers=2, network=network).results[1] == pytest.approx([0.004, 0.012])
 
 
