@@ -101,7 +101,7 @@ class Flow(ABC):
 
     @property
     def synced_step(self) -> int:
-        """Newest local step such that a mean over the workers contains it and all earlier steps.
+        """Newest local step such that the models of all workers contain it and all earlier steps.
 
         Data of later steps must be trained on again if this worker is lost. A strategy with a
         ``CustomFlow`` reports all steps, because its training ends with the first lost worker.

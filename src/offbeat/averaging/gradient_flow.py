@@ -125,9 +125,12 @@ class GradientFlow(Flow):
     @property
     @override
     def synced_step(self) -> int:
-        if self.every_step or self.worker.size == 1:
+        if self.worker.size == 1:
             return self.worker.step
-        return min(view.launch_step for view in self.state.views)
+        # A worker that has received a mean of gradients knows only that the others have the one
+        # before. The mean does not contain steps with local gradients.
+        newest = self.worker.step - 1 if self.every_step else 0
+        return max(newest, self.state.start_step)
 
     def _view(self, optimizer: int, *, stepping: bool) -> WorkerView:
         """Return the strategy's view of this worker, up to date."""

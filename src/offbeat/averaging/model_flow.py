@@ -116,7 +116,7 @@ class ModelFlow(Flow):
     @property
     @override
     def synced_step(self) -> int:
-        return self.worker.step if self.worker.size == 1 else self.pipeline.landed_step
+        return self.worker.step if self.worker.size == 1 else self.pipeline.received_step
 
     def _view(self, *, stepping: bool) -> WorkerView:
         """Return the strategy's view of this worker, up to date."""

@@ -111,6 +111,7 @@ class Consensus:
         change_view: Called with a CommunicationError to begin the next view. None: the training is
             not elastic, and the error ends it.
         distance: Measurement of the distance between the workers' models. None: no measurement.
+        complete: False if a worker took part in the last consensus from ``finish``.
         ended: True if the model of this worker is the final mean. Other workers may not have the
             final mean yet.
     """
@@ -132,7 +133,7 @@ class Consensus:
         self.change_view: Callable[[CommunicationError], object] | None = None
         self.distance: Distance | None = None
         self.ended = False
-        self._complete = True  # False in a consensus if another worker ends training meanwhile
+        self.complete = True
         self._versions: list[int] = []  # see note_parameters
 
     def _retry(self, function: Callable[[], T]) -> T:
@@ -225,7 +226,7 @@ class Consensus:
 
     def _show(self, last: Round, *, finishing: bool = False) -> Snapshot:
         self._progress.compare(last.wait(), finishing=finishing)
-        self._complete = not last.wait().finishing
+        self.complete = not last.wait().finishing
         local = self._worker.replica.snapshot(), self.followers.snapshot()
         try:
             self._average(last, final=False)
@@ -239,7 +240,7 @@ class Consensus:
 
         Such a worker does not take part in further collectives, like that of the caller ``what``.
         """
-        if self._iteration.shows_consensus and not self._complete:
+        if self._iteration.shows_consensus and not self.complete:
             raise CheckpointError(
                 f"{what} inside consensus(): another worker has called finish() and takes part in "
                 "the consensus alone. The earlier checkpoints remain. Save before the first worker "

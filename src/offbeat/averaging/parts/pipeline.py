@@ -87,7 +87,8 @@ class Pipeline:
         self._view, self._check = view, check
         self.changed, self.report_non_finite = True, False
         self.state = PipelineState(parts)
-        self._landed_steps = [worker.step] * len(parts)  # local step of each part's last landing
+        self._landed_steps = [worker.step] * len(parts)  # launch of each part that landed last
+        self._received_steps = [*self._landed_steps]  # launch of the one that landed before it
         view.count = len(self.state.parts)
 
     @property
@@ -112,12 +113,14 @@ class Pipeline:
         return self._worker.touched or any(step > part.synced_step for part in self.parts)
 
     @property
-    def landed_step(self) -> int:
-        """Newest local step that was launched with all parts, each of which has landed since.
+    def received_step(self) -> int:
+        """Newest local step up to which all workers have received the changes of this worker.
 
-        After a checkpoint was loaded it may be too small, until all parts have landed.
+        A worker launches a part again only after the part has landed. So when a part lands here,
+        its previous launch has landed on all workers. After a checkpoint was loaded the result may
+        be too small, until each part has landed twice.
         """
-        return min(self._landed_steps)
+        return min(self._received_steps)
 
     def step_skipped(self) -> None:
         """Do not count the current step as unsynchronized: it has not changed the model."""
@@ -252,7 +255,9 @@ class Pipeline:
         else:
             part.discard()
         self._spend(began)
-        self._landed_steps[state.in_flight.pop(0)] = part.launched_step
+        landed = state.in_flight.pop(0)
+        self._received_steps[landed] = self._landed_steps[landed]
+        self._landed_steps[landed] = part.launched_step
         self._update_view()
         view.landings += 1
         view.fresh_step = max(view.fresh_step, part.launched_step)

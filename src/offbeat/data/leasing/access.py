@@ -5,7 +5,7 @@ This module uses private attributes of ``Synchronizer``.
 
 from collections.abc import Callable
 
-from offbeat.errors import AttachError
+from offbeat.errors import AttachError, CommunicationError
 from offbeat.synchronizer import Synchronizer, require_synchronizer
 from offbeat.transport.board import Board
 from offbeat.transport.team import Team
@@ -21,14 +21,33 @@ def is_elastic(sync: Synchronizer) -> bool:
     return sync._components.views is not None
 
 
+def ends(sync: Synchronizer) -> bool:
+    """Return True if a worker took part in the last consensus from ``finish``."""
+    return not sync._consensus.complete
+
+
+def share_model(sync: Synchronizer) -> None:
+    """Give all workers of an elastic training the mean of their models, and keep it.
+
+    A collective between two steps, in which workers inside ``consensus`` and ``finish`` take part.
+    It begins a view of the same workers. All steps are synchronized afterwards.
+    """
+    if sync.size > 1 and sync._consensus.change_view is not None:
+        with sync._iteration.guard:
+            sync._consensus.change_view(CommunicationError("the workers share one model"))
+
+
 def require_complete_consensus(sync: Synchronizer, what: str) -> None:
     """Raise CheckpointError in a consensus in which a worker takes part from ``finish``."""
     sync._consensus.require_complete(what)
 
 
 def synced_step_of(sync: Synchronizer) -> int:
-    """Return ``Flow.synced_step`` of ``sync``'s worker."""
-    return sync._iteration.flow.synced_step
+    """Return the value of ``sync.step`` at ``Flow.synced_step`` of its worker.
+
+    The flow does not count the steps before the state of a consensus was loaded.
+    """
+    return sync.step - sync._worker.step + sync._iteration.flow.synced_step
 
 
 def open_board(sync: Synchronizer, name: str, at_end: Callable[[], object]) -> Board:

@@ -3,6 +3,7 @@
 A *chunk* is a run of batches. A *board* is a key-value store that all workers share. A worker's
 *number* is never used by another worker, also not after a restart. The keys:
 
+    first                   number of the first epoch, if it is not 0
     plan/<epoch>            the plan of the epoch (``Plan``); the first proposal is accepted
     cursor/<epoch>          number of chunks that workers were pointed at
     held/<worker>           what the worker may hold (``_Held``). Written by this worker alone,
@@ -31,7 +32,7 @@ reach the board after its loss was noticed.
 import json
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from offbeat.data.leasing.plan import Plan
 from offbeat.errors import MismatchError
@@ -96,6 +97,7 @@ class Leases:
 
     def __init__(self, board: Board, worker: int, propose: Callable[[int], Plan]) -> None:
         self._board, self._worker, self._propose = board, worker, propose
+        self._first: int | None = None  # number of the first epoch, once it is known
         self._plans: dict[int, Plan] = {}
         self._positions: dict[int, int] = {}  # last position of each cursor that was read
         self._owned: set[tuple[int, int]] = set()
@@ -108,9 +110,14 @@ class Leases:
         """Epochs of the chunks that this worker, or a lost worker that it knows, has not done."""
         return {epoch for epoch, _ in (*self._owned, *self._left)}
 
-    def ping(self) -> None:
-        """Wait for one round trip to the board."""
-        self._board.get("ping")
+    def open(self) -> None:
+        """Read the number of the first epoch. Waits for one round trip to the board."""
+        self._first = int(self._board.get("first") or 0)
+
+    def begin_at(self, epoch: int) -> None:
+        """Leave out the epochs before ``epoch``, also for workers that join later."""
+        self._first = epoch
+        self._board.put("first", str(epoch))
 
     def plan(self, epoch: int) -> Plan:
         """Return the plan of an epoch.
@@ -120,6 +127,10 @@ class Leases:
         """
         if epoch not in self._plans:
             own = self._propose(epoch)
+            if self._first is None:
+                self.open()
+            if epoch < (self._first or 0):
+                own = replace(own, ranges=())
             plan = Plan.from_text(self._board.compare_set(f"plan/{epoch}", "", own.to_text()))
             if plan.settings != own.settings:
                 raise MismatchError(
@@ -185,6 +196,15 @@ class Leases:
                 return lease
         return None
 
+    def held_by(self, workers: Collection[int], last_epoch: int) -> bool:
+        """Return True if one of ``workers`` may hold a chunk of an epoch up to ``last_epoch``."""
+        texts = [self._board.get(f"held/{worker}") for worker in workers]
+        held = [_Held(**json.loads(text)) for text in texts if text]
+        if any(one.pointing and one.pointing[0] <= last_epoch for one in held):
+            return True
+        chunks = (chunk for one in held for chunk in one.chunks if chunk[0] <= last_epoch)
+        return not all(self._is_done(*chunk) for chunk in chunks)
+
     def _read(self, worker: int) -> None:
         text, before = self._board.get(f"held/{worker}"), self._lost[worker]
         if not text:
@@ -202,9 +222,10 @@ class Leases:
 
     def done(self, epoch: int) -> list[bool]:
         """Return for each chunk of an epoch whether it is done. One round trip per chunk."""
-        chunks = range(self.plan(epoch).chunks)
-        states = [self._board.get(f"lease/{epoch}/{chunk}") for chunk in chunks]
-        return [state.partition("#")[0] == _DONE for state in states]
+        return [self._is_done(epoch, chunk) for chunk in range(self.plan(epoch).chunks)]
+
+    def _is_done(self, epoch: int, chunk: int) -> bool:
+        return self._board.get(f"lease/{epoch}/{chunk}").partition("#")[0] == _DONE
 
     def _take(self, epoch: int, chunk: int, before: str) -> Lease | None:
         """Lease a chunk whose state is ``before``. Returns None if the state has changed."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from offbeat.data.leasing.access import is_elastic
+from offbeat.data.leasing.access import ends, is_elastic, share_model
 from offbeat.data.leasing.sampler import LeasedSampler
 
 
@@ -52,20 +52,23 @@ class LeasedLoader:
         """Iterate over what workers that were lost late have left of the epochs so far.
 
         Use it in elastic training after the last epoch, before ``finish``, if no sample may be
-        missing. A collective, which waits for all workers and takes their mean::
+        missing. A collective, which waits for all workers and replaces their models by the mean::
 
             for batch in loader.leftovers():
                 ...
             sync.finish()
 
-        If training is not elastic, there is nothing to iterate over and no wait.
+        It ends when all models contain all samples, so a worker may be lost afterwards. If training
+        is not elastic, there is nothing to iterate over and no wait.
         """
         sync = self.sampler.sync
         if not is_elastic(sync):
             return
         while True:
             with sync.consensus():
-                pass  # no worker takes a step now, and the mean contains all steps
-            if not self.sampler.reclaim():
+                pass  # all workers have taken all their steps
+            share_model(sync)
+            if self.sampler.reclaim():
+                yield from self
+            elif ends(sync) or not self.sampler.others_train():
                 return
-            yield from self

@@ -65,7 +65,7 @@ class Prefetch:
             with self._lock:
                 if self._error is not None:
                     raise self._explained(self._error)
-                lease = self._pop()
+                lease = self._pop(self._training_epoch)
                 if lease is not None or self._epoch > self._training_epoch:
                     self._in_hand = 0 if lease is None else lease.batches
                     return lease
@@ -129,9 +129,14 @@ class Prefetch:
             self._changed = changed
         self._team.host.wait_for(changed, _STOP_SECONDS, "the end of the leases")
 
-    def _pop(self) -> Lease | None:
+    def take_ready(self, last_epoch: int) -> Lease | None:
+        """Return a chunk of an epoch up to ``last_epoch`` if one is ready. Never blocks."""
+        with self._lock:
+            return self._pop(last_epoch)
+
+    def _pop(self, last_epoch: int) -> Lease | None:
         for lease in self._ready:
-            if lease.epoch <= self._training_epoch:
+            if lease.epoch <= last_epoch:
                 self._ready.remove(lease)
                 return lease
         return None
@@ -207,7 +212,7 @@ class Prefetch:
         host = self._team.host
         start = host.now()
         if not self._lease_seconds:  # the plan of the first epoch depends on it
-            self._leases.ping()
+            self._leases.open()
             self._lease_seconds = _ROUND_TRIPS * (host.now() - start)
             start = host.now()
         lease = self._leases.reclaim() or self._leases.lease(epoch)

@@ -260,17 +260,25 @@ class LeasedSampler(Sampler[list[int]]):
     def reclaim(self) -> bool:
         """Lease a chunk that a lost worker has left. The next iteration has its batches alone.
 
-        Call it right after a consensus: a mean then contains all steps of this worker.
+        Call it when the models of all workers contain all steps of this worker.
 
         Returns:
             True if there was such a chunk.
         """
-        self._acknowledge(self.sync.step)
+        self._acknowledge(self.sync.step + 1)  # also a batch whose step a view change has skipped
         self._prefetch.settle()
         self._leases.lose(self._lost_workers())
         self._leases.look_again()
-        self._reclaimed = self._leases.reclaim(self._ended)
+        ready = self._prefetch.take_ready(self._ended)  # reclaimed in the background, too late
+        self._reclaimed = ready or self._leases.reclaim(self._ended)
         return self._reclaimed is not None
+
+    def others_train(self) -> bool:
+        """Return True if another worker may hold a chunk of an epoch that has ended.
+
+        After ``reclaim`` has returned False, no other chunk of these epochs is left.
+        """
+        return self._leases.held_by(self._team.members, self._ended)
 
     # -- plans and checkpoints -------------------------------------------------------------------
 
@@ -326,6 +334,7 @@ class LeasedSampler(Sampler[list[int]]):
                     f"{name}={value!r}"
                 )
         self.epoch, self._ended = state["epoch"], state["epoch"] - 1
+        self._leases.begin_at(self.epoch)
         self._progress = float(self.epoch)
         self._resumed = {
             int(epoch): [(start, end) for start, end in ranges]
