@@ -59,8 +59,8 @@ def run(job: Job, **compute: Any) -> tuple[Result, VirtualCluster]:
 def test_no_sample_is_missing(strategy: str, used: dict[int, list[float]]) -> None:
     """Each sample is used in each epoch. Only the last ones of the dead worker are used again.
 
-    With bsp, these are the batch of the step in which it died. Otherwise, they are the batches
-    whose updates were in no mean.
+    With bsp, they are of the step in which it died and the one before. Otherwise, they are those
+    whose updates were in no mean yet, or not known to be.
     """
     result, _ = run(replace(JOB, strategy=strategy))
     assert sorted(used) == [0, 1, 2, 3, 4, 5]
@@ -68,7 +68,7 @@ def test_no_sample_is_missing(strategy: str, used: dict[int, list[float]]) -> No
     assert len(counts) == SAMPLES
     assert min(counts.values()) == EPOCHS
     again = +Counter({sample: count - EPOCHS for sample, count in counts.items()})
-    most = 1 if strategy == "bsp" else 5
+    most = 2 if strategy == "bsp" else 10
     assert BATCH <= again.total() <= most * BATCH
     assert again <= Counter(used[2][-most * BATCH :])
     assert len(result.stats) == 6
