@@ -7,7 +7,42 @@ from offbeat.data.leasing.access import ends, is_elastic, share_model
 from offbeat.data.leasing.sampler import LeasedSampler
 
 
-class LeasedLoader:
+class LeasedIterable(Iterable[Any]):
+    """Batches of leased data.
+
+    Attributes:
+        sampler: The ``LeasedSampler`` that leases the data.
+    """
+
+    sampler: LeasedSampler
+
+    def leftovers(self) -> Iterator[Any]:
+        """Iterate over what workers that were lost late have left of the epochs so far.
+
+        Use it in elastic training after the last epoch, before ``finish``, if no sample may be
+        missing. A collective, which waits for all workers and replaces their models by the mean::
+
+            for batch in loader.leftovers():
+                ...
+            sync.finish()
+
+        It ends when all models contain all samples, so a worker may be lost afterwards. If training
+        is not elastic, there is nothing to iterate over and no wait.
+        """
+        sync = self.sampler.sync
+        if not is_elastic(sync):
+            return
+        while True:
+            with sync.consensus():
+                pass  # all workers have taken all their steps
+            share_model(sync)
+            if self.sampler.reclaim():
+                yield from self
+            elif ends(sync) or not self.sampler.others_train():
+                return
+
+
+class LeasedLoader(LeasedIterable):
     """Wraps a DataLoader whose batches come from a ``LeasedSampler``.
 
     The loader may have worker processes (``num_workers``): they read batches ahead of use, and the
@@ -47,28 +82,3 @@ class LeasedLoader:
         for batch in self.loader:
             self.sampler.hand_out()
             yield batch
-
-    def leftovers(self) -> Iterator[Any]:
-        """Iterate over what workers that were lost late have left of the epochs so far.
-
-        Use it in elastic training after the last epoch, before ``finish``, if no sample may be
-        missing. A collective, which waits for all workers and replaces their models by the mean::
-
-            for batch in loader.leftovers():
-                ...
-            sync.finish()
-
-        It ends when all models contain all samples, so a worker may be lost afterwards. If training
-        is not elastic, there is nothing to iterate over and no wait.
-        """
-        sync = self.sampler.sync
-        if not is_elastic(sync):
-            return
-        while True:
-            with sync.consensus():
-                pass  # all workers have taken all their steps
-            share_model(sync)
-            if self.sampler.reclaim():
-                yield from self
-            elif ends(sync) or not self.sampler.others_train():
-                return

@@ -47,6 +47,7 @@ class Prefetch:
         self._step_seconds, self._lease_seconds = _STEP_SECONDS, 0.0  # recent means
         self._spent_seconds = 0.0  # time since the last lease of searches that found no chunk
         self._measured = False  # True once a step was measured
+        self._assumed = False  # True if steps are not measured
 
     # -- called by the training ------------------------------------------------------------------
 
@@ -86,11 +87,15 @@ class Prefetch:
     def used(self) -> None:
         """Note that the training loop receives a batch, to measure the time of a batch."""
         now = self._team.host.now()
-        if self._used_at is not None and now > self._used_at:
+        if self._used_at is not None and now > self._used_at and not self._assumed:
             seconds = now - self._used_at
             self._step_seconds = _mean(self._step_seconds, seconds) if self._measured else seconds
             self._measured = True
         self._used_at = now
+
+    def assume(self, step_seconds: float) -> None:
+        """Assume this time of a batch instead of measuring it."""
+        self._step_seconds, self._assumed = step_seconds, True
 
     @property
     def least_chunk(self) -> int:

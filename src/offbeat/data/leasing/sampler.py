@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sized
+from collections.abc import Hashable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,13 +176,13 @@ class LeasedSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Iterate over the batches of this worker, as lists of samples. Blocks if none is ready."""
+        self._again.extendleft(reversed(self._drawn))
+        self._drawn.clear()
         if self._reclaimed is not None:
             lease, self._reclaimed = self._reclaimed, None
             yield from (self._draw(_Batch(lease, number)) for number in range(lease.batches))
             return
         epoch, self._started = self.epoch, True
-        self._again.extendleft(reversed(self._drawn))
-        self._drawn.clear()
         self._prefetch.begin(epoch)
         while (batch := self._next()) is not None:
             yield self._draw(batch)
@@ -224,21 +224,41 @@ class LeasedSampler(Sampler[list[int]]):
 
     # -- what was trained on ---------------------------------------------------------------------
 
-    def count_by_loader(self) -> None:
-        """Let a loader call ``hand_out``. Otherwise every batch is handed out when it is drawn."""
-        self._counted_by_loader = True
+    def count_by_loader(self, batch_seconds: float | None = None) -> None:
+        """Let a loader call ``hand_out``. Otherwise every batch is handed out when it is drawn.
 
-    def hand_out(self) -> None:
-        """Handle a batch, the oldest one drawn, that the training loop receives now."""
+        ``batch_seconds``: time to train on a batch. None: the sampler measures it.
+        """
+        self._counted_by_loader = True
+        if batch_seconds is not None:
+            self._prefetch.assume(batch_seconds)
+
+    @property
+    def drawn(self) -> Sequence[Hashable]:
+        """One key for each batch that was drawn and not handed out, the oldest one first.
+
+        If an iteration is left early, the next one draws these batches again, with the same keys.
+        """
+        return self._drawn
+
+    def hand_out(self, step: int | None = None) -> None:
+        """Handle a batch, the oldest one drawn, that the training loop receives.
+
+        ``step``: number of local steps when it receives the batch. None: now.
+        """
         self._prefetch.used()
         batch = self._drawn.popleft()
         lease, number = batch.lease, batch.number
         share = lease.plan.progress(lease.chunk, number, self._batches_of(lease.epoch))
         self._progress = max(self._progress, lease.epoch + share)
-        self._acknowledge(synced_step_of(self.sync))
+        self.acknowledge()
         if not self._uses or self._uses[-1].lease is not lease:
             self._uses.append(_Use(lease))
-        self._uses[-1].add(self.sync.step)
+        self._uses[-1].add(self.sync.step if step is None else step)
+
+    def acknowledge(self) -> None:
+        """Acknowledge the chunks that a mean contains. ``hand_out`` calls it. Never blocks."""
+        self._acknowledge(synced_step_of(self.sync))
 
     def _acknowledge(self, step: int) -> None:
         """Acknowledge the chunks that were trained on completely in steps up to ``step``."""
