@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.harness import ROOT
 from offbeat.lab.launch.cluster import Cluster
-from offbeat.units import parse_bandwidth
+from offbeat.units import to_bandwidth
 
 
 def run(
@@ -46,7 +46,7 @@ def run(
     module = importlib.import_module(function.__module__)
     name = function.__module__ if module.__spec__ is None else module.__spec__.name
     with contextlib.ExitStack() as stack:
-        cluster = bandwidth and stack.enter_context(Cluster(workers, parse_bandwidth(bandwidth)))
+        cluster = bandwidth and stack.enter_context(Cluster(workers, to_bandwidth(bandwidth)))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-bench-"))
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, processes)

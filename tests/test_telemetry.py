@@ -18,7 +18,6 @@ import offbeat
 from loops import Sink
 from offbeat.telemetry import JsonLines, Records, Stats, open_sinks
 from problems import (
-    PARAMETERS,
     bsp_reference,
     changes,
     flat,
@@ -65,40 +64,6 @@ def test_stats_to_dict_has_all_numbers() -> None:
     }
     assert (shown["local_steps"], shown["lssr"], shown["idle"]) == (3, 0.75, 0.5)
     assert shown["details"] == {"landings": 2}
-
-
-def count(rank: int, size: int, steps: int) -> Any:
-    model = make_model(seed=rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    sink = Sink()
-    sync = offbeat.attach(
-        model, optimizer, offbeat.LocalSGD(period=3), log=sink, timeout_seconds=20
-    )
-    start = sync.stats.payload_bytes
-    for step in range(steps):
-        train_step(model, optimizer, make_batch(rank, step))
-        with sync.consensus():
-            pass
-    running = sync.stats.payload_bytes
-    sync.finish()
-    return start, [r["payload_bytes"] for r in sink.records], running, sync.stats, sink.closed
-
-
-@pytest.mark.parametrize(("steps", "rest"), [(7, 1), (6, 0)])
-def test_payload_bytes_of_local_sgd_are_exact(steps: int, rest: int) -> None:
-    """A mean sends 7 float64 of the vote and the model. attach and consensus do not count."""
-    mean = 8 * 7 + 8 * 40
-    assert PARAMETERS == 40
-    for start, each, running, stats, closed in run(count, steps, workers=2):
-        assert start == 0
-        assert each == [0, 0, mean, 0, 0, mean, 0][:steps]
-        assert running == 2 * mean
-        # finish: a vote, and the model only if there were steps since the last mean
-        assert stats.payload_bytes == 2 * mean + 8 * 7 + rest * 8 * 40
-        assert (stats.steps, stats.syncs, stats.flags) == (steps, 2, 0)
-        assert stats.lssr == (steps - 2) / steps
-        assert 0 < stats.idle < 1
-        assert closed == 1
 
 
 # -- records --------------------------------------------------------------------------------------

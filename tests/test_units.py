@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.units import (
-    parse_bandwidth,
-    parse_count,
-    parse_seconds,
     show_bandwidth,
     show_bytes,
     show_seconds,
     to_bandwidth,
+    to_count,
     to_seconds,
 )
 
@@ -41,7 +39,7 @@ READERS = [
     ],
 )
 def test_bandwidth_is_read(text: str, value: float) -> None:
-    assert parse_bandwidth(text) == value
+    assert to_bandwidth(text) == value
 
 
 @pytest.mark.parametrize(
@@ -55,7 +53,7 @@ def test_other_bandwidths_are_refused(text: str) -> None:
     """The error shows the correct form, and that bytes per second are not meant."""
     form = r"write a number and a unit, like 1Gbit/s or 200Mbit/s \(bits, not bytes\)"
     with pytest.raises(ValueError, match=form):
-        parse_bandwidth(text)
+        to_bandwidth(text)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +72,7 @@ def test_other_bandwidths_are_refused(text: str) -> None:
 )
 def test_seconds_are_read(text: str, value: float) -> None:
     """To the last bit, with the micro sign and the Greek letter; no 9.999999999999999e-05."""
-    assert parse_seconds(text) == value
+    assert to_seconds(text) == value
 
 
 @pytest.mark.parametrize(
@@ -83,12 +81,12 @@ def test_seconds_are_read(text: str, value: float) -> None:
 def test_other_durations_are_refused(text: str) -> None:
     """The error shows the correct form. A megasecond is not a millisecond."""
     with pytest.raises(ValueError, match="write a number and a unit, like 100us, 50ms"):
-        parse_seconds(text)
+        to_seconds(text)
 
 
 def test_zero_seconds_are_read_where_allowed() -> None:
     """A latency may be 0, the duration of a step may not."""
-    assert parse_seconds("0us", allow_zero=True) == 0
+    assert to_seconds("0us", allow_zero=True) == 0
     assert to_seconds("0s", allow_zero=True) == to_seconds(0, allow_zero=True) == 0
     with pytest.raises(ValueError, match="at least 0"):
         to_seconds(-1, allow_zero=True)
@@ -99,14 +97,14 @@ def test_zero_seconds_are_read_where_allowed() -> None:
     [("25M", 25e6), ("1.2B", 1.2e9), ("7e6", 7e6), ("110 m", 110e6), ("1T", 1e12), ("12", 12)],
 )
 def test_counts_are_read(text: str, value: float) -> None:
-    assert parse_count(text) == value
+    assert to_count(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "many", "25MB", "0", "-5M", "1e999"])
 def test_other_counts_are_refused(text: str) -> None:
     """The error shows the correct form."""
     with pytest.raises(ValueError, match="write a number with k, M, B, T or nothing behind it"):
-        parse_count(text)
+        to_count(text)
 
 
 @pytest.mark.parametrize(("read", "text", "value"), READERS)
@@ -168,4 +166,4 @@ def test_seconds_are_shown(seconds: float, text: str) -> None:
 @given(st.floats(1e-12, 1e9))
 def test_shown_seconds_are_read(seconds: float) -> None:
     """Shown seconds can be parsed. They have four digits."""
-    assert parse_seconds(show_seconds(seconds)) == pytest.approx(seconds, rel=5.01e-4)
+    assert to_seconds(show_seconds(seconds)) == pytest.approx(seconds, rel=5.01e-4)

@@ -25,7 +25,7 @@ from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import ShapedLinks, VirtualCluster
 from offbeat.simulate import Compute, Network
-from offbeat.units import parse_bandwidth
+from offbeat.units import to_bandwidth
 
 STRATEGIES = ("bsp", "local:period=8", "selsync:target_lssr=0.9", "async:staleness=16")
 WORKERS = 4
@@ -56,7 +56,7 @@ def results(*, quick: bool = False) -> list[Result]:
             job = Job("digits", text, WORKERS, epochs=6 if quick else 20, evaluations=2)
             with tempfile.TemporaryDirectory() as folder:
                 log = f"{folder}/steps.jsonl"
-                with ShapedLinks(WORKERS, parse_bandwidth(bandwidth)) as links:
+                with ShapedLinks(WORKERS, to_bandwidth(bandwidth)) as links:
                     real = run_and_record(replace(job, log=log), lambda event: None, links)
                 trace = {rank: read_steps(f"{folder}/steps.rank{rank}.jsonl") for rank in RANKS}
             mean = statistics.fmean(seconds for steps in trace.values() for seconds in steps)

@@ -26,6 +26,8 @@ from offbeat.errors import CommunicationError
 
 LEAST = 0.02
 """A number of the model above this is a sample that was trained on."""
+FAILURES = 8
+"""Number of attempts to save that may fail because other workers are lost."""
 
 
 class Uses(nn.Module):
@@ -79,7 +81,7 @@ def missing(sampler: Any, model: Uses) -> int:
     """Return how many samples neither the model nor the plan of the sampler has."""
     found = model.uses.detach() > LEAST
     for epoch in range(sampler.epoch, len(found)):
-        found[epoch, torch.as_tensor(sampler._propose(epoch).samples)] = True
+        found[epoch, torch.as_tensor(sampler._leases.proposal(epoch).samples)] = True
     return int((~found).sum())
 
 
@@ -141,7 +143,7 @@ class Training:
 
     def step(self, batch: Tensor) -> None:
         """Train on one batch."""
-        lease, details = self.sampler._uses[-1].lease, self.sync.stats.details
+        lease, details = [*self.sampler._uses][-1], self.sync.stats.details
         self.log.write(
             "step",
             epoch=lease.epoch,
@@ -168,6 +170,7 @@ class Training:
         training a worker may have ended, which would not take part.
         """
         every, last = self.settings["save_every"], self.settings["last_save"]
+        failures = 0
         while every and self.saves["count"] < min(self.sync.step, last) // every:
             try:
                 with self.sync.consensus():
@@ -176,6 +179,9 @@ class Training:
                     offbeat.save(self.folder / "checkpoints", self.sync, extra=extra)
             except CommunicationError as error:
                 self.log.write("not saved", error=str(error))
+                failures += 1
+                if failures > FAILURES:  # for example, the store is lost
+                    raise
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import nn
 
 from offbeat.lab import Task, accuracy, recipe
 from offbeat.lab.recipes import digits, mnist
-from offbeat.lab.recipes.classification import classification_task, sgd_warmup_cosine
+from offbeat.lab.recipes.classification import classification_task
 from offbeat.lab.recipes.datasets import TensorData, shift_images
 from offbeat.lab.recipes.schedules import warmup_cosine
 
@@ -77,11 +77,11 @@ def digits_few(setup):
     return classification_task(
         setup,
         digits.make_model,
-        sgd_warmup_cosine(lr=0.05, weight_decay=1e-4),
         TensorData(x[:FEW_DIGITS], y[:FEW_DIGITS], change=shift_images),
         TensorData(test_x, test_y),
         batch_size=10,
         metrics={"test accuracy": 1},
+        lr=0.05,
     )
 
 
@@ -92,11 +92,11 @@ def mnist_decay(setup):
     return classification_task(
         setup,
         small_mnist_model,
-        sgd_warmup_cosine(lr=0.02, weight_decay=1e-4),
         TensorData(x, y),
         TensorData(test_x, test_y),
         batch_size=32,
         metrics={"test accuracy": 1},
+        lr=0.02,
     )
 
 

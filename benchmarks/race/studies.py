@@ -32,7 +32,7 @@ from offbeat.lab.timing.padding import parse_slow
 from offbeat.lab.tuning import choices
 from offbeat.registry import parse_strategy
 from offbeat.simulate import Compute, Network
-from offbeat.units import parse_bandwidth
+from offbeat.units import to_bandwidth
 
 WORKERS, TRIALS, EVALUATIONS, JITTER = 4, 8, 20, 0.05
 REAL_STEP_SECONDS = 0.05
@@ -248,7 +248,7 @@ class Cell:
     def runner(self) -> Iterator[Runner]:
         """Yield the network of the cell; that of ``real`` exists until the end."""
         if self.study == "real":
-            with ShapedLinks(self.workers, parse_bandwidth(self.bandwidth)) as links:
+            with ShapedLinks(self.workers, to_bandwidth(self.bandwidth)) as links:
                 yield links
         else:
             slow = parse_slow(self.slow, self.workers)

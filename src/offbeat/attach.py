@@ -24,7 +24,6 @@ from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.synchronizer import Synchronizer
 from offbeat.training.assembly import Components, attached
 from offbeat.training.checks.compatibility import (
-    rejects_moved_arguments,
     require_abilities,
     require_distinct_memory,
     require_timeout,
@@ -37,7 +36,6 @@ from offbeat.transport.communicator import Transport
 from offbeat.transport.team import Team
 
 
-@rejects_moved_arguments
 def attach(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],

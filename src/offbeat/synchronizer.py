@@ -59,11 +59,6 @@ class Synchronizer:
         """Number of workers."""
         return self._team.everyone.size
 
-    def _repr_html_(self) -> str:
-        state = "active" if self._active else "finished" if self._finished else "detached"
-        caption = f"worker {self.rank} of {self.size}, {state}: {self._components.strategy}"
-        return self.stats.table(caption).html()
-
     def record(self, **values: object) -> None:
         """Add ``values``, for example ``loss=loss``, to the telemetry record of the next step.
 

@@ -15,9 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from offbeat.display.table import Table
-from offbeat.units import show_bytes, show_seconds
-
 Record = dict[str, Any]
 """Values about one step, by name."""
 
@@ -73,28 +70,6 @@ class Stats:
         """Return all totals by name, including the properties."""
         names = ("flags", "local_steps", "lssr", "idle")
         return {**asdict(self), **{name: getattr(self, name) for name in names}}
-
-    def table(self, caption: str = "") -> Table:
-        """Return the totals as a table to print or show."""
-        rows = {
-            "steps": str(self.steps),
-            "syncs": str(self.syncs),
-            "lssr": f"{self.lssr:.3f}",
-            "payload_bytes": show_bytes(self.payload_bytes),
-            "compute_seconds": show_seconds(self.compute_seconds),
-            "wait_seconds": show_seconds(self.wait_seconds),
-            "idle": f"{self.idle:.0%}",
-            **{name: _brief(value) for name, value in self.details.items()},
-        }
-        return Table(("total", "of this worker"), tuple(rows.items()), caption)
-
-    def _repr_html_(self) -> str:
-        return self.table().html()
-
-
-def _brief(value: object) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 class Sink(Protocol):

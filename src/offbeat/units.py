@@ -1,17 +1,15 @@
 """Conversion of quantities with units, such as "50ms" and "1Gbit/s", to numbers and back.
 
-The functions ``parse_*`` read text. The functions ``to_*`` read text, or accept a number in base
-units (seconds, bits per second). The functions ``show_*`` return text.
-
-``parse_*`` and ``to_*`` return positive finite numbers, and also 0 if ``allow_zero`` is set. For
-any other value, and for text in another form, they raise a ValueError that shows the correct form.
-Text must be in the range [1e-18, 1e18] base units, or [1e-13, 1e13] for a count. ``to_*`` raise a
-TypeError for a value that is neither text nor a real number.
+The functions ``to_*`` read text, or accept a number in base units (seconds, bits per second). They
+return positive finite numbers, and also 0 if ``allow_zero`` is set. For any other value, and for
+text in another form, they raise a ValueError that shows the correct form. Text must be in the range
+[1e-18, 1e18] base units, or [1e-13, 1e13] for a count. A value that is neither text nor a real
+number raises a TypeError. The functions ``show_*`` return text.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
@@ -55,23 +53,13 @@ class _Quantity:
     form: str
     most: float = 1e18
 
-    def parse(self, text: str, unit: str, *, allow_zero: bool = False) -> float:
-        """Return the value of ``text`` in base units. ``unit``, a key of ``units``, is its unit."""
-        match = _QUANTITY.fullmatch(text)
-        value = math.nan
-        if match and unit in self.units:
-            try:
-                value = float(Decimal(match[1]) * self.units[unit])
-            except ArithmeticError:  # for example 1.2.3, or a number too large for a Decimal
-                value = math.nan
-            if value and not 1 / self.most <= value <= self.most:
-                value = math.nan
-        if not _allowed(value, allow_zero):
-            raise ValueError(f"{text!r} is not {self.name}; write {self.form}")
-        return value
-
-    def convert(self, value: object, *, allow_zero: bool = False) -> float:
-        """Check ``value``, a number in base units, and return it as a float."""
+    def read(self, value: object, fold: Callable[[str], str], allow_zero: bool) -> float:
+        """Return a text or number in base units. ``fold`` maps a unit to the key in ``units``."""
+        if isinstance(value, str):
+            number = self._parse(value, fold)
+            if not _allowed(number, allow_zero):
+                raise ValueError(f"{value!r} is not {self.name}; write {self.form}")
+            return number
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{value!r} is not {self.name}; give {self.base}, or {self.form}")
         try:
@@ -85,14 +73,20 @@ class _Quantity:
             )
         return number
 
+    def _parse(self, text: str, fold: Callable[[str], str]) -> float:
+        """Return the value of ``text`` in base units; NaN if it has another form."""
+        match = _QUANTITY.fullmatch(text)
+        if match is None or (unit := fold(match[2])) not in self.units:
+            return math.nan
+        try:
+            value = float(Decimal(match[1]) * self.units[unit])
+        except ArithmeticError:  # for example 1.2.3, or a number too large for a Decimal
+            return math.nan
+        return value if not value or 1 / self.most <= value <= self.most else math.nan
+
 
 def _allowed(value: float, allow_zero: bool) -> bool:
     return math.isfinite(value) and (value > 0 or (allow_zero and value == 0))
-
-
-def _unit(text: str) -> str:
-    match = _QUANTITY.fullmatch(text)
-    return match[2] if match else ""
 
 
 _BANDWIDTH = _Quantity(
@@ -113,36 +107,23 @@ _COUNT = _Quantity(
 )
 
 
-def parse_bandwidth(text: str) -> float:
-    """Return bits per second from ``"1Gbit/s"``, ``"200mbit"``, ``"25 Gbps"``."""
-    unit = _unit(text)
-    bits = unit if re.search("B[pP/]", unit) else unit.lower()  # GBps is bytes, Gbps is bits
-    return _BANDWIDTH.parse(text, bits)
-
-
-def parse_seconds(text: str, *, allow_zero: bool = False) -> float:
-    """Return seconds from text such as ``"100us"``, ``"50ms"``, ``"1.5 s"`` or ``"2min"``.
-
-    The units are ns, us (or µs), ms, s, min and h. They are case-sensitive: Ms is not ms.
-    """
-    return _DURATION.parse(text, _unit(text), allow_zero=allow_zero)
-
-
-def parse_count(text: str) -> float:
-    """Return a number of parameters from ``"25M"``, ``"1.2B"`` (billions), ``"7e6"``."""
-    return _COUNT.parse(text, _unit(text).lower())
-
-
 def to_bandwidth(value: str | float) -> float:
-    """Return bits per second from text (see ``parse_bandwidth``) or from a number."""
-    return parse_bandwidth(value) if isinstance(value, str) else _BANDWIDTH.convert(value)
+    """Return bits per second from ``"1Gbit/s"``, ``"200mbit"``, ``"25 Gbps"`` or a number."""
+    # GBps is bytes, Gbps is bits
+    return _BANDWIDTH.read(value, lambda u: u if re.search("B[pP/]", u) else u.lower(), False)
 
 
 def to_seconds(value: str | float, *, allow_zero: bool = False) -> float:
-    """Return seconds from text (see ``parse_seconds``) or from a number."""
-    if isinstance(value, str):
-        return parse_seconds(value, allow_zero=allow_zero)
-    return _DURATION.convert(value, allow_zero=allow_zero)
+    """Return seconds from text such as ``"100us"``, ``"50ms"``, ``"2min"``, or from a number.
+
+    The units are ns, us (or µs), ms, s, min and h. They are case-sensitive: Ms is not ms.
+    """
+    return _DURATION.read(value, str, allow_zero)
+
+
+def to_count(value: str | float) -> float:
+    """Return a number of parameters from ``"25M"``, ``"1.2B"`` (billions), ``"7e6"``, 7e6."""
+    return _COUNT.read(value, str.lower, False)
 
 
 def show_bandwidth(bits_per_second: float) -> str:

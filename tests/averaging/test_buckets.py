@@ -220,20 +220,6 @@ def test_an_interrupted_swap_leaves_the_tensors_as_they_were(
     assert count == 1, "so many pieces there are"
 
 
-def test_three_buckets_and_a_tensor_larger_than_a_bucket() -> None:
-    """All buckets are unpacked after all were packed. A large tensor has a bucket alone."""
-    sizes = [10, 10, 100, 10, 10, 10]  # float32 at 100 bytes a bucket
-    tensors = [torch.full((n,), float(i)) for i, n in enumerate(sizes)]
-    buckets = make_buckets(tensors, 100)
-    assert [[t.numel() for t in b.tensors] for b in buckets] == [[10, 10], [100], [10, 10], [10]]
-    for bucket in buckets:
-        bucket.pack().mul_(3)
-    for bucket in buckets:
-        bucket.unpack(2)
-    for i, tensor in enumerate(tensors):
-        assert tensor.tolist() == [1.5 * i] * sizes[i]
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_weight_0_gives_zeros_even_for_nan(dtype: torch.dtype) -> None:
     """A worker with weight 0 cannot put NaN into the mean."""
@@ -252,12 +238,6 @@ def test_weights_scale_the_body_and_leave_the_tail() -> None:
     assert bucket.tensors[0].tolist() == [2.0, 4.0]
     assert bucket.tensors[1].tolist() == [[6.0]]
     assert bucket.tail.tolist() == [9.0]
-
-
-def test_the_staging_tensor_is_kept() -> None:
-    """The flat copy is allocated once."""
-    bucket = Bucket([torch.ones(3)])
-    assert bucket.pack().data_ptr() == bucket.pack(2.0).data_ptr() == bucket.flat.data_ptr()
 
 
 def test_staging_is_float32_for_half_types_and_real_for_complex() -> None:

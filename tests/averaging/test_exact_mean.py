@@ -78,44 +78,6 @@ def test_half_precision_parameters_are_averaged_in_float32() -> None:
         assert torch.equal(got, results[0])
 
 
-def mixed_values(rank: int) -> dict[str, Tensor]:
-    """Four dtypes, so four buckets; small integers, whose mean over 2 is exact."""
-    numbers = torch.arange(6.0).reshape(2, 3) * (2 * rank + 1)
-    return {
-        "a": numbers,
-        "b": numbers.double() + 1,
-        "c": torch.complex(numbers, numbers + 2),
-        "d": (numbers + 3).to(torch.bfloat16),
-        "e": numbers + 4,
-    }
-
-
-def mixed_dtypes(rank: int, size: int) -> Any:
-    results = []
-    for strategy in (offbeat.LocalSGD(period=1), offbeat.AsyncAveraging(staleness=2)):
-        model = nn.ParameterDict({k: torch.zeros_like(v) for k, v in mixed_values(0).items()})
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        sync = attach(model, optimizer, strategy)
-        with torch.no_grad():
-            for name, value in mixed_values(rank).items():
-                model[name].copy_(value)
-        optimizer.step()
-        sync.finish()
-        results.append({name: p.detach() for name, p in model.items()})
-    return results
-
-
-def test_every_bucket_of_a_mean_is_applied() -> None:
-    """With four dtypes each tensor gets its own mean, in its own dtype."""
-    first, second = mixed_values(0), mixed_values(1)
-    for results in run(mixed_dtypes, workers=2):
-        for result in results:
-            for name, got in result.items():
-                want = (first[name] + second[name]) / 2
-                assert got.dtype == want.dtype
-                assert torch.equal(got, want), name
-
-
 def norm_model() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
@@ -435,23 +397,3 @@ def test_show_gives_the_mean_and_leaves_no_staging_memory() -> None:
         assert_is(state, mean)
         assert sent == 4 + 1, "a bucket for each dtype, statistics among them, and the integers"
         assert kept == []
-
-
-def some_tensors(rank: int, size: int, method: str) -> dict[str, Tensor]:
-    worker = begun(rank)
-    if method == "average_buffers":
-        worker.mean.average_buffers(1.0, size, what="a test")
-    else:
-        worker.mean.average_integers(what="a test")
-    return copy_of(worker.model)
-
-
-@pytest.mark.parametrize("method", ["average_buffers", "average_integers"])
-def test_buffers_or_integers_alone_leave_the_rest(method: str) -> None:
-    """Only statistics or only counters change."""
-    names = {"count", "small"} | ({"statistic"} if method == "average_buffers" else set())
-    mean = expected([1.0] * 2)
-    for rank, result in enumerate(run(some_tensors, method, workers=2)):
-        assert_is(result, {name: mean[name] for name in names})
-        for name in result.keys() - names:
-            assert torch.equal(result[name], Kinds(rank).state_dict()[name]), name

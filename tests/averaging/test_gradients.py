@@ -84,61 +84,6 @@ def test_buckets_sent_twice_feed_their_errors_once(
         assert torch.equal(torch.stack(a), torch.stack(early[0]))
 
 
-def test_all_gradients_arrive_in_time(buckets_of: Any) -> None:
-    """The sum of the means over steps is exact but for one quantization, accumulated or not."""
-    passes = [1, 2, 1, 3, 1, 1, 2, 1]
-
-    def steps(rank: int, size: int) -> tuple[Tensor, Tensor]:
-        model = make_wide(0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)  # the model stays where it is
-        got = torch.zeros(8705)
-        own = torch.zeros(8705)
-        with attach(model, optimizer, "bsp", wire="int8"):
-
-            def add(*_: Any) -> None:
-                got.add_(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
-
-            optimizer.register_step_pre_hook(add)
-            for step, count in enumerate(passes):
-                optimizer.zero_grad()
-                for micro in range(count):
-                    wide_loss(model, rank, 10 * step + micro).backward()
-                own += torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-                optimizer.step()
-        return got, own
-
-    buckets_of(4096)
-    results = run(steps, workers=3)
-    exact = sum(own for _, own in results) / 3
-    largest = 3 * float(exact.abs().max())
-    for got, _ in results:
-        # what is kept back: less than a scale for each worker's and for the sum's rounding
-        assert (got - exact).abs().max() < 2 * largest / 127
-        assert not torch.equal(got, exact)
-
-
-def test_without_error_feedback_small_gradients_would_be_lost() -> None:
-    """Error feedback delivers a gradient far below its block's scale after some steps."""
-
-    def steps(rank: int, size: int) -> Tensor:
-        model = nn.Module()
-        model.x = nn.Parameter(torch.zeros(4096))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with attach(model, optimizer, "bsp", wire="int8"):
-            for _ in range(100):
-                model.x.grad = torch.full((4096,), 1e-3)
-                model.x.grad[::512] = 1.0  # a block's scale is 1/127, and 1e-3 rounds to 0
-                optimizer.step()
-        return model.x.detach()
-
-    for x in run(steps, workers=3):
-        small = torch.ones(4096, dtype=torch.bool)
-        small[::512] = False
-        # what has not arrived: half a scale on each worker, and half of that of the sum
-        assert ((x[small] + 0.1).abs() <= 0.5 / 127 * 2 + 1e-6).all()
-        assert x[small].any()
-
-
 # -- the mean by itself ---------------------------------------------------------------------------
 
 GRADIENTS = [[0, 1, 2, 3], [0, 1, 2], [1, 2, 3]]  # parameters that have one, by rank; 4 has none
@@ -361,28 +306,6 @@ def test_half_gradients_are_summed_in_float32_then_divided() -> None:
         assert half[1] == torch.tensor(6e-8, dtype=torch.float16)
         expected = torch.tensor((256 + 1 + 1) / 3).to(torch.bfloat16)
         assert torch.equal(result["torch.bfloat16"], expected.expand(2))
-
-
-def halved(rank: int, size: int) -> tuple[Tensor, int]:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, "bsp")
-    for step in range(5):
-        optimizer.zero_grad()
-        for half in range(2):
-            x, y = make_batch(rank, step)
-            (loss_of(model, (x[half::2], y[half::2])) / 2).backward()
-        optimizer.step()
-    sync.finish()
-    return flat(model), sync.step
-
-
-def test_accumulation_is_the_big_batch() -> None:
-    """Two half batches a step equal the whole batch, and count as one step."""
-    expected = bsp_reference(2, "momentum", 5)[-1]
-    for end, steps in run(halved, workers=2):
-        close(end, expected)
-        assert steps == 5
 
 
 def interrupt(rank: int, size: int) -> Tensor:

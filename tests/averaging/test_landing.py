@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import offbeat
 import worlds
-from cells import nightly
 from faults import Fault
 from loops import Faulty, attach, bits
 from offbeat.averaging import Replica, buckets, gradients, worker
@@ -354,22 +353,3 @@ def check(results: list[Any], broken: int) -> None:
             assert one["error"] or rank != broken, ("nothing was raised", operation)
             if one["error"]:
                 assert one["changed"] == [], (rank, operation, one["error"])
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("written")
-@pytest.mark.parametrize("written", ["early"], indirect=True)
-@pytest.mark.parametrize("kind", ["fail", *nightly(["cut"])])
-@pytest.mark.parametrize(
-    ("text", "options"), [MEANS[2], pytest.param(*MEANS[4], marks=pytest.mark.nightly)], ids=str
-)
-def test_a_lost_worker_leaves_whole_models_behind(
-    text: str, options: dict[str, Any], kind: str
-) -> None:
-    """On real processes one worker fails or loses its connection before any operation of a step."""
-    results = worlds.real(every_operation, text, options, kind, workers=3)
-    check(results, broken=1)
-    assert sum(count for _, _, count in results) > 0, "there was something to undo"
-    if kind == "cut":
-        for _, seen, _ in results:
-            assert all(one["error"] for _, one in seen), "no operation takes place without it"

@@ -1,7 +1,5 @@
 """A part of the shared model: launch, arrival and landing, with local steps in between."""
 
-import copy
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,17 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from loops import Recorded, bits
+from loops import Recorded
 from offbeat.averaging.parts.part import Part
 from offbeat.averaging.parts.snapshot_part import SnapshotPart
 from offbeat.averaging.parts.update_part import UpdatePart
-from offbeat.checkpoint.state import load, save
 from offbeat.quantization.wire import Wire
 from offbeat.strategies.base import Outer
 from offbeat.transport.handle import Completed
 from offbeat.transport.team import Team
-from problems import OPTIMIZERS, flat, make_batch, make_model, train_step
-from worlds import run, simulated
+from worlds import run
 
 SHAPES = [(40, 30), (7,), (1200,)]
 PLAIN, NESTEROV = Outer(), Outer(0.7, 0.9)
@@ -78,35 +74,6 @@ class Worker:
 # -- landing --------------------------------------------------------------------------------------
 
 
-def land_late(rank: int, size: int, kind: str) -> list[tuple[Tensor, ...]]:
-    """Of each round: the snapshot, x before the landing, x after it."""
-    worker = Worker(rank)
-    part = worker.part(kind)
-    seen = []
-    for _ in range(3):
-        worker.step()
-        snapshot = vector(worker.x)
-        worker.launch(part)
-        for _ in range(rank + 1):
-            worker.step()
-        before = vector(worker.x)
-        part.land(worker.steps)
-        seen.append((snapshot, before, vector(worker.x)))
-    return seen
-
-
-@EVERY_KIND
-def test_a_landing_keeps_local_steps_and_the_mean_of_the_workers(kind: str) -> None:
-    """x ← x + (mean(s) − s), for any steps since the launch. mean(x) does not change."""
-    for each in zip(*run(land_late, kind, workers=3), strict=True):
-        mean = sum(snapshot for snapshot, _, _ in each) / 3
-        for snapshot, before, after in each:
-            torch.testing.assert_close(after, before + mean - snapshot, rtol=0, atol=1e-13)
-            assert not torch.equal(after, before)
-        means = [sum(one[i] for one in each) / 3 for i in (1, 2)]
-        torch.testing.assert_close(*means, rtol=0, atol=1e-13)
-
-
 WEIGHTS = [[1, 1, 1], [1, 0, 1], [0, 0, 0], [1, 1, 0]]  # of each worker, in each round
 
 
@@ -163,81 +130,6 @@ def test_the_outer_step_is_nesterovs(kind: str, outer: Outer) -> None:
             x = [own + (common - before) - u for own, u in zip(x, sent, strict=True)]
         for rank in range(3):
             torch.testing.assert_close(results[rank][i], x[rank], rtol=0, atol=1e-12)
-
-
-def given_step(rank: int, size: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    worker = Worker(rank)
-    part = worker.part("update", outer=Outer(1.0, 1.0))
-    sent = []
-    for mu, a in [(1.0, 0.0), (0.25, 2.0)]:
-        worker.step()
-        sent.append(vector(worker.x) - torch.cat(part.base))
-        worker.launch(part, outer_step=Completed((mu, a)))
-        part.land(worker.steps)
-    return torch.cat(part.base), torch.cat(part.velocity), sent
-
-
-def test_a_launch_brings_its_own_outer_step() -> None:
-    """With error feedback v ← μ·v + D; P ← P + D + a·v, with μ and a of that launch."""
-    results = run(given_step, workers=2)
-    first, second = (sum(sent[i] for _, _, sent in results) / 2 for i in range(2))
-    want_v = 0.25 * first + second
-    want = vector(numbers(0)) + first + second + 2.0 * want_v
-    for base, velocity, _ in results:
-        torch.testing.assert_close(velocity, want_v, rtol=0, atol=1e-13)
-        torch.testing.assert_close(base, want, rtol=0, atol=1e-13)
-
-
-def land_at_once(rank: int, size: int, wire: str, outer: Outer, blocking: bool) -> list[Tensor]:
-    worker = Worker(rank, wire, torch.float32)
-    part = worker.part("snapshot", outer=outer, keeps_steps=not blocking)
-    seen = []
-    for _ in range(3):
-        worker.step()
-        worker.launch(part)
-        part.land(worker.steps)
-        seen += [vector(worker.x), torch.cat(part.base) if part.base else vector(worker.x)]
-    return seen
-
-
-@OUTERS
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-@pytest.mark.parametrize("blocking", [False, True])
-def test_without_a_step_since_the_launch_x_is_exactly_p(
-    blocking: bool, wire: str, outer: Outer
-) -> None:
-    """All workers hold the same bits, those of P if it is stored."""
-    results = run(land_at_once, wire, outer, blocking, workers=3)
-    for seen in results:
-        for got, want in zip(seen, results[0], strict=True):
-            assert torch.equal(bits(got), bits(want))
-        for x, common in zip(seen[::2], seen[1::2], strict=True):
-            assert torch.equal(x, common)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("optimizer_kind", ["momentum", "adamw"])
-def test_a_part_in_flight_does_not_change_a_single_worker(
-    optimizer_kind: str, dtype: torch.dtype
-) -> None:
-    """Training with a part always in flight equals training without, bit for bit."""
-
-    def train(rank: int, size: int, fly: bool) -> Tensor:
-        worker = Worker(rank)
-        model = make_model(dtype=dtype)
-        optimizer = OPTIMIZERS[optimizer_kind](model.parameters())
-        part = worker.part("snapshot", list(model.parameters()))
-        for step in range(12):
-            train_step(model, optimizer, make_batch(0, step, dtype=dtype))
-            if fly and step % 3 == 1:
-                if part.in_flight:
-                    part.land(step)
-                part.launch(Completed(1.0), weight=1.0, step=step, what="a test")
-        if part.in_flight:
-            part.land(12)
-        return flat(model)
-
-    assert torch.equal(run(train, True, workers=1)[0], run(train, False, workers=1)[0])
 
 
 KEPT = [
@@ -318,37 +210,6 @@ def test_small_outer_steps_add_up_in_p() -> None:
 # -- several parts, several precisions ------------------------------------------------------------
 
 
-def two_parts(rank: int, size: int, kind: str, wire: str, together: bool) -> tuple[Tensor, Tensor]:
-    """Launch and land two parts in different orders, or each of them on a separate worker."""
-
-    def fly(chosen: tuple[int, ...]) -> list[Tensor]:
-        worker = Worker(rank, wire, torch.float32)
-        parts = [worker.part(kind, worker.x[:1], name="a", outer=NESTEROV)]
-        parts += [worker.part(kind, worker.x[1:], name="b", outer=NESTEROV)]
-        for event, which in [(0, 0), (0, 1), (1, 0), (0, 0), (1, 1), (0, 1), (1, 1), (1, 0)] * 3:
-            worker.step()
-            if which in chosen and event == 0:
-                worker.launch(parts[which])
-            elif which in chosen:
-                parts[which].land(worker.steps)
-        return worker.x
-
-    if together:
-        x = fly((0, 1))
-        return x[0], vector(x[1:])
-    return fly((0,))[0], vector(fly((1,))[1:])
-
-
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-@pytest.mark.parametrize("kind", ["snapshot", "update"])
-def test_parts_in_flight_at_once_are_independent(kind: str, wire: str) -> None:
-    """Each has the same bits as without the other, quantization errors included."""
-    together, apart = (run(two_parts, kind, wire, how, workers=2) for how in (True, False))
-    for both, single in zip(together, apart, strict=True):
-        for got, want in zip(both, single, strict=True):
-            assert torch.equal(bits(got), bits(want))
-
-
 FLIGHTS: list[Any] = ["int8", "int2", None, "float32", "int4"]
 
 
@@ -401,47 +262,6 @@ def test_pieces_do_not_change_a_launch(outer: Outer, monkeypatch: pytest.MonkeyP
             assert torch.equal(one[1], other[1])
 
 
-def test_with_error_feedback_a_part_in_flight_is_its_payloads() -> None:
-    """It stores no snapshot, sum or difference, before or after the landing."""
-
-    def fly(rank: int, size: int) -> Any:
-        worker = Worker(rank, "int4", torch.float32)
-        part = worker.part("update")
-        assert isinstance(part, UpdatePart)
-        kept = []
-        for _ in range(2):
-            worker.step()
-            worker.launch(part)
-            part.wait()
-            kept.append([one._flat is None for one in part.buckets] + [not part.own, not part.sums])
-            part.land(worker.steps)
-            kept.append([one._flat is None for one in part.buckets] + [not part._updates])
-        return kept
-
-    for kept in run(fly, workers=2):
-        assert all(itertools.chain(*kept))
-
-
-# Bits that a change of the arithmetic would change: the difference to P is quantized, and its sum
-# is multiplied by the reciprocal of the weights.
-PINNED = "0x1.abdf340000000p-3 -0x1.900dd00000000p-1 -0x1.43a9940000000p-6"
-
-
-def pinned(rank: int, size: int) -> str:
-    worker = Worker(rank, "int8", torch.float32)
-    worker.x = [torch.zeros(4096)]
-    part = worker.part("snapshot", keeps_steps=False)
-    for round in (1, 2):
-        worker.x[0] += (torch.arange(4096) * (7919 * rank + 1013 * round) % 1000 - 500) / 1000
-        worker.launch(part)
-        part.land(worker.steps)
-    return " ".join(float(worker.x[0][i]).hex() for i in (1, 1234, 4095))
-
-
-def test_a_lossy_blocking_mean_keeps_its_bits() -> None:
-    assert run(pinned, workers=3) == [PINNED] * 3
-
-
 # -- buffers --------------------------------------------------------------------------------------
 
 
@@ -491,29 +311,6 @@ def test_buffers_stay_between_their_value_and_the_mean(
         torch.testing.assert_close(landed, want, rtol=0, atol=1e-6)
 
 
-def poisoned(rank: int, size: int, kind: str, wire: str) -> tuple[Tensor, bool]:
-    """Rank 1 contributes nothing, because it is not finite, and continues."""
-    worker = Buffered(rank, wire)
-    part = worker.whole(kind)
-    worker.step()
-    if rank == 1:
-        worker.statistic[0] = torch.nan
-    worker.launch(part, float(rank != 1), 2.0)
-    worker.step()
-    part.land(worker.steps)
-    finite = all(bool(one.isfinite().all()) for one in worker.tensors())
-    return worker.statistic, finite
-
-
-@EVERY_KIND
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-def test_nan_in_a_buffer_becomes_the_mean(kind: str, wire: str) -> None:
-    """Otherwise a restored model would keep NaN in its statistics."""
-    results = run(poisoned, kind, wire, workers=3)
-    assert all(finite for _, finite in results)
-    assert results[1][0][0].item() == pytest.approx((0.9 + 1.1) / 2)
-
-
 RIDING = {
     # (bytes of the sums of a launch, bytes of the buffers)
     "float32": ([4 * (2407 + 2)], 2),
@@ -548,98 +345,6 @@ def test_buffers_share_a_message_with_parameters(case: str) -> None:
 # -- show, checkpoints, restore -------------------------------------------------------------------
 
 
-def all_bits(value: Any) -> list[Any]:
-    """All of a saved state, to be compared."""
-    if isinstance(value, dict):
-        return [(key, all_bits(one)) for key, one in sorted(value.items())]
-    if isinstance(value, list):
-        return [all_bits(one) for one in value]
-    return bits(value).tolist() if isinstance(value, Tensor) else [value]
-
-
-def show(rank: int, size: int, kind: str, wire: str, outer: Outer, moved: bool) -> Any:
-    """A landing after it was shown twice, and one without, from the same launch."""
-    ends = []
-    unchanged = True
-    seen: list[Tensor] = []
-    for shows in (0, 2):
-        worker = Buffered(rank, wire)
-        part = worker.whole(kind, outer)
-        for _ in range(2):
-            worker.step()
-            if part.in_flight:
-                part.land(worker.steps)
-            worker.launch(part)
-        if moved:
-            worker.step()
-        part.before_save()
-        for _ in range(shows):
-            own, before = [t.clone() for t in worker.tensors()], all_bits(save(part))
-            part.show(worker.steps)
-            unchanged = unchanged and all_bits(save(part)) == before
-            seen = [t.clone() for t in worker.tensors()]
-            for tensor, value in zip(worker.tensors(), own, strict=True):
-                tensor.copy_(value)
-        part.land(worker.steps)
-        ends.append([t.clone() for t in worker.tensors()])
-    return ends, seen, unchanged
-
-
-@pytest.mark.sampled
-@OUTERS
-@pytest.mark.parametrize("moved", [False, True])
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-@pytest.mark.parametrize("kind", ["snapshot", "update"])
-def test_show_changes_the_model_as_a_landing_and_nothing_else(
-    kind: str, wire: str, outer: Outer, moved: bool
-) -> None:
-    """P, v and the sums in flight keep their bits."""
-    results = run(show, kind, wire, outer, moved, workers=2)
-    for (plain, shown_before), seen, unchanged in results:
-        assert unchanged
-        for one, other, shown in zip(plain, shown_before, seen, strict=True):
-            assert torch.equal(bits(one), bits(other))
-            # With error feedback a landing over packed payloads rounds in another order.
-            atol = 1e-6 if kind == "update" else 0.0
-            torch.testing.assert_close(one, shown, rtol=0, atol=atol)
-
-
-def resume(rank: int, size: int, kind: str, wire: str, outer: Outer, saved: bool) -> list[Tensor]:
-    worker = Buffered(rank, wire)
-    part = worker.whole(kind, outer)
-    for round in range(4):
-        worker.step()
-        if part.in_flight:
-            part.land(worker.steps)
-        worker.launch(part)
-        if saved and round == 2:  # another process continues
-            part.before_save()
-            state = copy.deepcopy([save(part), worker.wire.state_dict(), worker.tensors()])
-            steps, worker = worker.steps, Buffered(rank, wire)
-            part = worker.whole(kind, outer)
-            worker.steps = steps
-            for tensor, value in zip(worker.tensors(), state[2], strict=True):
-                tensor.copy_(value)
-            worker.wire.load_state_dict(state[1])
-            load(part, state[0])
-            part.after_load()
-            assert part.in_flight
-        worker.step()
-    part.land(worker.steps)
-    return worker.tensors()
-
-
-@OUTERS
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-@pytest.mark.parametrize("kind", ["snapshot", "update"])
-def test_a_part_in_flight_survives_a_checkpoint(kind: str, wire: str, outer: Outer) -> None:
-    """A part saved in flight, loaded on another worker and landed has the same bits."""
-    whole, parts = (run(resume, kind, wire, outer, saved, workers=2) for saved in (False, True))
-    for one, other in zip(whole, parts, strict=True):
-        for got, want in zip(other, one, strict=True):
-            assert torch.equal(bits(got), bits(want))
-
-
 def restore_in_flight(rank: int, size: int, kind: str) -> tuple[Tensor, ...]:
     """Restore rank 1 while its steps are in flight."""
     worker = Worker(rank)
@@ -671,24 +376,6 @@ def test_a_worker_restored_in_flight_lands_on_p(kind: str) -> None:
 
 
 @EVERY_KIND
-def test_a_part_must_land_before_it_is_launched_again(kind: str) -> None:
-    """Two payloads of the same entries would correct the same difference twice."""
-
-    def twice(rank: int, size: int) -> None:
-        worker = Worker(rank)
-        part = worker.part(kind)
-        with pytest.raises(AssertionError, match="not launched cannot land"):
-            part.land(0)
-        worker.launch(part)
-        with pytest.raises(AssertionError, match="must land before"):
-            worker.launch(part)
-        part.land(worker.steps)
-        assert not part.in_flight
-
-    run(twice, workers=1)
-
-
-@EVERY_KIND
 def test_an_empty_part_lands_at_once_and_sends_nothing(kind: str) -> None:
     """A worker whose shard has fewer tensors still takes part in every round."""
 
@@ -701,72 +388,3 @@ def test_an_empty_part_lands_at_once_and_sends_nothing(kind: str) -> None:
         return arrived, worker.recorded.operations, part.squared_norm()
 
     assert run(fly, workers=2) == [(True, [], 0.0)] * 2
-
-
-@EVERY_KIND
-def test_a_part_has_arrived_when_all_its_sums_have(kind: str) -> None:
-    """``arrived`` never waits. It records the time of the arrival once."""
-
-    def fly(rank: int, size: int) -> Any:
-        worker = Worker(rank, "float32", torch.float32)
-        buffer = torch.zeros(2, dtype=torch.float64)  # a sum of its own
-        part = worker.part(kind, buffers=lambda: [buffer])
-        host = worker.team.host
-        seen = [part.arrived()]
-        worker.launch(part)
-        launched = host.now()
-        seen.append(part.arrived())
-        looked = host.now() - launched
-        host.sleep(5.0, "a test")
-        seen.append(part.arrived())
-        noted = part.arrived_seconds
-        host.sleep(1.0, "a test")
-        seen.append(part.arrived())
-        return seen, looked, part.arrived_seconds == noted, part.launched_seconds == launched
-
-    for seen, looked, once, launched in simulated(fly, workers=2):
-        assert seen == [False, False, True, True]
-        assert looked == 0
-        assert once
-        assert launched
-
-
-def weighted(rank: int, size: int, take: bool) -> tuple[Tensor, Tensor, tuple[float, float]]:
-    worker = Worker(rank)
-    part = worker.part("snapshot", keeps_steps=False)
-    worker.step()
-    before = vector(worker.x)
-    worker.launch(part, [0.5, 2.0, 0.0][rank], 2.5)
-    if take or rank != 1:
-        part.land(worker.steps)
-    else:
-        part.discard()
-    assert not part.in_flight
-    return before, vector(worker.x), part.weights()
-
-
-@pytest.mark.parametrize("take", [True, False])
-def test_a_plain_mean_may_be_weighted_and_discarded(take: bool) -> None:
-    """Σ w·x / Σ w. A contributing worker may keep every bit of its model."""
-    results = run(weighted, take, workers=3)
-    want = (0.5 * results[0][0] + 2.0 * results[1][0]) / 2.5
-    for rank, (before, after, weights) in enumerate(results):
-        assert weights == ([0.5, 2.0, 0.0][rank], 2.5)
-        if rank == 1 and not take:
-            assert torch.equal(after, before)
-        else:
-            torch.testing.assert_close(after, want, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("kind", ["anchored", "update"])
-def test_where_p_is_kept_nothing_is_discarded(kind: str) -> None:
-    """P would no longer be the same on all workers."""
-
-    def discard(rank: int, size: int) -> None:
-        worker = Worker(rank)
-        part = worker.part(kind)
-        worker.launch(part)
-        with pytest.raises(AssertionError, match="same way on all workers"):
-            part.discard()
-
-    run(discard, workers=1)

@@ -134,99 +134,6 @@ def test_a_queue_that_must_be_launched_lands_older_parts_first() -> None:
     alone(check, THREE)
 
 
-def test_only_the_oldest_parts_count_as_arrived() -> None:
-    """Parts land in order, so a part behind one that has not arrived is not ready."""
-
-    def check(line: Line) -> None:
-        line.decide(3)
-        line.pipeline.launch_queued(wait=False)
-        line.worker.team.host.sleep(1.0, "a test")
-        assert line.pipeline.arrived() == 3
-        line.pipeline.parts[1].arrived = lambda: False  # type: ignore[method-assign]
-        assert line.pipeline.arrived() == 1
-
-    alone(check, THREE)
-
-
-def test_the_freshest_launch_that_landed_is_known() -> None:
-    def check(line: Line) -> None:
-        for step in (2, 5):
-            line.worker.step = step
-            line.decide(1)
-            line.pipeline.launch_queued(wait=False)
-        line.worker.step = 9
-        for fresh in (2, 5):
-            line.pipeline.land()
-            assert line.view.fresh_step == fresh
-
-    alone(check, THREE)
-
-
-def test_steps_are_synchronized_at_the_landing_if_workers_wait_and_else_at_the_launch() -> None:
-    """If a peer dies between the two, the steps of a blocking mean must not count as received."""
-    for shared, while_in_flight in ((SharedModel(), True), (SharedModel(lands=2), False)):
-
-        def check(line: Line, while_in_flight: bool = while_in_flight) -> None:
-            seen = [line.pipeline.unsynced]
-            line.worker.step = 3
-            seen.append(line.pipeline.unsynced)
-            line.decide(1)
-            line.pipeline.launch_queued(wait=True)
-            seen.append(line.pipeline.unsynced)
-            line.pipeline.land()
-            seen.append(line.pipeline.unsynced)
-            assert seen == [False, True, while_in_flight, False]
-            line.worker.touched = True  # something outside of a step has changed the model
-            assert line.pipeline.unsynced
-
-        alone(check, shared)
-
-
-@pytest.mark.parametrize(("weight", "take"), [(1.0, False), (0.0, True)])
-def test_steps_that_no_mean_has_replaced_stay_unsynchronized(weight: float, take: bool) -> None:
-    """A worker that keeps its model, and a round without a contributing worker."""
-
-    def check(line: Line) -> None:
-        line.worker.step = 3
-        line.decide(1, weight=weight)
-        line.pipeline.launch_queued(wait=True)
-        line.pipeline.land(take=take)
-        assert line.pipeline.unsynced
-
-    alone(check, SharedModel())
-
-
-def test_with_several_parts_steps_are_synchronized_when_all_have_them() -> None:
-    def check(line: Line) -> None:
-        line.worker.step = 1
-        for left in (True, True, False):
-            line.decide(1)
-            line.pipeline.launch_queued(wait=True)
-            assert line.pipeline.unsynced == left
-
-    alone(check, SharedModel(parts=3, lands=2))
-
-
-@pytest.mark.parametrize("feedback", [False, True])
-def test_the_outer_step_is_asked_for_once_a_launch_when_it_lands(feedback: bool) -> None:
-    """With error feedback and momentum, with the tally of the round of that launch."""
-    shared = SharedModel(parts=2, lands=5, outer=Outer(1.0, 0.9), error_feedback=feedback)
-
-    def check(line: Line) -> None:
-        line.decide(2, wanted=7.0)
-        line.pipeline.launch_queued(wait=True)
-        line.decide(1, wanted=8.0)
-        assert line.strategy.asked == []
-        line.worker.step = 4
-        line.pipeline.show()
-        line.worker.step = 5
-        line.pipeline.settle()
-        want = [(7.0, 0, 4), (7.0, 1, 4), (8.0, 0, 5)] if feedback else []
-        assert line.strategy.asked == want
-
-    alone(check, shared)
-
-
 @pytest.mark.parametrize("policy", ["warn", "raise", "exclude"])
 def test_what_becomes_non_finite_after_its_vote_is_not_sent(policy: NonFinite) -> None:
     """A finite peer receives nothing of it, unless the policy is "warn".
@@ -249,47 +156,6 @@ def test_what_becomes_non_finite_after_its_vote_is_not_sent(policy: NonFinite) -
     assert healthy == [False, 0]
     assert base == (float("inf") if policy == "warn" else 1.0)
     assert sick == {"warn": [False, 0], "raise": [True, 0], "exclude": [False, 1]}[policy]
-
-
-def test_the_squares_of_updates_are_smoothed_over_five_passes() -> None:
-    """‖u‖² and ‖D‖² of each landing, for the outer gain."""
-
-    def check(line: Line) -> None:
-        sent = 0.0
-        for landing in range(4):
-            with torch.no_grad():
-                for p in line.model.parameters():
-                    p.add_(1.0 + landing)
-            line.decide(1)
-            line.pipeline.launch_queued(wait=True)
-            part = line.pipeline.oldest
-            assert part is not None
-            update = torch.cat([p.reshape(-1) for b in part.buckets for p in b.parameters])
-            squared = float((update - part.base[0]).square().sum())
-            line.pipeline.land()
-            sent = (1 - 1 / (5 * 3)) * sent + squared
-            assert line.view.sent_squared == pytest.approx(sent, rel=1e-6)
-            assert line.view.mean_squared == pytest.approx(sent, rel=1e-6), "alone: D = u"
-
-    alone(check, THREE)
-
-
-def test_restoring_needs_every_p() -> None:
-    """x ← P happens in all parts or in none, and resets non-finite optimizer state."""
-    for shared, restored in ((THREE, True), (SharedModel(), False)):
-
-        def check(line: Line, restored: bool = restored) -> None:
-            line.optimizer.state[line.model.b] = {"momentum_buffer": torch.full((6,), torch.nan)}
-            with torch.no_grad():
-                line.model.a.fill_(torch.nan)
-                line.model.d.fill_(3.0)
-            line.worker.step = 3
-            line.pipeline.restore()
-            assert line.pipeline.unsynced != restored
-            assert bool((line.model.a == 0).all() and (line.model.d == 0).all()) == restored
-            assert (line.model.b in line.optimizer.state) != restored
-
-        alone(check, shared)
 
 
 # -- the parts of a model -------------------------------------------------------------------------
@@ -363,26 +229,3 @@ def test_p_is_kept_where_something_needs_it(
     assert simulated(kept, "int8", workers=2) == [True] * 2, "only updates are quantized"
     always = shared.error_feedback or not shared.outer.plain
     assert simulated(kept, "float32", workers=1) == [always], "there is no one to be excluded from"
-
-
-def test_the_view_says_which_parts_are_in_flight() -> None:
-    """``ready`` is about the next part; ``in_flight_steps`` has the launch of the oldest first."""
-
-    def check(line: Line) -> None:
-        pipeline, view = line.pipeline, line.view
-
-        def seen() -> tuple[list[int], bool]:
-            return view.in_flight_steps, view.ready
-
-        line.worker.step = 4
-        line.decide(2)
-        pipeline.launch_queued(wait=False)
-        assert seen() == ([4, 4], True)
-        line.worker.step = 7
-        line.decide(1)
-        pipeline.launch_queued(wait=False)
-        assert seen() == ([4, 4, 7], False)
-        pipeline.land()
-        assert seen() == ([4, 7], True)
-
-    alone(check, THREE)

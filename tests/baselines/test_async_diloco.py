@@ -33,23 +33,6 @@ RATE = 0.05  # of OPTIMIZERS["sgd"]
 # -- the server's step -----------------------------------------------------------------------------
 
 
-def algorithm_3(
-    theta: Tensor, arrivals: Sequence[Tensor], n: int, beta: float, epsilon: float
-) -> list[Tensor]:
-    """Algorithm 3 with the paper's letters, but n for N, c = 0; return θ after each arrival."""
-    m, delta, trace = torch.zeros_like(theta), torch.zeros_like(theta), []
-    for t, g in enumerate(arrivals):
-        delta = delta + g / n
-        if (t + 1) % n == 0:
-            m = beta * m + delta
-            theta = theta - epsilon * (beta * m + g / n)
-            delta = torch.zeros_like(theta)
-        else:
-            theta = theta - epsilon * g / n
-        trace.append(theta)
-    return trace
-
-
 def make_rule(elements: int, **settings: Any) -> DelayedNesterovRule:
     zeros = torch.zeros(elements, dtype=torch.float64)
     return DelayedNesterovRule(**settings, velocity=zeros.clone(), buffer=zeros.clone())
@@ -67,15 +50,6 @@ def draws(number: int, elements: int = 5) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     draw = torch.randn(number, elements, generator=generator, dtype=torch.float64)
     return list(draw)
-
-
-@pytest.mark.parametrize("period", [1, 2, 4])
-def test_the_rule_is_algorithm_3(period: int) -> None:
-    theta, *arrivals = draws(14)
-    rule = make_rule(5, lr=0.7, momentum=0.9, weight=1 / period, period=period)
-    got = pushed(rule, theta, arrivals)
-    for one, want in zip(got, algorithm_3(theta, arrivals, period, 0.9, 0.7), strict=True):
-        close(one, want)
 
 
 def test_a_small_example_by_hand() -> None:

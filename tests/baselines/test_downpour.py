@@ -49,14 +49,6 @@ def alone(
 # -- one worker -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [sgd, grouped], ids=lambda make: make.__name__)
-def test_one_worker_that_fetches_every_step_is_sgd(make: Make) -> None:
-    """n_push = n_fetch = 1: z ← z − η g, with the rate of each group."""
-    (trace,) = run(alone, Downpour(), make, make, 12, workers=1)
-    for got, want in trace:
-        close(got, want)
-
-
 def decayed(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1, **settings)
 
@@ -254,30 +246,6 @@ def test_steps_taken_while_a_fetch_travels_stay() -> None:
     assert end == -7.0, "the end contains all 14 halves"
 
 
-def test_finish_pushes_remaining_gradients() -> None:
-    """With n_push = 4 and 6 steps on 3 workers, the final model contains all 18 gradients."""
-
-    def leftover(rank: int, size: int) -> Any:
-        model = nn.Module()
-        model.x = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        strategy = Downpour(push_every=4, fetch_every=100)
-        sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
-        for _ in range(6):
-            model.x.grad = torch.ones(2, dtype=torch.float64)
-            optimizer.step()
-        with sync.consensus():
-            seen = model.x.detach().clone()
-        own = model.x.detach().clone()
-        sync.finish()
-        return seen.tolist(), own.tolist(), model.x.tolist()
-
-    for seen, own, end in run(leftover, workers=3):
-        assert seen == pytest.approx([-0.5 * 4] * 2, abs=1e-12), "a consensus pushes nothing"
-        assert own == [-3.0, -3.0], "until it fetches, a worker trains alone"
-        assert end == pytest.approx([-0.5 * 6] * 2, abs=1e-12)
-
-
 def test_the_learning_rate_is_applied_once() -> None:
     """z moves by Σ η g/N, or with server_lr by server_lr·g. With η = 0 it does not move."""
 
@@ -299,27 +267,6 @@ def test_the_learning_rate_is_applied_once() -> None:
     for own, at_server in run(once, workers=3):
         assert own == pytest.approx((0.5 + 0.1) * (1 + 2 + 3) / 3, abs=1e-12)
         assert at_server == pytest.approx(4 * 0.25 * (1 + 2 + 3), abs=1e-12)
-
-
-def test_momentum_of_the_worker_is_not_pushed() -> None:
-    """Workers push gradients, so z moves by η g even if the worker's optimizer has momentum."""
-
-    def moved(rank: int, size: int) -> tuple[float, float]:
-        model = nn.Module()
-        model.x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        strategy = Downpour(push_every=1, fetch_every=4)
-        sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
-        for _ in range(3):
-            model.x.grad = torch.full((1,), -1.0, dtype=torch.float64)
-            optimizer.step()
-        own = model.x.item()
-        sync.finish()
-        return own, model.x.item()
-
-    ((own, end),) = run(moved, workers=1)
-    assert own == pytest.approx(0.1 * (1 + 1.9 + 2.71), abs=1e-12)
-    assert end == pytest.approx(0.3, abs=1e-12)
 
 
 # -- which gradients are pushed -------------------------------------------------------------------

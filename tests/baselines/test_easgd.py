@@ -1,6 +1,5 @@
 """EASGD against the recursions of Zhang, Choromanska & LeCun."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -239,79 +238,7 @@ def test_asynchronous_workers_exchange_one_at_a_time(
         assert one["stats"].syncs == steps[rank] // period
 
 
-# -- conservation ---------------------------------------------------------------------------------
-
-
-def exchange(rank: int, size: int, strategy: EASGD, rounds: int) -> list[tuple[Tensor, ...]]:
-    """Return this worker's model and shard of z before and after each exchange."""
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    before: list[Tensor] = []
-    optimizer.register_step_post_hook(lambda *_: before.append(by_name(model)))
-    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
-    seen = []
-    for turn in range(rounds):
-        first = centre(sync)
-        sync._iteration.flow.server.barrier()  # all have read z
-        for other in range(size):
-            if strategy.synchronous and other:
-                break
-            if strategy.synchronous or other == rank:
-                train_step(model, optimizer, make_batch(rank, turn))
-            sync._iteration.flow.server.barrier()  # asynchronous exchanges, one after the other
-        seen.append((before[-1], by_name(model), first, centre(sync)))
-        sync._iteration.flow.server.barrier()
-    sync.finish()
-    return seen
-
-
-@pytest.mark.parametrize("synchronous", [False, True])
-@pytest.mark.parametrize("servers", [(0, 1, 2), (2, 0)], ids=str)
-def test_an_exchange_conserves_x_plus_z(synchronous: bool, servers: tuple[int, ...]) -> None:
-    """Σ x + z is the same before and after the exchanges, although both move."""
-    strategy = EASGD(period=1, alpha=0.25, synchronous=synchronous, servers=servers)
-    results = run(exchange, strategy, 5, workers=3)
-    for turn in range(5):
-        before, after, first, last = zip(*(result[turn] for result in results), strict=True)
-        z_before = torch.cat([first[rank] for rank in servers])
-        z_after = torch.cat([last[rank] for rank in servers])
-        close(sum(after) + z_after, sum(before) + z_before)
-        assert turn == 0 or (z_after - z_before).abs().max() > 1e-4, "first all are at z"
-
-
-# -- consensus and the end ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("synchronous", [False, True])
-@pytest.mark.parametrize("steps", [(9, 11, 10), (9, 14, 2)], ids=str)
-def test_finish_leaves_z_everywhere(synchronous: bool, steps: tuple[int, ...]) -> None:
-    """All workers end with the same bits, and the steps of unfinished periods have moved z."""
-    results = run(train, EASGD(period=4, synchronous=synchronous), "sgd", steps, workers=3)
-    for one in results:
-        assert torch.equal(one["end"], results[0]["end"])
-        assert torch.equal(one["seen"], results[0]["seen"])
-    z, end = results[0]["seen"], results[0]["end"]
-    own = [one["own"] for one in results]
-    if not synchronous:  # three moves by α = 0.3; each element's shard sees them in some order
-        candidates = []
-        for order in itertools.permutations(range(3)):
-            moved = z
-            for rank in order:
-                moved = moved + 0.3 * (own[rank] - moved)
-            candidates.append(moved)
-        distance = torch.stack([(moved - end).abs() for moved in candidates]).amin(0)
-        assert distance.max() < 1e-12
-    elif steps[1] < 12:  # all have exchanged twice: the last pushes apply at once
-        close(end, z + 0.3 * sum(x - z for x in own))
-    assert (end - z).abs().max() > 1e-4
-
-
-def test_a_whole_number_of_periods_leaves_z_as_it_is() -> None:
-    """Without remaining steps finish gives the z of the last consensus (with "after_step")."""
-    results = run(train, EASGD(period=3, difference="after_step"), "sgd", [9, 3, 6], workers=3)
-    for one in results:
-        assert torch.equal(one["end"], results[0]["seen"])
-        assert one["decisions"] == [0, 0, 1] * (len(one["decisions"]) // 3)
+# -- dtypes and refusals --------------------------------------------------------------------------
 
 
 def half(rank: int, size: int) -> Any:

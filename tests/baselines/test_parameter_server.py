@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
@@ -403,30 +402,6 @@ def test_a_message_that_is_not_a_request_is_refused(world: World, kind: int) -> 
 # -- the end --------------------------------------------------------------------------------------
 
 
-def leave(rank: int, size: int) -> Any:
-    team = Team(TorchCommunicator(None, timeout_seconds=20))
-    names = []
-    for _ in range(2):  # a second server, after the first one has ended
-        before = {thread.ident for thread in threading.enumerate()}
-        server = ParameterServer(team, torch.zeros(4), servers=(0, 1))
-        new = [t for t in threading.enumerate() if t.ident not in before and t.name != "messages"]
-        request(server, "push_pull")
-        server.barrier()
-        server.leave()
-        server.leave()
-        for thread in new:
-            thread.join(5)
-        names.append((len(new), [t.name for t in new if t.is_alive()]))
-    team.close(together=True)
-    return names
-
-
-def test_leaving_ends_the_threads() -> None:
-    """A server has one thread for each other rank, and none after all ranks have left."""
-    for rank, names in enumerate(run(leave, workers=3)):
-        assert names == [(2 if rank < 2 else 0, [])] * 2
-
-
 def wait_in_vain(rank: int, size: int, dies: bool) -> Any:
     # A worker that dies must be noticed before the time-out, on a busy machine, too.
     limit = 20.0 if dies else 0.3
@@ -471,31 +446,3 @@ def test_a_dead_worker_is_named_at_once() -> None:
         assert "lost the connection to rank 1, which died" in text
         assert seconds < 8
         assert alive == []
-
-
-def outlive(rank: int, size: int, at_barrier: bool) -> Any:
-    """Wait at rank 0's own shard for an answer that depends on rank 1, which dies."""
-    team = Team(TorchCommunicator(None, timeout_seconds=20, liveness_seconds=1.0))
-    server = ParameterServer(team, torch.zeros(3), servers=(0,))
-    barrier(team)
-    store = dist.group.WORLD.get_group_store()
-    if rank == 1:
-        store.wait(["asked"])
-        os._exit(1)
-    started = time.monotonic()
-    wait: Any = server.barrier
-    if not at_barrier:
-        server.start("push_pull", clock=1, min_clock=1)
-        wait = server.await_answer
-    store.set("asked", "")
-    with pytest.raises(offbeat.CommunicationError, match="rank 1") as caught:
-        wait()
-    return str(caught.value), time.monotonic() - started
-
-
-@pytest.mark.parametrize("at_barrier", [False, True])
-def test_waiting_for_a_dead_worker_at_the_own_shard_fails_at_once(at_barrier: bool) -> None:
-    """The wait ends long before the time-out, although no message of the worker is due."""
-    text, seconds = run(outlive, at_barrier, workers=2, may_die=(1,))[0]
-    assert "lost the connection to rank 1" in text
-    assert seconds < 10

@@ -86,56 +86,6 @@ def test_values_are_those_of_numpy(place: Callable[..., list[Any]]) -> None:
                 close(error, torch.from_numpy(one.errors[rank]), 1e-10)
 
 
-def test_the_error_is_what_the_mean_lacks() -> None:
-    """M = P·Qᵀ + e in each step, so means and last errors add up to the gradients."""
-    results = simulated(observe, workers=2)
-    for place, i in enumerate((2, 0)):
-        shape = COMPRESSED[i]
-        errors = [torch.zeros(shape, dtype=torch.float64)] * 2
-        sent = torch.zeros(shape, dtype=torch.float64)
-        total = torch.zeros(shape, dtype=torch.float64)
-        for step in range(STEPS):
-            mean = results[0][step]["means"][i].reshape(shape)
-            assert torch.linalg.matrix_rank(mean) == 2
-            for rank, result in enumerate(results):
-                own = gradient(rank, step, i, result[step]["means"][i].shape).reshape(shape)
-                matrix, errors[rank] = own + errors[rank], result[step]["errors"][place]
-                close(matrix, mean + errors[rank], 1e-12)
-                total += own / 2
-            sent += mean
-        assert errors[0].norm() > 1
-        close(sent + (errors[0] + errors[1]) / 2, total, 1e-12)
-
-
-def one_step(rank: int, size: int, strategy: PowerSGD) -> tuple[list[Tensor], list[int]]:
-    """Return the means of gradients whose mean has rank 2, and the shapes of Q."""
-    model = make_wide(0)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, strategy)
-    for i, p in enumerate(model.parameters()):
-        p.grad = gradient(rank, 0, i, p.shape).float()
-        if p.shape == (64, 64):
-            left, right = gradient(7, 0, i, (64, 2)), gradient(rank, 0, i, (2, 64))
-            p.grad = (left @ right).float()
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    optimizer.step()
-    means = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    ranks = [q.shape[1] for q in sync.state_dict()["state"]["q"]]
-    sync.finish()
-    return [*gradients, *means], ranks
-
-
-@pytest.mark.parametrize(("rank", "ranks"), [(4, [4, 4]), (8, [8, 8]), (32, []), (64, [])])
-def test_a_mean_of_at_most_this_rank_is_exact(rank: int, ranks: list[int]) -> None:
-    """With (n + m)·r ≥ n·m a mean of any rank is exact."""
-    results = run(one_step, PowerSGD(rank=rank), workers=3)
-    for i in range(8):
-        expected = sum(tensors[i] for tensors, _ in results) / 3
-        for tensors, found in results:
-            close(tensors[8 + i], expected, 1e-4 if ranks else 1e-6)
-            assert found == ranks
-
-
 # -- messages --------------------------------------------------------------------------------------
 
 

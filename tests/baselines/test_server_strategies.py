@@ -36,66 +36,6 @@ EVERY: list[Strategy] = [
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-def train_from(
-    strategy: Strategy, rank: int, saved: bytes | None, save_at: int | None, look: bool
-) -> tuple[list[Tensor], dict[str, Any], bytes]:
-    model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, strategy)
-    if saved is not None:
-        state = torch.load(io.BytesIO(saved), weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        sync.load_state_dict(state["sync"])
-    trace = []
-    while sync.step < 14:
-        if sync.step == save_at:
-            if look:
-                with sync.consensus():
-                    pass
-            states = (model.state_dict(), optimizer.state_dict(), sync.state_dict())
-            file = io.BytesIO()
-            torch.save(dict(zip(("model", "optimizer", "sync"), states, strict=True)), file)
-            saved = file.getvalue()
-        train_step(model, optimizer, make_batch(rank, sync.step))
-        trace.append(flat(model))
-    sync.finish()
-    stats = sync.stats  # after the last pushes of all workers
-    trace.append(torch.cat([flat(model), model[1].running_mean, model[1].running_var]))
-    counted = ("pushes_served", "pulls", "pulled_bytes")
-    details = {k: v for k, v in stats.details.items() if k in counted}
-    return trace, {"steps": stats.steps, "syncs": stats.syncs, **details}, saved or b""
-
-
-ALONE = [
-    *EVERY,
-    SSP(staleness=3, refresh="lazy"),
-    EASGD(period=2, difference="after_step"),
-    Downpour(push_every=4, fetch_every=5),
-    Downpour(push_every=2, fetch_every=2, server_optimizer="adagrad", server_lr=0.1),
-    EASGD(period=4),
-]
-
-
-@pytest.mark.parametrize("strategy", ALONE, ids=str)
-@pytest.mark.parametrize(("save_at", "consensus"), [(5, False), (6, True)])
-def test_a_resumed_worker_continues_with_the_same_bits(
-    strategy: Strategy, save_at: int, consensus: bool
-) -> None:
-    """The checkpoint contains G, the server's optimizer, z and the cache."""
-
-    def work() -> None:
-        whole, numbers, _ = train_from(strategy, 0, None, None, False)
-        watched, same, saved = train_from(strategy, 0, None, save_at, consensus)
-        resumed, again, _ = train_from(strategy, 0, saved, None, False)
-        assert all(map(torch.equal, watched, whole)), "saving changes nothing"
-        assert len(resumed) == len(whole[save_at:])
-        assert all(map(torch.equal, resumed, whole[save_at:]))
-        assert numbers == same == again
-
-    simulate(work, workers=1)
-
-
 def staggered(
     strategy: Strategy, latency: str, saved: list[bytes] | None, stop: int
 ) -> tuple[list[Any], Any]:
@@ -360,22 +300,3 @@ def test_uneven_workers_end_alike(world: str, servers: tuple[int, ...] | None, i
         assert torch.equal(end, results[0][1])
         assert steps == 11 + 5 * rank
         assert end.isfinite().all()
-
-
-@pytest.mark.parametrize("strategy", some(EVERY, 1, 3), ids=str)
-def test_a_simulation_is_the_same_each_time(strategy: Strategy) -> None:
-    """The result is bytewise the same, although servers run in threads."""
-
-    def once() -> tuple[str, Tensor]:
-        result = simulate(
-            lambda: uneven(dist.get_rank(), 3, strategy),
-            workers=3,
-            network=Network("10Mbit/s", latency="1ms"),
-            compute=Compute("10ms", jitter=0.3),
-            seed=4,
-        )
-        return result.to_json(), torch.stack([end for _, end, _ in result.results])
-
-    (first, ends), (second, others) = once(), once()
-    assert first == second
-    assert torch.equal(ends, others)

@@ -36,80 +36,6 @@ class Recorder:
         return [name for name, *_ in self.answers]
 
 
-def test_waiting_requests_are_answered_in_the_order_of_their_arrival() -> None:
-    """Only requests whose clock is reached are answered, with the current values."""
-    it = Recorder()
-    it.ask("push", "push", 1, 1.0, clock=2)
-    it.ask("push", "push", 2, 10.0, clock=3)
-    assert it.ask("b waits for 2", "pull", 2, min_clock=2) == []
-    assert it.ask("a waits for 1", "pull", 1, min_clock=1) == []
-    assert it.ask("now", "pull", 0) == ["now"]
-    assert it.ask("push", "push", 0, 100.0, clock=1) == ["now", "a waits for 1"]
-    it.ask("push", "push", 0, 100.0, clock=2)
-    assert it.answers == [
-        ("now", 0, [11.0, 11.0]),
-        ("a waits for 1", 1, [111.0, 111.0]),
-        ("b waits for 2", 2, [211.0, 211.0]),
-    ]
-    it.ask("x", "pull", 2, min_clock=3)
-    it.ask("y", "pull", 1, min_clock=3)
-    it.ask("z", "push_pull", 0, 0.0, clock=9, min_clock=3)
-    assert it.ask("push", "push", 1, 0.0, clock=3)[3:] == ["x", "y", "z"]
-
-
-def test_staleness_counts_from_the_last_pull() -> None:
-    """The staleness is the number of pushes by others between a worker's last pull and its push."""
-    it = Recorder()
-    pull, push = "pull", "push"
-    sequence: list[tuple[str, int, int | None]] = [  # kind, worker, staleness by hand
-        (push, 0, 0),  # all start from the initial values
-        (push, 1, 1),  # it has not seen the push of 0
-        (push, 1, 1),  # its own push does not make it staler
-        (pull, 1, None),
-        (push, 1, 0),
-        (push, 2, 4),  # 0, 1, 1, 1
-        (push, 0, 4),  # 1, 1, 1, 2
-        ("push_pull", 2, 5),  # 0, 1, 1, 1 and then 0 again
-        (push, 0, 5),  # 1, 1, 1, 2, 2
-        (push, 2, 1),  # pulled with its push: only 0 since
-        (pull, 0, None),
-        (pull, 0, None),
-        (push, 0, 0),
-    ]
-    want: dict[int, int] = {}
-    for kind, worker, staleness in sequence:
-        it.ask("", kind, worker, None if kind == pull else 1.0)
-        if staleness is not None:
-            want[staleness] = want.get(staleness, 0) + 1
-        assert it.shard.staleness == want
-    assert it.shard.pushes == sum(want.values()) == 10
-
-
-def test_a_waiting_pull_counts_when_it_is_answered() -> None:
-    """Pushes that arrive while it waits are in its answer, so they do not count as staleness."""
-    it = Recorder(workers=2)
-    it.ask("", "push_pull", 0, 1.0, clock=1, min_clock=1)
-    it.ask("", "push", 1, 1.0)
-    it.ask("", "push", 1, 1.0, clock=1)
-    assert it.answers == [("", 1, [3.0, 3.0])]
-    it.ask("", "push", 0, 1.0)
-    assert it.shard.staleness == {0: 2, 1: 2}
-
-
-def test_a_released_worker_is_answered_at_once() -> None:
-    """Both "release" and "barrier" answer its requests. Others continue to wait."""
-    it = Recorder()
-    it.ask("push", "push", 0, 1.0, clock=4)
-    it.ask("0 waits", "push_pull", 0, 10.0, clock=5, min_clock=3)
-    it.ask("1 waits", "pull", 1, min_clock=3)
-    it.ask("2 waits", "pull", 2, min_clock=3)
-    assert it.answers == []
-    assert it.ask("release", "release", 0) == ["0 waits"]
-    assert it.ask("barrier", "barrier", 2) == ["0 waits", "2 waits"]
-    assert it.answers == [("0 waits", 0, [11.0, 11.0]), ("2 waits", 0, [11.0, 11.0])]
-    assert it.ask("clock", "push", 1, 0.0, clock=3)[2:] == ["1 waits", "barrier"]
-
-
 def test_the_rule_is_notified_before_requests_for_a_higher_clock_are_answered() -> None:
     """This includes a clock that rises because the slowest worker has reached the barrier."""
 
@@ -148,26 +74,6 @@ def test_a_worker_at_the_barrier_is_notified_that_others_are_alive() -> None:
     it.ask("late", "wait", 0)
     assert it.reached["late"], "that barrier is completed"
     assert it.ask("next", "barrier", 0)[-1] == "late", "the next one is not"
-
-
-def test_a_worker_that_asks_again_late_gets_the_clock_of_the_barrier() -> None:
-    """All get the same clock, although another worker has already reached the next barrier."""
-    it = Recorder(workers=3)
-    for worker, clock in ((0, 20), (1, 30), (2, 25)):
-        it.ask("push", "push", worker, 1.0, clock=clock)
-    it.ask("1 arrives", "barrier", 1)
-    it.ask("0 arrives", "barrier", 0)
-    it.ask("2 arrives", "barrier", 2)
-    it.ask("0 at the next", "barrier", 0)
-    it.ask("1 asks again", "wait", 1)
-    clocks = {name: clock for name, clock, _ in it.answers}
-    assert it.reached == {
-        "1 arrives": False,
-        "0 arrives": True,
-        "2 arrives": True,
-        "1 asks again": True,
-    }
-    assert clocks["0 arrives"] == clocks["2 arrives"] == clocks["1 asks again"] == 20
 
 
 def test_no_clock_counts_if_all_workers_wait_at_the_barrier_or_are_not_waited_for() -> None:

@@ -1,6 +1,5 @@
 """SparseLoCo and SPARTA: their messages, large and unusual tensors, and convergence."""
 
-import functools
 import math
 from typing import Any
 
@@ -9,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import offbeat
 from loops import attach, close
 from offbeat import SPARTA, SparseLoCo, Strategy
 from offbeat.baselines.sparseloco import SparseVectors
-from problems import flat, make_wide, wide_loss, wide_step
+from problems import flat, make_wide, wide_step
 from strategies.sparse_references import largest_in_two_bits
 from worlds import run
 
@@ -182,52 +180,3 @@ def test_sparta_averages_every_kind_of_parameter(strategy: Strategy) -> None:
     for before, after in run(trained, workers=3):
         for b, a in zip(before, after, strict=True):
             torch.testing.assert_close(a, b - 0.5, rtol=0.02, atol=0.02)
-
-
-# -- virtual time ----------------------------------------------------------------------------------
-
-CONVERGING = [
-    "sparseloco:period=8,density=0.05",
-    "sparta:share=0.05",
-    "sparta:share=0.05,overlap=4",
-]
-
-
-@functools.cache
-def fit(text: str) -> tuple[float, float, float]:
-    """Fit four workers to data of four sources over a slow link.
-
-    Returns:
-        Loss on all sources at the end, that of the first model, and the seconds of the training.
-    """
-
-    def worker() -> tuple[float, float]:
-        rank = torch.distributed.get_rank()
-        model = make_wide(0)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-        def loss() -> float:
-            losses = [wide_loss(model, source, 10**6, 256) for source in range(4)]
-            return sum(one.item() for one in losses) / 4
-
-        first = loss()
-        with offbeat.attach(model, optimizer, offbeat.parse_strategy(text)):
-            for step in range(70):
-                optimizer.zero_grad()
-                wide_loss(model, rank, step, 32).backward()
-                optimizer.step()
-        return loss(), first
-
-    place = {"network": offbeat.Network("2Mbit/s", latency="1ms")}
-    run = offbeat.simulate(worker, workers=4, compute=offbeat.Compute("10ms"), **place)
-    return *run.results[0], run.seconds
-
-
-@pytest.mark.parametrize("text", CONVERGING)
-def test_it_converges_in_less_time_than_dense_means(text: str) -> None:
-    """The loss is near that of a mean after every step, which takes several times as long."""
-    end, first, seconds = fit(text)
-    dense, _, dense_seconds = fit("local:period=1")
-    assert dense < 0.5 * first
-    assert end < 1.15 * dense
-    assert seconds < 0.3 * dense_seconds

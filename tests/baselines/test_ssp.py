@@ -194,20 +194,6 @@ def test_staleness_0_with_linear_optimizers_is_bsp(
         assert result["stats"]["syncs"] == 11
 
 
-def test_staleness_0_with_adam_averages_models_every_step() -> None:
-    """x + Σ (x̂_n − x)/N is the mean of what the workers' own optimizers give."""
-    reference = Simulated.start(3, "adamw")
-    want = []
-    for step in range(9):
-        reference.step(step)
-        reference.average()
-        want.append(reference.flat()[0])
-    for result in run(train, SSP(staleness=0), "adamw", [9] * 3, workers=3):
-        for got, expected in zip(result["trace"], want, strict=True):
-            close(got, expected)
-        close(result["end"], want[-1])
-
-
 SCHEDULES = {
     # rank r is always 2 ms·r behind rank 0, so that no two events coincide
     "one after the other": (
@@ -254,66 +240,7 @@ def test_it_is_ssp_event_by_event(name: str, staleness: int, refresh: Any) -> No
         assert synced == pulls[rank]
 
 
-def test_a_lazy_cache_is_refreshed_every_staleness_plus_1_steps() -> None:
-    """With s = 2 and the ranks one after the other, the last rank sees the most updates."""
-    steps, compute, _ = SCHEDULES["one after the other"]
-    result = in_simulator(SSP(staleness=2, refresh="lazy"), "sgd", steps, compute)
-    # Rank 0 pulls at clock 3 while the others are at 2: its cache is valid until 4; then 5, 7, 9.
-    # Rank 2 pulls at clock 3 when all are at 3: valid until 5; then 6, 9.
-    pulls = [
-        [r["step"] for r in one["records"] if r["decision"] == "sync"] for one in result.results
-    ]
-    assert pulls == [[3, 5, 7, 9], [3, 5, 7, 9], [3, 6, 9]]
-    assert all(one["stats"]["wait_seconds"] < 1e-5 for one in result.results), "no worker waits"
-
-
 # -- the bound ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("staleness", [*nightly([0]), 1, *nightly([3]), 8])
-def test_no_worker_is_more_than_staleness_ahead(staleness: int) -> None:
-    """When a worker begins a step, the slowest has taken at most s fewer. The bound is reached."""
-    steps = [6, 24, 24, 24]
-    result = in_simulator(
-        SSP(staleness=staleness),
-        "sgd",
-        steps,
-        Compute("10ms", slowdown={0: 5}, jitter=0.1),
-        Network("1Gbit/s"),
-    )
-    ends = [
-        [s.end for s in result.timeline if (s.rank, s.kind, s.what) == (rank, "compute", "step")]
-        for rank in range(4)
-    ]
-    begins = [
-        [s.start for s in result.timeline if (s.rank, s.kind, s.what) == (rank, "compute", "step")]
-        for rank in range(4)
-    ]
-    gaps = []
-    for rank in range(4):
-        for clock, moment in enumerate(begins[rank]):
-            others = [  # clocks of those that have not finished
-                sum(end <= moment + 1e-12 for end in ends[other])
-                for other in range(4)
-                if other != rank and ends[other][-1] > moment
-            ]
-            gaps.append(clock - min(others, default=clock))
-    assert max(gaps) == staleness
-    for one in result.results:
-        assert all(0 <= record["staleness"] <= staleness for record in one["records"])
-    waits = [one["stats"]["wait_seconds"] for one in result.results]
-    assert waits[0] < 0.05 < 0.1 < min(waits[1:])
-
-
-def test_a_larger_bound_waits_less_for_a_short_straggler() -> None:
-    """The other workers do not wait for a delay of 3 steps with s = 4, but all of it with s = 0."""
-    late = Compute(STEP, stragglers=(Straggler(1, first_step=10, steps=1, factor=4.0),))
-    waits = {
-        staleness: in_simulator(SSP(staleness=staleness), "sgd", [16] * 3, late).results[0]["stats"]
-        for staleness in (0, 4)
-    }
-    assert waits[0]["wait_seconds"] == pytest.approx(3 * STEP, rel=1e-3)
-    assert waits[4]["wait_seconds"] < 1e-4
 
 
 def marks(rank: int, steps: Sequence[int], strategy: SSP) -> list[Tensor]:
@@ -396,29 +323,6 @@ def test_no_worker_waits_far_from_the_bound(strategy: Any, steps: int) -> None:
         assert pushes == pytest.approx(60 / steps, rel=0.25), (
             "updates made meanwhile leave together"
         )
-
-
-# -- kinds of parameters --------------------------------------------------------------------------
-
-
-def tiny_updates(rank: int, size: int) -> Tensor:
-    model = nn.Linear(1, 4, bias=False, dtype=torch.bfloat16)
-    with torch.no_grad():
-        model.weight.fill_(256.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    sync = offbeat.attach(model, optimizer, SSP(staleness=0), timeout_seconds=20)
-    model.weight.grad = torch.full_like(model.weight, -2.0 * (rank == 0))
-    optimizer.step()  # 256 has a spacing of 2 in bfloat16: rank 0 goes to 258, rank 1 stays
-    vector = sync._iteration.flow.state.cache.clone()
-    sync.finish()
-    return vector
-
-
-def test_half_precision_updates_are_kept_in_float32() -> None:
-    """The server holds 257, which bfloat16 cannot."""
-    for vector in run(tiny_updates, workers=2):
-        assert vector.dtype == torch.float32
-        assert vector.tolist() == [257.0] * 4
 
 
 # -- reports --------------------------------------------------------------------------------------

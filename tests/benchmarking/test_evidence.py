@@ -160,33 +160,6 @@ def test_expectations_are_those_of_the_first_settings(folder: Path) -> None:
     assert row.endswith(f" | DDP | {three} | {level} | {three} |")
 
 
-def test_expectations_of_many_workers_are_those_at_the_best_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (studies, tables):
-        monkeypatch.setattr(module, "RATES", {("cnn", 16): (0.5, 1)})
-        monkeypatch.setattr(module, "VARIANTS", {"cnn": ("ideal", "streaming")})
-    cell = Cell("rates", "cnn", "50Mbit/s", workers=16)
-    monkeypatch.setattr(tables, "CELLS", (cell,))
-    ends = {"ideal --lr-scale 0.5": 0.50, "ideal": 0.40}
-    write_ends(cell, tmp_path, {**ends, "streaming --lr-scale 0.5": 0.45, "streaming": 0.6})
-    (row,) = tables.expectations(tmp_path).splitlines()[2:]
-    assert row == "| CNN, SGD | 16 | 50Mbit/s | never | -5.0 [-5.0, -5.0] | | | | |"
-
-
-def test_longer_steps_are_compared_with_those_of_the_same_strategy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (studies, tables):
-        monkeypatch.setattr(module, "CORRECTED", ("local:period=4",))
-    plain = f"local:period=4{studies.UNCORRECTED}"
-    cell = Cell("adam", "transformer", "50Mbit/s")
-    write_ends(cell, tmp_path, {"ideal": 0.5, "local:period=4": 0.47, plain: 0.4})
-    assert tables.adam(tmp_path).splitlines()[2:] == [
-        "| `local:period=4` | -10.0 [-10.0, -10.0] | -3.0 [-3.0, -3.0] | +7.0 [+7.0, +7.0] |"
-    ]
-
-
 def test_a_section_without_a_table_is_refused(folder: Path) -> None:
     sections = evidence.sections(folder)
     with pytest.raises(ValueError, match="no section 'What to expect'"):
@@ -195,12 +168,14 @@ def test_a_section_without_a_table_is_refused(folder: Path) -> None:
         evidence.page("\n## What to expect\n\nText.\n\n## Next\n\n| a |\n", sections)
 
 
+@pytest.mark.pages
 def test_the_page_matches_the_results() -> None:
     """``python -m benchmarks evidence`` writes it."""
     text = evidence.PAGE.read_text(encoding="utf-8")
     assert evidence.page(text, evidence.sections()) == text
 
 
+@pytest.mark.pages
 def test_wrong_numbers_in_the_page_are_corrected() -> None:
     """All tables are replaced, so the comparison above can fail."""
     text = wrong = evidence.PAGE.read_text(encoding="utf-8")

@@ -3,15 +3,11 @@
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.harness import MNIST
-from benchmarks.models.papers import at_constant_rate, small_mnist_model
 from benchmarks.papers import (
-    choices,
     convergence,
     costs,
     curvature,
@@ -20,14 +16,10 @@ from benchmarks.papers import (
     distances,
     exponents,
     regret,
-    runs,
     speedup,
 )
 from benchmarks.papers.discrepancy import Problem
 from torch import nn
-
-from offbeat.lab.recipes import digits
-from offbeat.lab.recipes.base import Setup
 
 
 def row(
@@ -68,31 +60,6 @@ def test_the_overall_speed_up_has_each_run_at_its_own_convergence():
     assert found[0]["to_bsp"] == [1.0]
 
 
-def test_the_rivals_read_defdp_beside_seldp():
-    """As in the paper, only SelSync reads SelDP; the others' accuracy there has its own column."""
-    names = convergence.methods("mnist")
-    defdp = {name for name, method in names.items() if method.endswith("--sampler defdp")}
-    assert defdp == {name for name in names if not name.startswith("SelSync")}
-    rows = [row(one, [0.5]) for one in names.values()] + [row("bsp", [0.6])]
-    found = convergence.facts("mnist", rows)
-    assert (found[0]["best"], found[0]["seldp"]) == ([0.5], [0.6])
-
-
-def test_ssp_is_shown_at_its_best_rate():
-    found = [
-        {"method": "BSP", "best": [0.9]},
-        {"method": "SSP, rate × 0.1", "best": [0.7, 0.8, 0.9]},
-        {"method": "SSP, rate × 1", "best": [0.1, 0.1, 1.0]},
-    ]
-    assert convergence.best_rate(found)["method"] == "SSP, rate × 0.1"
-
-
-def test_runs_with_known_rows_are_not_repeated():
-    run = runs.Run("no such task", "resnet101", 8, "bsp", 1.0, 1, 0)
-    known = {"run": asdict(run), "final": 0.5}
-    assert runs.rows_of([run], [known]) == [known]
-
-
 def test_the_speed_up_is_to_what_one_worker_ends_with():
     """Four workers take a quarter of the steps: linear; or end short of the target: never."""
     study = speedup.STUDIES[speedup.NAME]
@@ -109,23 +76,6 @@ def test_the_speed_up_is_to_what_one_worker_ends_with():
     assert found[1.0, 4, "BSP"]["speedups"] == [None]
     assert found[1.0, 4, "BSP"]["throughput"] == 4.0
     assert found[1.0, 2, "BSP"]["throughput"] == 2.0
-
-
-def test_the_long_studies_have_five_times_the_steps_and_the_servers():
-    """750 steps are 6 passes over 16,000 images by 4 workers with batches of 32."""
-    for name, images in (("speedup-long", 60_000), ("speedup-cifar-long", 16_000)):
-        study = speedup.STUDIES[name]
-        assert study.epochs * images / (32 * 4) == 5 * 750
-        assert {"Downpour", "EASGD, period 16"} <= {*study.methods}
-
-
-@pytest.mark.skipif(not MNIST.is_dir(), reason=f"no MNIST files in {MNIST}")
-def test_a_link_is_as_slow_for_our_model_as_the_papers_for_theirs():
-    """So many seconds of link for a copy of the model."""
-    link = runs.LINKS["resnet101"]
-    place = runs.place_of("mnist", "resnet101")
-    copy = 8 * 4 * 207_178 / (8 * place.network.up(0))
-    assert copy == pytest.approx(8e6 * link.megabytes / link.bandwidth)
 
 
 def test_delta_is_shown_with_the_rise_of_the_accuracy():
@@ -163,12 +113,6 @@ def test_power_iteration_finds_the_largest_eigenvalue():
     assert curvature.largest_eigenvalue(loss, [x]) == pytest.approx(-5.0)
 
 
-def test_rank_correlation():
-    assert curvature.spearman([1, 2, 30], [5, 6, 7]) == pytest.approx(1)
-    assert curvature.spearman([1, 2, 30], [7, 6, 5]) == pytest.approx(-1)
-    assert curvature.spearman([1, 2, 3], [1, 3, 2]) == pytest.approx(0.5)
-
-
 def apart() -> Problem:
     """One parameter at 0; worker n's gradient is always n."""
 
@@ -199,23 +143,6 @@ def test_the_distance_to_the_common_model_is_that_of_all_own_steps(staleness: in
     assert found == {"early": pytest.approx(expected), "late": pytest.approx(expected)}
 
 
-def test_workers_with_labels_of_their_own_share_none():
-    found = [{*next(exponents.own_labels(4, rank, 0))[1].tolist()} for rank in range(4)]
-    assert sum(map(len, found)) == len(set.union(*found))
-
-
-def test_few_images_are_divided_by_the_sampler():
-    """In its only step every worker synchronizes, so LSSR is 0."""
-    found = choices.rotated(choices.Rotated("digits-few", "gradients", "defdp", 0.5, 0))
-    assert found["lssr"] == 0
-    assert 0 < found["mean"] < 1
-    assert 0 < found["own"] < 1
-
-
-def test_the_small_model_has_9226_parameters():
-    assert sum(one.numel() for one in small_mnist_model().parameters()) == 9226
-
-
 def test_saved_bytes_are_the_inputs_of_the_layers():
     """A linear layer keeps its input, 4·3 numbers, and the square its own, 4·2; not the weight."""
     model, x = nn.Linear(3, 2), torch.ones(4, 3)
@@ -227,12 +154,6 @@ def test_the_width_of_a_density():
     numbers = torch.arange(101.0)
     expected = {"spread": statistics.stdev(range(101)), "middle": 90.0}
     assert densities.width(numbers) == pytest.approx(expected)
-
-
-def test_a_constant_rate_is_not_that_of_the_first_step_of_a_warm_up():
-    task = at_constant_rate(digits.build(Setup(workers=1, epochs=10)))
-    assert task.scheduler is None
-    assert task.optimizer.param_groups[0]["lr"] == 0.05
 
 
 def test_the_distance_of_two_densities_is_that_of_their_quantiles():

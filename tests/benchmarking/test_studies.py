@@ -50,6 +50,7 @@ def test_the_ideal_is_shared_between_links(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its runs on a second link are copies, and equal those that this link would have had."""
+    monkeypatch.setattr(studies, "HEADLINE", ("ideal", "local"))
     slow, fast = (Cell("headline", "mlp", link) for link in ("10Mbit/s", "1Gbit/s"))
     monkeypatch.setattr("benchmarks.race.run.CELLS", (slow,))
     first = run(slow, folder=tmp_path)

@@ -264,46 +264,6 @@ def consensus_states(rank: int, size: int, text: str, wire: str) -> Any:
     return found
 
 
-def start_from(
-    rank: int, size: int, text: str, wire: str, saved: tuple[State, State], before: bool
-) -> Any:
-    """Start from a consensus: its model loaded before ``attach``, or model and state afterwards."""
-    model = make_wide(rank + 5, norm=True)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    if before:
-        model.load_state_dict(saved[0])
-    sync = attach(model, optimizer, text, wire=wire)
-    if not before:
-        with sync.consensus():  # leaves no trace
-            pass
-        model.load_state_dict(saved[0])
-        sync.load_state_dict(saved[1])
-    steps = sync.step
-    trace = [train(model, optimizer, rank, step) for step in range(STEPS)]
-    synced = sync.stats.steps - steps
-    sync.finish()
-    return steps, synced, torch.stack([*trace, all_numbers(model)])
-
-
-@pytest.mark.sampled
-@every_row
-def test_training_starts_from_a_consensus_with_any_number_of_workers(text: str, wire: str) -> None:
-    """Loading after ``attach`` equals attaching to that model, except that the steps continue.
-
-    This includes all that the flow derives from the model: the last mean, P, the server's shards.
-    """
-    (_, last), *_ = found = run(consensus_states, "async:staleness=4", "float32", workers=3)
-    assert all(torch.equal(found[2][1][0][name], value) for name, value in last[0].items())
-    for size, at in ((2, 0), (3, 1), (1, 1)):
-        saved = found[0][at]
-        want = run_row(start_from, text, wire, saved, True, workers=size)
-        got = run_row(start_from, text, wire, saved, False, workers=size)
-        for (fresh, taken, expected), (steps, same, trace) in zip(want, got, strict=True):
-            assert (fresh, steps) == (0, SAVE_AT + at)
-            assert taken == same == STEPS
-            assert torch.equal(trace, expected)
-
-
 @every_row
 def test_every_strategy_gives_the_state_of_its_consensus_at_once(text: str, wire: str) -> None:
     """Inside consensus() and after finish(), without communication."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cli.commands import Call, plain
-from offbeat.cli import checks, network, runs
+from offbeat.cli import network, runs
 from offbeat.errors import OffbeatError
 from offbeat.lab.recipes import RECIPES, Setup, Task
 from offbeat.registry import STRATEGIES
@@ -177,15 +177,12 @@ SIMULATION = [
         ("compare digits -s 'bsp --wire in8'", r"wire must .* 'in8' \(did you mean 'int8'\?\)"),
         # where results go
         ("compare digits -s bsp -o FILES/file", "--output .*/file: it is a file; name a dir.*"),
-        ("compare digits -s bsp -o FILES/file/x", "--output .*/file/x: .*/file is a file"),
         ("compare digits -s bsp --simulate -o FILES/file", "--output .*: it is a file; .*"),
         ("simulate digits --json FILES/dir", "--json .*/dir: it is a directory; name a file"),
-        ("simulate digits --json FILES/file/x", "--json .*/file/x: .*/file is a file"),
         ("simulate digits --timeline FILES/dir", "--timeline .*/dir: it is a directory; .*"),
         ("simulate digits --timeline a.xyz", "--timeline a.xyz: its name must end in .png, .*"),
         ("simulate digits --timeline a.svg --json a.svg", "--timeline and --json are the same .*"),
         ("train digits --records FILES/dir", "--records .*/dir: it is a directory; name a file"),
-        ("train digits --records FILES/file/x", "--records .*/file/x: .*/file is a file"),
         # numbers
         ("train digits --epochs 1e-300", "1e-300 epochs are less than one of 1,437 samples"),
         ("train digits --epochs 1e30", r"1e\+30 epochs are more than 1,000,000,000 steps"),
@@ -220,12 +217,10 @@ SIMULATION = [
         ("compare digits -s bsp --slow 9=2", "slow 9=2: ranks are 0 to 3"),
         ("compare digits -s bsp --slow 1", "slow must be RANK=FACTOR, as in 1=2, got '1'"),
         ("compare digits -s bsp --slow 1=0.5", "slow 1=0.5: the factor must be at least 1 .*"),
-        ("compare digits -s bsp --lr-scale 1,x", "lr-scale must be a number, or several as .*"),
-        ("compare digits -s bsp --lr-scale 1,3,1", "lr-scale 1,3,1: a factor is given twice"),
         ("compare digits -s bsp --tune 2", "tune must be at least 3, got 2"),
         (
-            "compare digits -s bsp --tune 3 --lr-scale 1,2",
-            "--lr-scale 1,2: --tune chooses the learning rate; leave it out, or fix it for .*",
+            "compare digits -s bsp --tune 3 --lr-scale 2",
+            "--lr-scale 2: --tune chooses the learning rate; leave it out, or fix it for .*",
         ),
         ("compare digits -s local --tune 3 -s local:period=8", "'local:period=8' is given twice"),
         (
@@ -243,7 +238,6 @@ SIMULATION = [
             "--strategy is given twice: give it once; `offbeat compare` runs several strategies",
         ),
         ("simulate digits -n 2 -n 4", "--workers is given twice: give it once"),
-        ("compare digits -s bsp --lr-scale 1 --lr-scale 3", "--lr-scale is .* as in 0.3,1,3"),
         ("compare digits -s bsp --slow 0=2 --slow 1=3", "--slow is given twice: .* 0=2,1=3"),
         (f"{NET} --bandwidth 2gbit", "--bandwidth is given twice: give it once"),
         ("probe --seconds 5 --seconds 6", "--seconds is given twice: give it once"),
@@ -284,7 +278,6 @@ SIMULATION = [
         ("plan --parameters 25M --step-time 1 --bandwidth 1gbit", f"'1' {DURATION}"),
         ("plan --parameters 25M --step-time 1s --bandwidth 1gbit --latency 5", f"'5' {DURATION}"),
         ("plan --parameters 5X --step-time 1s --bandwidth 1gbit", "'5X' is not a count; .* 25M .*"),
-        ("plan --parameters 5 --step-time 1s --bandwidth 1gbit --lssr 2", "lssr must be .*"),
         ("plan --parameters 5 --step-time 1s --bandwidth 1gbit -n 0", "workers must be .*, got 0"),
         *(
             (
@@ -485,22 +478,6 @@ def test_the_same_strategy_over_two_wires_is_two(
     two = ("-s", "bsp --wire int8", "-s", "bsp")
     code, _, err = idle_call("compare", "digits", *two, "-s", "bsp --lr-scale=0")
     assert (code, err) == (2, "error: lr-scale must be positive and finite, got 0.0\n")
-
-
-def test_files_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The nearest existing folder is checked. Root may write everywhere."""
-    locked = tmp_path / "locked"
-    asked = []
-
-    def access(path: Path, mode: int) -> bool:
-        asked.append(path)
-        return False
-
-    monkeypatch.setattr(checks.os, "access", access)
-    for check in (checks.require_file, checks.require_folder):
-        with pytest.raises(ValueError, match=f"--x {locked}/a/b: {tmp_path} is not writable"):
-            check("--x", locked / "a" / "b")
-    assert asked == [tmp_path, tmp_path]
 
 
 def test_a_failing_disk_is_one_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

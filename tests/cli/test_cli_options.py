@@ -1,7 +1,6 @@
 """The options of a job: the fields of ``Job``, in every command."""
 
 import dataclasses
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ from torch.distributed.run import get_args_parser
 
 from cli.commands import Call
 from offbeat import cli
-from offbeat.arguments import setting
 from offbeat.cli import options, runs
 from offbeat.lab.job import Job
-from offbeat.lab.options import Option, Panel, option, option_of
+from offbeat.lab.options import option_of
 from offbeat.transport import costs
 
 APP: Any = typer.main.get_command(cli.app)
@@ -77,55 +75,7 @@ def test_every_option_arrives(
         argv += ["--step-time", "1ms"]
     assert call(*argv)[0] == 130
     told = {name: value for name, value in VALUES.items() if name in flags}
-    measured = command == "compare"  # which has no option for it
-    assert seen == [Job(**told, measure_links=measured, live=command == "train")]  # type: ignore[arg-type]
-
-
-def test_a_new_field_is_a_new_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands are made from the fields of ``Job``."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Longer(Job):
-        temperature: float = option(1.0, help="How hot.", above=0)
-        hidden: int = setting(3, least=1)
-
-    got: list[Job] = []
-
-    @options.with_options("log")
-    def command(job: Longer, own: int = 2) -> None:
-        """Do it."""
-        got.append(job)
-        assert own == 4
-
-    app = typer.Typer()
-    app.command()(command)
-    parameters = inspect.signature(command).parameters
-    assert list(parameters)[-2:] == ["temperature", "own"]
-    assert "hidden" not in parameters
-    assert "log" not in parameters
-    app(["digits", "--temperature", "2.5", "--own", "4"], standalone_mode=False)
-    assert got == [Longer("digits", temperature=2.5)]
-    with pytest.raises(ValueError, match=r"temperature must be positive and finite, got 0"):
-        Longer("digits", temperature=0).check()
-
-
-def test_a_field_has_its_help_and_flags() -> None:
-    (workers,) = (one for one in dataclasses.fields(Job) if one.name == "workers")
-    assert option_of(workers) == Option("Number of workers.", Panel.WORKERS, ("--workers", "-n"))
-
-
-@pytest.mark.parametrize("command", [*LEFT_OUT, "plan"])
-def test_every_option_has_a_panel(command: str) -> None:
-    """Those that a comparison can set for each method are together, also with ``--strategy``."""
-    panels = {
-        one.name: getattr(one, "rich_help_panel", None) for one in APP.commands[command].params
-    }
-    assert {panels[name] for name in panels.keys() - {"recipe"}} <= {*Panel}
-    for name, one in ASKED.items():
-        declared = option_of(one)
-        assert declared is not None
-        if name in panels and name != "recipe" and (declared.of_method or name == "strategy"):
-            assert panels[name] is Panel.STRATEGIES
+    assert seen == [Job(**told, live=command == "train")]  # type: ignore[arg-type]
 
 
 def test_defaults_inside_nodes_are_those_of_the_cost_model() -> None:

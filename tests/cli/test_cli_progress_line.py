@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lab.test_report import make
 from offbeat.cli import progress
-from offbeat.cli.progress_line import ProgressLine, show_duration
+from offbeat.cli.progress import ProgressLine, show_duration
 from offbeat.lab.events import Start, Step
 from offbeat.lab.job import Job
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cells import nightly, some
 from cli.commands import COMMAND, LIMIT, alive, ended, started, until
 
 pytestmark = [
@@ -77,7 +78,7 @@ def killed(*pids: int) -> Iterator[None]:
                 os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("fresh", [WARM, True], ids=["warm", "fresh"])
+@pytest.mark.parametrize("fresh", [WARM, *nightly([True])], ids=["warm", "fresh"])
 def test_a_killed_worker_is_started_again(fresh: bool, folder: Path) -> None:
     """The variables are those of torchrun with one worker each, and the address of the store."""
     options = ["--fresh"] * fresh
@@ -105,7 +106,7 @@ def test_a_killed_worker_is_started_again(fresh: bool, folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-@pytest.mark.parametrize("fresh", [False, True], ids=["warm", "fresh"])
+@pytest.mark.parametrize("fresh", some([False, True], 0), ids=["warm", "fresh"])
 def test_no_worker_outlives_a_killed_launcher(fresh: bool, folder: Path) -> None:
     with started(*COMMAND, "run", "-n", "2", *["--fresh"] * fresh, "train.py") as process:
         pids = [state(f"one-{rank}-0", process)["pid"] for rank in range(2)]
@@ -136,6 +137,7 @@ def test_a_script_that_fails_is_given_up(folder: Path) -> None:
     assert err.endswith("worker 0 ended with exit code 5; not again (--max-restarts 1)\n")
 
 
+@pytest.mark.nightly
 def test_two_launchers_share_a_training(folder: Path) -> None:
     """The first prints the command for the second, and keeps the store until that has ended."""
     argv = ["run", "-n", "2", "--here", "1", "--store", "127.0.0.1:0", "--fresh"]
@@ -162,6 +164,7 @@ def test_two_launchers_share_a_training(folder: Path) -> None:
         assert one["environment"]["LOCAL_WORLD_SIZE"] == "1"
 
 
+@pytest.mark.nightly
 def test_a_store_of_its_own_outlives_launchers(folder: Path) -> None:
     """SIGTERM ends it with exit code 0."""
     (folder / "end").touch()
@@ -185,19 +188,3 @@ def test_a_store_of_its_own_outlives_launchers(folder: Path) -> None:
             assert variables["OFFBEAT_STORE"] == address
         process.send_signal(signal.SIGTERM)
         assert end(process)[0] == 0
-
-
-def test_a_script_for_torchrun_runs_unchanged(folder: Path) -> None:
-    """Each worker is the only member of its default process group."""
-    (folder / "group.py").write_text(
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "one = torch.ones(3)\n"
-        "dist.all_reduce(one)\n"
-        "print(dist.get_rank(), dist.get_world_size(), one.tolist())\n"
-        "dist.destroy_process_group()\n"
-    )
-    store = f"file://{folder}/store"
-    code, out, err = ended(*COMMAND, "run", "-n", "2", "--store", store, "group.py")
-    assert code == 0, err
-    assert sorted(out.splitlines()) == [f"[{rank}] 0 1 [1.0, 1.0, 1.0]" for rank in range(2)]

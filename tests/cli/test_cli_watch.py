@@ -16,8 +16,7 @@ from rich.console import Console
 
 from cli.commands import Call
 from cli.test_cli_runs import interruptible
-from offbeat.cli import tail, watch
-from offbeat.cli.tail import Tail
+from offbeat.cli import watch
 from offbeat.cli.watch import sparkline
 
 
@@ -159,64 +158,10 @@ def test_a_terminal_is_redrawn_until_ctrl_c(
 # -- reading what was appended ---------------------------------------------------------------------
 
 
-def test_only_complete_new_lines_are_returned(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    tail_of = Tail(path)
-    assert tail_of.lines() == []
-    with path.open("wb", buffering=0) as file:
-        for written, new in [
-            (b"", []),
-            (b"a\nb", [b"a\n"]),
-            (b"", []),
-            (b"c\n", [b"bc\n"]),
-            (b"d\ne\n\nf", [b"d\n", b"e\n", b"\n"]),
-            (b"\n", [b"f\n"]),
-        ]:
-            file.write(written)
-            assert tail_of.lines() == new
-    assert tail_of.modified == path.stat().st_mtime
-
-
-def test_a_truncated_or_replaced_file_is_read_from_its_start(tmp_path: Path) -> None:
-    path, other = tmp_path / "log", tmp_path / "other"
-    path.write_text("a\nb\n")
-    tail_of = Tail(path)
-    assert tail_of.lines() == [b"a\n", b"b\n"]
-    path.write_text("c\n")
-    assert tail_of.lines() == [b"c\n"]
-    other.write_text("longer than before\n")
-    other.rename(path)
-    assert tail_of.lines() == [b"longer than before\n"]
-    path.unlink()
-    assert tail_of.lines() == []
-    path.write_text("d\n")
-    assert tail_of.lines() == [b"d\n"]
-
-
 def test_a_new_training_in_the_same_file_starts_anew(tmp_path: Path) -> None:
-    """Also if the new file is as long as the old one when it is read."""
     path = tmp_path / "run.jsonl"
-    path.write_text(line(1, loss=9.0) + line(2, loss=9.0))
+    path.write_text("".join(line(step, loss=9.0) for step in (1, 2, 3, 4)))
     training = watch.Training(path)
-    path.write_text("".join(line(step, loss=4.0) for step in (1, 2, 3)))
+    path.write_text("".join(line(step, loss=4.0) for step in (1, 2, 3)) + "{")
     training.read()
     assert training.table().rows[0][1:5] == ("3", "2", "4", "▁▁▁")
-
-
-def test_a_huge_file_is_read_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the first look, and if much was appended since the last one."""
-    monkeypatch.setattr(tail, "MOST_BYTES", 10)
-    path = tmp_path / "log"
-    path.write_bytes(b"%07d\n" * 1000 % (*range(1000),))
-    os.truncate(path, 10**12)  # the rest is a hole
-    with path.open("ab") as file:
-        file.write(b"\n1\n22\n333\n4")
-        file.flush()
-        tail_of = Tail(path)
-        assert tail_of.lines() == [b"22\n", b"333\n"]
-        file.write(b"4\n" + b"5" * 30 + b"\n6\n7\n")
-        file.flush()
-        assert tail_of.lines() == [b"6\n", b"7\n"]
-        file.write(b"8\n")
-        file.flush()
-        assert tail_of.lines() == [b"8\n"]

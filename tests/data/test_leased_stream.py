@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -33,231 +31,131 @@ SHARDS = range(len(LENGTHS))
 BATCHES = [(shard, number) for shard in SHARDS for number in range(LENGTHS[shard])]
 
 
-class Uses(nn.Module):
-    """One number for each batch. A step adds 1 to the number of its batch.
+class Shard(IterableDataset[Batch]):
+    """The batches of a shard, for a DataLoader whose process reads ahead."""
 
-    A mean over N workers divides that by N, so a number is above 0 if the model has the batch.
-    """
+    def __init__(self, number: int) -> None:
+        self.number = number
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.uses = nn.Parameter(torch.zeros(len(BATCHES)))
+    def __iter__(self) -> Iterator[Batch]:
+        return ((self.number, batch) for batch in range(LENGTHS[self.number]))
 
 
 class Training:
-    """A model, its synchronizer, a stream, and the batches that were used."""
+    """A model, its synchronizer, a stream, and the batches that were used.
 
-    def __init__(self, strategy: str = "streaming", interleave: int = 1, **options: Any) -> None:
-        self.model = Uses()
+    The model has one number for each batch. A step adds 1 to that of its batch. A mean over N
+    workers divides it by N, so it is above 0 if the model has the batch.
+    """
+
+    def __init__(self, strategy: str = "streaming", read: Any = Shard, **options: Any) -> None:
+        self.model = nn.Module()
+        self.model.uses = nn.Parameter(torch.zeros(len(BATCHES)))
         self.optimizer = sgd(self.model, lr=1.0)
+        options = {"wire": "float32", "timeout_seconds": 5.0, **options}
         self.sync = offbeat.attach(
-            self.model,
-            self.optimizer,
-            offbeat.parse_strategy(strategy),
-            wire="float32",
-            **{"timeout_seconds": 20.0, **options},
+            self.model, self.optimizer, offbeat.parse_strategy(strategy), **options
         )
         self.used: list[Batch] = []
-        self.stream = LeasedStream(SHARDS, self.read, sync=self.sync, interleave=interleave)
+        self.stream = LeasedStream(SHARDS, read, sync=self.sync)
 
-    def read(self, shard: int) -> Iterator[Batch]:
-        return ((shard, number) for number in range(LENGTHS[shard]))
-
-    def step(self, batch: Batch) -> None:
-        (-self.model.uses[BATCHES.index(batch)]).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.used.append(batch)
+    def train(self, batches: Any) -> None:
+        for batch in map(tuple, batches):  # a DataLoader returns lists
+            (-self.model.uses[BATCHES.index(batch)]).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.used.append(batch)
 
     def finish(self) -> dict[str, Any]:
         self.sync.finish()
+        uses = zip(BATCHES, self.model.uses.tolist(), strict=True)
         return {
             "used": self.used,
-            "steps": self.sync.step,
             "repeated": self.stream.sampler.repeated,
-            "missing": [b for b, use in zip(BATCHES, self.model.uses, strict=True) if use < 0.01],
+            "missing": [batch for batch, use in uses if use < 0.01],
         }
 
 
-def simulated(function: Any, *, workers: int = 4, faults: Any = (), **compute: Any) -> Simulation:
-    return simulate(
-        function,
-        workers=workers,
-        network=Network("1Gbit/s", latency="1ms"),
-        compute=Compute("10ms", **compute),
-        faults=faults,
-    )
+def simulated(function: Any, *, workers: int = 3, faults: Any = (), **compute: Any) -> Simulation:
+    network, step = Network("1Gbit/s", latency="1ms"), Compute("10ms", **compute)
+    return simulate(function, workers=workers, network=network, compute=step, faults=faults)
 
 
 def count(results: Any) -> Counter[Batch]:
     return Counter(batch for each in results for batch in each["used"])
 
 
-# -- shares ------------------------------------------------------------------------------------
-
-
-def train(epochs: int, **options: Any) -> dict[str, Any]:
-    training = Training(**options)
-    for epoch in range(epochs):
-        training.stream.sampler.set_epoch(epoch)
-        for batch in training.stream:
-            training.step(batch)
-    return training.finish()
-
-
-@pytest.mark.parametrize(("strategy", "interleave"), [("streaming", 1), ("bsp", 3)])
-def test_each_shard_is_used_once_by_one_worker(strategy: str, interleave: int) -> None:
-    """Two equal runs divide the shards equally."""
-    runs = [
-        simulated(
-            lambda: train(2, strategy=strategy, interleave=interleave),
-            slowdown={1: 3.0},
-            jitter=0.1,
-        ).results
-        for _ in range(2)
-    ]
-    assert count(runs[0]) == Counter(BATCHES * 2)
-    assert [each["used"] for each in runs[0]] == [each["used"] for each in runs[1]]
-    for each in runs[0]:
-        counts = Counter(each["used"])
-        for shard in SHARDS:
-            assert len({counts[shard, number] for number in range(LENGTHS[shard])}) <= 1
-        assert each["repeated"] == 0
-        assert not each["missing"]
-
-
-def test_a_faster_worker_takes_more() -> None:
+def test_each_shard_is_used_once_and_a_faster_worker_takes_more() -> None:
     """One of three has a third of the speed: it takes 1/7 of the batches, within two shards."""
-    results = simulated(lambda: train(6), workers=3, slowdown={2: 3.0}).results
-    steps = [each["steps"] for each in results]
-    assert sum(steps) == 6 * len(BATCHES)
-    assert steps[2] == pytest.approx(6 * len(BATCHES) / 7, abs=2 * max(LENGTHS))
+
+    def train() -> dict[str, Any]:
+        training = Training()
+        for epoch in range(3):
+            training.stream.sampler.set_epoch(epoch)
+            training.train(training.stream)
+        return training.finish()
+
+    results = simulated(train, slowdown={2: 3.0}).results
+    assert count(results) == Counter(BATCHES * 3)
+    for each in results:
+        counts = Counter(each["used"])
+        for shard in SHARDS:  # none is divided
+            assert len({counts[shard, number] for number in range(LENGTHS[shard])}) <= 1
+        assert not each["repeated"] and not each["missing"]
+    slow = len(results[2]["used"])
+    assert slow == pytest.approx(3 * len(BATCHES) / 7, abs=2 * max(LENGTHS))
 
 
-# -- one worker: order, errors, loops that are left early --------------------------------------
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.integers(1, 5), st.lists(st.integers(1, 40), max_size=8))
-def test_loops_that_are_left_continue(interleave: int, stops: list[int]) -> None:
-    """Wherever the loops are left: each batch is used once, and in the order of its shard."""
-    training = Training(interleave=interleave)
-    for stop in stops:
-        if training.stream.sampler.epoch == 0:
-            for batch in islice(training.stream, stop):
-                training.step(batch)
-    if training.stream.sampler.epoch == 0:
-        for batch in training.stream:
-            training.step(batch)
-    elif len(training.used) < len(BATCHES):  # the last shards were open
-        for batch in islice(training.stream, len(BATCHES) - len(training.used)):
-            training.step(batch)
-    training.sync.detach()
-    assert Counter(training.used) == Counter(BATCHES)
-    for shard in SHARDS:
-        assert [n for s, n in training.used if s == shard] == list(range(LENGTHS[shard]))
-
-
-def test_shards_are_read_in_turns() -> None:
-    """Written out, without a shuffle. The next shard is opened when one has ended."""
-    training = Training()
-    lengths = [2, 4, 1, 0, 2]
-    stream = LeasedStream(
-        lengths,
-        lambda length: (f"{length}.{number}" for number in range(length)),
-        sync=training.sync,
-        interleave=2,
-        shuffle=False,
-    )
-    assert list(stream) == ["2.0", "4.0", "2.1", "4.1", "1.0", "4.2", "4.3", "2.0", "2.1"]
-    assert not hasattr(stream, "__len__")
-    training.sync.detach()
-
-
-def test_a_shard_that_failed_is_read_again() -> None:
-    """From its start, in the next iteration."""
-    training, failures = Training(), iter([True])
+def test_a_shard_that_was_not_read_to_its_end_is_read_again() -> None:
+    """After an error, and after a loop that was left. A shard counts from its last batch on."""
+    failures = iter([True])
 
     def read(shard: int) -> Iterator[Batch]:
-        for batch in training.read(shard):
+        for batch in Shard(shard):
             if batch == (2, 4) and next(failures, False):
                 raise OSError("no such file")
             yield batch
 
-    stream = LeasedStream(SHARDS, read, sync=training.sync, interleave=2)
-
-    def train() -> None:
-        for batch in stream:
-            training.step(batch)
-
+    training = Training(read=read)
     with pytest.raises(OSError, match="no such file"):
-        train()
-    train()
+        training.train(training.stream)
+    # Batch 3 was read ahead and not used.
+    expected = Counter(BATCHES) + Counter([(2, 0), (2, 1), (2, 2)])
+    training.train(islice(training.stream, LENGTHS[2]))  # ends with the last batch of shard 2
+    assert training.used[-1] == (2, 7)
+    training.train(islice(training.stream, 1))
+    assert LENGTHS[training.used[-1][0]] > 1
+    expected[training.used[-1]] += 1
+    training.train(training.stream)
     training.sync.detach()
-    # Batch 3 was read ahead and not used when reading batch 4 failed.
-    assert Counter(training.used) == Counter(BATCHES) + Counter([(2, 0), (2, 1), (2, 2)])
+    assert Counter(training.used) == expected
+    assert not hasattr(training.stream, "__len__")
 
 
-def test_the_number_of_open_shards_is_checked() -> None:
-    training = Training()
-    with pytest.raises(ValueError, match="interleave"):
-        LeasedStream(SHARDS, training.read, sync=training.sync, interleave=0)
-    training.sync.detach()
-
-
-# -- deaths ------------------------------------------------------------------------------------
-
-
-def train_elastically(strategy: str, interleave: int, record: dict[int, Any]) -> dict[str, Any]:
-    training = Training(strategy, interleave, min_workers=1, timeout_seconds=5.0)
-    record[dist.get_rank()] = {"used": training.used}
-    for batch in training.stream:
-        training.step(batch)
-    for batch in training.stream.leftovers():
-        training.step(batch)
-    return training.finish()
-
-
-@pytest.mark.parametrize(("strategy", "interleave"), [("streaming", 1), ("local:period=4", 3)])
-@pytest.mark.parametrize("at", [0.015, 0.11, 0.2, 0.29, 0.36, 0.41, 0.45, 0.5])
-def test_the_model_has_all_shards_of_a_killed_worker(
-    strategy: str, interleave: int, at: float
-) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "at"), [("streaming", 0.11), ("local:period=4", 0.36), ("streaming", 0.45)]
+)
+def test_the_model_has_all_shards_of_a_killed_worker(strategy: str, at: float) -> None:
     """In the middle of its shards, too. The others read these from their start."""
     record: dict[int, Any] = {}
-    run = simulated(
-        lambda: train_elastically(strategy, interleave, record),
-        faults=(Kill(worker=2, at=at),),
-        jitter=0.1,
-    )
+
+    def train() -> dict[str, Any]:
+        training = Training(strategy, min_workers=1)
+        record[dist.get_rank()] = {"used": training.used}
+        training.train(training.stream)
+        training.train(training.stream.leftovers())
+        return training.finish()
+
+    run = simulated(train, workers=4, faults=(Kill(worker=2, at=at),), jitter=0.1)
     alive = [each for each in run.results if each is not None]
     assert len(alive) == 3
-    for each in alive:
-        assert not each["missing"]
+    assert not any(each["missing"] for each in alive)
     survivors, everything = count(alive), count(record.values())
     assert set(everything) == set(BATCHES)
-    extra = Counter(shard for shard, _ in (everything - Counter(BATCHES)))
+    extra = {shard for shard, _ in (everything - Counter(BATCHES))}
     assert len(extra) <= sum(each["repeated"] for each in alive)
     for shard in extra:  # a survivor reads all of it
         assert all(survivors[shard, number] for number in range(LENGTHS[shard]))
-
-
-# -- real processes ----------------------------------------------------------------------------
-
-
-class Numbers(IterableDataset[Batch]):
-    """A shard in a process that reads ahead."""
-
-    def __init__(self, shard: int) -> None:
-        self.shard = shard
-
-    def __iter__(self) -> Iterator[Batch]:
-        return ((self.shard, number) for number in range(LENGTHS[self.shard]))
-
-
-class Reading(Training):
-    def read(self, shard: int) -> Any:
-        return DataLoader(Numbers(shard), batch_size=None, num_workers=1)
 
 
 def train_and_die(rank: int, size: int) -> dict[str, Any]:
@@ -265,62 +163,52 @@ def train_and_die(rank: int, size: int) -> dict[str, Any]:
     membership._STORE_SECONDS = 0.1
     os.environ["OFFBEAT_KERNELS"] = "0"
     multiprocessing.current_process()._config["daemon"] = False  # it may start processes
-    training = Reading(interleave=2, min_workers=1)
+
+    def read(shard: int) -> Any:
+        return DataLoader(Shard(shard), batch_size=None, num_workers=1)
+
+    training = Training(read=read, min_workers=1)
     for batch in training.stream:
+        training.train([batch])
         time.sleep(0.01)
-        training.step(batch)
-        if rank == 1 and len(training.used) == 12:
+        number = batch[1] + 1
+        if rank == 1 and len(training.used) >= 12 and 1 < number < LENGTHS[batch[0]]:
             os.kill(os.getpid(), signal.SIGKILL)
-    for batch in training.stream.leftovers():
-        training.step(batch)
+    training.train(training.stream.leftovers())
     return training.finish()
 
 
 def test_real_processes_read_the_shards_of_a_killed_worker() -> None:
-    """Over a TCPStore. Processes of DataLoaders read ahead, of the killed worker, too."""
+    """Over a TCPStore. Processes of DataLoaders read ahead, those of the killed worker, too."""
     results = on_processes(train_and_die, workers=3, newcomers=0, may_die=(1,))
     alive = [each for each in results if each is not None]
     assert len(alive) == 2
-    for each in alive:
-        assert not each["missing"]
+    assert not any(each["missing"] for each in alive)
     assert sum(each["repeated"] for each in alive) > 0
-    assert all(set(each["used"]) < set(BATCHES) for each in alive)
+    assert set(count(alive)) < set(BATCHES)  # a mean contains the first shards of rank 1
 
 
-# -- checkpoints -------------------------------------------------------------------------------
-
-
-def first_part(stop: int) -> dict[str, Any]:
-    training = Training(interleave=2)
-    for batch in islice(training.stream, stop):
-        training.step(batch)
-    with training.sync.consensus():
-        state = training.stream.sampler.state_dict()
-    return {**training.finish(), "state": state}
-
-
-def second_part(state: Any) -> dict[str, Any]:
-    training = Training()
-    training.stream.sampler.load_state_dict(state)
-    for _ in range(training.stream.sampler.epoch, 1):
-        for batch in training.stream:
-            training.step(batch)
-    return training.finish()
-
-
-@pytest.mark.parametrize("stop", [1, 11, 30])
+@pytest.mark.parametrize("stop", [11, 30])
 def test_another_number_of_workers_continues(stop: int) -> None:
     """With the shards that no worker has used completely, and with no others."""
-    first = simulated(lambda: first_part(stop), workers=3).results
-    states = [each["state"] for each in first]
-    assert states == states[:1] * 3
-    second = simulated(lambda: second_part(states[0]), workers=2).results
-    before, after = count(first), count(second)
-    assert set(before) | set(after) == set(BATCHES)
-    assert max(after.values()) == 1
-    for shard in SHARDS:
-        batches = [(shard, number) for number in range(LENGTHS[shard])]
-        assert all(after[b] for b in batches) or not any(after[b] for b in batches)
-    again = {shard for shard in SHARDS if before[shard, 0] and after[shard, 0]}
-    # Two open shards of each worker, and those that ended before an older one of the two.
-    assert len(again) <= 3 * 3
+
+    def first_part() -> dict[str, Any]:
+        training = Training()
+        training.train(islice(training.stream, stop))
+        with training.sync.consensus():
+            state = training.stream.sampler.state_dict()
+        return {**training.finish(), "state": state}
+
+    first = simulated(first_part).results
+    state = first[0]["state"]
+    assert all(each["state"] == state for each in first)
+
+    def second_part() -> dict[str, Any]:
+        training = Training()
+        training.stream.sampler.load_state_dict(state)
+        training.train(training.stream)
+        return training.finish()
+
+    before, after = count(first), count(simulated(second_part, workers=2).results)
+    complete = {shard for shard in SHARDS if before[shard, LENGTHS[shard] - 1]}
+    assert after == Counter(batch for batch in BATCHES if batch[0] not in complete)

@@ -100,16 +100,6 @@ def test_training_survives_a_loss_and_a_join(strategy: str) -> None:
     assert newcomer["records"][0]["step"] == newcomer["begun"] + 1
 
 
-@pytest.mark.parametrize("lost", range(4))
-@pytest.mark.parametrize("strategy", some(STRATEGIES, 0))
-def test_any_worker_may_be_lost(strategy: str, lost: int) -> None:
-    """Also rank 0, and at different operations."""
-    for at in (0.05 + 0.003 * lost, 0.1 + 0.003 * lost):
-        spared = ((lost + 1) % 4,) if at > 0.1 else ()
-        results = run(lambda: train(strategy), Kill(worker=lost, at=at, spared=spared))
-        check(results, [rank for rank in range(4) if rank != lost])
-
-
 class Steps(nn.Module):
     """A model that counts the steps of each worker."""
 
@@ -321,26 +311,6 @@ def test_every_step_of_a_remaining_worker_counts_once(strategy: str) -> None:
             close(one["model"], torch.full((11,), -float(STEPS), dtype=torch.float64))
 
 
-def test_two_losses_need_one_or_two_view_changes() -> None:
-    """The second comes at the same time, or while the others begin the next view."""
-    for gap, views in [(0.0, {1}), (0.03, {1}), (0.06, {1, 2}), (0.08, {2})]:
-        for strategy in ("bsp", "streaming"):
-            faults = Kill(worker=0, at=0.07), Kill(worker=3, at=0.07 + gap)
-            results = run(lambda name=strategy: train(name), *faults)
-            check(results, [1, 2])
-            assert results[1]["details"]["view"] in views
-
-
-def test_all_but_one_may_be_lost() -> None:
-    """The last one continues alone, and later with a newcomer."""
-    losses = [Kill(worker=rank, at=0.05 + 0.02 * rank) for rank in range(3)]
-    for strategy in ("bsp", "local:period=3", "selsync", "async:staleness=4"):
-        results = run(lambda name=strategy: train(name, steps=30), *losses, Join(at=0.35))
-        left = survivors(results)
-        assert [one["details"]["members"] for one in left] == [[3, 4]] * 2
-        assert torch.equal(left[0]["model"], left[1]["model"])
-
-
 def test_too_few_workers_raise_one_error() -> None:
     """Every remaining worker raises it, with the number of workers, and again at each step."""
 
@@ -388,12 +358,6 @@ def test_a_silent_worker_is_left_behind(kind: Any, told: str) -> None:
         assert results[rank]["details"]["members"] == [0, 2, 3]
         assert torch.equal(results[rank]["model"], results[0]["model"])
     assert re.search(told, results[1])
-
-
-def test_a_short_silence_changes_nothing() -> None:
-    """It is shorter than the time-out."""
-    results = run(lambda: train("bsp"), Pause(worker=1, at=0.06, seconds=1.0))
-    assert [one["details"]["view"] for one in results] == [0] * 4
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "local:period=3", "async:staleness=4"])

@@ -259,7 +259,6 @@ def test_unknown_values_are_null_in_a_result(monkeypatch: pytest.MonkeyPatch) ->
     one = run_and_record(Job("tiny", "torch:ddp", 2), lambda event: None, Told())
     line = one.to_dict()
     assert (line["lssr"], line["payload_bytes"], line["idle"]) == (None, None, None)
-    assert line["flag_rate"] is None
     assert line["stats"] == [{"steps": 9, "details": {"seconds": 2.0}}] * 2
     assert type(one).from_dict(line) == one
 

@@ -63,10 +63,10 @@ def bytes_sent(cluster: Cluster) -> int:
 
 LINKS = """
 import json, sys, torch.distributed as dist
-from offbeat.lab.probe.ring import measure_links
+from offbeat.lab.probe import probe
 rank, size, folder = json.loads(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=size)
-print(measure_links().bytes_per_second)
+print(min(pair.bytes_per_second for pair in probe(seconds=6).pairs))
 """
 
 

@@ -57,28 +57,6 @@ def test_files_are_written_and_named(compared: Compared) -> None:
     }
 
 
-def test_plot_is_an_image(compared: Compared) -> None:
-    """The PNG decodes to pixels, and they are not all alike."""
-    from matplotlib import image
-
-    pixels = image.imread(compared.folder / "plot.png")
-    assert pixels.shape[0] > 300
-    assert pixels.shape[1] > 600
-    assert pixels.std() > 0
-
-
-def test_results_hold_the_whole_curve(compared: Compared) -> None:
-    """Each strategy has one result, in the given order, with increasing steps and times."""
-    assert [one.strategy for one in compared.results] == list(STRATEGIES)
-    for one in compared.results:
-        assert [point.step for point in one.points] == list(range(1, STEPS + 1))
-        seconds = [point.seconds for point in one.points]
-        assert seconds == sorted(seconds)
-        assert seconds[0] > 0
-        assert one.simulated is False
-        assert one.link == "loopback"
-
-
 def test_results_hold_the_mean_of_the_workers(compared: Compared) -> None:
     """LSSR, bytes and idle share are means over both workers; BSP never skips, local mostly."""
     lines = (compared.folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
@@ -121,18 +99,6 @@ def test_strategies_share_seed_model_and_data_order(compared: Compared) -> None:
     # The mean of the models after one step each is the step of the mean gradient, up to rounding
     # and BatchNorm's statistics: at most a few of the 360 test images fall differently.
     assert abs(bsp.points[0].metric - local.points[0].metric) <= 3 / 360
-
-
-def test_a_comparison_is_reproducible(compared: Compared) -> None:
-    """Two equal runs have the same metrics and bytes; only times differ."""
-    once, again = compared.results[0], lab.run_and_record(JOB, ignore, Loopback())
-    for one, other in zip(once.points, again.points, strict=True):
-        assert (one.step, one.metrics) == (other.step, other.metrics)
-    for one, other in zip(once.stats, again.stats, strict=True):
-        assert one.payload_bytes == other.payload_bytes
-    assert once.to_dict().keys() == again.to_dict().keys()
-    for name in ("job", "final", "lssr", "payload_bytes", "flag_rate", "metric", "target"):
-        assert getattr(once, name) == getattr(again, name), name
 
 
 # Without processes: events written by hand
@@ -186,25 +152,6 @@ def test_a_strategy_may_have_its_own_options(tmp_path: Path) -> None:
     assert read_results(tmp_path / "results.jsonl") == results
 
 
-def test_every_method_is_tried_with_every_factor(tmp_path: Path) -> None:
-    """A method with its own factor is an exception; seeds are still the outer loop."""
-    runner = Choosing()
-    results = lab.compare(
-        Job("digits", "bsp", 2),
-        ("bsp", "async --lr-scale 2"),
-        seeds=2,
-        lr_scales=(0.3, 1.0),
-        runner=runner,
-        output=tmp_path,
-        on_start=ignore,
-        on_event=ignore,
-    )
-    told = [(one.job.seed, one.strategy, one.job.lr_scale, one.lr_scales) for one in results]
-    each = [("bsp", 0.3, (0.3, 1.0)), ("bsp", 1.0, (0.3, 1.0)), ("async", 2.0, ())]
-    assert told == [(seed, *one) for seed in (0, 1) for one in each]
-    assert read_results(tmp_path / "results.jsonl") == results
-
-
 def test_existing_results_are_not_run_again(tmp_path: Path) -> None:
     """A failed comparison continues, and a finished one can be extended."""
     with pytest.raises(OffbeatError):
@@ -253,20 +200,6 @@ def test_results_of_another_comparison_are_not_mixed_in(
     with pytest.raises(ValueError, match=rf"jsonl, line 1, .*{name}.* name another --output"):
         compare(Choosing(), tmp_path, seeds=1, **change)
     assert (tmp_path / "results.jsonl").read_bytes() == before
-
-
-def test_results_may_be_mixed_where_that_is_asked_for(tmp_path: Path) -> None:
-    """Existing results are kept; further runs use the present job."""
-    runner = Choosing()
-
-    def widen(seeds: int, step_seconds: float | None) -> list[Result]:
-        job = Job("digits", "bsp", 2, step_seconds=step_seconds)
-        told = {"on_start": ignore, "on_event": ignore, "may_differ": ["step_seconds"]}
-        return lab.compare(job, ["bsp"], seeds=seeds, runner=runner, output=tmp_path, **told)
-
-    widen(1, None)
-    assert [one.job.step_seconds for one in widen(2, 0.5)] == [None, 0.5]
-    assert [(job.seed, job.step_seconds) for job in runner.jobs] == [(0, None), (1, 0.5)]
 
 
 class Nowhere(Loopback):

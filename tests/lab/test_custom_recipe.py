@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from cli.commands import TORCHRUN, ended
 from offbeat import Compute, Network
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import Loopback, VirtualCluster
 from offbeat.lab.recipes import Setup, find_recipe
 from offbeat.lab.recipes.held_out import HeldOut
-from offbeat.lab.results import read_results
 from offbeat.lab.timing.step_time import measure_recipe
 from offbeat.plan.placeholder_model import shapes_of
 from pages import code_on
@@ -200,30 +198,3 @@ def test_missing_files_and_names_are_errors(spirals: Path) -> None:
         find_recipe("no.py:x")
     with pytest.raises(ValueError, match=r"spirals\.py has no recipe 'x'; it has spirals"):
         find_recipe("spirals.py:x")
-
-
-@pytest.mark.nightly  # `train` joins it in tests/cli/test_cli_runs.py
-def test_compare_under_torchrun(spirals: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of torchrun run all strategies. Only rank 0 writes and prints."""
-    for name in TORCHRUN:
-        monkeypatch.delenv(name, raising=False)
-    code, out, err = ended(
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "offbeat.cli", "compare", "spirals.py", "--epochs", "0.2", "--output", "out"),
-        *("-s", "bsp", "-s", "local:period=3 --lr-scale 0.5", "--seeds", "2"),
-    )
-    assert code == 0, err
-    assert "Traceback" not in err
-    assert out.count("joined the 2 processes") == 1
-    assert out.count("target accuracy 0.95, 2 workers (real processes), torchrun, gloo") == 1
-    assert {path.name for path in (spirals.parent / "out").iterdir()} == {
-        *("results.jsonl", "table.md", "plot.png", "report.html")
-    }
-    results = read_results(spirals.parent / "out" / "results.jsonl")
-    assert [(one.label, one.job.seed) for one in results] == [
-        *(("bsp", 0), ("local:period=3 --lr-scale 0.5", 0)),
-        *(("bsp", 1), ("local:period=3 --lr-scale 0.5", 1)),
-    ]
-    assert {one.job.workers for one in results} == {len(one.stats) for one in results} == {2}
-    assert len({one.job.evaluations for one in results} - {None}) == 1
-    assert len({tuple(point.step for point in one.points) for one in results}) == 1

@@ -10,7 +10,6 @@ from offbeat.lab.events import (
     Evaluation,
     EvaluationCount,
     Event,
-    LinkSpeed,
     Start,
     Step,
     Waiting,
@@ -44,10 +43,6 @@ LINES: list[tuple[Event, dict[str, object]]] = [
     ),
     (Waiting("evaluating"), {"event": "waiting", "what": "evaluating"}),
     (EvaluationCount(6, 1.5), {"event": "chosen", "evaluations": 6, "seconds": 1.5}),
-    (
-        LinkSpeed(1.25e7, 0.0005),
-        {"event": "measured", "bytes_per_second": 1.25e7, "latency_seconds": 0.0005},
-    ),
     (End((), 0.25), {"event": "end", "stats": [], "step_seconds": 0.25}),
     (
         End((STATS,)),

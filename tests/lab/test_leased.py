@@ -96,6 +96,7 @@ def test_real_workers_follow_the_position_of_the_run(live: bool) -> None:
     assert sum(stats.steps for stats in end.stats) == tiny.STEPS * 3
 
 
+@pytest.mark.nightly  # the ideal is compared with the summed speeds in test_ideal
 def test_a_slow_worker_no_longer_determines_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of four at half speed: the time of the summed speeds with leases, far above without."""
     monkeypatch.setattr(tiny, "STEPS", 60)

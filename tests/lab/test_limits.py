@@ -6,14 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import workers
 from lab import tiny
 from offbeat import Compute, Network
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.probe import ring
-from offbeat.lab.probe.ring import measure_links
 from offbeat.lab.results import Result
 from offbeat.lab.timing.time_limit import Clock, TimeLimit
 from worlds import run as on_workers
@@ -94,17 +91,6 @@ def test_each_worker_ends_by_its_own_clock(evaluations: int, slow: int) -> None:
     assert found.seconds == pytest.approx(4, abs=0.1)
 
 
-def test_each_node_ends_by_its_own_clock() -> None:
-    """Steps of 1 s and 3 s. The workers of a node know one step later that 6.5 s have passed."""
-    network = Network("100Mbit/s", latency="1ms", workers_per_node=2)
-    place = VirtualCluster(network, Compute("1s", slowdown={2: 3.0}))
-    job = replace(JOB, strategy="async:staleness=8", workers=4, workers_per_node=2, max_seconds=6.5)
-    found = run_and_record(job, lambda event: None, place)
-    assert [one.steps for one in found.stats] == [8, 8, 4, 4]
-    assert found.points[-1].step == 6
-    assert found.seconds == pytest.approx(12, abs=0.1)
-
-
 def ends_together(rank: int, size: int, clock: Clock) -> tuple[int, int]:
     """Steps take 1 s, or 2 s on rank 1. Return the last step, for 200 steps and for 500."""
     found = []
@@ -129,25 +115,3 @@ def test_workers_that_need_each_other_end_at_the_same_step() -> None:
 def test_a_limit_is_kept_in_the_results() -> None:
     told = run(replace(JOB, max_seconds=3.5)).to_dict()["job"]
     assert (told["max_steps"], told["max_seconds"]) == (None, 3.5)
-
-
-def measure(rank: int, size: int) -> tuple[float, float]:
-    found = measure_links()
-    return found.bytes_per_second, found.latency_seconds
-
-
-def test_all_workers_measure_the_same_links() -> None:
-    """Loopback is faster than a megabyte a second, and a message takes less than a second."""
-    one, other = workers.run(measure, workers=2)
-    assert one == other
-    assert one[0] > 1e6
-    assert 0 < one[1] < 1
-
-
-def test_one_stalled_message_does_not_change_the_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The median of 0.4, 4 and 0.4 s counts."""
-    taken = iter([0.4, 4.0, 0.4])
-    monkeypatch.setattr(ring, "_shift", lambda tensor: 0.0)
-    monkeypatch.setattr(ring, "_slowest", lambda seconds: next(taken))
-    monkeypatch.setattr(ring, "gather", lambda value, device, what: [value])
-    assert measure_links().bytes_per_second == pytest.approx(2**18 / 0.4)

@@ -6,8 +6,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 import workers
 from lab import tiny
@@ -15,7 +13,6 @@ from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.job import Job
 from offbeat.lab.launch import processes
 from offbeat.lab.methods.registry import PEERS
-from offbeat.lab.methods.torchft import fragments_of
 from offbeat.lab.train import train_worker
 
 H = 3
@@ -28,7 +25,6 @@ TEXTS = {
         f"torchft:diloco,period={H},outer_lr=1,outer_momentum=0",
         "torchft:diloco,period=4",
         "diloco:period=4,outer_lr=0.7,outer_momentum=0.9",
-        "torchft:diloco,period=4,fragments=2,delay=1",
     ),
 }
 
@@ -58,7 +54,6 @@ def test_peers_have_the_values_of_strategies(package: str) -> None:
     if package == "torchft":
         ours = found["diloco:period=4,outer_lr=0.7,outer_momentum=0.9"]
         assert found["torchft:diloco,period=4"] == pytest.approx(ours, abs=1e-6)
-        assert len(found["torchft:diloco,period=4,fragments=2,delay=1"]) == tiny.STEPS
 
 
 @pytest.mark.parametrize("kind", [one for one in PEERS if one.package != "torch"])
@@ -77,9 +72,7 @@ def test_a_missing_package_is_one_line(kind: type, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("torchft:diloco,period=4,fragments=3", ".*period 4 must be a multiple of fragments.*"),
-        ("torchft:diloco,period=4,fragments=2,delay=2", ".*delay must be less than .* = 2, got 2"),
-        ("torchft:diloco,period=4,mixing=2", r"mixing must be .*"),
+        ("torchft:diloco,period=4,outer_lr=0", "outer_lr must be positive .*"),
         ("torchft:localsgd,period=0", "period must be at least 1, got 0"),
         ("accelerate:localsgd", "accelerate:localsgd needs period, as in .*"),
     ],
@@ -88,21 +81,6 @@ def test_settings_are_checked_without_the_package(text: str, message: str) -> No
     with pytest.raises(ValueError, match=r".") as caught:
         Job("digits", text, 2).check_method()
     assert re.fullmatch(message, str(caught.value))
-
-
-@pytest.mark.parametrize(("sizes", "number"), [((5, 5, 5, 5), 2), ((100, 1, 1, 1), 3), ((1,), 1)])
-def test_fragments_hold_every_parameter_once_in_order(sizes: tuple[int, ...], number: int) -> None:
-    model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
-    parts = fragments_of(model, number)
-    assert len(parts) == number
-    assert all(list(part.parameters()) for part in parts)
-    held = [parameter for part in parts for parameter in part.parameters()]
-    assert [id(one) for one in held] == [id(one) for one in model.parameters()]
-
-
-def test_more_fragments_than_tensors_are_rejected() -> None:
-    with pytest.raises(ValueError, match="3 fragments of a model with 2 parameter tensors"):
-        fragments_of(nn.Linear(2, 2), 3)
 
 
 def test_a_failed_worker_is_reported_by_its_error_line(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from offbeat.lab.probe import (
     measure,
     probe,
 )
-from offbeat.lab.probe.tables import by_pair, by_rank, caption, summary
+from offbeat.lab.probe.tables import by_rank, caption, summary
 from workers import run
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
@@ -292,8 +292,6 @@ def test_tables() -> None:
         "100 Mbit/s",
         "100 Mbit/s",
     )
-    assert by_pair(result).rows[0] == ("0 to 1", "2.5 ms", "49.4 Mbit/s", "1.0 MB", "5")
-    assert {len(row) for row in by_pair(result).rows} == {len(by_pair(result).headings)}
     assert by_rank(result).caption == caption(result)
     assert caption(result) == "3 workers on 3 hosts, gloo, all 6 ordered pairs, 3.2 s"
     some = Probe(tuple(people), tuple(pairs[:4]), 6, total, (), 7, 3.21)

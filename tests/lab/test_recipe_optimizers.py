@@ -4,24 +4,21 @@ import copy
 import io
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 import offbeat
 from lab import tiny
 from offbeat import Compute, Network
-from offbeat.lab.compare import compare, run_and_record
+from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import RECIPES, Setup, find_recipe
 from offbeat.lab.recipes.models.transformers import ByteTransformer
 from offbeat.lab.recipes.optimizers import MuonWithAdamW, with_optimizer
-from offbeat.lab.samplers import Batches, make_sampler
 
 PLACE = VirtualCluster(Network("1Gbit/s"), Compute("10ms"))
 JOB = Job("tiny", "bsp", 2, evaluations=tiny.STEPS)
@@ -249,64 +246,9 @@ def test_a_task_that_does_not_fit_is_refused_before_the_run(
 # -- runs ------------------------------------------------------------------------------------------
 
 
-class Replica:
-    """One worker of a reference, with two optimizers of torch."""
-
-    def __init__(self, rank: int) -> None:
-        task = tiny.build(Setup(2, 1.0))
-        self.model = task.model
-        self.batches = iter(Batches(task, make_sampler(task, 2, rank, seed=0)))
-        first, _, second, last = task.model
-        assert isinstance(last, nn.Linear)
-        hidden = [first.weight, second.weight]
-        others = [first.bias, second.bias, last.weight, last.bias]
-        self.optimizers: list[Optimizer] = [
-            Muon(hidden, lr=0.001, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-            AdamW(others, lr=0.001, weight_decay=0.01),
-        ]
-        self.schedules = [LambdaLR(one, tiny.rate) for one in self.optimizers]
-
-    def step(self) -> None:
-        for one in self.optimizers:
-            one.zero_grad()
-        tiny.loss(self.model, next(self.batches)).backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), tiny.CLIP)
-        for one in (*self.optimizers, *self.schedules):
-            one.step()
-
-
-def diloco_curve(period: int, outer_lr: float, momentum: float) -> list[float]:
-    """Return ``size_of`` the mean model after each step, by the definition of DiLoCo."""
-    workers = [Replica(rank) for rank in range(2)]
-    theta = [nn.Parameter(p.detach().clone()) for p in workers[0].model.parameters()]
-    outer = SGD(theta, lr=outer_lr, momentum=momentum, nesterov=True)
-    sizes = []
-    for step in range(1, tiny.STEPS + 1):
-        for worker in workers:
-            worker.step()
-        means = tiny.mean([[*worker.model.parameters()] for worker in workers])
-        if step % period == 0:
-            for p, mean in zip(theta, means, strict=True):
-                p.grad = p.detach() - mean.detach()
-            outer.step()
-            for worker in workers:
-                for p, q in zip(worker.model.parameters(), theta, strict=True):
-                    p.data.copy_(q.data)
-            means = [p.detach() for p in theta]
-        sizes.append(tiny.size_of(means))
-    return sizes
-
-
 def curve(text: str) -> list[float]:
     result = run_and_record(JOB.under(text), ignore, PLACE)
     return [point.metric for point in result.points]
-
-
-def test_diloco_with_muon_inside_is_its_definition() -> None:
-    text = "diloco:period=3,outer_lr=0.7,outer_momentum=0.9"
-    want = diloco_curve(3, 0.7, 0.9)
-    assert curve(f"{text} --optimizer muon") == pytest.approx(want, rel=1e-6)
-    assert curve(text) != pytest.approx(want, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -344,22 +286,3 @@ def test_desloc_refuses_muon_and_takes_adamw() -> None:
     with pytest.raises(offbeat.AttachError, match="this SGD lacks them"):
         curve("desloc:period=2")
     assert len(curve("desloc:period=2 --optimizer adamw")) == tiny.STEPS
-
-
-def test_a_comparison_has_a_row_for_each_optimizer(tmp_path: Path) -> None:
-    """And continues with the results in its file."""
-    methods = ["ideal", "ideal --optimizer muon", "local:period=3 --optimizer muon"]
-    reused: list[Any] = []
-    for _ in range(2):
-        results = compare(
-            JOB,
-            methods,
-            runner=PLACE,
-            output=tmp_path,
-            on_start=ignore,
-            on_event=ignore,
-            on_reused=reused.append,
-        )
-    assert [result.label for result in results] == methods
-    assert [result.job.optimizer for result in results] == [None, "muon", "muon"]
-    assert len(reused) == 3

@@ -1,6 +1,5 @@
 """Recipes: deterministic tasks, disjoint splits, clear errors."""
 
-import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +10,6 @@ from torch import Tensor
 from lab.standins import write_idx_files
 from offbeat.lab.recipes import RECIPES, Setup, digits, find_recipe, mnist, stdlib_lm
 from offbeat.lab.recipes.custom import first_samples
-from offbeat.lab.recipes.files import find_file, share_tensors
-
-REAL_MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
 
 
 @pytest.fixture
@@ -47,31 +43,12 @@ def test_all_workers_together_read_the_epochs() -> None:
 
 
 def test_workers_of_one_process_share_the_data(idx: Path) -> None:
-    """Tensors are in memory once, and are freed when no task uses them."""
-    reads: list[str] = []
-
-    @share_tensors
-    def load(name: str, *, count: int = 3) -> tuple[tuple[Tensor, Tensor], int]:
-        reads.append(name)
-        return (torch.zeros(count), torch.ones(count)), count
-
-    (x, y), count = load("a")
-    assert load("a")[0][0] is x
-    assert load("a")[0][1] is y
-    assert load("b", count=4)[1] == 4
-    assert (reads, count) == (["a", "b"], 3)
-    del y  # a part is not enough
-    assert torch.equal(load("a")[0][1], torch.ones(3))
-    assert reads == ["a", "b", "a"]
-
+    """Tensors are in memory once."""
     one, two = (find_recipe("mnist").build(Setup(2, 1, seed=seed, data=idx)) for seed in (0, 1))
     for x, y in zip(one.dataset.tensors, two.dataset.tensors, strict=True):
         assert x is y
     for x, y in zip(one.evaluate.dataset.tensors, two.evaluate.dataset.tensors, strict=True):
         assert x is y
-    seen = weakref.ref(one.dataset.tensors[0])
-    del one, two, x, y
-    assert seen() is None
 
 
 def test_digits_splits_are_disjoint() -> None:
@@ -206,17 +183,6 @@ def test_corrupt_idx_files_are_rejected(tmp_path: Path, data: bytes, message: st
     (tmp_path / "y.gz").write_bytes(b"no gzip")
     with pytest.raises(ValueError, match="not a gzip file"):
         mnist.read_idx(tmp_path / "y.gz")
-
-
-@pytest.mark.skipif(not REAL_MNIST.is_dir(), reason=f"no MNIST files in {REAL_MNIST}")
-def test_real_mnist_is_read() -> None:
-    """The official files hold 60,000 and 10,000 images of 28 × 28."""
-    images, labels = (
-        mnist.read_idx(find_file(REAL_MNIST, [name, f"{name}.gz"]))
-        for name in ("train-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-    )
-    assert images.shape == (60000, 28, 28)
-    assert labels.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
 
 
 def test_an_unknown_recipe_lists_the_known_ones() -> None:

@@ -15,11 +15,10 @@ from lab.standins import (
     write_cifar,
     write_text,
 )
-from offbeat.lab.recipes import Setup, cifar, find_recipe, wikitext
+from offbeat.lab.recipes import Setup, cifar, wikitext
 from offbeat.lab.recipes.cifar_files import CIFAR10, CIFAR100, load, read_archive, read_batch
 from offbeat.lab.recipes.datasets import TensorData, load_batches
 
-WIKITEXT = Path(__file__).parents[3] / "shared" / "data" / "text" / "wikitext-2"
 LABELS = [3, 9, 0]
 
 
@@ -310,12 +309,3 @@ def test_missing_wikitext_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_bytes(b"")
     with pytest.raises(ValueError, match=r"test\.txt is empty"):
         wikitext.load(tmp_path)
-
-
-@pytest.mark.skipif(not WIKITEXT.is_dir(), reason=f"no WikiText-2 in {WIKITEXT}")
-def test_real_wikitext_is_read() -> None:
-    """The validation text of WikiText-2 has 217,646 words, including <eos>."""
-    words = wikitext.read_words(WIKITEXT / "valid.txt", {"<unk>": 0}, grow=True)
-    assert len(words) == 217_646
-    with pytest.raises(FileNotFoundError, match=r"looked for wiki\.train\.tokens or train\.txt"):
-        find_recipe("wikitext:transformer").build(Setup(1, 1, data=WIKITEXT))

@@ -58,22 +58,7 @@ def test_the_transformer_has_the_papers_sizes() -> None:
         assert block.dropout.p == model.dropout.p == 0.2
 
 
-@pytest.mark.parametrize(
-    ("make", "classes"),
-    [
-        (lambda: resnet18(10), 10),
-        (lambda: resnet50(10), 10),
-        (lambda: resnet101(10), 10),
-        (lambda: vgg11(100), 100),
-        (lambda: small_cnn(10), 10),
-    ],
-)
-def test_images_give_one_logit_per_class(make: Callable[[], nn.Module], classes: int) -> None:
-    with torch.device("meta"):
-        logits = make()(torch.zeros(2, 3, 32, 32))
-    assert logits.shape == (2, classes)
-
-
+@pytest.mark.nightly
 def test_the_last_maps_of_resnet_are_4x4() -> None:
     shapes = []
     with torch.device("meta"):
@@ -211,20 +196,6 @@ def test_perplexity_of_a_uniform_guess_is_the_vocabulary(data: Path) -> None:
     words = task.model.head.out_features
     assert task.evaluate(task.model)["test perplexity"] == pytest.approx(words)
     assert task.clip_norm == 2.0
-
-
-@pytest.mark.nightly
-def test_the_transformer_learns(data: Path) -> None:
-    """A few steps bring the perplexity far below that of a uniform guess."""
-    task = build("wikitext:transformer", data)
-    task.optimizer.param_groups[0]["lr"] = 0.2  # 2.0 is for a real vocabulary
-    for _ in range(20):
-        loss = task.loss(task.model, task.dataset[list(range(20))])
-        loss.backward()
-        nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
-        task.optimizer.step()
-        task.optimizer.zero_grad()
-    assert task.evaluate(task.model)["test perplexity"] < 0.5 * task.model.head.out_features
 
 
 def test_accuracies_count_the_likeliest() -> None:

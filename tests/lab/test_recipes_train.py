@@ -41,6 +41,7 @@ def shorten(task: Task) -> Task:
     return replace(task, batch_size=2, evaluate=few)
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("narrow", "small")
 @pytest.mark.parametrize(
     ("name", "strategy"), [*((name, "local:period=2") for name in RECIPES), ("digits", "downpour")]

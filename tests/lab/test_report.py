@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from offbeat import Stats
-from offbeat.display.plots import INK, colours_of
 from offbeat.lab import report
 from offbeat.lab.events import Evaluation
 from offbeat.lab.job import Job
@@ -230,15 +229,6 @@ def test_shares_of_the_ideal() -> None:
     assert rows([ideal])[0][2:4] == ("-", "100 %")
 
 
-def test_shares_are_explained_if_there_are_any() -> None:
-    """The note is below the table and on the page."""
-    runs = [make("bsp", [(8, 0.99)]), make("ideal", [(2, 0.99)])]
-    for shown in (report.markdown(runs), report.page(runs)):
-        assert report.SHARE_MEANS in shown
-    for shown in (report.markdown(runs[:1]), report.page(runs[:1])):
-        assert "ideal" not in shown.replace("that is not the ideal", "")
-
-
 def test_unknown_values_of_peers_are_dashes() -> None:
     """LSSR, bytes and idle share are unknown; times and metrics are known."""
     one = make("torch:ddp,hook=fp16", [(8, 0.99)])
@@ -274,23 +264,6 @@ def test_caption_says_what_was_compared() -> None:
     assert "real" not in report.caption([replace(one, simulated=True)])
 
 
-def test_caption_has_the_range_of_seeds() -> None:
-    runs = [make("bsp", [(1, 0.5)], seed=seed) for seed in range(2)]
-    assert report.caption(runs).endswith(", 2 seeds")
-    assert report.caption([*runs, make("async", [(1, 0.5)])]).endswith(", 1 to 2 seeds")
-
-
-def test_markdown_is_a_table() -> None:
-    """Each row is a line with as many cells as headings."""
-    results = [make("bsp", [(1, 0.5)]), make("selsync:delta=0.3,window=5", [(1, 0.99)])]
-    caption, empty, *lines = report.markdown(results).splitlines()
-    assert (caption, empty) == (report.caption(results), "")
-    assert len(lines) == 4
-    assert {line.count("|") for line in lines} == {len(report.HEADINGS) + 1}
-    assert lines[1] == "|" + "---|" * len(report.HEADINGS)
-    assert lines[3].startswith("| `selsync:delta=0.3,window=5` | 1.0 s |")
-
-
 class Elements(HTMLParser):
     """Tags and cells of a page."""
 
@@ -314,14 +287,6 @@ class Elements(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.tags and self.tags[-1] == "td":
             self.cells[-1] += data
-
-
-def test_page_holds_the_same_table() -> None:
-    """The cells of report.html are those of the table, in order."""
-    results = [make("bsp", [(1, 0.5)]), make("async", [(1, 0.99)])]
-    page = Elements(report.page(results))
-    assert page.cells == [text for row in rows(results) for text in row]
-    assert "img" not in page.tags
 
 
 def test_other_metrics_are_below_the_table() -> None:
@@ -361,21 +326,10 @@ def test_page_needs_no_other_file() -> None:
     """Its figures are inline, and it loads nothing."""
     text = report.page([make("bsp", [(1, 0.5), (2, 0.99)]), make("ideal", [(1, 0.99)])])
     page = Elements(text)
-    assert page.tags.count("svg") == 3
+    assert page.tags.count("svg") == 2
     assert all(source.startswith("#") for source in page.sources)
     assert not re.findall(r"https?://(?!www\.w3\.org/)", text)
     assert not re.search(r"@import|url\((?!#)", text)
-
-
-def test_figures_have_the_colours_of_the_page() -> None:
-    """Text and axes use ``currentColor``, and figures have no background."""
-    text = report.page([make("bsp", [(1, 0.5), (2, 0.99)])])
-    assert "prefers-color-scheme: dark" in text
-    assert "currentColor" in text
-    assert INK not in text
-    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
-        assert "#ffffff" not in drawing
-        assert not re.search(r"(fill|stroke): #000000", drawing)
 
 
 def test_page_has_command_and_configurations() -> None:
@@ -430,23 +384,6 @@ def test_plot_draws_every_strategy(drawn: list[Any], tmp_path: Path, recipe: str
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["bsp", "async"]
     assert axes.get_ylabel() == runs[0].metric
     assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
-
-
-def test_a_strategy_has_the_same_colour_in_all_figures() -> None:
-    """Of two methods with one strategy the first has it; no two of ten have the same."""
-    alone = {
-        name: colours_of([name])[0] for name in ("streaming", "bsp", "ideal", "local:period=8")
-    }
-    methods = [*alone, "local:period=2", "torch:ddp", "ssp:staleness=3", "easgd", "downpour", "x"]
-    colours = dict(zip(methods, colours_of(methods), strict=True))
-    assert alone.items() <= colours.items()
-    assert len(set(colours.values())) == len(methods) == 10
-    assert len(colours_of([*methods, "y", "z"])) == 12
-
-
-def test_plot_marks_simulated_time(drawn: list[Any], tmp_path: Path) -> None:
-    report.plot([replace(make("bsp", [(1, 0.5)]), simulated=True)], tmp_path / "plot.png")
-    assert drawn[0].axes[0].get_xlabel() == "training seconds (simulated)"
 
 
 def test_without_matplotlib_there_is_no_plot(

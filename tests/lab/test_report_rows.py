@@ -1,82 +1,16 @@
-"""Rows over several learning rates; times to targets, differences, links and split of the time."""
+"""Times to targets, and differences."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from lab.test_report import make
-from offbeat import Stats
 from offbeat.lab import report
-from offbeat.lab.events import LinkSpeed
-from offbeat.lab.report.figures import curve_of, time_split
+from offbeat.lab.report.figures import curve_of
 from offbeat.lab.report.intervals import interval_of
 from offbeat.lab.report.rows import rows_of
-from offbeat.lab.results import Result
-
-SCALES = (0.3, 1.0, 3.0)
-
-
-def grid(strategy: str, finals: Sequence[float], *, seed: int = 0, recipe: str = "digits") -> list:
-    """Return a run with each factor on the learning rate."""
-    return [
-        replace(
-            make(
-                f"{strategy} --lr-scale {scale}", [(1, 0.5), (2, final)], seed=seed, recipe=recipe
-            ),
-            lr_scales=SCALES,
-        )
-        for scale, final in zip(SCALES, finals, strict=True)
-    ]
-
-
-def test_the_best_factor_is_the_row_and_all_runs_are_counted() -> None:
-    """The mean final metric over the seeds decides."""
-    runs = [*grid("bsp", (0.90, 0.95, 0.97)), *grid("bsp", (0.90, 0.95, 0.80), seed=1)]
-    (row,) = rows_of(runs)
-    assert (row.name, row.lr_scale, row.tried, row.at_edge) == ("bsp", 1.0, 6, False)
-    assert [run.final for run in row.runs] == [0.95, 0.95]
-    table = report.table(runs)
-    assert table.headings[:3] == ("strategy", "lr x", "runs")
-    assert table.rows[0][:3] == ("bsp", "1", "6")
-    assert {len(one) for one in table.rows} == {len(table.headings)}
-    assert report.TUNED_MEANS in report.markdown(runs)
-
-
-def test_lower_is_better_of_a_loss_and_an_edge_is_marked() -> None:
-    runs = grid("bsp", (2.5, 2.6, 2.9), recipe="stdlib-lm")
-    assert report.table(runs).rows[0][1] == "0.3 (edge)"
-
-
-@pytest.mark.parametrize(
-    ("finals", "chosen"),
-    [((0.9, 0.9, 0.9), 1.0), ((0.9, math.nan, 0.8), 0.3), ((0.8, 0.7, 0.8), 3.0)],
-)
-def test_equal_factors_are_decided_by_nearness_to_1_and_nan_loses(
-    finals: Sequence[float], chosen: float
-) -> None:
-    assert rows_of(grid("bsp", finals))[0].lr_scale == chosen
-
-
-def test_a_factor_without_all_seeds_does_not_count() -> None:
-    runs = [*grid("bsp", (0.9, 0.8, 0.99)), *grid("bsp", (0.9, 0.8, 0.99), seed=1)[:2]]
-    assert rows_of(runs)[0].lr_scale == 0.3
-
-
-def test_a_method_with_its_own_factor_has_its_own_row() -> None:
-    runs = [*grid("bsp", (0.9, 0.95, 0.8)), make("local:period=2 --lr-scale 7", [(1, 0.9)])]
-    assert [row.name for row in rows_of(runs)] == ["bsp", "local:period=2 --lr-scale 7"]
-    assert [row[1:3] for row in report.table(runs).rows] == [("1", "3"), ("-", "1")]
-
-
-def test_an_untuned_run_joins_the_grid_that_has_its_factor() -> None:
-    """The comparison was extended by factors after its first run."""
-    runs = grid("bsp", (0.9, 0.95, 0.8))
-    runs[1] = replace(runs[1], lr_scales=())
-    assert [(row.name, row.tried) for row in rows_of(runs)] == [("bsp", 3)]
-
 
 # Arrivals
 
@@ -149,42 +83,6 @@ def test_the_bootstrap_interval_is_that_of_all_resamples(values: tuple[float, ..
 def test_an_interval_needs_three_values() -> None:
     with pytest.raises(ValueError, match="at least 3 values, got 2"):
         interval_of([1.0, 2.0])
-
-
-# Links and times
-
-
-def test_links_are_shown_as_measured() -> None:
-    """Rows without a measurement are omitted."""
-    measured = (LinkSpeed(12.5e6, 0.001), LinkSpeed(6.25e6, 0.002))
-    runs = [replace(make("bsp", [(1, 0.9)]), links=measured), make("async", [(1, 0.9)])]
-    found = report.links(runs)
-    assert found is not None
-    assert found.rows == (("bsp", "100 Mbit/s", "50 Mbit/s", "1 ms", "2 ms"),)
-    assert report.links(runs[1:]) is None
-
-
-def run(strategy: str, seconds: float, *, wait: float = 0.0) -> Result:
-    """Return a run of ten steps."""
-    one = make(strategy, [(seconds, 0.9)])
-    stats = Stats(steps=10, wait_seconds=wait, compute_seconds=seconds - wait)
-    points = tuple(replace(point, step=10) for point in one.points)
-    return replace(one, points=points, stats=(stats, stats))
-
-
-def test_the_time_is_split_by_the_ideals_step() -> None:
-    ideal, ours, peer = run("ideal", 2), run("bsp", 8, wait=5), run("torch:ddp", 8)
-    rows = rows_of([ideal, ours, peer])
-    assert time_split(rows[1], rows) == pytest.approx(
-        {"computing": 2 / 8, "other work": 1 / 8, "waiting": 5 / 8}
-    )
-    assert time_split(rows[2], rows) == pytest.approx(
-        {"computing": 2 / 8, "waiting and other": 6 / 8}
-    )
-    alone = rows_of([ours])
-    assert time_split(alone[0], alone) == pytest.approx(
-        {"computing": 3 / 8, "other work": 0, "waiting": 5 / 8}
-    )
 
 
 def test_curves_have_bands_up_to_the_end_of_the_shortest() -> None:

@@ -12,8 +12,8 @@ from offbeat.lab.events import Evaluation
 from offbeat.lab.job import Job
 from offbeat.lab.results import Result, read_results
 
-OLD = Path(__file__).with_name("old_results.jsonl")  # as 0.1.0 wrote them: two real runs, one not
-OLD_TABLE = """\
+SAVED = Path(__file__).with_name("results.jsonl")  # two real runs, one not
+SAVED_TABLE = """\
 digits, target test accuracy 0.985, 2 workers (real processes), loopback, \
 Intel(R) Xeon(R) Processor @ 2.10GHz, 2 cores, 1 seed, --injection 0.5,0.5
 
@@ -24,60 +24,30 @@ Intel(R) Xeon(R) Processor @ 2.10GHz, 2 cores, 1 seed, --injection 0.5,0.5
 """
 
 
-def test_an_old_file_is_read_and_written_the_same() -> None:
-    """Values and derived values are unchanged; new keys are added."""
-    results = read_results(OLD)
+def test_a_file_is_read_and_written_the_same() -> None:
+    """Values and derived values are unchanged."""
+    results = read_results(SAVED)
     assert [one.strategy for one in results] == ["bsp", "async:staleness=4", "selsync:delta=inf"]
     assert [one.simulated for one in results] == [False, False, True]
-    lines = OLD.read_text(encoding="utf-8").splitlines()
+    lines = SAVED.read_text(encoding="utf-8").splitlines()
     for one, line in zip(results, lines, strict=True):
-        now, then = json.loads(json.dumps(one.to_dict())), json.loads(line)
-        for name in ("label", "model_bytes", "links", "lr_scales", "command", "trial"):
-            del now[name]
-        for point in now["points"]:
-            assert point.pop("finite") is True
-        now["job"] = {name: now["job"][name] for name in then["job"]}
-        assert now == then
+        assert json.loads(json.dumps(one.to_dict())) == json.loads(line)
 
 
-def test_an_old_file_loads_into_the_report(tmp_path: Path) -> None:
-    """Table, plot and page of today, from lines of then."""
-    results = read_results(OLD)[:2]
-    assert report.markdown(results) == OLD_TABLE
+def test_a_file_loads_into_the_report(tmp_path: Path) -> None:
+    results = read_results(SAVED)[:2]
+    assert report.markdown(results) == SAVED_TABLE
     paths = report.write_report(results, tmp_path)
     assert {path.name for path in paths.values()} == {"table.md", "plot.png", "report.html"}
 
 
 def test_jobs_of_other_versions_are_read() -> None:
     """Missing fields have their defaults; unknown fields are dropped."""
-    values = json.loads(OLD.read_text(encoding="utf-8").splitlines()[0])
+    values = json.loads(SAVED.read_text(encoding="utf-8").splitlines()[0])
     del values["job"]["sampler"]
     values["job"]["colour"] = "blue"
     values["stats"][0]["colour"] = "blue"
-    assert Result.from_dict(values) == read_results(OLD)[0]
-
-
-def test_the_optimizer_state_of_an_old_job_is_a_setting_of_its_strategy() -> None:
-    """Runs with and without the former option stay apart in the report."""
-    values = json.loads(OLD.read_text(encoding="utf-8").splitlines()[0])
-    for strategy, state, found in (
-        ("local:period=8", "average", "local:period=8,optimizer_state=average"),
-        ("diloco", "average", "diloco:optimizer_state=average"),
-        ("local:period=8", "local", "local:period=8"),
-    ):
-        values["job"].update(strategy=strategy, optimizer_state=state)
-        one = Result.from_dict(values)
-        assert one.strategy == found
-        assert one.label == f"{found} --injection 0.5,0.5"
-        assert Result.from_dict(json.loads(json.dumps(one.to_dict()))) == one
-
-
-def test_flags_of_an_old_file_are_kept() -> None:
-    """Version 0.1.0 wrote them next to the details."""
-    values = json.loads(OLD.read_text(encoding="utf-8").splitlines()[2])
-    for one in values["stats"]:
-        one["flags"] = 5
-    assert Result.from_dict(values).flag_rate == pytest.approx(5 / values["stats"][0]["steps"])
+    assert Result.from_dict(values) == read_results(SAVED)[0]
 
 
 def result(*curve: tuple[float, float], better: bool = True, target: float = 0.5) -> Result:
@@ -127,11 +97,10 @@ def test_the_target_is_reached_at_the_first_point_at_it(
 
 
 def test_totals_are_means_over_the_workers() -> None:
-    """LSSR is 3/4 and 1/4, the idle share 1/4 and 2/4; flags count all workers' steps."""
+    """LSSR is 3/4 and 1/4, the idle share 1/4 and 2/4."""
     one = result((1.0, 0.9))
     assert one.lssr == 0.5
     assert one.payload_bytes == 200
     assert one.idle == 0.375
-    assert one.flag_rate == 3 / 8
     first = replace(one.stats[0], details={"a": 1})
     assert replace(one, stats=(first, one.stats[1])).details == {"a": 1}

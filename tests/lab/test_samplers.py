@@ -132,6 +132,7 @@ def run(**settings: Any) -> Result:
     return run_and_record(job, lambda event: None, place())
 
 
+@pytest.mark.nightly  # what is injected is tested in tests/data
 def test_injection_helps_workers_with_few_labels() -> None:
     """Samples cross the network, and the model learns more digits."""
     apart = run(partition="label:2")

@@ -83,7 +83,6 @@ def test_a_diverged_trial_leads_to_smaller_rates() -> None:
 
 RATES = ["x 2", "x 0.5"]
 WIRE = ["--wire int4"]
-DILOCO = "period=16,outer_momentum=0.6"  # its first values
 
 
 @pytest.mark.parametrize(
@@ -93,15 +92,6 @@ DILOCO = "period=16,outer_momentum=0.6"  # its first values
         ("local", ["period=8", "period=16", "period=4"], RATES + WIRE),
         ("local:period=8", ["period=8"], RATES + WIRE),
         ("local --lr-scale 1", ["period=8", "period=16", "period=4"], WIRE),
-        ("async", ["", "staleness=32", "staleness=8"], RATES + WIRE),
-        ("async:staleness=2", ["staleness=2"], RATES + WIRE),
-        (
-            "diloco",
-            [DILOCO, "period=32,outer_momentum=0.6", "period=8,outer_momentum=0.6"]
-            + [f"period=16,outer_lr={rate},outer_momentum=0.6" for rate in (1.0, 0.5)]
-            + ["period=16,outer_momentum=0.8", "period=16,outer_momentum=0.0"],
-            RATES + WIRE,
-        ),
         (
             "diloco:overlap=20",  # excludes a period of 16
             ["overlap=20", "period=200,overlap=20", "period=50,overlap=20"]
@@ -109,23 +99,8 @@ DILOCO = "period=16,outer_momentum=0.6"  # its first values
             + [f"outer_momentum={momentum},overlap=20" for momentum in (0.95, 0.8)],
             RATES + WIRE,
         ),
-        ("selsync", ["", "target_lssr=0.95", "target_lssr=0.8"], RATES + WIRE),
-        ("selsync:delta=0.3", ["delta=0.3"], RATES + WIRE),
         ("streaming", ["", "outer_gain=1"], [*RATES, "--wire int4"]),
         ("fedavg", ["period=8", "period=16", "period=4"], RATES),
-        ("desloc", ["period=8", "period=16", "period=4"], RATES),
-        ("ssp", ["staleness=4", "staleness=8", "staleness=2"], RATES),
-        ("easgd", ["", "period=20", "period=5"], RATES),
-        (
-            "async_diloco",
-            [DILOCO, "period=32,outer_momentum=0.6", "period=8,outer_momentum=0.6"]
-            + [f"period=16,outer_lr={rate},outer_momentum=0.6" for rate in (1.0, 0.5)]
-            + ["period=16,outer_momentum=0.8", "period=16,outer_momentum=0.0"],
-            RATES,
-        ),
-        ("sparseloco", ["period=16", "period=32", "period=8"], RATES),
-        ("sparta", ["", "share=0.01", "share=0.0025"], RATES),
-        ("powersgd", ["", "rank=8", "rank=2"], RATES),
         ("downpour", ["", "push_every=2"], RATES),  # push_every=0 is refused
         ("torch:ddp", [""], RATES),
     ],

@@ -4,14 +4,9 @@ import os
 import time
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-import offbeat
-from loops import attach, bits, close, sgd, trained
-from offbeat import Compute, Network
+from loops import attach, bits, close, sgd
 from problems import flat, loss_of, make_batch, make_model, make_wide, train_step
 from replays import LR, logged, part_of_each_number, replay
 from workers import run
@@ -109,33 +104,3 @@ def test_workers_of_a_node_stay_equal_on_real_processes() -> None:
 def test_workers_of_a_node_stay_equal_in_the_simulator() -> None:
     """With a jitter of 30 % in the duration of steps."""
     require_equal_nodes(simulated(eager, workers=4, workers_per_node=2))
-
-
-def virtual(text: str, wire: Any, *, nodes: bool) -> list[Tensor]:
-    """Train two nodes of two workers, or two workers with the data of a node each."""
-
-    def worker() -> list[Tensor]:
-        rank = dist.get_rank()
-        model = make_model(0)
-        sync = attach(model, sgd(model), text, wire=wire, node_group="auto" if nodes else None)
-        ranks = [rank] if nodes else [2 * rank, 2 * rank + 1]
-        trace = trained(
-            sync, model, [[make_batch(one, step) for one in ranks] for step in range(STEPS)]
-        )
-        sync.finish()
-        return [*trace, flat(model)]
-
-    several = {"workers_per_node": 2, "inside": "100Gbit/s", "inside_latency": "1us"}
-    network = Network("1Mbit/s", latency="3ms", **(several if nodes else {}))
-    found = offbeat.simulate(
-        worker, workers=4 if nodes else 2, network=network, compute=Compute("5ms")
-    ).results
-    return [one for of_worker in found[:: 2 if nodes else 1] for one in of_worker]
-
-
-@pytest.mark.parametrize(("text", "wire"), [row for row in ROWS if row[1] != "auto"])
-def test_a_node_trains_as_one_worker_with_all_of_its_data(text: str, wire: Any) -> None:
-    """In every step, with messages that take the same time."""
-    of_nodes, of_workers = (virtual(text, wire, nodes=nodes) for nodes in (True, False))
-    for one, other in zip(of_nodes, of_workers, strict=True):
-        close(one, other, 1e-11)

@@ -1,6 +1,5 @@
 """Nodes of several workers: ``attach(..., node_group=...)``, on real processes, 2 × 2."""
 
-import gc
 import os
 import time
 from typing import Any
@@ -146,13 +145,13 @@ def with_statistics(seed: int) -> nn.Sequential:
     return nn.Sequential(make_model(seed), nn.BatchNorm1d(1, dtype=torch.float64))
 
 
-def statistics(rank: int, size: int, folder: str, nodes: bool) -> Any:
+def statistics(rank: int, size: int, folder: str) -> Any:
     """Train with clipping, accumulation, a follower module, a consensus, and a checkpoint."""
-    options: dict[str, Any] = {"node_group": node_of(rank)} if nodes else {}
+    node = node_of(rank)
     model = with_statistics(rank)
     ema = torch.optim.swa_utils.AveragedModel(with_statistics(rank + 10), use_buffers=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    with attach(model, optimizer, "local:period=1", **options) as sync:
+    with attach(model, optimizer, "local:period=1", node_group=node) as sync:
         sync.follow(ema)
         for step in range(4):
             optimizer.zero_grad()
@@ -162,17 +161,15 @@ def statistics(rank: int, size: int, folder: str, nodes: bool) -> Any:
             optimizer.step()
             if step == 0:
                 ema.update_parameters(model)
-            if step == 1 and nodes:
+            if step == 1:
                 offbeat.save(folder, sync)
                 saved = everything(model)
         with sync.consensus():
             shown = everything(model)
     final = everything(model)
-    if not nodes:
-        return final, shown, [], [], everything(ema)
     again = with_statistics(rank + 20)
     optimizer = torch.optim.SGD(again.parameters(), lr=0.05, momentum=0.9)
-    sync = attach(again, optimizer, "local:period=1", **options)
+    sync = attach(again, optimizer, "local:period=1", node_group=node)
     loaded = offbeat.load(folder, sync)
     assert loaded is not None
     assert loaded.path.name.endswith(f"rank{rank}.pt")
@@ -192,13 +189,9 @@ def node_of(rank: int) -> Any:
     return nodes[rank // 2]
 
 
-def averaged_gradients(rank: int, size: int) -> Any:
-    return statistics(rank, size, "", False)
-
-
 def test_clipping_followers_buffers_consensus_and_checkpoints_work_in_nodes(tmp_path: Any) -> None:
     """The models are those of the reference below, which clips the mean gradient of each node."""
-    results = run(statistics, str(tmp_path), True, workers=4)
+    results = run(statistics, str(tmp_path), workers=4)
     model = reference_of_statistics()
     for final, shown, again, same, ema in results:
         assert same == [True]
@@ -335,25 +328,6 @@ def uneven_nodes(rank: int) -> Any:
     return sync.step, flat(model)
 
 
-def held() -> tuple[int, int]:
-    """Return the number of threads and descriptors of this process."""
-    gc.collect()
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-
-def left_behind(rank: int) -> Any:
-    """Return threads and descriptors before a training and at most 5 s after it."""
-    in_environment(rank)
-    model, before = make_model(rank), held()
-    with attach(model, sgd(model), "local:period=2", node_group="auto") as sync:
-        train_step(model, sync._worker.optimizers[0].optimizer, make_batch(rank, 0))
-    deadline, after = time.monotonic() + 5, held()
-    while any(a > b for a, b in zip(after, before, strict=True)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-        after = held()
-    return before, after
-
-
 def more(rank: int, size: int) -> Any:
     return lossy(rank), scaled(rank), overlapped(rank), uneven_nodes(rank)
 
@@ -413,29 +387,6 @@ def test_nodes_may_take_different_numbers_of_steps(found: list[Any]) -> None:
     assert [one[3][0] for one in found] == [7, 7, 5, 5]
     for one in found:
         assert torch.equal(one[3][1], found[0][3][1])
-
-
-def left(rank: int, size: int) -> Any:
-    """Check what remains after a training. Then train with a lossy wire, and with a single node."""
-    found = [left_behind(rank)]
-    in_environment(rank)
-    coded = lossy(rank)
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="4")
-    final = several(rank, size, "local:period=4")
-    return found, final, coded
-
-
-@pytest.mark.nightly
-def test_closing_frees_threads_and_descriptors() -> None:
-    """On real processes, which also train with a lossy wire and with a single node."""
-    expected = bsp_reference(4, "sgd", STEPS)[-1]
-    results = run(left, workers=4)
-    for rank, (found, final, coded) in enumerate(results):
-        close(final, expected)
-        assert torch.equal(coded[0], results[rank ^ 1][2][0]), "of its node, after every step"
-        assert torch.equal(coded[1], results[0][2][1])
-        for before, after in found:
-            assert all(a <= b for a, b in zip(after, before, strict=True)), (before, after)
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -518,36 +469,6 @@ def test_errors_name_inconsistent_nodes(reported: list[Any], text: str) -> None:
 
 def test_nodes_are_ordered_by_their_lowest_rank() -> None:
     assert layout([[0, 3], [1, 2], [1, 2], [0, 3]]) == [[0, 3], [1, 2]]
-
-
-@pytest.mark.parametrize(
-    ("case", "part"),
-    [
-        ({"strategy": "bsp", "node_group": "other"}, 'node_group must be "auto"'),
-        *zip(CASES[2:], TEXTS_OF_ERRORS[2:4], strict=True),
-    ],
-)
-def test_the_simulator_refuses_the_same(case: dict[str, Any], part: str) -> None:
-    def work(rank: int, size: int) -> Any:
-        model = make_model(rank)
-        return error_of(lambda: attach(model, sgd(model), **case))
-
-    for kinds, text in simulated(work, workers=4, workers_per_node=2):
-        assert "AttachError" in kinds
-        assert part in text
-
-
-def test_simulated_nodes_of_one_worker_train_as_without_nodes() -> None:
-    def work(rank: int, size: int) -> Any:
-        model = make_model(rank)
-        sync = attach(model, sgd(model), "bsp", node_group="auto")
-        trace = trained(sync, model, [make_batch(rank, step) for step in range(3)])
-        sync.finish()
-        return trace
-
-    for trace in simulated(work, workers=3):
-        for one, other in zip(trace, bsp_reference(3, "sgd", 3), strict=True):
-            close(one, other)
 
 
 class Halves(SingleCommunicator):

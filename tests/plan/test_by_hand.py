@@ -84,7 +84,7 @@ def test_selsync() -> None:
     """Nine numbers per step and a mean every ten; deferred flags arrive during the next step."""
     votes = 1e-4 + 3 * 72 / 125e6
     check(one("selsync:target_lssr=0.9"), 0.1 + votes + MEAN / 10, 72 + SIZE / 10, 1, 10)
-    check(one("selsync:delta=0.3", lssr=0.9), 0.1 + votes + MEAN / 10, 72 + SIZE / 10, 1, 10)
+    check(one("selsync:delta=0.3"), 0.1 + votes + MEAN / 10, 72 + SIZE / 10, 1, 10)
     check(one("selsync:delta=0"), 0.1 + votes + MEAN, 72 + SIZE, 1, 1)
     check(one("selsync:delta=inf"), 0.1 + votes, 72, 0, math.inf)
     check(one("selsync:delta=inf,max_interval=5"), 0.1 + votes + MEAN / 5, 72 + SIZE / 5, 1, 5)

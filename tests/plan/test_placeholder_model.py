@@ -85,9 +85,9 @@ def test_a_model_keeps_its_proportions() -> None:
     ("given", "error", "message"),
     [
         ("25 apples", ValueError, "25M"),
-        (0, ValueError, "like 25e6 or 25M"),
-        (float("inf"), ValueError, "like 25e6 or 25M"),
-        (None, TypeError, "parameters"),
+        (0, ValueError, "like 25M"),
+        (float("inf"), ValueError, "like 25M"),
+        (None, TypeError, "a count"),
         (nn.ReLU(), ValueError, "no trainable parameter"),
     ],
 )

@@ -1,10 +1,6 @@
 """How long a worker computes for a step."""
 
-import copy
-import dataclasses
-import json
 import math
-import pickle
 from collections.abc import Callable
 
 import numpy as np
@@ -88,14 +84,6 @@ def test_seconds_are_a_pure_function(rank: int, step: int, seed: int, c: float) 
     assert 0 < first < math.inf
 
 
-def test_rank_step_and_seed_all_choose_the_jitter() -> None:
-    """Each of them changes the draw; the length of the step does not."""
-    compute = Compute(1.0, jitter=0.1)
-    arguments = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
-    assert len({compute.seconds(*each) for each in arguments}) == 4
-    assert Compute(2.0, jitter=0.1).seconds(1, 2, 3) == 2 * compute.seconds(1, 2, 3)
-
-
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -127,38 +115,3 @@ def test_impossible_computes_are_refused(
     """The error names the argument and what is allowed."""
     with pytest.raises(error, match=message):
         make()
-
-
-def test_a_compute_does_not_change() -> None:
-    """Frozen, and the caller's containers are copied; replace, copy and pickle work."""
-    slowdown, trace = {0: 2.0}, [1.0]
-    compute = Compute(slowdown=slowdown, trace=trace)
-    slowdown[0], trace[0] = 9.0, 9.0
-    assert compute.seconds(0, 0, seed=0) == 2.0
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        compute.step = 1.0  # type: ignore[misc]
-    assert dataclasses.replace(compute, trace=None).seconds(0, 0, seed=0) == 0.1
-    assert copy.deepcopy(compute) == pickle.loads(pickle.dumps(compute)) == compute
-
-
-def test_a_compute_shows_and_saves_itself() -> None:
-    """The repr reads like the call; the dictionary survives JSON."""
-    assert repr(Compute()) == "Compute('50 ms')"
-    straggler = Straggler(0, 10, 5, 4.0)
-    full = Compute("20ms", jitter=0.1, slowdown={1: 2}, stragglers=[straggler], trace={0: [1, 2]})
-    assert repr(full) == (
-        "Compute('20 ms', jitter=0.1, slowdown={1: 2.0}, "
-        "stragglers=(Straggler(rank=0, first_step=10, steps=5, factor=4.0),), "
-        "trace=<of ranks 0>)"
-    )
-    assert repr(Compute(trace=[1, 2])) == "Compute('50 ms', trace=<2 steps>)"
-    assert full.to_dict() == {
-        "step": 0.02,
-        "jitter": 0.1,
-        "slowdown": {"1": 2.0},
-        "stragglers": [{"rank": 0, "first_step": 10, "steps": 5, "factor": 4.0}],
-        "trace": {"0": [1.0, 2.0]},
-    }
-    assert json.loads(json.dumps(full.to_dict())) == full.to_dict()
-    assert Compute().to_dict()["trace"] is None
-    assert Compute(trace=[1]).to_dict()["trace"] == [1.0]

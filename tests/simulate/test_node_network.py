@@ -1,6 +1,5 @@
 """Nodes of several workers in virtual time: seconds and bytes, worked out by hand."""
 
-import json
 from typing import Any
 
 import pytest
@@ -220,18 +219,6 @@ def test_the_death_of_a_worker_reaches_all_nodes() -> None:
     assert "between nodes" in result.results[1], "of its counterpart"
     assert "lost the connection" in result.results[0]
     assert result.seconds < 2
-
-
-def test_a_network_of_nodes_shows_and_saves_itself() -> None:
-    links = Network("1Gbit/s", "1ms", workers_per_node=2, inside="10Gbit/s")
-    assert repr(links) == (
-        "Network('1 Gbit/s', latency='1 ms', workers_per_node=2, inside='10 Gbit/s', "
-        "inside_latency='10 us')"
-    )
-    assert eval(repr(links)) == links != Network("1Gbit/s", "1ms")
-    told = json.loads(json.dumps(links.to_dict()))
-    assert told["workers_per_node"] == 2
-    assert (told["inside"], told["inside_latency"]) == (1e10, 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """The lemmas of asynchronous averaging; ``test_conformance`` compares it with Algorithm 2."""
 
-import time
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -43,44 +40,6 @@ def test_lemmas_3_1_and_3_2() -> None:
     for cycle in range(6):
         mean = sum(after[3 * cycle + 2] for _, after in results) / 3
         close(mean, reference.servers[cycle + 1], 1e-11)
-
-
-def count_steps(
-    rank: int, size: int, strategy: AsyncAveraging, steps: int, finished: Path
-) -> list[float]:
-    """Each step of worker n adds 1 to coordinate n, so x tells which steps are merged.
-
-    With I own steps inside P, x[n] = I/N + (t − I). The steps past P follow from x and t alone,
-    while every worker has weight 1, that is, until the first one has finished.
-    """
-    model = nn.Module()
-    model.x = nn.Parameter(torch.zeros(size, dtype=torch.float64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    sync = attach(model, optimizer, strategy)
-    past = []
-    for step in range(1, steps + 1):
-        time.sleep(0.005 if rank == 0 else 0.001)  # the work of a step: one worker 5 times slower
-        model.x.grad = -torch.eye(size, dtype=torch.float64)[rank]
-        optimizer.step()
-        if not finished.exists():
-            merged = (step - model.x[rank].item()) / (1 - 1 / size)
-            past.append(step - merged)
-    finished.touch()
-    sync.finish()
-    if strategy.schedule == "cyclic":  # in step: no worker finishes before the others
-        assert sum(model.x.tolist()) == pytest.approx(steps), "every step is in the end once"
-    return past
-
-
-@pytest.mark.parametrize("schedule", ["cyclic", "eager"])
-@pytest.mark.parametrize("staleness", [2, 8])
-def test_staleness_is_never_exceeded(schedule: Any, staleness: int, tmp_path: Path) -> None:
-    """Local steps past the shared model never exceed τ, with one worker 5 times slower."""
-    strategy = AsyncAveraging(staleness=staleness, schedule=schedule)
-    for past in run(count_steps, strategy, 60, tmp_path / "finished", workers=3):
-        # At a boundary, before the next step: fewer than τ, so the next gradient makes at most τ.
-        assert max(past) <= staleness - 1 + 1e-9
-        assert max(past) >= min(staleness, 2) / 2 - 1e-9, "the worker does run ahead"
 
 
 def bounded(rank: int, size: int, steps: int) -> list[Tensor]:

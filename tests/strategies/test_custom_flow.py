@@ -155,23 +155,6 @@ def test_gossip_trains(counts: list[int], look: int, resume: int) -> None:
         assert result["exchanges"] == max(counts)
 
 
-def test_a_worker_without_peers_trains_as_if_alone() -> None:
-    model = make_model(seed=0)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-
-    def alone(rank: int, size: int) -> Tensor:
-        model = make_model(seed=rank)
-        optimizer = OPTIMIZERS["momentum"](model.parameters())
-        with attach(model, optimizer, Gossip()):
-            for step in range(5):
-                train_step(model, optimizer, make_batch(rank, step))
-        return flat(model)
-
-    for step in range(5):
-        train_step(model, optimizer, make_batch(0, step))
-    assert torch.equal(run(alone, workers=1)[0], flat(model))
-
-
 def diverge(rank: int, size: int) -> str:
     model = make_model(seed=rank)
     optimizer = sgd(model)

@@ -16,54 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat import (
-    BSP,
     AsyncAveraging,
     DiLoCo,
-    LocalSGD,
     SelSync,
     StreamingAveraging,
     parse_strategy,
 )
-from offbeat.strategies.base import Gradients, Launch, Outer, SharedModel, Strategy
+from offbeat.strategies.base import Launch, Outer, SharedModel, Strategy
 from problems import changes
 from strategies.decisions import UNREAD, Workers, seen, tally
-
-
-@pytest.mark.parametrize(
-    ("text", "averages"),
-    [
-        ("bsp", Gradients()),
-        ("local:period=8", SharedModel()),
-        ("local:period=8,optimizer_state=average", SharedModel(optimizer_state=True)),
-        ("selsync", SharedModel()),
-        ("selsync:optimizer_state=average", SharedModel(optimizer_state=True)),
-        ("selsync:aggregate=gradients", Gradients(every_step=False)),
-        ("async:staleness=16", SharedModel(lands=8)),
-        ("async:staleness=5,schedule=eager", SharedModel(lands="arrived", bound=5)),
-        (
-            "async:staleness=4,outer_lr=0.5,outer_momentum=0.8",
-            SharedModel(lands=2, outer=Outer(0.5, 0.8)),
-        ),
-        (
-            "diloco:fragments=4,overlap=9,outer_dtype=bfloat16",
-            SharedModel(parts=4, lands=9, outer=Outer(0.7, 0.9, "bfloat16")),
-        ),
-        (
-            "diloco:outer_lr=1.0,outer_momentum=0.0,optimizer_state=average",
-            SharedModel(optimizer_state=True),
-        ),
-        (
-            "streaming:parts=3,outer_gain=1",
-            SharedModel(parts=3, lands="arrived", bound=64, error_feedback=True),
-        ),
-        (
-            "streaming:parts=3,schedule=cyclic,staleness=10",
-            SharedModel(parts=3, lands=5, bound=10, outer=Outer(momentum=1.0), error_feedback=True),
-        ),
-    ],
-)
-def test_what_is_averaged_and_when_it_lands(text: str, averages: object) -> None:
-    assert parse_strategy(text).averages() == averages
 
 
 @pytest.mark.parametrize(
@@ -113,23 +74,6 @@ class Lazy(Workers):
             assert decide(view, UNREAD).parts
 
 
-@pytest.mark.parametrize(
-    ("period", "warmup", "launches"),
-    [
-        (4, 0, [4, 8, 12, 16]),
-        (5, 7, [1, 2, 3, 4, 5, 6, 7, 12, 17]),
-        (1, 0, list(range(1, 18))),
-        (50, 0, []),
-    ],
-)
-def test_local_sgd_averages_after_exactly_period_steps(
-    period: int, warmup: int, launches: list[int]
-) -> None:
-    """It averages after steps H, 2H, …, and in the warm-up after each step."""
-    strategy = LocalSGD(period=period, warmup_steps=warmup)
-    assert Lazy(strategy).launch_steps(17) == launches
-
-
 @given(st.integers(1, 40), st.data())
 def test_diloco_launches_each_fragment_once_a_period(period: int, data: Any) -> None:
     """Fragment p is launched after the steps t ≡ ⌊p·H/P⌋ (mod H), one in a round."""
@@ -138,14 +82,6 @@ def test_diloco_launches_each_fragment_once_a_period(period: int, data: Any) -> 
     due = {q * period + p * period // parts for q in range(4) for p in range(1, parts + 1)}
     assert workers.launch_steps(3 * period) == [t for t in sorted(due) if t <= 3 * period]
     assert workers.views[0].launches == 3 * parts
-
-
-@pytest.mark.parametrize("staleness", [2, 6])
-def test_asynchronous_averaging_launches_once_a_cycle(staleness: int) -> None:
-    """There are ⌊T/β⌋ launches in T steps, with β = τ/2."""
-    cycle = staleness // 2
-    found = Lazy(AsyncAveraging(staleness=staleness)).launch_steps(14)
-    assert found == list(range(cycle, 15, cycle))
 
 
 def test_eager_averaging_asks_when_there_is_a_new_step_and_nothing_in_flight() -> None:
@@ -250,57 +186,6 @@ def test_the_first_change_is_infinite_and_nothing_over_nothing_is_zero(
 
 
 @pytest.mark.parametrize("flags", ["blocking", "deferred"])
-@pytest.mark.parametrize("aggregate", ["parameters", "gradients"])
-def test_an_infinite_threshold_never_synchronizes(aggregate: Any, flags: Any) -> None:
-    """This includes the first step, whose Δ is ∞, too."""
-    play = Play(SelSync(delta=math.inf, aggregate=aggregate, flags=flags), 12)
-    assert not any(play.synced)
-    assert not any(play.flags)
-
-
-def test_one_flag_is_enough() -> None:
-    """A worker with a steady gradient follows the worker whose gradient jumps."""
-    steady = Play(SelSync(delta=0.3, smoothing=1.0), 9, norm=lambda rank, step: 1.0)
-    jumps = Play(
-        SelSync(delta=0.3, smoothing=1.0),
-        9,
-        norm=lambda rank, step: 1.0 + (rank == 2 and step == 5),
-    )
-    assert steady.synced == [True] + [False] * 8
-    assert jumps.synced == [True] + [False] * 4 + [True, True, False, False], "and back"
-
-
-def test_deferred_flags_are_those_of_the_step_before() -> None:
-    """The first step never synchronizes, because no flags have arrived."""
-    blocking = Play(SelSync(delta=0.3, smoothing=0.5), 40)
-    deferred = Play(SelSync(delta=0.3, smoothing=0.5, flags="deferred"), 40)
-    assert deferred.synced == [False, *blocking.synced[:-1]]
-    assert 5 < sum(blocking.synced) < 35
-
-
-@pytest.mark.parametrize("flags", ["blocking", "deferred"])
-def test_max_interval_is_never_exceeded(flags: Any) -> None:
-    """A flag in between restarts the interval; a forced synchronization is not the trigger's."""
-    strategy = SelSync(delta=0.6, smoothing=0.5, max_interval=4, flags=flags)
-    play = Play(strategy, 60)
-    found = play.intervals()
-    assert max(found) == 4
-    assert found.count(4) >= 4
-    assert min(found) < 4
-    assert play.workers.views[0].details["flags"] <= sum(play.flags)
-    only = Play(SelSync(delta=math.inf, max_interval=5, flags=flags), 18)
-    assert only.synced == [step % 5 == 0 for step in range(1, 19)]
-
-
-@pytest.mark.parametrize("flags", ["blocking", "deferred"])
-def test_warmup_steps_all_synchronize(flags: Any) -> None:
-    """The first steps synchronize for any Δ; with deferred flags one step later."""
-    late = [False] * (flags == "deferred")
-    play = Play(SelSync(delta=math.inf, warmup_steps=6, flags=flags), 12)
-    assert play.synced == [*late, *[True] * 6, *[False] * (6 - len(late))]
-
-
-@pytest.mark.parametrize("flags", ["blocking", "deferred"])
 @pytest.mark.parametrize("target", [0.5, 0.7, 0.9])
 def test_the_target_share_of_local_steps_is_reached(target: float, flags: Any) -> None:
     """LSSR is target_lssr ± 0.05 over 300 steps, with the recursion for δ."""
@@ -369,10 +254,6 @@ def test_the_setting_of_the_paper_has_a_name() -> None:
     assert SelSync.paper() == SelSync(delta=0.3, window=25)
     assert SelSync.paper(delta=0.5) == SelSync(delta=0.5, window=25)
     assert SelSync.paper().target_lssr is None
-
-
-def test_bsp_synchronizes_every_step() -> None:
-    assert Workers(BSP(), 3).launch_steps(5) == [1, 2, 3, 4, 5]
 
 
 # -- streaming averaging --------------------------------------------------------------------------

@@ -1,25 +1,16 @@
-"""A custom strategy with two methods works wherever a strategy of the package works.
+"""A custom strategy with two methods trains over every wire, and is planned."""
 
-It contains no code for wires, nodes, checkpoints or changes of membership.
-"""
-
-import io
-import itertools
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
 import workers
-import worlds
 from loops import attach
-from offbeat import Compute, Network, simulate
-from offbeat.simulate import Join, Kill
 from pages import ROOT, code_on
 from problems import (
     OPTIMIZERS,
@@ -87,92 +78,6 @@ def test_processes_and_the_simulator_agree_over_every_wire(wire: Any) -> None:
             assert one["sent"] == other["sent"]
         moved = (exact["model"] - flat(make_wide(0))).norm()
         assert (other["model"] - exact["model"]).norm() < 0.5 * moved
-
-
-def test_fewer_bits_are_fewer_bytes() -> None:
-    """The votes are small compared to the means."""
-    sent = [simulated(train, wire, workers=3)[0]["sent"] for wire in WIRES[:4]]
-    for more, fewer in itertools.pairwise(sent):
-        assert fewer < 0.8 * more
-
-
-def in_nodes(rank: int, size: int, wire: str) -> tuple[Tensor, int]:
-    """Train in two nodes of two workers. Each node is one worker to the strategy."""
-    model = make_wide(seed=rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with attach(model, optimizer, OWN, wire=wire, node_group="auto") as sync:
-        for step in range(STEPS):
-            wide_step(model, optimizer, rank, step)
-    return flat(model), sync.stats.details["launches"]
-
-
-@pytest.mark.parametrize("wire", ["float32", "int4"])
-def test_it_trains_inside_nodes(wire: str) -> None:
-    results = worlds.simulated(in_nodes, wire, workers=4, workers_per_node=2)
-    for model, launches in results:
-        assert torch.equal(model, results[0][0])
-        assert launches == 4
-    assert not torch.equal(results[0][0], flat(make_wide(0)))
-
-
-def elastic() -> dict[str, Any]:
-    rank = dist.get_rank()
-    model = make_model(rank)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    sync = attach(model, optimizer, OWN, min_workers=2, timeout_seconds=2.0)
-    begun = sync.step
-    for step in range(begun, STEPS):
-        train_step(model, optimizer, make_batch(rank, step))
-    sync.finish()
-    return {"model": flat(model), "begun": begun, "details": sync.stats.details}
-
-
-def test_it_continues_when_a_worker_is_lost_and_one_joins() -> None:
-    results = simulate(
-        elastic,
-        workers=3,
-        network=Network("1Mbit/s", latency="1ms"),
-        compute=Compute("10ms", jitter=0.2),
-        faults=[Kill(worker=1, at=0.061), Join(at=0.07)],
-    ).results
-    assert results[1] is None
-    left = [one for one in results if one is not None]
-    assert len(left) == 3
-    assert 0 < left[-1]["begun"] < STEPS
-    for one in left:
-        assert torch.equal(one["model"], left[0]["model"])
-        assert one["model"].isfinite().all()
-        assert one["details"]["members"] == [0, 2, 3]
-
-
-def resumed(rank: int, size: int, wire: str, at: int) -> Tensor:
-    """Train in one script, or in two, of which the second loads a file."""
-    model = make_wide(seed=rank, norm=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sync = attach(model, optimizer, OWN, wire=wire)
-    for step in range(STEPS):
-        if step == at:
-            file = io.BytesIO()
-            torch.save([sync.state_dict(), model.state_dict(), optimizer.state_dict()], file)
-            sync.detach()
-            loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-            model = make_wide(seed=99, norm=True)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-            sync = attach(model, optimizer, OWN, wire=wire)
-            model.load_state_dict(loaded[1])
-            optimizer.load_state_dict(loaded[2])
-            sync.load_state_dict(loaded[0])
-        wide_step(model, optimizer, rank, step)
-    sync.finish()
-    return flat(model)
-
-
-@pytest.mark.parametrize("wire", ["float32", "int2", "auto"])
-def test_it_resumes_from_a_checkpoint_bit_for_bit(wire: str) -> None:
-    whole = simulated(resumed, wire, -1, workers=3)
-    for at in (2, 9):
-        for got, want in zip(simulated(resumed, wire, at, workers=3), whole, strict=True):
-            assert torch.equal(got, want)
 
 
 # -- the page -------------------------------------------------------------------------------------

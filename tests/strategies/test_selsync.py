@@ -3,9 +3,7 @@
 ``test_decisions`` tests the trigger on plain numbers, ``test_conformance`` the models.
 """
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 from loops import Sink, attach, close
 from offbeat import SelSync
-from problems import OPTIMIZERS, changes, flat, loss_of, make_batch, make_model, squared, train_step
+from problems import OPTIMIZERS, changes, flat, loss_of, make_batch, make_model, squared
 from strategies.references import SelSync as Reference
 from worlds import run
 
@@ -126,27 +124,3 @@ def test_clipping_changes_no_decision(aggregate: str) -> None:
         norms = [squared([gradient_of(rank, step)]) for step in range(20)]
         assert [change for change, _, _ in free] == pytest.approx(changes(norms, 0.4), rel=1e-9)
         assert {decision for _, _, decision in free} == {"sync", "local"}
-
-
-def test_the_log_holds_change_threshold_flag_and_decision(tmp_path: Path) -> None:
-    """Each step of each worker has a line. The infinite Δ is not a number there."""
-
-    def log(rank: int, size: int) -> None:
-        model = make_model(seed=rank)
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        with attach(model, optimizer, SelSync(**TRIGGER), log=tmp_path / "log.jsonl"):
-            for step in range(8):
-                train_step(model, optimizer, make_batch(rank, step))
-
-    run(log, workers=2)
-    reference = Reference([8] * 2, "sgd", **TRIGGER)
-    for _ in range(8):
-        reference.step()
-    for rank, trigger in enumerate(reference.triggers):
-        lines = (tmp_path / f"log.rank{rank}.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        assert [record["decision"] == "sync" for record in records] == reference.synced
-        assert [record["flag"] for record in records] == trigger.flags
-        assert {record["threshold"] for record in records} == {0.5}
-        found = [record["change"] for record in records][1:]
-        assert found == pytest.approx(trigger.changes[1:], rel=1e-9)

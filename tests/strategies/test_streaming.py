@@ -102,29 +102,6 @@ def test_a_landing_keeps_the_mean_and_the_residual(text: str, wire: str) -> None
         assert float((first["D"] - exact).abs().max()) <= 1.2 * share[wire] * largest + 1e-7
 
 
-def landings(bandwidth: str) -> int:
-    """Count the landings in 40 steps of 10 ms of a model of 35 kB in four parts, on 4 workers."""
-
-    def worker() -> int:
-        rank = dist.get_rank()
-        model = make_wide(seed=rank)
-        optimizer, go = wide_steps(model, rank, 40)
-        sync = attach(model, optimizer, "streaming:parts=4,outer_gain=1", wire="float32")
-        go()
-        count = int(sync.stats.details["landings"])
-        sync.detach()
-        return count
-
-    network, compute = Network(bandwidth, latency="100us"), Compute("10ms", jitter=0.1)
-    return int(simulate(worker, workers=4, network=network, compute=compute).results[0])
-
-
-def test_the_link_is_kept_busy() -> None:
-    """The model is averaged every step or two over a fast link, one part over a slow link."""
-    assert landings("1Gbit/s") > 40 * 4 / 1.6
-    assert 4 <= landings("3Mbit/s") < 40
-
-
 # -- choices --------------------------------------------------------------------------------------
 
 

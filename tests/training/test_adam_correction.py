@@ -45,6 +45,7 @@ def moments(steps: int, workers: int, signal: float, betas: tuple[float, float])
     return results
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workers", [1, 4, 16])
 @pytest.mark.parametrize("signal", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(

@@ -209,31 +209,6 @@ def test_attach_has_twelve_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "replacement"),
-    [
-        ("optimizer_state", r'LocalSGD\(period=8, optimizer_state="average"\)'),
-        ("distance_every", r"sync\.monitor\(distance_every="),
-        ("gradient_change", r"sync\.monitor\(gradient_change=True\)"),
-        ("max_grad_norm", r"sync\.clip_grad_norm_"),
-        ("companions", r"sync\.follow\("),
-        ("on_failure", "min_workers=1"),
-    ],
-)
-def test_an_argument_of_an_earlier_version_names_its_replacement(
-    name: str, replacement: str
-) -> None:
-    model = make_model()
-    with pytest.raises(TypeError, match=rf"attach\(\) no longer takes {name}: .*{replacement}"):
-        offbeat.attach(model, sgd(model), offbeat.BSP(), **{name: None})
-
-
-def test_the_earlier_name_of_excluding_is_named() -> None:
-    model = make_model()
-    with pytest.raises(ValueError, match=r'"leave_out" is now called non_finite="exclude"'):
-        offbeat.attach(model, sgd(model), offbeat.BSP(), non_finite="leave_out")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
     ("text", "refused"), [("streaming", True), ("async", True), ("bsp", False)]
 )
 def test_parameters_that_share_memory_are_refused(text: str, refused: bool) -> None:

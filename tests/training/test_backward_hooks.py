@@ -87,26 +87,6 @@ def test_buckets_are_reported_in_order_except_the_last(monkeypatch: pytest.Monke
     assert watched.step("2031") == [(0, 1), (1, 1), (2, 1)]
 
 
-def test_a_bucket_is_reported_when_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradients then have their final values, and the next bucket is not complete."""
-    watched = Watched(monkeypatch)
-    seen = []
-
-    def ready(bucket: int) -> bool:
-        there = [all(p.grad is not None for p in b) for b in watched.optimizer.buckets]
-        seen.append((bucket, there))
-        return True
-
-    watched.backward.close()
-    watched.backward = BackwardHooks(watched.optimizer.buckets, watched.host, ready)
-    watched.step("0123")
-    assert seen == [
-        (0, [True, False, False, False]),
-        (1, [True, True, False, False]),
-        (2, [True, True, True, False]),
-    ]
-
-
 def test_with_accumulation_buckets_wait_for_the_last_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of passes is taken from the step before."""
     watched = Watched(monkeypatch)
@@ -117,15 +97,6 @@ def test_with_accumulation_buckets_wait_for_the_last_pass(monkeypatch: pytest.Mo
     assert watched.step("0123") == [(0, 1), (1, 1), (2, 1)]
 
 
-def test_an_unused_layer_delays_later_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket with a missing gradient is not complete; it may be one step later."""
-    watched = Watched(monkeypatch)
-    assert watched.step("013") == [(0, 1)], "layer 2 is that of the second bucket"
-    assert watched.step("0123") == [(0, 1), (1, 1), (2, 1)]
-    assert watched.step() == []
-    assert watched.step("0123") == [(0, 1), (1, 1), (2, 1)]
-
-
 def test_false_ends_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hooks are removed within the same backward, permanently."""
     watched = Watched(monkeypatch, until=2)
@@ -133,21 +104,6 @@ def test_false_ends_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     watched.host.progress.clear()
     assert watched.step("0123") == []
     assert watched.host.progress == []
-
-
-def test_progress_follows_the_completed_elements(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A third of each pass is forward. The buckets, here of equal size, share the rest."""
-    watched = Watched(monkeypatch)
-    watched.step("0123")
-    assert watched.host.progress == pytest.approx([1 / 3 + 2 / 3 * i / 4 for i in (1, 2, 3)])
-    watched.step("0123", "0123")
-    watched.host.progress.clear()
-    watched.step("0123", "0123")
-    assert watched.host.progress == pytest.approx(
-        [(1 + 1 / 3 + 2 / 3 * i / 4) / 2 for i in (1, 2, 3)]
-    )
 
 
 # -- in training ----------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from workers import run
 
 
 class Net(nn.Module):
@@ -115,72 +114,3 @@ def test_an_error_restores_everything(loader: Any, count: Any, error: Any, words
         offbeat.recalibrate_batchnorm(model, loader, count)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert (model[0].momentum, model[0].training, model[1].training) == (0.2, True, False)
-
-
-# -- when workers meet ----------------------------------------------------------------------------
-
-STATISTICS = ("0.running_mean", "0.running_var")
-
-
-def meet(rank: int, size: int, strategy: offbeat.Strategy, steps: list[int]) -> dict[str, Any]:
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
-    generator = torch.Generator().manual_seed(rank)
-    data = [torch.randn(8, 4, generator=generator) * (rank + 1) + rank for _ in range(steps[rank])]
-    for x in data:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    own = {name: value.clone() for name, value in model.state_dict().items()}
-    with sync.consensus():
-        mean = {name: value.clone() for name, value in model.state_dict().items()}
-        offbeat.recalibrate_batchnorm(model, data[:1], 1)
-        measured = model.state_dict()["0.running_mean"].clone()
-        mode = model.training
-    after = {name: value.clone() for name, value in model.state_dict().items()}
-    sync.finish()
-    end = {name: value.clone() for name, value in model.state_dict().items()}
-    return {"own": own, "mean": mean, "measured": measured, "first": data[0].mean(0),
-            "after": after, "end": end, "mode": mode}  # fmt: skip
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        offbeat.BSP(),
-        offbeat.LocalSGD(period=100),
-        offbeat.SelSync(delta=1e9),
-        offbeat.AsyncAveraging(staleness=100),
-        offbeat.AsyncAveraging(staleness=100, schedule="eager"),
-    ],
-    ids=str,
-)
-def test_statistics_at_consensus_and_finish(strategy: offbeat.Strategy) -> None:
-    """Float statistics become the mean and counts the maximum.
-
-    Local ones return after the consensus.
-    """
-    merged = isinstance(strategy, offbeat.AsyncAveraging) and strategy.schedule == "eager"
-    # Under BSP those who stopped early take over the model of the others, statistics too.
-    steps = [5, 5, 5] if merged or isinstance(strategy, offbeat.BSP) else [5, 7, 6]
-    results = run(meet, strategy, steps, workers=3)
-    for result in results:
-        for name in STATISTICS:
-            parts = [other["own"][name].double() for other in results]
-            assert not torch.equal(parts[0], parts[1])
-            if not merged:  # what is in flight counts, too
-                want = (sum(parts) / 3).float()  # type: ignore[union-attr]
-                torch.testing.assert_close(result["mean"][name], want, rtol=1e-5, atol=1e-6)
-                torch.testing.assert_close(result["end"][name], want, rtol=1e-5, atol=1e-6)
-        for name in (*STATISTICS, "0.num_batches_tracked"):
-            assert torch.equal(result["mean"][name], results[0]["mean"][name])
-            assert torch.equal(result["end"][name], results[0]["end"][name])
-            # Eager: a mean of the others may land in a worker that waits for them.
-            assert merged or torch.equal(result["after"][name], result["own"][name])
-        assert result["mean"]["0.num_batches_tracked"] == max(steps)
-        assert result["mean"]["0.num_batches_tracked"].dtype == torch.int64
-        assert result["mean"]["0.running_var"].min() > 0
-        torch.testing.assert_close(result["measured"], result["first"])
-        assert result["mode"]

@@ -13,7 +13,7 @@ import offbeat
 from cells import nightly, some
 from loops import Quick, attach, error_of, meet, sgd
 from offbeat.strategies.base import Strategy
-from problems import flat, make_batch, make_model, make_wide, train_step, wide_step
+from problems import flat, make_batch, make_model, train_step
 from workers import run
 
 KINDS = [
@@ -68,31 +68,6 @@ def test_a_dead_worker_is_named_by_every_survivor_within_seconds(
         assert finite
 
 
-def die_over_a_lossy_wire(rank: int, size: int, text: str, folder: str) -> str:
-    model = make_wide(0)
-    optimizer = sgd(model, lr=0.01)
-    attach(model, optimizer, text, wire="int8", timeout_seconds=15)
-
-    def train() -> None:
-        for step in range(30):
-            if (rank, step) == (1, 9):
-                os.kill(os.getpid(), signal.SIGKILL)
-            wide_step(model, optimizer, rank, step)
-
-    message = error_of(train)[1]
-    meet(folder, rank, [0, 2])
-    return message
-
-
-@pytest.mark.parametrize("text", ["bsp", "local:period=2", "async:staleness=4"])
-def test_a_dead_worker_is_named_over_a_lossy_wire(text: str, tmp_path: Path) -> None:
-    """Both stages of a sum fail as any other operation does."""
-    first, _, last = run(die_over_a_lossy_wire, text, str(tmp_path), workers=3, may_die=(1,))
-    for message in (first, last):
-        assert "failed after" in message
-        assert "lost the connection to rank 1, which" in message
-
-
 def give_up(rank: int, size: int, folder: str) -> Any:
     """Rank 1 dies.
 
@@ -120,38 +95,6 @@ def test_survivors_without_a_link_to_the_dead_worker_notice_soon(tmp_path: Path)
         assert kinds[0] == "CommunicationError", text
         assert "lost the connection to rank 1, which" in text, "and nobody else"
         assert seconds < 9, text
-
-
-def go_on(rank: int, size: int, folder: str) -> dict[str, list[tuple[list[str], str]]]:
-    """Rank 0 continues stepping although rank 1 has left without finish()."""
-    trainings = []
-    for strategy in KINDS:
-        model = make_model(seed=rank)
-        optimizer = sgd(model)
-        attach(model, optimizer, strategy, group=Quick())
-        trainings.append((strategy, model, optimizer))
-    meet(folder, rank, [0, 1])
-    if rank == 1:
-        return {}
-    return {
-        str(strategy): [
-            error_of(lambda m=model, o=optimizer, s=step: train_step(m, o, make_batch(0, s)))
-            for step in range(6)
-        ]
-        for strategy, model, optimizer in trainings
-    }
-
-
-def test_no_step_succeeds_after_a_failure(tmp_path: Path) -> None:
-    """Pitfall 15: a worker that catches the error gets it again in every later step."""
-    seen = run(go_on, str(tmp_path), workers=2)[0]
-    for strategy, steps in seen.items():
-        failed = ["CommunicationError" in kinds for kinds, _ in steps]
-        first = failed.index(True)
-        # what is in flight is noticed when it is needed; from then on all steps fail
-        assert first <= 2, (strategy, failed)
-        assert all(failed[first:]), (strategy, failed)
-        assert {text for _, text in steps[first:]} == {steps[first][1]}, "the same error"
 
 
 def get_stuck(rank: int, size: int, strategy: Strategy, folder: str) -> Any:

@@ -1,16 +1,15 @@
 """Averaged tensors: only trainable parameters, and follower modules in a consensus."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offbeat
 from loops import attach, close, error_of, everything, sgd
-from problems import Simulated, flat, make_batch, make_model, train_step
+from problems import flat, make_batch, make_model, train_step
 from worlds import run
 
 STEPS = 5
@@ -123,36 +122,6 @@ def sharing(rank: int, size: int) -> float:
 def test_followers_may_share_tensors() -> None:
     """A tensor of two modules of one call is averaged once: (1 + 3) / 2."""
     assert run(sharing, workers=2) == [2.0, 2.0]
-
-
-def local_average(rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """One mean after the last step: the average of the model is the mean of the averages, too."""
-    model = make_model(rank)
-    optimizer = sgd(model)
-    ema = moving_average(model)
-    with attach(model, optimizer, "local:period=2") as sync:
-        sync.follow(ema)
-        for step in range(4):
-            train_step(model, optimizer, make_batch(rank, step))
-            ema.update_parameters(model)
-    return flat(ema.module), flat(model)
-
-
-def test_a_moving_average_equals_the_reference() -> None:
-    reference = Simulated.start(2, "sgd")
-    averages = [copy.deepcopy(flat(model)) for model in reference.models]
-    for step in range(4):
-        reference.step(step)
-        if step % 2:
-            reference.average()
-        averages = [
-            # The first update of AveragedModel is a copy.
-            flat(model) if step == 0 else 0.5 * one + 0.5 * flat(model)
-            for one, model in zip(averages, reference.models, strict=True)
-        ]
-    for ema, model in run(local_average, workers=2):
-        close(ema, (averages[0] + averages[1]) / 2)
-        close(model, reference.flat()[0])
 
 
 def wrong_followers(rank: int, size: int) -> Any:

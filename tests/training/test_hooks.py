@@ -7,15 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.lr_scheduler import OneCycleLR
 
 import offbeat
 from loops import attach, close, error_of
-from offbeat.strategies.base import Strategy
 from problems import (
     OPTIMIZERS,
     assign,
-    bsp_reference,
     flat,
     gradients,
     loss_of,
@@ -24,81 +21,6 @@ from problems import (
     train_step,
 )
 from worlds import run
-
-
-def one_cycle(
-    strategy: Strategy | None, rank: int, scheduler_first: bool
-) -> tuple[list[float], list[str], Tensor]:
-    model = make_model(seed=0)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    events: list[str] = []
-    rates, sync, scheduler = [], None, None
-    if scheduler_first:
-        scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
-    optimizer.register_step_pre_hook(lambda *_: events.append("pre"))
-    if strategy is not None:
-        sync = attach(model, optimizer, strategy)
-    optimizer.register_step_post_hook(lambda *_: events.append("post"))
-    if scheduler is None:
-        scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=8)
-    for step in range(8):
-        rates.append(optimizer.param_groups[0]["lr"])
-        train_step(model, optimizer, make_batch(rank, step))
-        scheduler.step()
-    if sync is not None:
-        sync.finish()
-    return rates, events, flat(model)
-
-
-def schedules(rank: int, size: int) -> Any:
-    results = [
-        one_cycle(strategy, rank, first)
-        for strategy in (offbeat.BSP(), offbeat.SelSync(delta=0.05))
-        for first in (True, False)
-    ]
-    return results, one_cycle(None, rank, True)
-
-
-def test_schedulers_and_the_users_hooks_still_work() -> None:
-    """Pitfall 4: OneCycleLR gives the rates of plain training, and hooks fire once per step."""
-    for results, (rates, events, end) in run(schedules, workers=2):
-        assert len(set(rates)) == 8
-        assert events == ["pre", "post"] * 8
-        for got in results:
-            assert got[0] == rates
-            assert got[1] == events
-            assert not torch.equal(got[2], end), "workers have different data"
-
-
-def closures(rank: int, size: int, keyword: bool) -> Any:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    sync = attach(model, optimizer, offbeat.BSP())
-    losses = []
-    for step in range(4):
-
-        def closure(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, make_batch(rank, step))
-            loss.backward()
-            return loss
-
-        losses.append(optimizer.step(closure=closure) if keyword else optimizer.step(closure))
-    sync.finish()
-    return flat(model), [loss.item() for loss in losses], sync.step
-
-
-@pytest.mark.parametrize("keyword", [False, True])
-def test_closures_are_synchronized(keyword: bool) -> None:
-    """Pitfall 4: gradients made by a closure are averaged, too, and step() returns its loss."""
-    trace = bsp_reference(2, "adamw", 4)
-    for rank, (end, losses, steps) in enumerate(run(closures, keyword, workers=2)):
-        close(end, trace[-1])
-        assert steps == 4
-        model = make_model(seed=0)
-        for step, loss in enumerate(losses):
-            assert abs(loss - loss_of(model, make_batch(rank, step)).item()) < 1e-12
-            assign(model, trace[step].clone())
 
 
 class TwiceSGD(torch.optim.SGD):

@@ -12,11 +12,8 @@ import offbeat
 from loops import attach, close
 from offbeat.strategies.base import Strategy
 from problems import (
-    OPTIMIZERS,
-    Simulated,
     assign,
     flat,
-    loss_of,
     make_batch,
     make_model,
     train_step,
@@ -96,69 +93,6 @@ def test_optimizers_that_step_in_turn_are_one_iteration(strategy: Strategy) -> N
 FEW: list[Strategy] = [offbeat.BSP(), offbeat.AsyncAveraging(staleness=4)]
 
 
-def addresses(rank: int, size: int) -> dict[str, bool]:
-    kept = {}
-    for strategy in FEW:
-        model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
-        optimizer = OPTIMIZERS["momentum"](model.parameters())
-        tensors = [*model.parameters(), *model.buffers()]
-        before = [t.data_ptr() for t in tensors]
-        ok = True
-
-        def check(
-            model: nn.Module = model,
-            tensors: list[Tensor] = tensors,
-            before: list[int] = before,
-        ) -> bool:
-            now = [*model.parameters(), *model.buffers()]
-            same = all(a is b for a, b in zip(now, tensors, strict=True))
-            return same and [t.data_ptr() for t in now] == before
-
-        sync = attach(model, optimizer, strategy)
-        for step in range(6):
-            train_step(model, optimizer, make_batch(rank, step))
-            ok = ok and check()
-        with sync.consensus():
-            ok = ok and check()
-        sync.finish()
-        storages = {t.untyped_storage().nbytes() == t.nbytes for t in model.parameters()}
-        kept[str(strategy)] = ok and check() and storages == {True}
-    return kept
-
-
-def test_parameters_are_never_rebound() -> None:
-    """Pitfall 9: no tensor is rebound or becomes a view of a larger one."""
-    for kept in run(addresses, workers=2):
-        assert kept == {str(strategy): True for strategy in FEW}
-
-
-def accumulate(rank: int, size: int) -> Any:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, offbeat.LocalSGD(period=2))
-    for step in range(5):
-        optimizer.zero_grad()
-        x, y = make_batch(rank, step)
-        for half in range(2):
-            (loss_of(model, (x[half::2], y[half::2])) / 2).backward()
-        optimizer.step()
-    sync.finish()
-    return flat(model), sync.step, sync.stats.syncs
-
-
-def test_accumulation_counts_one_step() -> None:
-    """Pitfall 6: the period counts optimizer steps, not micro-batches."""
-    reference = Simulated.start(2, "momentum")
-    for step in range(5):
-        reference.step(step)
-        if step % 2:
-            reference.average()
-    reference.average()
-    for end, steps, syncs in run(accumulate, workers=2):
-        close(end, reference.flat()[0])
-        assert (steps, syncs) == (5, 2)
-
-
 WARMED: list[Strategy] = [
     *FEW,
     offbeat.LocalSGD(period=2),
@@ -196,31 +130,3 @@ def test_a_learning_rate_of_0_works() -> None:
             assert end.isfinite().all()
             assert (end - start).abs().max() > 1e-3
             assert torch.equal(end, same)
-
-
-def alone(rank: int, size: int) -> Any:
-    results = {}
-    for strategy in [*FEW, offbeat.SelSync(target_lssr=0.5)]:
-        for kind in ("momentum", "adamw", "fused"):
-            model, plain = make_model(seed=5), make_model(seed=5)
-            optimizer = OPTIMIZERS[kind](model.parameters())
-            other = OPTIMIZERS[kind](plain.parameters())
-            sync = attach(model, optimizer, strategy)
-            same = True
-            for step in range(9):
-                train_step(model, optimizer, make_batch(0, step))
-                train_step(plain, other, make_batch(0, step))
-                same = same and torch.equal(flat(model), flat(plain))
-                with sync.consensus():
-                    same = same and torch.equal(flat(model), flat(plain))
-            sync.finish()
-            same = same and torch.equal(flat(model), flat(plain))
-            results[f"{strategy} {kind}"] = same
-    return results
-
-
-def test_a_single_worker_trains_as_without_offbeat() -> None:
-    """With one worker training equals plain training, bit for bit, including a consensus."""
-    (results,) = run(alone, workers=1)
-    assert len(results) == 3 * 3
-    assert all(results.values()), results

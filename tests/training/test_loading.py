@@ -116,31 +116,6 @@ def test_a_model_loaded_after_a_step_is_refused(caplog: pytest.LogCaptureFixture
     assert caplog.text.count("finish() after model.load_state_dict()") == 2
 
 
-def load_by_hand(rank: int, size: int) -> bool:
-    """Go back to an earlier state by hand, in the order of the documentation."""
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, "diloco:period=3")
-    ends = []
-    for step in range(4):
-        if step == 2:
-            state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), sync.state_dict()))
-        train_step(model, optimizer, make_batch(rank, step))
-    ends.append(flat(model))
-    model.load_state_dict(state[0])
-    optimizer.load_state_dict(state[1])
-    sync.load_state_dict(state[2])
-    for step in (2, 3):
-        train_step(model, optimizer, make_batch(rank, step))
-    ends.append(flat(model))
-    sync.detach()
-    return torch.equal(*ends)
-
-
-def test_a_state_of_the_synchronizer_makes_loading_complete() -> None:
-    assert simulated(load_by_hand, workers=2) == [True, True]
-
-
 def server(rank: int, size: int) -> Any:
     model = make_model(seed=rank)
     sync = attach(model, sgd(model), "easgd:period=2")

@@ -14,7 +14,6 @@ import worlds
 from faults import Fault, Faults
 from loops import Sink, attach, error_of
 from offbeat.elastic.connect import open_communicator
-from offbeat.training import monitors
 from offbeat.transport.communicator import Communicator
 from problems import (
     Simulated,
@@ -25,10 +24,8 @@ from problems import (
     loss_of,
     make_batch,
     make_model,
-    make_wide,
     squared,
     train_step,
-    wide_step,
 )
 from worlds import run, simulated
 
@@ -173,38 +170,6 @@ def test_workers_may_take_different_numbers_of_steps(text: str) -> None:
         }
         for one in result["found"]:
             assert 0 <= one["distance"] <= one["distance_largest"] < math.inf
-
-
-@pytest.mark.parametrize(
-    "text", ["local:period=50", "async:staleness=8,schedule=eager", "downpour"]
-)
-def test_a_measurement_in_every_step_needs_no_more_than_one_copy(text: str) -> None:
-    """A measurement is skipped while the previous one is in flight, as over a slow link."""
-
-    def worker(rank: int, size: int) -> Any:
-        model = make_wide(rank)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        copies = []
-        kept = monitors.Distance._copy
-
-        def count(self: Any) -> list[Tensor]:
-            copies.append(self._free)
-            return kept(self)
-
-        monitors.Distance._copy = count  # type: ignore[method-assign]
-        try:
-            with attach(model, optimizer, text) as sync:
-                sync.monitor(distance_every=1)
-                for step in range(40):
-                    wide_step(model, optimizer, rank, step)
-        finally:
-            monitors.Distance._copy = kept  # type: ignore[method-assign]
-        return all(copies), sync.stats.details["distances_measured"]
-
-    results = simulated(worker, workers=2)
-    assert all(free for free, _ in results)
-    assert {measured for _, measured in results} == {results[0][1]}
-    assert 5 <= results[0][1] < 40
 
 
 class Half(nn.Module):

@@ -185,33 +185,6 @@ def test_sleeping_background_threads_add_no_waiting_time() -> None:
     assert result.idle == 0
 
 
-@worlds_without_processes
-def test_nothing_counts_while_paused(world: World) -> None:
-    """Neither bytes nor waiting time count inside paused(), also nested and after an exception."""
-
-    def work(inner: Communicator) -> Any:
-        communicator = Accounting(inner)
-        account = communicator.account
-        with account.paused():
-            communicator.sum(torch.zeros(7), what="test").wait()
-            with account.paused():
-                communicator.sum(torch.zeros(7), what="test").wait()
-            communicator.sum(torch.zeros(7), what="test").wait()
-        try:
-            with account.paused():
-                raise KeyError
-        except KeyError:
-            pass
-        nothing = account.payload_bytes, account.wait_seconds
-        communicator.sum(torch.zeros(7), what="test").wait()
-        return nothing, account.payload_bytes, account.wait_seconds
-
-    for nothing, payload, waited in world(work):
-        assert nothing == (0, 0.0)
-        assert payload == 28
-        assert waited > 0
-
-
 class Clock(ThreadHost):
     """A clock that the test advances."""
 
@@ -289,25 +262,3 @@ def test_callbacks_run_before_the_wait_for_a_collective() -> None:
     assert calls == [("first", False), ("second", False)]
     Accounting(SingleCommunicator(), account).twin().sum(torch.zeros(2), what="test").wait()
     assert calls[2:] == [("first", True), ("second", True)]
-
-
-@worlds_without_processes
-def test_a_team_counts_with_its_twin(world: World) -> None:
-    """Operations of its communicator and of its twin count on one account."""
-
-    def work(inner: Communicator) -> Any:
-        team = Team(inner)
-        twin = team.twin()
-        assert team.uncounted is inner
-        assert twin.account is team.account is team.communicator.account
-        assert (team.host, twin.host) == (inner.host, inner.host)
-        team.uncounted.sum(torch.zeros(5), what="test").wait()
-        assert team.account.payload_bytes == 0
-        team.communicator.sum(torch.zeros(5), what="test").wait()
-        twin.communicator.sum(torch.zeros(5), what="test").wait()
-        assert team.account.payload_bytes == 40
-        return team.rank, team.size, team.members
-
-    results = world(work)
-    everyone = tuple(range(len(results)))
-    assert results == [(rank, len(results), everyone) for rank in everyone]

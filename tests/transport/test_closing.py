@@ -15,6 +15,7 @@ import torch.distributed as dist
 from offbeat.errors import CommunicationError
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
+from offbeat.transport.torch_backend import abandoned_threads
 from offbeat.transport.torch_backend import process_groups as groups
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from transport.communicators import meet
@@ -246,10 +247,10 @@ def leave_one_inside(rank: int, size: int) -> tuple[float, bool]:
     communicator.close()
     seconds = time.perf_counter() - started
     meet("rank 0 has left", [0, 1])
-    assert [thread.name for thread, _ in groups._abandoned] == [
+    assert [thread.name for thread, _ in abandoned_threads._abandoned] == [
         "one that waits"
     ]  # for at the very end
-    groups._abandoned.clear()
+    abandoned_threads._abandoned.clear()
     return seconds, ended.is_set()
 
 

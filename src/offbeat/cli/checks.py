@@ -1,7 +1,6 @@
 """Checks of command-line arguments before a run, so that mistakes are found at once."""
 
 import importlib.util
-import os
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -15,19 +14,15 @@ _PICTURES = (".png", ".pdf", ".svg")
 
 
 def require_file(option: str, path: Path | None) -> None:
-    """Raise ValueError if no file can be written at ``path``. Its directory may be missing."""
-    if path is None:
-        return
-    if path.is_dir():
+    """Raise ValueError if ``path`` is a directory."""
+    if path is not None and path.is_dir():
         raise ValueError(f"{option} {path}: it is a directory; name a file")
-    _require_writable(option, path)
 
 
-def require_folder(option: str, path: Path) -> None:
-    """Raise ValueError if no files can be written in the directory ``path``. It may be missing."""
-    if path.exists() and not path.is_dir():
+def require_folder(option: str, path: Path | None) -> None:
+    """Raise ValueError if ``path`` is a file."""
+    if path is not None and path.is_file():
         raise ValueError(f"{option} {path}: it is a file; name a directory")
-    _require_writable(option, path)
 
 
 def require_picture(option: str, path: Path | None) -> None:
@@ -39,17 +34,6 @@ def require_picture(option: str, path: Path | None) -> None:
         raise ValueError(f"{option} {path}: its name must end in {', '.join(_PICTURES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("plots need matplotlib: pip install 'offbeat[plot]'")
-
-
-def _require_writable(option: str, path: Path) -> None:
-    existing = path
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if existing != path and not existing.is_dir():
-        raise ValueError(f"{option} {path}: {existing} is a file")
-    needed = os.W_OK | (os.X_OK if existing.is_dir() else 0)
-    if not os.access(existing, needed):
-        raise ValueError(f"{option} {path}: {existing} is not writable")
 
 
 def check_method(job: Job, text: str, task: Task | None) -> Task:
@@ -100,19 +84,3 @@ def require_no_simulator_options(options: VirtualClusterOptions) -> None:
         if field.name not in both and getattr(options, field.name) != field.default:
             option = f"--{field.name.replace('_', '-')}"
             raise ValueError(f"{option} is for simulated workers; add --simulate, or leave it out")
-
-
-def parse_lr_scales(text: str) -> tuple[float, ...]:
-    """Return the factors in the value of ``--lr-scale``, such as "0.3,1,3".
-
-    Their range is not checked.
-    """
-    try:
-        scales = tuple(map(float, text.split(",")))
-    except ValueError:
-        raise ValueError(
-            f"lr-scale must be a number, or several as in 0.3,1,3, got {text!r}"
-        ) from None
-    if len(set(scales)) < len(scales):
-        raise ValueError(f"lr-scale {text}: a factor is given twice")
-    return scales

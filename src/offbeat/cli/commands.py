@@ -110,7 +110,6 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
     offbeat compare digits -s bsp -s diloco --tune 6 --simulate --step-time 20ms
     offbeat compare digits -s bsp -s 'local:period=8 --wire int8 --lr-scale 2'
     offbeat compare digits -s ideal -s bsp -s torch:ddp,hook=powersgd,rank=2
-    offbeat compare digits -s ideal -s bsp -s streaming --lr-scale 0.3,1,3
     offbeat compare path/to/file.py -s bsp -s local:period=8 --step-time 50ms
     torchrun --nproc-per-node 4 -m offbeat.cli compare digits -s bsp -s diloco
     """
@@ -180,7 +179,6 @@ def plan(options: PlanOptions) -> None:
 @implemented_in("network")
 def probe(
     seconds: Annotated[float, typer.Option(help="Target duration.")] = 20.0,
-    pairs: Annotated[bool, typer.Option("--pairs", help="Show every pair, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure the network between the workers of torchrun, and warn of anomalies.

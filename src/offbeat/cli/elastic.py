@@ -15,7 +15,7 @@ from offbeat.launcher import output
 from offbeat.launcher.launch import Launch, launch
 from offbeat.launcher.signals import Interruption, signal_name
 from offbeat.launcher.worker import Program
-from offbeat.units import parse_seconds
+from offbeat.units import to_seconds
 
 _ONE_MACHINE = "127.0.0.1:0"
 _POLL_SECONDS = 0.2
@@ -32,7 +32,7 @@ def run(script: str, arguments: list[str] | None, options: RunOptions) -> NoRetu
         keeps_store=options.join is None and not address.startswith("file://"),
         max_restarts=options.max_restarts,
         fresh=options.fresh,
-        grace_seconds=parse_seconds(options.grace, allow_zero=True),
+        grace_seconds=to_seconds(options.grace, allow_zero=True),
     )
     require_integer("max-restarts", options.max_restarts, least=0)
     path = parse_address(address)

@@ -31,7 +31,7 @@ from offbeat.launcher.launch import Launch, launch
 from offbeat.launcher.worker import PRELOADED, Program
 from offbeat.strategies import Strategy
 from offbeat.strategies.base import CustomFlow
-from offbeat.units import parse_bandwidth, parse_seconds
+from offbeat.units import to_bandwidth, to_seconds
 
 
 def is_launched() -> bool:
@@ -102,7 +102,7 @@ def train_elastic(job: Job, bandwidth: str | None) -> NoReturn:
         keeps_store=True,
         max_restarts=RunOptions.max_restarts,
         fresh=False,
-        grace_seconds=parse_seconds(RunOptions.grace),
+        grace_seconds=to_seconds(RunOptions.grace),
     )
     raise SystemExit(launch(settings))
 
@@ -139,7 +139,7 @@ def real_workers(
         yield Loopback()
     else:
         changes = Scenario.from_json(job.scenario).bandwidths(job.workers)
-        links = ShapedLinks(job.workers, parse_bandwidth(bandwidth), changes=changes)
+        links = ShapedLinks(job.workers, to_bandwidth(bandwidth), changes=changes)
         with links:
             yield links
 

@@ -146,7 +146,7 @@ def _print_plan(answer: Plan) -> None:
     console.print(f"\n{advice}", highlight=False)
 
 
-def probe(seconds: float, pairs: bool, as_json: bool) -> None:
+def probe(seconds: float, as_json: bool) -> None:
     """Measure the network between the launcher's workers. Rank 0 prints it, with warnings."""
     require_number("seconds", seconds, POSITIVE)
     result = _measure_network(seconds)
@@ -156,8 +156,6 @@ def probe(seconds: float, pairs: bool, as_json: bool) -> None:
         console.print_json(json.dumps(result.to_dict()))
         return
     print_table(tables.by_rank(result))
-    if pairs:
-        print_table(tables.by_pair(result))
     console.print(tables.summary(result), highlight=False, soft_wrap=True)
     for warning in result.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)

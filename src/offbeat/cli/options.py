@@ -122,12 +122,6 @@ class CompareOptions:
         panel=Panel.WORKERS,
         metavar="RANK=X",
     )
-    lr_scale: str = option(
-        "1",
-        help="Factor on the learning rate. Of several, as in 0.3,1,3, the best one is shown.",
-        panel=Panel.STRATEGIES,
-        metavar="FACTOR",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +144,6 @@ class PlanOptions(NodeOptions):
         help="Number of workers.",
         panel=Panel.WORKERS,
         unset=str(USUAL_WORKERS),
-    )
-    lssr: float = option(
-        0.9, help="Share of steps without synchronization, for SelSync.", panel=Panel.STRATEGIES
     )
     wire: Precision | None = option(
         None,
@@ -227,7 +218,6 @@ class RunOptions:
 
 _SEVERAL = {
     "strategy": "; `offbeat compare` runs several strategies",
-    "lr_scale": "; separate several factors by commas, as in 0.3,1,3",
     "slow": "; separate several workers by commas, as in 0=2,1=3",
 }
 """What to do instead of repeating an option, by the name of its field."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from offbeat.arguments import require_integer
 from offbeat.cli.checks import (
     check_method,
-    parse_lr_scales,
     require_distinct,
     require_file,
     require_folder,
@@ -64,8 +63,8 @@ def train(job: Job, bandwidth: str | None, elastic: bool) -> None:
     job = replace(with_launched_workers(job), live=True)
 
     def check() -> None:
-        require_file("--records", None if job.log is None else Path(job.log))
         job.check()
+        require_file("--records", None if job.log is None else Path(job.log))
 
     with real_workers(job, bandwidth, check) as runner:
         if runner is not None:
@@ -108,16 +107,13 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
     require_integer("seeds", seeds, least=1)
     if seeds > _MOST_SEEDS:
         raise ValueError(f"seeds must be at most {_MOST_SEEDS}, got {seeds}")
-    scales = parse_lr_scales(options.lr_scale)
     step_time = simulated.step_time
     job = with_launched_workers(job)
     job = replace(
         job,
-        lr_scale=scales[0],
         jitter=simulated.jitter,
         slow=options.slow,
         scenario=_read_scenario(simulated.scenario, job.workers),
-        measure_links=not options.simulated,
         step_seconds=None if step_time is None or options.simulated else to_seconds(step_time),
         workers_per_node=simulated.workers_per_node,
     )
@@ -126,42 +122,28 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
     first = strategies  # methods as they are before tuning
     if options.tune is not None:
         require_integer("tune", options.tune, least=LEAST_BUDGET)
-        if scales != (1.0,):
+        if job.lr_scale != 1:
             raise ValueError(
-                f"--lr-scale {options.lr_scale}: --tune chooses the learning rate; leave it out, "
+                f"--lr-scale {job.lr_scale:g}: --tune chooses the learning rate; leave it out, "
                 "or fix it for one strategy, as in -s 'bsp --lr-scale 2'"
             )
         first = [untuned(text) for text in with_ideal(strategies)]
 
-    def check() -> None:
-        for scale in scales:
-            require_distinct(replace(job, lr_scale=scale), first)
-        if not options.simulated:
-            require_no_simulator_options(simulated)
-        if options.output is not None:
-            require_folder("--output", options.output)
-        task = None
-        for text in first:
-            for scale in scales:
-                run = replace(job, lr_scale=scale)
-                if options.simulated:
-                    require_virtual(run.under(text).strategy)
-                task = check_method(run, text, task)
-        if options.simulated:
-            return
-        scenario = Scenario.from_json(job.scenario)
-        stragglers = job.jitter or job.slow or scenario.slowdowns(job.workers)
-        if step_time is None and stragglers:
-            raise ValueError(STRAGGLERS_NEED_STEP_TIME)
-        if options.bandwidth is None and scenario.bandwidths(job.workers):
-            raise ValueError(
-                f"--scenario {simulated.scenario} changes bandwidths: give --bandwidth, the one at "
-                "the start, or add --simulate"
-            )
-
     folder = options.output
     if folder is None:
         folder = Path("runs", f"{_file_name(job.recipe)}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+    def check() -> None:
+        require_distinct(job, first)
+        require_folder("--output", options.output)
+        task = None
+        for text in first:
+            if options.simulated:
+                require_virtual(job.under(text).strategy)
+            task = check_method(job, text, task)
+        if not options.simulated:
+            _check_real(job, options.bandwidth, simulated)
+
     with contextlib.ExitStack() as stack:
         runner: Runner | None
         if options.simulated:
@@ -172,7 +154,7 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
             runner = stack.enter_context(real_workers(job, options.bandwidth, check))
         if runner is None:
             return
-        runs = comparison.count_runs(job, strategies, seeds, scales, options.tune)
+        runs = comparison.count_runs(job, strategies, seeds, options.tune)
         with Bar(runs, at_most=options.tune is not None) as bar:
 
             def write_page(results: Sequence[Result]) -> None:
@@ -184,7 +166,6 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
                 job,
                 strategies,
                 seeds=seeds,
-                lr_scales=scales,
                 runner=runner,
                 output=folder,
                 on_start=bar.start,
@@ -202,6 +183,20 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
             console.print(
                 "plot    none: it needs matplotlib, pip install 'offbeat[plot]'", markup=False
             )
+
+
+def _check_real(job: Job, bandwidth: str | None, options: VirtualClusterOptions) -> None:
+    """Raise ValueError if real processes do not support the options."""
+    require_no_simulator_options(options)
+    scenario = Scenario.from_json(job.scenario)
+    stragglers = job.jitter or job.slow or scenario.slowdowns(job.workers)
+    if options.step_time is None and stragglers:
+        raise ValueError(STRAGGLERS_NEED_STEP_TIME)
+    if bandwidth is None and scenario.bandwidths(job.workers):
+        raise ValueError(
+            f"--scenario {options.scenario} changes bandwidths: give --bandwidth, the one at the "
+            "start, or add --simulate"
+        )
 
 
 def _file_name(recipe: str) -> str:

@@ -5,6 +5,7 @@ import glob
 import itertools
 import json
 import math
+import os
 import re
 import time
 from collections import deque
@@ -14,8 +15,7 @@ from typing import Any
 
 from rich.live import Live
 
-from offbeat.cli.progress_line import show_duration, show_time_left
-from offbeat.cli.tail import Tail
+from offbeat.cli.progress import show_duration, show_time_left
 from offbeat.cli.view import console, print_table, rendered
 from offbeat.display.table import Table
 from offbeat.lab.probe.tables import show_rate
@@ -106,17 +106,27 @@ class WorkerRecords:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.last: dict[str, Any] = {}
-        self._tail = Tail(path)
+        self._end = 0  # bytes read so far
+        self._modified = 0.0  # time of the last change of the file
         self._losses: deque[float] = deque(maxlen=_TREND_STEPS)
         self._recent: deque[tuple[float, float, float]] = deque()  # seconds, waiting, bytes
 
     def read(self) -> None:
         """Read what was appended since the last call. Lines that are not records are skipped."""
-        for line in self._tail.lines():
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
-                    self._add(record)
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            self._modified = status.st_mtime
+            if status.st_size < self._end:  # another training has begun the file again
+                self._end = 0
+            file.seek(self._end)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._end += len(line)
+                with contextlib.suppress(ValueError):
+                    record = json.loads(line)
+                    if isinstance(record, dict) and isinstance(record.get("step"), int):
+                        self._add(record)
         seconds = sum(step[0] for step in self._recent)
         while len(self._recent) > 1 and seconds > _RATE_SECONDS:
             seconds -= self._recent.popleft()[0]
@@ -148,7 +158,7 @@ class WorkerRecords:
         """Return the cells of the worker's row, without its name; "-" for unknown values."""
         seconds, waited, sent = (sum(values) for values in zip(*self._recent, strict=True))
         known, total = seconds > 0, self.last.get("total_steps")
-        age = show_duration(max(0.0, time.time() - self._tail.modified))
+        age = show_duration(max(0.0, time.time() - self._modified))
         return (
             f"{self.last['step']}" if total is None else f"{self.last['step']}/{total}",
             f"{len(self._recent) / seconds:.3g}" if known else "-",

@@ -359,8 +359,8 @@ class Views:
             load_optimizer_values(one.optimizer, one.parameters, saved)
         source, stats = reports[plan.source], self._stats()
         if self._fresh:
-            worker.step = stats.steps = source.steps
-            stats.syncs = source.syncs
+            worker.step = source.carried["step"]  # without the steps before a loaded consensus
+            stats.steps, stats.syncs = source.steps, source.syncs
             self.shared.receive(values["shared"])
         else:
             self._overtaken = True

@@ -6,7 +6,7 @@ checkpoint.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +92,6 @@ class RunCheckpoints:
 
     def _require_same_run(self, saved: dict[str, Any]) -> None:
         current = asdict(self._job)
-        # A field that an older version of Offbeat did not save had its default in that run.
-        saved = {field.name: field.default for field in fields(self._job)} | saved
         for name in current.keys() - _MAY_DIFFER:
             if current[name] != saved[name]:
                 raise CheckpointError(

@@ -7,7 +7,7 @@ can have options of its own, such as ``--wire int8``.
 import json
 import os
 import platform
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,7 @@ from typing import Any
 import torch
 
 import offbeat
-from offbeat.lab.events import (
-    End,
-    Evaluation,
-    EvaluationCount,
-    Event,
-    LinkSpeed,
-    Start,
-)
+from offbeat.lab.events import End, Evaluation, EvaluationCount, Event, Start
 from offbeat.lab.job import Job, method_fields
 from offbeat.lab.launch.runners import Runner
 from offbeat.lab.recipes import find_recipe
@@ -37,7 +30,7 @@ _DETERMINED = ("evaluations",)
 """Fields that the first run of a comparison determines for all later runs, if the job does not."""
 _PER_RUN = {"strategy", "seed", *_DETERMINED, *method_fields()}
 """Fields in which the runs of one comparison differ."""
-_IGNORED = {"log", "checkpoints", "save_every", "resume", "timeout_seconds", "measure_links"}
+_IGNORED = {"log", "checkpoints", "save_every", "resume", "timeout_seconds"}
 """Fields that may differ between a new run and the results already in the file."""
 _OPTIONS = {"step_seconds": "step-time"}
 """Field → command-line name, for fields whose option has another name."""
@@ -48,20 +41,17 @@ def run_and_record(
     on_event: Callable[[Event], None],
     runner: Runner,
     *,
-    lr_scales: Sequence[float] = (),
     command: str = "",
 ) -> Result:
     """Run ``job`` and return its ``Result``. Does not write the result to a file.
 
     If the run chose its number of evaluations, this number is in ``Result.job``.
 
-    ``on_event`` receives each event of rank 0. ``lr_scales`` and ``command`` are only stored in the
-    result; see ``Result``.
+    ``on_event`` receives each event of rank 0. ``command`` is only stored in the result.
     """
     recipe = find_recipe(job.recipe)
     points: list[Evaluation] = []
     stats: list[Stats] = []
-    links: list[LinkSpeed] = []
     model_bytes: int | None = None
 
     def listen(event: Event) -> None:
@@ -71,8 +61,6 @@ def run_and_record(
                 model_bytes = event.model_bytes
             case EvaluationCount():
                 job = replace(job, evaluations=event.evaluations)
-            case LinkSpeed():
-                links.append(event)
             case Evaluation():
                 points.append(event)
             case End():
@@ -94,8 +82,6 @@ def run_and_record(
         points=tuple(points),
         stats=tuple(stats),
         model_bytes=model_bytes,
-        links=tuple(links),
-        lr_scales=tuple(lr_scales),
         command=command,
     )
 
@@ -114,7 +100,6 @@ def compare(
     strategies: Sequence[str],
     *,
     seeds: int = 1,
-    lr_scales: Sequence[float] = (),
     runner: Runner,
     output: Path,
     on_start: Callable[[Job], None],
@@ -122,7 +107,6 @@ def compare(
     on_reused: Callable[[Result], None] = lambda result: None,
     on_result: Callable[[Sequence[Result]], None] = lambda results: None,
     command: str = "",
-    may_differ: Collection[str] = (),
     tune: int | None = None,
 ) -> list[Result]:
     """Run ``job`` with each method and seed, and append each result to a file of JSON lines.
@@ -132,14 +116,12 @@ def compare(
     all runs, so that they evaluate at the same steps.
 
     A run whose result is already in the file is skipped. To continue an interrupted comparison, or
-    to add methods, seeds or factors, call this function again with the same file.
+    to add methods or seeds, call this function again with the same file.
 
     Args:
         job: Settings that all runs share.
         strategies: Methods, such as ``"local:period=8 --wire int8"``; see ``Job.under``.
         seeds: Number of seeds. The first one is the seed of ``job``.
-        lr_scales: Learning-rate factors. A method runs once with each of them, unless its own
-            options contain ``--lr-scale``. Empty: only the factor of ``job``.
         runner: Starts the workers.
         output: Directory of ``results.jsonl``, or path of a file whose name ends in ``.jsonl``.
         on_start: Function that receives the job of each run before it starts.
@@ -148,10 +130,9 @@ def compare(
             run starts. With ``tune``, the runs depend on the results, and it is called in turn.
         on_result: Function that receives all results so far after each run.
         command: Command line to store in the results.
-        may_differ: Fields of ``job`` that may differ from the results already in the file.
         tune: Number of trials to tune each method with; see ``lab.tuning``. The comparison then has
-            each method with its chosen settings and with its first ones, adds the ideal, and
-            ignores ``lr_scales``. None: the methods are not tuned.
+            each method with its chosen settings and with its first ones, and adds the ideal. None:
+            the methods are not tuned.
 
     Returns:
         All results in the file, trials included, in its order.
@@ -161,26 +142,25 @@ def compare(
     """
     path = output if output.suffix == ".jsonl" else output / RESULTS
     path.parent.mkdir(parents=True, exist_ok=True)
-    ignored = _IGNORED.union(may_differ)
-    results = _read_existing(path, job, runner, ignored, tune)
+    results = _read_existing(path, job, runner, tune)
     if results:
         job = _with_determined(job, results[0].job)
 
     def existing(run: Job, trial: Trial | None = None) -> Result | None:
         run = _with_determined(run, job)
         for result in results:
-            if result.trial == trial and _is_of(result, run, ignored):
+            if result.trial == trial and _is_of(result, run):
                 on_reused(result)
                 return result
         return None
 
-    def result_of(run: Job, trial: Trial | None = None, scales: Sequence[float] = ()) -> Result:
+    def result_of(run: Job, trial: Trial | None = None) -> Result:
         nonlocal job
         if (result := existing(run, trial)) is not None:
             return result
         run = _with_determined(run, job)
         on_start(run)
-        result = run_and_record(run, on_event, runner, lr_scales=scales, command=command)
+        result = run_and_record(run, on_event, runner, command=command)
         result = replace(result, trial=trial)
         job = _with_determined(job, result.job)
         results.append(result)
@@ -189,9 +169,8 @@ def compare(
         return result
 
     if tune is None:
-        runs = _runs(job, strategies, seeds, lr_scales)
-        for run, scales in [each for each in runs if existing(each[0]) is None]:
-            result_of(run, None, scales)
+        for run in [run for run in _runs(job, strategies, seeds) if existing(run) is None]:
+            result_of(run)
     else:
         jobs = tune_methods(job, strategies, tune, result_of)
         for seed in range(job.seed, job.seed + seeds):
@@ -200,13 +179,7 @@ def compare(
     return results
 
 
-def count_runs(
-    job: Job,
-    strategies: Sequence[str],
-    seeds: int,
-    lr_scales: Sequence[float],
-    tune: int | None = None,
-) -> int:
+def count_runs(job: Job, strategies: Sequence[str], seeds: int, tune: int | None = None) -> int:
     """Return the number of runs of a comparison, including those that would be skipped.
 
     The arguments are those of ``compare``. With ``tune``, the number is an upper bound: after its
@@ -214,29 +187,18 @@ def count_runs(
     """
     if tune is not None:
         return len(with_ideal(strategies)) * (tune + 2 * seeds)
-    return sum(1 for _ in _runs(job, strategies, seeds, lr_scales))
+    return len(_runs(job, strategies, seeds))
 
 
-def _runs(
-    job: Job, strategies: Sequence[str], seeds: int, lr_scales: Sequence[float]
-) -> Iterator[tuple[Job, Sequence[float]]]:
-    """Yield the job of each run and its ``Result.lr_scales``."""
-    for seed in range(job.seed, job.seed + seeds):
-        for strategy in strategies:
-            jobs = [
-                replace(replace(job, lr_scale=scale).under(strategy), seed=seed)
-                for scale in lr_scales or (job.lr_scale,)
-            ]
-            # All jobs are equal if the method sets its own factor, or if there is only one factor.
-            if all(other == jobs[0] for other in jobs):
-                yield jobs[0], ()
-            else:
-                yield from ((scaled, lr_scales) for scaled in jobs)
+def _runs(job: Job, strategies: Sequence[str], seeds: int) -> list[Job]:
+    return [
+        replace(job.under(strategy), seed=seed)
+        for seed in range(job.seed, job.seed + seeds)
+        for strategy in strategies
+    ]
 
 
-def _read_existing(
-    path: Path, job: Job, runner: Runner, ignored: Collection[str], tune: int | None
-) -> list[Result]:
+def _read_existing(path: Path, job: Job, runner: Runner, tune: int | None) -> list[Result]:
     """Return the results in the file. Raise if one belongs to another comparison.
 
     Removes an incomplete last line from the file.
@@ -248,7 +210,7 @@ def _read_existing(
     if complete < len(data):  # an interrupted write left an incomplete last line
         os.truncate(path, complete)  # in place, so that a crash cannot lose the other lines
     results = read_results(path, trials=True)
-    skipped = _PER_RUN.union(ignored)
+    skipped = _PER_RUN | _IGNORED
 
     def shared(job: Job, **others: Any) -> dict[str, Any]:
         fields = {name: value for name, value in public_job(job).items() if name not in skipped}
@@ -290,13 +252,13 @@ def _with_determined(job: Job, other: Job) -> Job:
     return replace(job, **{name: getattr(other, name) for name in missing})
 
 
-def _is_of(result: Result, job: Job, ignored: Collection[str]) -> bool:
-    """Return True if ``result`` comes from a run of ``job``. ``ignored`` fields may differ."""
+def _is_of(result: Result, job: Job) -> bool:
+    """Return True if ``result`` comes from a run of ``job``."""
     existing, wanted = public_job(result.job), public_job(job)
     for name in _DETERMINED:
         if wanted[name] is None:
             del existing[name]
-    return all(wanted[name] == value for name, value in existing.items() if name not in ignored)
+    return all(wanted[name] == value for name, value in existing.items() if name not in _IGNORED)
 
 
 def _append(path: Path, line: str) -> None:

@@ -92,7 +92,7 @@ def average_over_workers(tensors: Sequence[Tensor], device: torch.device) -> Non
         pack_mixed(group, flat)
         flat = flat.to(device)
         averaged = dtype.is_floating_point or dtype.is_complex
-        with _explain_failures("the mean of the models"):
+        with explain_failures("waited for the mean of the models"):
             if averaged:
                 dist.all_reduce(flat)
             elif dtype.is_signed:
@@ -128,7 +128,7 @@ def gather(value: Any, device: torch.device, what: str) -> list[Any]:
     data = bytearray(json.dumps(value).encode())
     text = torch.frombuffer(data, dtype=torch.uint8).to(device)
     lengths = [torch.zeros_like(text[:1], dtype=torch.int64) for _ in range(dist.get_world_size())]
-    with _explain_failures(what):
+    with explain_failures(f"waited for {what}"):
         dist.all_gather(lengths, torch.tensor([len(text)], device=device))
         longest = max(int(length) for length in lengths)
         texts = [text.new_zeros(longest) for _ in lengths]
@@ -140,14 +140,18 @@ def gather(value: Any, device: torch.device, what: str) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _explain_failures(what: str) -> Iterator[None]:
-    """Convert a RuntimeError of torch to a CommunicationError that names rank and operation."""
+def explain_failures(what: str) -> Iterator[None]:
+    """Convert errors of torch and other packages to a CommunicationError that names the rank.
+
+    ``what`` follows the rank in the message, such as "failed in batch 3 of torch:ddp".
+    """
     try:
         yield
     except OffbeatError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
+        text = " ".join(str(error).split())
         raise CommunicationError(
-            f"rank {dist.get_rank()} waited for {what}, but another worker failed or took longer "
-            f"than the time-out, which --timeout raises: {error}"
+            f"rank {dist.get_rank()} {what}: {text}. If it waited for the others, one of them has "
+            "failed or took longer than the time-out, which --timeout raises"
         ) from error

@@ -55,7 +55,7 @@ class Evaluation:
         metric: The metric that is compared with the recipe's target.
         metrics: All metrics by name, ``metric`` included.
         finite: True if all parameters of the model are finite. A model with NaN can have a finite
-            metric: its accuracy is that of a constant prediction. Results of old versions lack it.
+            metric: its accuracy is that of a constant prediction.
     """
 
     step: int
@@ -83,14 +83,6 @@ class EvaluationCount:
 
     evaluations: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class LinkSpeed:
-    """Bandwidth of the slowest link, and median latency, while each worker sends to the next."""
-
-    bytes_per_second: float
-    latency_seconds: float
 
 
 @dataclass(frozen=True)
@@ -131,22 +123,12 @@ class End:
 
 
 Event: TypeAlias = (
-    Start
-    | Step
-    | Evaluation
-    | Waiting
-    | EvaluationCount
-    | LinkSpeed
-    | Resumed
-    | Stopped
-    | NotSaved
-    | End
+    Start | Step | Evaluation | Waiting | EvaluationCount | Resumed | Stopped | NotSaved | End
 )
 
 _KINDS: dict[str, Any] = {  # checkpoints contain these names
     **{"start": Start, "step": Step, "evaluation": Evaluation, "waiting": Waiting, "end": End},
-    **{"chosen": EvaluationCount, "measured": LinkSpeed},
-    **{"resumed": Resumed, "left": Stopped, "unsaved": NotSaved},
+    **{"chosen": EvaluationCount, "resumed": Resumed, "left": Stopped, "unsaved": NotSaved},
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
@@ -170,8 +152,6 @@ def from_json(line: str | bytes) -> Event:
 
 
 def stats_of(values: Mapping[str, Any]) -> Stats:
-    """Return the ``Stats`` whose ``to_dict`` returned ``values``."""
-    known = {field.name: values[field.name] for field in fields(Stats) if field.name in values}
-    if values.get("flags"):  # version 0.1.0 did not write them in the details
-        known["details"] = {"flags": values["flags"], **known.get("details", {})}
-    return Stats(**known)
+    """Return the ``Stats`` whose ``to_dict`` returned ``values``. Missing totals are 0."""
+    names = [field.name for field in fields(Stats)]
+    return Stats(**{name: values[name] for name in names if name in values})

@@ -51,8 +51,6 @@ class Job:
       to change the bandwidths, and in the simulator also the speeds.
     - ``live``: True to evaluate during the training, inside a consensus. The metric is known at
       once, but what is in flight lands early. Runs with checkpoints require it.
-    - ``measure_links``: True to measure the links before and after training. It has an effect only
-      with gloo, several workers and a method other than ``ideal``.
     - ``workers_per_node``: number of workers of each simulated node.
     """
 
@@ -99,7 +97,6 @@ class Job:
     scenario: str | None = None
     step_seconds: float | None = setting(None, above=0)
     live: bool = False
-    measure_links: bool = False
     workers_per_node: int = setting(1, least=1)
     log: str | None = option(  # not --log, because torchrun has options that begin with it
         None,

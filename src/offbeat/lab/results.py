@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offbeat.lab.events import Evaluation, LinkSpeed, stats_of
+from offbeat.lab.events import Evaluation, stats_of
 from offbeat.lab.job import Job
 from offbeat.lab.methods.registry import is_ideal, is_peer
 from offbeat.telemetry import Stats
@@ -37,10 +37,7 @@ class Result:
         simulated: True if all seconds are virtual time, the simulator's clock.
         points: Evaluations in order, at least one. The last one is at the end of the run.
         stats: Totals of each worker, in rank order.
-        model_bytes: Size of the model's parameters; None in results of old versions.
-        links: Measurements of the links before and after the training; empty: not measured.
-        lr_scales: Learning-rate factors that the comparison tries with this method; empty: it does
-            not tune the learning rate.
+        model_bytes: Size of the model's parameters.
         command: Command line of the comparison.
         trial: Mark of a run that tuned a method. None: the run belongs to the comparison.
     """
@@ -56,8 +53,6 @@ class Result:
     points: tuple[Evaluation, ...]
     stats: tuple[Stats, ...]
     model_bytes: int | None = None
-    links: tuple[LinkSpeed, ...] = ()
-    lr_scales: tuple[float, ...] = ()
     command: str = ""
     trial: Trial | None = None
 
@@ -138,11 +133,6 @@ class Result:
         return self._mean("idle") if self.measured else None
 
     @property
-    def flag_rate(self) -> float | None:
-        """Share of steps in which a worker asked to synchronize (SelSync only). None: unknown."""
-        return self._mean("flags") / max(1.0, self._mean("steps")) if self.measured else None
-
-    @property
     def details(self) -> dict[str, Any]:
         """Strategy-specific totals of rank 0."""
         return self.stats[0].details
@@ -159,7 +149,7 @@ class Result:
         """Return the fields and most properties as JSON values, for ``results.jsonl``."""
         derived = (
             *("strategy", "label", "final", "final_metrics", "seconds", "time_to_target_seconds"),
-            *("lssr", "payload_bytes", "idle", "flag_rate", "details"),
+            *("lssr", "payload_bytes", "idle", "details"),
         )
         return {
             **{field.name: getattr(self, field.name) for field in fields(self)},
@@ -168,8 +158,6 @@ class Result:
             "versions": dict(self.versions),
             "points": [asdict(point) for point in self.points],
             "stats": [self._known_stats(stats) for stats in self.stats],
-            "links": [asdict(link) for link in self.links],
-            "lr_scales": list(self.lr_scales),
             "trial": None if self.trial is None else asdict(self.trial),
         }
 
@@ -177,33 +165,17 @@ class Result:
     def from_dict(cls, values: Mapping[str, Any]) -> "Result":
         """Return the ``Result`` whose ``to_dict`` returned ``values``.
 
-        The values may come from another version of Offbeat: unknown fields are ignored, and fields
-        that version 0.1.0 lacked get their defaults.
+        Unknown fields are ignored.
         """
-        # 0.1.0 did not write these.
-        optional = {"model_bytes", "links", "lr_scales", "command", "trial"}
-        given = {
-            field.name: values[field.name]
-            for field in fields(cls)
-            if field.name in values or field.name not in optional
-        }
-        given["job"] = _job_of(values["job"])
+        given = {field.name: values[field.name] for field in fields(cls)}
+        known = {field.name for field in fields(Job)}
+        given["job"] = Job(**{k: v for k, v in values["job"].items() if k in known})
         given["points"] = tuple(Evaluation(**point) for point in values["points"])
-        given["stats"] = tuple(stats_of(stats) for stats in values["stats"])
-        given["links"] = tuple(LinkSpeed(**link) for link in given.get("links", ()))
-        given["lr_scales"] = tuple(given.get("lr_scales", ()))
-        given["trial"] = Trial(**given["trial"]) if given.get("trial") else None
+        given["stats"] = tuple(map(stats_of, values["stats"]))
+        given["trial"] = Trial(**given["trial"]) if given["trial"] else None
         if not (given["points"] and given["stats"]):
             raise ValueError("a result needs an evaluation and the totals of a worker")
         return cls(**given)
-
-
-def _job_of(values: Mapping[str, Any]) -> Job:
-    """Return the job of a saved result, without fields that this version does not know."""
-    known, strategy = {field.name for field in fields(Job)}, values["strategy"]
-    if values.get("optimizer_state") == "average":  # an option in old versions
-        strategy += ("," if ":" in strategy else ":") + "optimizer_state=average"
-    return Job(**{k: v for k, v in values.items() if k in known} | {"strategy": strategy})
 
 
 def public_job(job: Job) -> dict[str, Any]:

@@ -46,7 +46,6 @@ from offbeat.lab.launch.stop_request import StopRequest
 from offbeat.lab.leased import LeasedBatches
 from offbeat.lab.methods.base import Attached, Baseline, Method
 from offbeat.lab.methods.registry import is_ideal, parse_method
-from offbeat.lab.probe.ring import measure_links
 from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.recipes.datasets import to_device
 from offbeat.lab.samplers import Batches, parse_injection
@@ -55,7 +54,6 @@ from offbeat.lab.timing.padding import STRAGGLERS_NEED_STEP_TIME, PaddedLoss, pa
 from offbeat.lab.timing.time_limit import TimeLimit
 from offbeat.strategies import Strategy
 from offbeat.synchronizer import Synchronizer
-from offbeat.transport.communicator import Communicator
 
 
 def choose_backend() -> str:
@@ -91,7 +89,6 @@ def train_worker(
     - ``Start``, a ``Step`` for each step, every ``Evaluation`` in the order of the steps, ``End``;
       with ``job.live``, an ``Evaluation`` replaces the ``Step`` after which it takes place;
     - ``Waiting`` before longer work other than training, such as an evaluation;
-    - ``LinkSpeed`` if the job requests this measurement;
     - ``EvaluationCount`` when the run chooses its number of evaluations, unless the job sets it;
     - ``Resumed``, followed by the events in the checkpoint, if the job continues a run;
     - ``Stopped`` instead of ``End`` if the run is asked to stop early.
@@ -127,7 +124,6 @@ class _Worker:
     def run(self, stop_request: StopRequest | None) -> None:
         job, task, emit = self._job, self._task, self._emit
         emit(Waiting("connecting to the other workers"))
-        self._measure_links()
         self._control_step_times()
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(job.seed * 1000 + self._rank)  # ranks draw different augmentation and dropout
@@ -154,7 +150,6 @@ class _Worker:
         emit(Waiting("finishing"))
         method.finish()
         totals = gather(self._totals(method), self._device, "the totals of all workers")
-        self._measure_links()
         emit(Waiting("evaluating"))
         evaluator.finish(method)
         emit(End(tuple(map(stats_of, totals)), method.step_seconds))
@@ -225,18 +220,10 @@ class _Worker:
     def _time_limit(self, method: Method) -> TimeLimit:
         """Return the limit on the training time. The evaluator applies it if ``job.live``."""
         job, clock = self._job, method.limited_clock
-        node: Communicator | None = None
-        if clock == "own" and job.workers_per_node > 1:  # only in the simulator
-            # A worker cannot take a step without the others of its node.
-            world: Any = dist.group.WORLD
-            clock, node = "largest", world.make_nodes(job.timeout_seconds).inside
-        return TimeLimit(
-            None if job.live else job.max_seconds,
-            self._task.steps,
-            clock=clock,
-            device=self._device,
-            node=node,
-        )
+        if job.workers_per_node > 1:  # a worker takes no step without the others of its node
+            clock = "largest"
+        seconds = None if job.live else job.max_seconds
+        return TimeLimit(seconds, self._task.steps, clock=clock, device=self._device)
 
     def _totals(self, method: Method) -> dict[str, Any]:
         totals = method.stats.to_dict()
@@ -244,13 +231,6 @@ class _Worker:
             late = {"late_steps": self._padding.late_steps}
             totals["details"] = {**totals["details"], **late}
         return totals
-
-    def _measure_links(self) -> None:
-        job = self._job
-        wanted = job.measure_links and job.workers > 1 and not is_ideal(job.strategy)
-        if wanted and dist.get_backend() == "gloo":
-            self._emit(Waiting("measuring the links"))
-            self._emit(measure_links())
 
     def _batches(self, method: Method | None = None, task: Task | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches, on its device.

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from offbeat.arguments import require_number
 from offbeat.averaging import AttachedOptimizer, Replica, Worker, flow_of
 from offbeat.averaging.buckets import as_real, staging_dtype
 from offbeat.averaging.replica import saved_buffers
@@ -32,7 +31,7 @@ from offbeat.training.iteration import Iteration
 from offbeat.training.stats_recorder import StatsRecorder
 from offbeat.transport.handle import Handle
 from offbeat.transport.team import Team
-from offbeat.units import parse_count
+from offbeat.units import to_count
 
 _ELEMENTS = 2**16  # approximate limit of the elements of the placeholder of a given model
 # Sizes if only the number of parameters is given. A tensor has _SMALL elements (1 MiB); twice as
@@ -78,13 +77,7 @@ def shapes_of(parameters: float | str | nn.Module) -> Shapes:
     """
     if isinstance(parameters, nn.Module):
         return _shapes_of_model(parameters)
-    count = parse_count(parameters) if isinstance(parameters, str) else parameters
-    require_number("parameters", count)
-    if not 0 < count < math.inf:
-        raise ValueError(
-            f"parameters must be positive and finite, like 25e6 or 25M, got {parameters}"
-        )
-    return _shapes_of_count(count)
+    return _shapes_of_count(to_count(parameters))
 
 
 def _shapes_of_count(count: float) -> Shapes:

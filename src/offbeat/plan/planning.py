@@ -31,7 +31,6 @@ def plan(
     latency: float | str = "100us",
     jitter: float = 0.0,
     wire: Precision | None = None,
-    lssr: float = 0.9,
     strategies: Sequence[str | Strategy] | None = None,
     workers_per_node: int = 1,
     inside: float | str | None = None,
@@ -57,7 +56,7 @@ def plan(
 
     * ``bsp``
     * ``local`` with period 8, and with the smallest period found with an idle share of at most 5 %
-    * ``selsync:target_lssr=…`` with the given ``lssr``
+    * ``selsync:target_lssr=0.9``
     * ``streaming``, with a larger staleness than its default if its idle share would exceed 5 %
     * ``async`` with the smallest even staleness found at which workers do not wait. With jitter,
       larger values are tried until the idle share is at most 5 %
@@ -80,8 +79,8 @@ def plan(
     ``Stats``. The throughput accounts for all waiting.
 
     **SelSync** synchronizes in the steps whose gradient changes significantly. The plan assumes
-    that these are a share 1 − ``lssr`` of the steps. It shows the cost of these synchronizations
-    but not their benefit, which lies in the final metric.
+    that these are a tenth of the steps, or a share 1 − ``target_lssr``. It shows the cost of these
+    synchronizations but not their benefit, which lies in the final metric.
 
     Args:
         parameters: The model; or the number of its averaged parameters, like 25e6 or "25M", which
@@ -94,9 +93,6 @@ def plan(
         jitter: Standard deviation of the compute time relative to t, in [0, 1].
         wire: Precision of models and gradients, as in ``attach``; None means the default of each
             strategy.
-        lssr: Share of the steps of SelSync without a mean, in (0, 1). Used for the default SelSync,
-            and for a given one with a finite ``delta`` > 0. A given SelSync with ``target_lssr``
-            uses its own value.
         strategies: Strategies to forecast in place of the default ones: text, or ``Strategy``
             objects. Baselines, and custom strategies with a flow of their own, are rejected.
         workers_per_node: Number of workers per node, L (≥ 1), a divisor of ``workers``. With L > 1,
@@ -111,20 +107,7 @@ def plan(
         ValueError: A value is out of its range; ``workers_per_node`` does not divide ``workers``;
             ``strategies`` is empty or not a list; or a strategy is rejected or cannot use ``wire``.
     """
-    setting, given = check_arguments(
-        parameters=parameters,
-        step_time=step_time,
-        workers=workers,
-        bandwidth=bandwidth,
-        latency=latency,
-        jitter=jitter,
-        wire=wire,
-        lssr=lssr,
-        strategies=strategies,
-        workers_per_node=workers_per_node,
-        inside=inside,
-        inside_latency=inside_latency,
-    )
+    setting, given = check_arguments(**locals())  # the arguments, which have the same names
     setting = with_node_cost(setting)
     if given is None:
         candidates = list(suggestions(wire, setting))
@@ -175,7 +158,6 @@ def check_arguments(
     latency: float | str,
     jitter: float = 0.0,
     wire: Precision | None = None,
-    lssr: float = 0.9,
     strategies: Sequence[str | Strategy] | None = None,
     workers_per_node: int = 1,
     inside: float | str | None = None,
@@ -191,11 +173,8 @@ def check_arguments(
     if wire is not None:
         require_precision(wire)
     require_number("jitter", jitter)
-    require_number("lssr", lssr)
     if not 0 <= jitter <= 1:
         raise ValueError(f"jitter must be in [0, 1], like 0.1 for 10 % of a step, got {jitter}")
-    if not 0 < lssr < 1:
-        raise ValueError(f"lssr must be between 0 and 1, like 0.9, got {lssr}")
     network = Network(
         bandwidth,
         latency,
@@ -208,7 +187,7 @@ def check_arguments(
             f"workers={workers} do not fill nodes of workers_per_node={workers_per_node}"
         )
     seconds = to_seconds(step_time)
-    setting = Setting(shapes_of(parameters), workers, network, seconds, jitter, lssr)
+    setting = Setting(shapes_of(parameters), workers, network, seconds, jitter)
     if strategies is None:
         return setting, None
     if isinstance(strategies, str) or not strategies:

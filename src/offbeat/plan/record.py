@@ -157,16 +157,3 @@ class Record:
             scale = self.cluster.scale
             used = reachable_bytes(training.roots, self._excluded, scale, hidden=self)
             self.memory = max(self.memory, used)
-
-    def agrees(self, other: "Record", tolerance: float) -> bool:
-        """Return True if both records have as many steps, equal bytes, and about equal times.
-
-        ``tolerance`` is relative for times above 1 s, and otherwise in seconds.
-        """
-        if len(self) != len(other):
-            return False
-        return all(
-            abs(mine.clock - theirs.clock) <= tolerance * max(1.0, mine.clock)
-            and mine.payload == theirs.payload
-            for mine, theirs in zip(self.steps, other.steps, strict=True)
-        )

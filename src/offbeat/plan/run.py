@@ -21,10 +21,6 @@ from offbeat.simulate.randomness import RandomState
 from offbeat.simulate.workers import SimulatedWorker
 from offbeat.strategies import BSP, Strategy
 
-# Runs in ``can_represent``: number of workers or nodes, of steps and of means; tolerance of times.
-_FEW_WORKERS = 4
-_MOST_STEPS, _LEAST_STEPS, _LEAST_MEANS = 300, 30, 3
-_TOLERANCE = 1e-9
 _DRAWS = 20_000  # random steps whose mean is the expected duration of a node's step
 _NODE_STEPS = 3  # steps of a single node: all later ones take as long as the third
 
@@ -53,7 +49,7 @@ class Setting:
     network: Network
     step_seconds: float
     jitter: float
-    lssr: float
+    lssr: float = 0.9
     tail: float = 0.0
     node_bytes: float = 0.0
 
@@ -88,45 +84,21 @@ class _EndedError(Exception):
 def run(strategy: Strategy, wire: Precision, setting: Setting, ended: Ended) -> Record:
     """Simulate training with ``strategy`` until ``ended(record)`` returns True.
 
-    Only one worker runs if it can represent all. If the workers turn out to differ, the training is
+    Only one worker runs if it can represent all. That holds for the strategies of Offbeat, which
+    treat all ranks alike, except with jitter and nodes of several workers, which the clocks of a
+    ``RepresentativeCluster`` do not support. If the workers turn out to differ, the training is
     simulated again with the first worker of each node, and a new record begins.
 
     ``wire`` is "auto" for a strategy that chooses the precision itself. ``ended`` is called after
     each step of all running workers.
     """
-    if can_represent(strategy, wire, setting):
+    uneven_nodes = setting.network.workers_per_node > 1 and setting.jitter
+    if type(strategy) in STRATEGIES.values() and not uneven_nodes:
         try:
             return run_members(strategy, wire, setting, setting.representatives[:1], ended)
         except DivergedError:
             pass
     return run_members(strategy, wire, setting, setting.representatives, ended)
-
-
-def can_represent(strategy: Strategy, wire: Precision, setting: Setting) -> bool:
-    """Return True if one worker, or one node, is expected to represent all.
-
-    It is False with jitter and nodes of several workers, which the clocks of a
-    ``RepresentativeCluster`` do not support. Otherwise it is True for the strategies of Offbeat,
-    which treat all ranks alike. A custom strategy is tested: a few workers are simulated, once by a
-    single running worker and once by all. Both runs must agree.
-    """
-    if setting.network.workers_per_node > 1 and setting.jitter:
-        return False
-    if type(strategy) in STRATEGIES.values():
-        return True
-    few = min(_FEW_WORKERS * setting.network.workers_per_node, setting.workers)
-    small = replace(setting, workers=few, jitter=0.0)
-
-    def ended(record: Record) -> bool:
-        steps = len(record)
-        means = record.steps[-1].syncs if steps else 0
-        return steps >= _MOST_STEPS or (means >= _LEAST_MEANS and steps >= _LEAST_STEPS)
-
-    record_of_one, record_of_all = (
-        run_members(strategy, wire, small, members, ended)
-        for members in (small.representatives[:1], small.representatives)
-    )
-    return record_of_one.agrees(record_of_all, _TOLERANCE)
 
 
 def run_members(

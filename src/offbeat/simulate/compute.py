@@ -5,12 +5,12 @@ The time matters only with ``Compute.changes``: the speed of a worker may change
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from offbeat.arguments import Range, require_integer, require_mapping, require_number
-from offbeat.units import show_seconds, to_seconds
+from offbeat.units import to_seconds
 
 _FACTOR = Range(above=0, hint="2: twice as slow")
 _NOT_NEGATIVE = Range(least=0)
@@ -53,7 +53,7 @@ class Straggler:
         return rank == self.rank and 0 <= step - self.first_step < self.steps
 
 
-@dataclass(frozen=True, init=False, repr=False)
+@dataclass(frozen=True, init=False)
 class Compute:
     """Compute time of every step of every worker, in the simulator's virtual time.
 
@@ -88,7 +88,7 @@ class Compute:
     jitter: float
     slowdown: dict[int, float] = field(hash=False)
     stragglers: tuple[Straggler, ...]
-    trace: tuple[float, ...] | dict[int, tuple[float, ...]] | None = field(hash=False)
+    trace: tuple[float, ...] | dict[int, tuple[float, ...]] | None = field(hash=False, repr=False)
     changes: dict[float, dict[int, float]] = field(hash=False)
 
     def __init__(
@@ -162,41 +162,6 @@ class Compute:
         normal = float(np.random.default_rng([seed, _JITTER, rank, step]).standard_normal())
         variance = math.log1p(self.jitter**2)
         return math.exp(math.sqrt(variance) * normal - variance / 2)
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the arguments as JSON values. Times are in seconds."""
-        trace: object = None if self.trace is None else list(self.trace)
-        if isinstance(self.trace, dict):
-            trace = {str(rank): list(seconds) for rank, seconds in self.trace.items()}
-        changes = {
-            str(seconds): {str(rank): factor for rank, factor in factors.items()}
-            for seconds, factors in self.changes.items()
-        }
-        return {
-            "step": self.step,
-            "jitter": self.jitter,
-            "slowdown": {str(rank): factor for rank, factor in self.slowdown.items()},
-            "stragglers": [asdict(straggler) for straggler in self.stragglers],
-            "trace": trace,
-            **({"changes": changes} if changes else {}),
-        }
-
-    def __repr__(self) -> str:
-        parts = [repr(show_seconds(self.step))]
-        if self.jitter:
-            parts.append(f"jitter={self.jitter:g}")
-        if self.slowdown:
-            parts.append(f"slowdown={self.slowdown}")
-        if self.stragglers:
-            parts.append(f"stragglers={self.stragglers}")
-        if isinstance(self.trace, dict):
-            parts.append(f"trace=<of ranks {', '.join(map(str, self.trace))}>")
-        elif self.trace is not None:
-            parts.append(f"trace=<{len(self.trace)} steps>")
-        if self.changes:
-            changes = {show_seconds(seconds): factors for seconds, factors in self.changes.items()}
-            parts.append(f"changes={changes}")
-        return f"Compute({', '.join(parts)})"
 
 
 def _read_factors(name: str, factors: Mapping[int, float]) -> dict[int, float]:

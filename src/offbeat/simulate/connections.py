@@ -61,7 +61,8 @@ class Connections:
 
     Args:
         kernel: The virtual clock.
-        faulty: True if the run has faults. If False, losses and cuts have no effect.
+        faulty: True if the run has faults or an elastic training. If False, losses and cuts have
+            no effect.
     """
 
     def __init__(self, kernel: Kernel, *, faulty: bool) -> None:

@@ -56,6 +56,7 @@ class MembershipService:
 
     def __init__(self, cluster: SimulatedCluster, number: int, timeout_seconds: float) -> None:
         self.cluster, self._number, self._timeout_seconds = cluster, number, timeout_seconds
+        cluster.connections.faulty = True  # a view change ends operations, also without faults
         self._group = cluster.connections.open(range(cluster.size))
         self._hosts: dict[int, SimulatedHost] = {}
         self._view = 0

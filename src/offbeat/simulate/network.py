@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from offbeat.arguments import POSITIVE, require_integer, require_mapping, require_number
+from offbeat.arguments import require_integer, require_mapping
 from offbeat.transport.costs import (
     NODE_BANDWIDTH,
     NODE_LATENCY,
@@ -23,7 +23,7 @@ from offbeat.transport.costs import (
     broadcast_bytes,
     broadcast_seconds,
 )
-from offbeat.units import show_bandwidth, show_seconds, to_bandwidth, to_seconds
+from offbeat.units import to_bandwidth, to_seconds
 
 CollectiveKind = Literal["reduce", "broadcast", "gather", "exchange"]
 """The kinds are, in this order: all-reduce, broadcast, all-gather, all-to-all."""
@@ -57,7 +57,7 @@ def sent_bytes(kind: CollectiveKind, size_bytes: float, workers: int) -> float:
     return _COLLECTIVES[kind].sent_bytes(size_bytes, workers)
 
 
-@dataclass(frozen=True, init=False, repr=False)
+@dataclass(frozen=True, init=False)
 class Network:
     """Workers, or nodes of several workers, on full-duplex links to one switch.
 
@@ -85,12 +85,9 @@ class Network:
             "100Gbit/s". Requires nodes of several workers.
         inside_latency: Latency inside a node (≥ 0); None means "10us". Requires nodes of several
             workers.
-        changes: Factors on all bandwidths except ``inside``, by the virtual time (the simulator's
-            clock) from which they hold. ``{"20s": 0.5, "40s": 1}`` halves the bandwidths from 20 s
-            to 40 s. Transfers that have started keep their speed.
-        per_worker_changes: Values that replace those of ``per_worker``, by the virtual time from
-            which they hold and by rank: ``{"20s": {3: "10Mbit/s"}}``. The factors in ``changes``
-            also apply to them. Requires ``workers_per_node=1``.
+        per_worker_changes: Values that replace those of ``per_worker``, by the virtual time (the
+            simulator's clock) from which they hold and by rank: ``{"20s": {3: "10Mbit/s"}}``.
+            Transfers that have started keep their speed. Requires ``workers_per_node=1``.
 
     Raises:
         TypeError: An argument is neither text nor a number, or a rank is not an int.
@@ -105,7 +102,6 @@ class Network:
     workers_per_node: int
     inside: float | None
     inside_latency: float | None
-    changes: dict[float, float] = field(hash=False)
     per_worker_changes: dict[float, dict[int, float]] = field(hash=False)
 
     def __init__(
@@ -118,7 +114,6 @@ class Network:
         workers_per_node: int = 1,
         inside: str | float | None = None,
         inside_latency: str | float | None = None,
-        changes: Mapping[str | float, float] = {},
         per_worker_changes: Mapping[str | float, Mapping[int, str | float]] = {},
     ) -> None:
         require_integer("workers_per_node", workers_per_node, least=1)
@@ -134,10 +129,6 @@ class Network:
                 raise ValueError(
                     f"{name} with workers_per_node: workers of a node share its link; leave one out"
                 )
-        require_mapping("changes", changes)
-        factors = {to_seconds(seconds): value for seconds, value in changes.items()}
-        for factor in factors.values():
-            require_number("a factor in changes", factor, POSITIVE)
         values: dict[str, object] = {
             "bandwidth": to_bandwidth(bandwidth),
             "latency": to_seconds(latency, allow_zero=True),
@@ -146,7 +137,6 @@ class Network:
             "workers_per_node": workers_per_node,
             "inside": None if inside_link is None else inside_link[0],
             "inside_latency": None if inside_link is None else inside_link[1],
-            "changes": {seconds: factors[seconds] for seconds in sorted(factors)},
             "per_worker_changes": {seconds: later[seconds] for seconds in sorted(later)},
         }
         for name, value in values.items():
@@ -154,24 +144,13 @@ class Network:
 
     def at(self, seconds: float) -> "Network":
         """Return the network with the bandwidths that hold at virtual time ``seconds``."""
-        if not self.changes and not self.per_worker_changes:
+        if not self.per_worker_changes:
             return self
-        factor = 1.0
-        for since, value in self.changes.items():
-            if since <= seconds:
-                factor = value
         links = dict(self.per_worker)
         for since, bandwidths in self.per_worker_changes.items():
             if since <= seconds:
                 links.update(bandwidths)
-        return replace(
-            self,
-            bandwidth=self.bandwidth * factor,
-            upload=None if self.upload is None else self.upload * factor,
-            per_worker={rank: value * factor for rank, value in links.items()},
-            changes={},
-            per_worker_changes={},
-        )
+        return replace(self, per_worker=links, per_worker_changes={})
 
     def ranks(self) -> set[int]:
         """Return the ranks named in ``per_worker`` and ``per_worker_changes``."""
@@ -258,57 +237,12 @@ class Network:
         rate = self.collective_bytes_per_second(ranks, flows=flows, sharing=sharing)
         return formula(size_bytes, len(ranks), rate, self.latency_of(ranks))
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the arguments as JSON values: bits per second, seconds, ranks as text."""
-        later = {
-            str(seconds): {str(rank): value for rank, value in bandwidths.items()}
-            for seconds, bandwidths in self.per_worker_changes.items()
-        }
-        return {
-            "bandwidth": self.bandwidth,
-            "latency": self.latency,
-            "upload": self.upload,
-            "per_worker": {str(rank): value for rank, value in self.per_worker.items()},
-            **({} if self.inside is None else self._nodes()),
-            **({"changes": {str(s): x for s, x in self.changes.items()}} if self.changes else {}),
-            **({"per_worker_changes": later} if later else {}),
-        }
-
-    def _nodes(self) -> dict[str, object]:
-        return {
-            "workers_per_node": self.workers_per_node,
-            "inside": self.inside,
-            "inside_latency": self.inside_latency,
-        }
-
-    def __repr__(self) -> str:
-        parts = [repr(show_bandwidth(self.bandwidth)), f"latency={show_seconds(self.latency)!r}"]
-        if self.upload is not None:
-            parts.append(f"upload={show_bandwidth(self.upload)!r}")
-        if self.per_worker:
-            parts.append(f"per_worker={_show_links(self.per_worker)}")
-        if self.inside is not None and self.inside_latency is not None:
-            parts.append(f"workers_per_node={self.workers_per_node}")
-            parts.append(f"inside={show_bandwidth(self.inside)!r}")
-            parts.append(f"inside_latency={show_seconds(self.inside_latency)!r}")
-        if self.changes:
-            changes = {show_seconds(seconds): factor for seconds, factor in self.changes.items()}
-            parts.append(f"changes={changes}")
-        if self.per_worker_changes:
-            later = {show_seconds(s): _show_links(x) for s, x in self.per_worker_changes.items()}
-            parts.append(f"per_worker_changes={later}")
-        return f"Network({', '.join(parts)})"
-
 
 def _read_links(name: str, bandwidths: Mapping[int, str | float]) -> dict[int, float]:
     require_mapping(name, bandwidths)
     for rank in bandwidths:
         require_integer(f"a rank in {name}", rank, least=0)
     return {rank: to_bandwidth(bandwidths[rank]) for rank in sorted(bandwidths)}
-
-
-def _show_links(bandwidths: Mapping[int, float]) -> dict[int, str]:
-    return {rank: show_bandwidth(value) for rank, value in bandwidths.items()}
 
 
 def _inside_link(

@@ -2,18 +2,15 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from offbeat.display.plots import new_figure
-from offbeat.display.table import Table
 from offbeat.simulate.cluster import SimulatedCluster, Span
 from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.telemetry import Stats
-from offbeat.units import show_bytes, show_seconds
-
-_MOST_ROWS = 16  # largest number of rows of the table in a notebook
+from offbeat.units import show_seconds
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,7 +26,7 @@ class Simulation:
             and evaluation. ``stats[n].idle`` is the same for the training of worker n.
         timeline: Activities of all workers, in the order of their ends.
         sent_bytes: Bytes that each worker sent, without those that stayed inside its node.
-        configuration: Workers, network, compute and seed, as JSON values.
+        configuration: Workers, network, compute and seed. JSON can represent them.
     """
 
     seconds: float
@@ -71,8 +68,8 @@ class Simulation:
             ],
             configuration={
                 "workers": cluster.size,
-                "network": cluster.network.to_dict(),
-                "compute": cluster.compute.to_dict(),
+                "network": asdict(cluster.network),
+                "compute": asdict(cluster.compute),
                 "seed": cluster.seed,
             },
         )
@@ -129,41 +126,6 @@ class Simulation:
         """Return workers, duration and idle share. The timeline may have thousands of entries."""
         workers, seconds = len(self.results), show_seconds(self.seconds)
         return f"<Simulation: {workers} workers, {seconds} of virtual time, idle {self.idle:.0%}>"
-
-    def _repr_html_(self) -> str:
-        """Return a table of the first 16 workers, with bars of their computing and waiting time."""
-        spent = [{"compute": 0.0, "wait": 0.0, "transfer": 0.0} for _ in self.results]
-        for span in self.timeline:
-            spent[span.rank][span.kind] += span.end - span.start
-        split = [(each["compute"], each["wait"]) for each in spent[:_MOST_ROWS]]
-        rows = []
-        for rank, (computed, waited) in enumerate(split):
-            stats = self.stats[rank]
-            counted = ("-", "-") if stats is None else (str(stats.steps), str(stats.syncs))
-            idle = f"{waited / (computed + waited) if waited else 0.0:.0%}"
-            times = show_seconds(computed), show_seconds(waited)
-            rows.append((str(rank), *counted, *times, idle, show_bytes(self.sent_bytes[rank])))
-        caption = f"simulated: {show_seconds(self.seconds)}, idle {self.idle:.0%}"
-        if len(spent) > len(rows):
-            caption += f"; the first {_MOST_ROWS} of {len(spent)} workers"
-        headings = ("worker", "steps", "syncs", "computed", "waited", "idle", "sent")
-        return Table(headings, tuple(rows), caption).html() + self._bars(split)
-
-    def _bars(self, split: Sequence[tuple[float, float]]) -> str:
-        """Return an SVG bar of the computing (blue) and waiting (red) time of each worker."""
-        scale = 600 / self.seconds if self.seconds else 0.0
-        bars = []
-        for rank, (computed, waited) in enumerate(split):
-            for start, length, colour in ((0, computed, "#1f77b4"), (computed, waited, "#d62728")):
-                bars.append(
-                    f'<rect x="{start * scale:.1f}" y="{14 * rank}" width="{length * scale:.1f}" '
-                    f'height="11" fill="{colour}"/>'
-                )
-        title = f"<title>computing (blue) and waiting (red) of {len(split)} workers</title>"
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 {14 * len(split)}" '
-            f'style="width: 100%; max-width: 600px">{title}{"".join(bars)}</svg>'
-        )
 
 
 def _verify(spans: Sequence[Span], starts: Sequence[float], ends: Sequence[float]) -> None:

@@ -87,8 +87,10 @@ class Pipeline:
         self._view, self._check = view, check
         self.changed, self.report_non_finite = True, False
         self.state = PipelineState(parts)
-        self._landed_steps = [worker.step] * len(parts)  # launch of each part that landed last
-        self._received_steps = [*self._landed_steps]  # launch of the one that landed before it
+        self._landed_steps = [worker.step] * len(
+            parts
+        )  # step of each part's launch that landed last
+        self._received_steps = [*self._landed_steps]  # step of the launch before it
         view.count = len(self.state.parts)
 
     @property

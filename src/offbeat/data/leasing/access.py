@@ -21,18 +21,19 @@ def is_elastic(sync: Synchronizer) -> bool:
     return sync._components.views is not None
 
 
-def ends(sync: Synchronizer) -> bool:
+def has_finishing(sync: Synchronizer) -> bool:
     """Return True if a worker took part in the last consensus from ``finish``."""
     return not sync._consensus.complete
 
 
 def share_model(sync: Synchronizer) -> None:
-    """Give all workers of an elastic training the mean of their models, and keep it.
+    """Give all workers of an elastic training a common model, which contains all their steps.
 
-    A collective between two steps, in which workers inside ``consensus`` and ``finish`` take part.
-    It begins a view of the same workers. All steps are synchronized afterwards.
+    A collective between two steps. Workers that wait in ``consensus`` or ``finish`` take part, too.
+    It begins a new view.
     """
-    if sync.size > 1 and sync._consensus.change_view is not None:
+    if sync.size > 1:
+        assert sync._consensus.change_view is not None
         with sync._iteration.guard:
             sync._consensus.change_view(CommunicationError("the workers share one model"))
 
@@ -43,8 +44,11 @@ def require_complete_consensus(sync: Synchronizer, what: str) -> None:
 
 
 def synced_step_of(sync: Synchronizer) -> int:
-    """Return ``Flow.synced_step`` of ``sync``'s worker."""
-    return sync._iteration.flow.synced_step
+    """Return ``Flow.synced_step`` of ``sync``'s worker, counted as ``sync.step`` counts.
+
+    After the state of a consensus was loaded, ``sync.step`` continues, and the flow begins at 0.
+    """
+    return sync.step - sync._worker.step + sync._iteration.flow.synced_step
 
 
 def open_board(sync: Synchronizer, name: str, at_end: Callable[[], object]) -> Board:

@@ -3,6 +3,8 @@
 A *chunk* is a run of batches. A *board* is a key-value store that all workers share. A worker's
 *number* is never used by another worker, also not after a restart. The keys:
 
+    resumed                 after a restart from a checkpoint: what is left of the epochs, for
+                            workers that join later, too
     plan/<epoch>            the plan of the epoch (``Plan``); the first proposal is accepted
     cursor/<epoch>          number of chunks that workers were pointed at
     held/<worker>           what the worker may hold (``_Held``). Written by this worker alone,
@@ -30,10 +32,10 @@ reach the board after its loss was noticed.
 
 import json
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from offbeat.data.leasing.plan import Plan
+from offbeat.data.leasing.plan import Plan, Range
 from offbeat.errors import MismatchError
 from offbeat.transport.board import Board
 
@@ -81,6 +83,20 @@ class _Held:
     pointing: tuple[int, int] | None = None
 
 
+@dataclass
+class _Resumed:
+    """What a training that continues from a checkpoint has left to do.
+
+    Attributes:
+        first: Number of the first epoch.
+        left: Positions that are left of some epochs, by number as text. Other epochs from ``first``
+            on are whole.
+    """
+
+    first: int = 0
+    left: Mapping[str, Sequence[Range]] = field(default_factory=dict)
+
+
 class Leases:
     """The leases of one worker. All methods block for a few round trips to the board.
 
@@ -96,6 +112,7 @@ class Leases:
 
     def __init__(self, board: Board, worker: int, propose: Callable[[int], Plan]) -> None:
         self._board, self._worker, self._propose = board, worker, propose
+        self._resumed: _Resumed | None = None  # as on the board, once it is known
         self._plans: dict[int, Plan] = {}
         self._positions: dict[int, int] = {}  # last position of each cursor that was read
         self._owned: set[tuple[int, int]] = set()
@@ -108,9 +125,24 @@ class Leases:
         """Epochs of the chunks that this worker, or a lost worker that it knows, has not done."""
         return {epoch for epoch, _ in (*self._owned, *self._left)}
 
-    def ping(self) -> None:
-        """Wait for one round trip to the board."""
-        self._board.get("ping")
+    def open(self) -> None:
+        """Read what is left after a restart. Waits for one round trip to the board."""
+        text = self._board.get("resumed")
+        self._resumed = _Resumed(**json.loads(text)) if text else _Resumed()
+
+    def resume(self, first: int, left: Mapping[str, Sequence[Range]]) -> None:
+        """Continue from a checkpoint; see ``_Resumed``."""
+        self._resumed = _Resumed(first, left)
+        self._board.put("resumed", json.dumps(vars(self._resumed)))
+
+    def proposal(self, epoch: int) -> Plan:
+        """Return this worker's proposal for the plan of an epoch."""
+        own = self._propose(epoch)
+        if self._resumed is None:
+            self.open()
+        assert self._resumed is not None
+        left = self._resumed.left.get(str(epoch), () if epoch < self._resumed.first else own.ranges)
+        return replace(own, ranges=tuple((start, end) for start, end in left))
 
     def plan(self, epoch: int) -> Plan:
         """Return the plan of an epoch.
@@ -119,7 +151,7 @@ class Leases:
             MismatchError: another worker has other settings.
         """
         if epoch not in self._plans:
-            own = self._propose(epoch)
+            own = self.proposal(epoch)
             plan = Plan.from_text(self._board.compare_set(f"plan/{epoch}", "", own.to_text()))
             if plan.settings != own.settings:
                 raise MismatchError(
@@ -155,7 +187,9 @@ class Leases:
     # -- lost workers ----------------------------------------------------------------------------
 
     def lose(self, workers: Collection[int]) -> None:
-        """Look for chunks that lost workers have left."""
+        """Look for chunks that lost workers have left. ``workers``: all that are lost by now."""
+        for worker in set(self._lost).difference(workers):  # it joins with a smaller number
+            del self._lost[worker]
         for worker in workers:
             if worker not in self._lost:
                 self._lost[worker] = ""
@@ -169,30 +203,42 @@ class Leases:
     def reclaim(self, last_epoch: int | None = None) -> Lease | None:
         """Lease a chunk that a lost worker has left. Returns None if none was found.
 
-        ``last_epoch``: ignore chunks of later epochs.
+        ``last_epoch``: leave chunks of later epochs to a later call.
         """
-        while self._left:
-            epoch, chunk = self._left.popleft()
-            if last_epoch is not None and epoch > last_epoch:
-                continue
-            before = self._board.get(f"lease/{epoch}/{chunk}")
-            owner = before.partition("#")[0]
-            if owner == _DONE or (owner and int(owner) not in self._lost):
-                continue
-            if lease := self._take(epoch, chunk, before):
-                if owner:
-                    self.repeated += lease.plan.chunk_samples(chunk)
-                return lease
-        return None
+        later: list[tuple[int, int]] = []
+        try:
+            while self._left:
+                epoch, chunk = self._left.popleft()
+                if last_epoch is not None and epoch > last_epoch:
+                    later.append((epoch, chunk))
+                    continue
+                before = self._board.get(f"lease/{epoch}/{chunk}")
+                owner = before.partition("#")[0]
+                if owner == _DONE or (owner and int(owner) not in self._lost):
+                    continue
+                if lease := self._take(epoch, chunk, before):
+                    if owner:
+                        self.repeated += lease.plan.chunk_samples(chunk)
+                    return lease
+                self._left.append((epoch, chunk))  # its new owner may be lost, too
+            return None
+        finally:
+            self._left += later
 
-    def held_by(self, workers: Collection[int], last_epoch: int) -> bool:
-        """Return True if one of ``workers`` may hold a chunk of an epoch up to ``last_epoch``."""
+    def outstanding(self, workers: Collection[int], last_epoch: int) -> set[tuple[int, int, str]]:
+        """Return the chunks up to an epoch that ``workers`` may hold and that are not done.
+
+        Each with its epoch, its number and its state.
+        """
         texts = [self._board.get(f"held/{worker}") for worker in workers]
         held = [_Held(**json.loads(text)) for text in texts if text]
-        if any(one.pointing and one.pointing[0] <= last_epoch for one in held):
-            return True
-        chunks = (chunk for one in held for chunk in one.chunks if chunk[0] <= last_epoch)
-        return not all(self._is_done(*chunk) for chunk in chunks)
+        chunks = {(epoch, chunk) for one in held for epoch, chunk in one.chunks}
+        found = {
+            (epoch, chunk, self._board.get(f"lease/{epoch}/{chunk}"))
+            for epoch, chunk in chunks
+            if epoch <= last_epoch
+        }
+        return {each for each in found if each[2].partition("#")[0] != _DONE}
 
     def _read(self, worker: int) -> None:
         text, before = self._board.get(f"held/{worker}"), self._lost[worker]
@@ -211,10 +257,9 @@ class Leases:
 
     def done(self, epoch: int) -> list[bool]:
         """Return for each chunk of an epoch whether it is done. One round trip per chunk."""
-        return [self._is_done(epoch, chunk) for chunk in range(self.plan(epoch).chunks)]
-
-    def _is_done(self, epoch: int, chunk: int) -> bool:
-        return self._board.get(f"lease/{epoch}/{chunk}").partition("#")[0] == _DONE
+        chunks = range(self.plan(epoch).chunks)
+        states = [self._board.get(f"lease/{epoch}/{chunk}") for chunk in chunks]
+        return [state.partition("#")[0] == _DONE for state in states]
 
     def _take(self, epoch: int, chunk: int, before: str) -> Lease | None:
         """Lease a chunk whose state is ``before``. Returns None if the state has changed."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from offbeat.data.leasing.access import ends, is_elastic, share_model
+from offbeat.data.leasing.access import has_finishing, is_elastic, share_model
 from offbeat.data.leasing.sampler import LeasedSampler
 
 
@@ -19,17 +19,19 @@ class LeasedIterable(Iterable[Any]):
     def leftovers(self) -> Iterator[Any]:
         """Iterate over what workers that were lost late have left of the epochs so far.
 
-        Use it in elastic training after the last epoch, before ``finish``, if no sample may be
-        missing. A collective, which waits for all workers and replaces their models by the mean::
+        Use it in elastic training after the last epoch, if no sample may be missing. All workers
+        call it, and then ``finish``, without another collective between them::
 
             for batch in loader.leftovers():
                 ...
             sync.finish()
 
-        It ends when all models contain all samples, so a worker may be lost afterwards. If training
-        is not elastic, there is nothing to iterate over and no wait.
+        It waits for all workers and replaces their models by a common one. At its end all models
+        contain all samples of these epochs, so a worker may be lost afterwards, unless a worker has
+        called ``finish`` without it. If training is not elastic, there is nothing to iterate over
+        and no wait.
         """
-        sync = self.sampler.sync
+        sync, known = self.sampler.sync, set[tuple[int, int, str]]()
         if not is_elastic(sync):
             return
         while True:
@@ -38,8 +40,13 @@ class LeasedIterable(Iterable[Any]):
             share_model(sync)
             if self.sampler.reclaim():
                 yield from self
-            elif ends(sync) or not self.sampler.others_train():
+                continue
+            # The model contains what workers held before it was shared, but not what they hold
+            # since then. After ``finish`` a worker takes part in no further round.
+            outstanding = self.sampler.outstanding()
+            if outstanding <= known or has_finishing(sync):
                 return
+            known = outstanding
 
 
 class LeasedLoader(LeasedIterable):

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from offbeat.data.leasing.access import (
     team_of,
 )
 from offbeat.data.leasing.leases import Lease, Leases
-from offbeat.data.leasing.plan import Plan, Range, Settings
+from offbeat.data.leasing.plan import Plan, Settings
 from offbeat.data.leasing.prefetch import Prefetch
 from offbeat.data.leasing.saving import gather_left
 from offbeat.synchronizer import Synchronizer
@@ -35,14 +35,12 @@ class _Use:
     """How much of a chunk was handed out to the training loop.
 
     Attributes:
-        lease: The chunk.
         batches: Number of batches that were handed out.
         step: Number of local steps when the newest of them was handed out. It is trained on in the
             step after that.
-        earlier: Number of these batches that were handed out before the last local step.
+        earlier: Number of these batches that were handed out when fewer steps had been taken.
     """
 
-    lease: Lease
     batches: int = 0
     step: int = -1
     earlier: int = 0
@@ -54,7 +52,10 @@ class _Use:
         self.batches += 1
 
     def used(self, step: int) -> int:
-        """Return the number of batches that were trained on in a step up to ``step``."""
+        """Return the number of batches that were trained on in a step up to ``step``.
+
+        For a step before the newest batch, the result may be too small.
+        """
         return self.batches if self.step < step else self.earlier
 
 
@@ -142,11 +143,10 @@ class LeasedSampler(Sampler[list[int]]):
         team = self._team = team_of(sync)
         self._leases = Leases(board, team.identity, self._propose)
         self._prefetch = Prefetch(self._leases, team, self._lost_workers)
-        self._resumed: dict[int, list[Range]] = {}  # samples that are left, of a loaded state
         self._lease: tuple[Lease, int] | None = None  # chunk in hand, and its next batch
         self._drawn: deque[_Batch] = deque()  # drawn and not handed out
         self._again: deque[_Batch] = deque()  # drawn, and never handed out: to be drawn again
-        self._uses: deque[_Use] = deque()  # chunks that are not acknowledged, in order of use
+        self._uses: dict[Lease, _Use] = {}  # chunks that are not acknowledged, in order of use
         self._reclaimed: Lease | None = None  # chunk of the next iteration; see ``reclaim``
         self._largest = 0  # largest number of a member so far
         self._ended = -1  # number of the last epoch that was iterated to its end
@@ -227,34 +227,21 @@ class LeasedSampler(Sampler[list[int]]):
     def count_by_loader(self, batch_seconds: float | None = None) -> None:
         """Let a loader call ``hand_out``. Otherwise every batch is handed out when it is drawn.
 
-        ``batch_seconds``: time to train on a batch. None: the sampler measures it.
+        ``batch_seconds``: estimated time to train on a batch, until the sampler has measured it.
         """
         self._counted_by_loader = True
         if batch_seconds is not None:
-            self._prefetch.assume(batch_seconds)
+            self._prefetch.step_seconds = batch_seconds
 
-    @property
-    def drawn(self) -> Sequence[Hashable]:
-        """One key for each batch that was drawn and not handed out, the oldest one first.
-
-        If an iteration is left early, the next one draws these batches again, with the same keys.
-        """
-        return self._drawn
-
-    def hand_out(self, step: int | None = None) -> None:
-        """Handle a batch, the oldest one drawn, that the training loop receives.
-
-        ``step``: number of local steps when it receives the batch. None: now.
-        """
+    def hand_out(self) -> None:
+        """Handle a batch, the oldest one drawn, that the training loop receives now."""
         self._prefetch.used()
         batch = self._drawn.popleft()
         lease, number = batch.lease, batch.number
         share = lease.plan.progress(lease.chunk, number, self._batches_of(lease.epoch))
         self._progress = max(self._progress, lease.epoch + share)
         self.acknowledge()
-        if not self._uses or self._uses[-1].lease is not lease:
-            self._uses.append(_Use(lease))
-        self._uses[-1].add(self.sync.step if step is None else step)
+        self._uses.setdefault(lease, _Use()).add(self.sync.step)
 
     def acknowledge(self) -> None:
         """Acknowledge the chunks that a mean contains. ``hand_out`` calls it. Never blocks."""
@@ -262,8 +249,10 @@ class LeasedSampler(Sampler[list[int]]):
 
     def _acknowledge(self, step: int) -> None:
         """Acknowledge the chunks that were trained on completely in steps up to ``step``."""
-        while self._uses and self._uses[0].used(step) == self._uses[0].lease.batches:
-            self._prefetch.finish(self._uses.popleft().lease)
+        for lease, use in [*self._uses.items()]:
+            if use.used(step) == lease.batches:
+                del self._uses[lease]
+                self._prefetch.finish(lease)
 
     # -- lost workers ----------------------------------------------------------------------------
 
@@ -280,30 +269,29 @@ class LeasedSampler(Sampler[list[int]]):
     def reclaim(self) -> bool:
         """Lease a chunk that a lost worker has left. The next iteration has its batches alone.
 
+        Call it when the models of all workers contain all steps of this worker.
+
         Returns:
             True if there was such a chunk.
         """
-        self._acknowledge(synced_step_of(self.sync))
+        self._acknowledge(self.sync.step + 1)  # also batches without a step
         self._prefetch.settle()
         self._leases.lose(self._lost_workers())
         self._leases.look_again()
-        ready = self._prefetch.take_ready(self._ended)  # reclaimed in the background, too late
+        ready = self._prefetch.take_ready(self._ended)  # reclaimed after the epoch
         self._reclaimed = ready or self._leases.reclaim(self._ended)
         return self._reclaimed is not None
 
-    def others_train(self) -> bool:
-        """Return True if another worker may hold a chunk of an epoch that has ended.
-
-        After ``reclaim`` has returned False, no other chunk of these epochs is left.
-        """
-        return self._leases.held_by(self._team.members, self._ended)
+    def outstanding(self) -> set[tuple[int, int, str]]:
+        """Return the chunks of ended epochs that members hold; see ``Leases.outstanding``."""
+        return self._leases.outstanding(self._team.members, self._ended)
 
     # -- plans and checkpoints -------------------------------------------------------------------
 
     def _propose(self, epoch: int) -> Plan:
         """Return this worker's proposal for the plan of an epoch."""
         settings = self._settings
-        ranges = self._resumed.get(epoch, settings.range_of(self._batches_of(epoch)))
+        ranges = settings.range_of(self._batches_of(epoch))
         size, least = self._team.size, self._prefetch.least_chunk
         return Plan(settings, epoch, size, tuple(ranges), least)
 
@@ -327,7 +315,7 @@ class LeasedSampler(Sampler[list[int]]):
         self._prefetch.settle()
         self._leases.lose(self._lost_workers())
         step = self.sync.step
-        used = {(use.lease.epoch, use.lease.chunk): use.used(step) for use in self._uses}
+        used = {(lease.epoch, lease.chunk): use.used(step) for lease, use in self._uses.items()}
         epoch, left = gather_left(self._team, self._leases, used, self.epoch)
         return {
             **vars(self._settings),
@@ -353,7 +341,4 @@ class LeasedSampler(Sampler[list[int]]):
                 )
         self.epoch, self._ended = state["epoch"], state["epoch"] - 1
         self._progress = float(self.epoch)
-        self._resumed = {
-            int(epoch): [(start, end) for start, end in ranges]
-            for epoch, ranges in state["left"].items()
-        }
+        self._leases.resume(self.epoch, state["left"])

@@ -24,8 +24,8 @@ def gather_left(
         epoch: Newest epoch of which this worker may have trained on batches.
 
     Returns:
-        The epoch from which to continue, and the positions that are left, by epoch. Epochs without
-        an entry are complete, or they are later and no worker has begun them.
+        The epoch from which to continue, and the positions that are left, by epoch. No worker has
+        begun epochs that are later than these.
     """
     own = {
         "used": [[*chunk, count] for chunk, count in used.items()],
@@ -47,9 +47,8 @@ def gather_left(
             for number, chunk, count in report["used"]:
                 if number == epoch:
                     counts[chunk] = max(counts[chunk], count)
-        if ranges := plan.left(counts):
-            left[epoch] = ranges
-    return min(left, default=epochs[-1]), left
+        left[epoch] = plan.left(counts)
+    return min((epoch for epoch in epochs if left[epoch]), default=epochs[-1]), left
 
 
 def _gather(team: Team, value: object, what: str) -> list[str]:

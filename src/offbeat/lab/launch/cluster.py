@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from offbeat.errors import OffbeatError
-from offbeat.lab.launch.cleanup import run_cleanup
 from offbeat.units import show_bandwidth
 
 _PREFIX = "offbeat"
@@ -134,6 +133,18 @@ class Cluster:
     def close(self) -> None:
         """Remove the namespaces and their links. May be called repeatedly."""
         run_cleanup(lambda: _remove(rf"{self._name}-\w+"))
+
+
+def run_cleanup(clean: Callable[[], object]) -> None:
+    """Call ``clean``. If Ctrl-C or another exception interrupts it, call it again and re-raise.
+
+    Two calls are enough, because a second Ctrl-C ends the program at once.
+    """
+    try:
+        clean()
+    except BaseException:
+        clean()
+        raise
 
 
 def require_shapable(bits_per_second: float) -> None:

@@ -17,8 +17,7 @@ from offbeat.errors import OffbeatError
 from offbeat.lab.events import Event, NotSaved, Stopped, from_json
 from offbeat.lab.job import Job
 from offbeat.lab.launch import fork_server
-from offbeat.lab.launch.cleanup import run_cleanup
-from offbeat.lab.launch.cluster import Cluster
+from offbeat.lab.launch.cluster import Cluster, run_cleanup
 from offbeat.lab.launch.stop_request import StopRequest
 from offbeat.lab.train import encode
 from offbeat.launcher import forking

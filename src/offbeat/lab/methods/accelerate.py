@@ -11,7 +11,8 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from offbeat.arguments import setting
-from offbeat.lab.methods.peer import Peer, TrainingLoop, explain_failures, worker_address
+from offbeat.lab.evaluation import explain_failures
+from offbeat.lab.methods.peer import Peer, TrainingLoop, worker_address
 from offbeat.lab.recipes import Task
 
 
@@ -65,7 +66,7 @@ class _Accelerated(TrainingLoop):
     @override
     def finish(self) -> None:
         before = self._now()
-        with explain_failures(f"the end of {self._name}"):
+        with explain_failures(f"failed in the end of {self._name}"):
             self._local.__exit__(None, None, None)  # averages the models
         self._seconds += self._now() - before
         super().finish()

@@ -21,7 +21,8 @@ from typing_extensions import override
 
 from offbeat.arguments import check_settings
 from offbeat.averaging import Replica
-from offbeat.errors import CommunicationError, OffbeatError
+from offbeat.errors import OffbeatError
+from offbeat.lab.evaluation import explain_failures
 from offbeat.lab.methods.base import Baseline, Method
 from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.base import device_of
@@ -61,7 +62,7 @@ class Peer(Baseline):
         batches: Callable[[], Iterable[Any]],
         timeout_seconds: float,
     ) -> "TrainingLoop":
-        with explain_failures(f"the start of {self.name}"):
+        with explain_failures(f"failed in the start of {self.name}"):
             return self.loop(task, lr_scale, timeout_seconds)
 
     @abstractmethod
@@ -118,7 +119,7 @@ class TrainingLoop(Method):
 
     @override
     def train(self, batch: Any) -> None:
-        with explain_failures(f"batch {self._step + 1} of {self._name}"):
+        with explain_failures(f"failed in batch {self._step + 1} of {self._name}"):
             batches = self._learn(batch)
         self._step += 1
         self._seconds = time.perf_counter() - self._began
@@ -170,12 +171,12 @@ class TrainingLoop(Method):
         before = self._now()
         self._average("the end")
         self._seconds += self._now() - before
-        with explain_failures(f"the end of {self._name}"):
+        with explain_failures(f"failed in the end of {self._name}"):
             self._close()
 
     def _average(self, when: str) -> None:
         """Average the parameters if they may differ, and copy the buffers of rank 0."""
-        with explain_failures(f"{when} of {self._name}"), torch.no_grad():
+        with explain_failures(f"failed in {when} of {self._name}"), torch.no_grad():
             if self.differ:
                 for _, parameter in self._replica.parameters:
                     dist.all_reduce(parameter.data)
@@ -188,24 +189,6 @@ class TrainingLoop(Method):
 
     def _now(self) -> float:
         return now(device_of(self._task.model))
-
-
-@contextmanager
-def explain_failures(what: str) -> Iterator[None]:
-    """Convert RuntimeError and TimeoutError of other packages to ``CommunicationError``.
-
-    The new message has the rank and the operation ``what``, such as "batch 3 of torch:ddp".
-    """
-    try:
-        yield
-    except OffbeatError:
-        raise
-    except (RuntimeError, TimeoutError) as error:
-        text = " ".join(str(error).split())
-        raise CommunicationError(
-            f"rank {dist.get_rank()} failed in {what}: {text}. If it waited for the others, one of "
-            "them has failed or took longer than the time-out, which --timeout raises"
-        ) from error
 
 
 def worker_address() -> str:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from typing_extensions import override
 
 from offbeat.arguments import setting
@@ -46,19 +45,13 @@ class TorchftLocalSGD(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class TorchftDiLoCo(Peer):
-    """DiLoCo of torchft, or Streaming DiLoCo if ``fragments`` > 1. The outer optimizer is SGD.
+    """DiLoCo of torchft. The outer optimizer is SGD.
 
     Args:
-        period: Number H of steps between two synchronizations of a fragment (≥ 1). torchft's name
-            is ``sync_every``.
+        period: Number H of steps between two synchronizations (≥ 1). torchft's name is
+            ``sync_every``.
         outer_lr: Learning rate of the outer optimizer (> 0).
         outer_momentum: Nesterov momentum of the outer optimizer, in [0, 1). 0: no momentum.
-        fragments: Number of parts of the model, of about equal size, that are synchronized in turn
-            (≥ 1, divides the period).
-        delay: Number of steps from the start of a fragment's all-reduce to the use of its result
-            (≥ 0, less than period / fragments). torchft's name is ``fragment_sync_delay``.
-        mixing: Weight of the local parameters when they are mixed with the result, in [0, 1].
-            torchft's name is ``fragment_update_alpha``.
     """
 
     name: ClassVar[str] = "torchft:diloco"
@@ -66,22 +59,6 @@ class TorchftDiLoCo(Peer):
     period: int = setting(least=1)
     outer_lr: float = setting(0.7, above=0)
     outer_momentum: float = setting(0.9, least=0, below=1)
-    fragments: int = setting(1, least=1)
-    delay: int = setting(0, least=0)
-    mixing: float = setting(0.0, least=0, most=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.period % self.fragments:
-            raise ValueError(
-                f"{self.name}: period {self.period} must be a multiple of fragments, "
-                f"got {self.fragments}"
-            )
-        if self.delay >= self.period // self.fragments:
-            raise ValueError(
-                f"{self.name}: delay must be less than period / fragments = "
-                f"{self.period // self.fragments}, got {self.delay}"
-            )
 
     @override
     def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
@@ -89,43 +66,21 @@ class TorchftDiLoCo(Peer):
         from torchft.local_sgd import DiLoCo
 
         group = Group(timeout_seconds)
-        parts = fragments_of(task.model, self.fragments)
-        outer = [
-            torch.optim.SGD(
-                part.parameters(),
-                lr=self.outer_lr,
-                momentum=self.outer_momentum,
-                nesterov=self.outer_momentum > 0,
-            )
-            for part in parts
-        ]
+        outer = torch.optim.SGD(
+            task.model.parameters(),
+            lr=self.outer_lr,
+            momentum=self.outer_momentum,
+            nesterov=self.outer_momentum > 0,
+        )
         method = DiLoCo(
             group.manager,
-            parts,
+            [task.model],
             task.optimizer,
-            outer,
+            [outer],
             sync_every=self.period,
-            fragment_sync_delay=self.delay,
-            fragment_update_alpha=self.mixing,
             use_bucketization=True,  # one operation for all parameters, not one for each
         )
         return _Managed(self.name, task, lr_scale, group, method)
-
-
-def fragments_of(model: nn.Module, number: int) -> list[nn.Module]:
-    """Divide the parameters, in order, into ``number`` non-empty parts of about equal size."""
-    parameters = list(model.parameters())
-    if len(parameters) < number:
-        raise ValueError(f"{number} fragments of a model with {len(parameters)} parameter tensors")
-    total, seen = sum(p.numel() for p in parameters), 0
-    parts: list[list[nn.Parameter]] = [[] for _ in range(number)]
-    for i, parameter in enumerate(parameters):
-        place = min(number - 1, int(number * (seen + parameter.numel() / 2) / total))
-        place = max(place, number - len(parameters) + i, 0)  # leaves no part empty at the end
-        filled = next((j for j, part in enumerate(parts) if not part), number)
-        parts[min(place, filled)].append(parameter)  # leaves no part empty in between
-        seen += parameter.numel()
-    return [nn.ParameterList(part) for part in parts]
 
 
 class Group:

@@ -25,21 +25,6 @@ def by_rank(result: Probe) -> Table:
     return Table(headings, tuple(rows), caption(result))
 
 
-def by_pair(result: Probe) -> Table:
-    """Return a table with one row per measured link from one rank to another."""
-    rows = [
-        (
-            f"{pair.source} to {pair.destination}",
-            show_time(pair.latency_seconds),
-            show_rate(pair.bytes_per_second),
-            show_bytes(pair.message_bytes),
-            str(pair.repetitions),
-        )
-        for pair in result.pairs
-    ]
-    return Table(("pair", "latency", "bandwidth", "message", "transfers"), tuple(rows))
-
-
 def caption(result: Probe) -> str:
     """Return a line with the number of workers, hosts and measured pairs, and the duration."""
     hosts, measured = len({worker.host for worker in result.ranks}), len(result.pairs)

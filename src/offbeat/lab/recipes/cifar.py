@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from offbeat.lab.recipes.base import Recipe, Schedule, Setup, Task
+from offbeat.lab.recipes.base import Recipe, Setup, Task
 from offbeat.lab.recipes.cifar_files import CIFAR10, CIFAR100, Layout, load
-from offbeat.lab.recipes.classification import classification_task, sgd_warmup_cosine
+from offbeat.lab.recipes.classification import classification_task
 from offbeat.lab.recipes.datasets import Batch, TensorData, shifted
 from offbeat.lab.recipes.models.resnet import resnet18, resnet50, resnet101
 from offbeat.lab.recipes.models.sequential_cnns import small_cnn, vgg11
-from offbeat.lab.recipes.schedules import decay_at
+from offbeat.lab.recipes.schedules import decay_at, warmup_cosine
 
 TOP = {"top-1 accuracy": 1, "top-5 accuracy": 5}
 MEAN = {10: (0.4914, 0.4822, 0.4465), 100: (0.5071, 0.4865, 0.4409)}
@@ -80,19 +80,17 @@ def cifar_recipe(
             step = batch_size * setup.workers
             return decay_at(optimizer, samples, 0.1, samples_per_step=step)
 
-        def sgd_steps(net: nn.Module) -> tuple[Optimizer, Schedule]:
-            optimizer = SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
-            return optimizer, decay
-
         return classification_task(
             setup,
             lambda: model(layout.classes),
-            sgd_warmup_cosine(lr, weight_decay) if milestones is None else sgd_steps,
             train,
             test,
             batch_size=batch_size,
             metrics=TOP,
             test_batch_size=500,
+            lr=lr,
+            weight_decay=weight_decay,
+            schedule=warmup_cosine if milestones is None else decay,
         )
 
     needs = f"{layout.folder} or {layout.archive}"

@@ -6,6 +6,7 @@ The official files are pickles. Code that a pickle may contain is not executed.
 import math
 import pickle
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.lab.recipes.files import find_file, not_found, require_directory, share_tensors
+from offbeat.lab.recipes.files import find_file, not_found, require_directory
 
 Split = tuple[Tensor, Tensor]
 """Images (n×3×32×32, uint8) and labels (n, int64)."""
@@ -158,7 +159,7 @@ def _checked(
     return torch.from_numpy(images.copy(order="C")), torch.from_numpy(labels)
 
 
-@share_tensors
+@lru_cache(maxsize=1)  # simulated workers, which are threads of one process, share the tensors
 def load(data: Path | None, layout: Layout, recipe: str) -> tuple[Split, Split]:
     """Load the training and the test split of CIFAR-10 or CIFAR-100.
 

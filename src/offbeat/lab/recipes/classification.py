@@ -4,29 +4,28 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from offbeat.lab.recipes.base import Schedule, Setup, Task
 from offbeat.lab.recipes.datasets import Samples
 from offbeat.lab.recipes.held_out import accuracy
 from offbeat.lab.recipes.schedules import warmup_cosine
 
-Optimize = Callable[[nn.Module], tuple[Optimizer, Schedule]]
-"""Function (model) → optimizer and function that makes its scheduler."""
-
 
 def classification_task(
     setup: Setup,
     make_model: Callable[[], nn.Module],
-    optimize: Optimize,
     train: Samples,
     test: Samples,
     *,
+    lr: float,
+    weight_decay: float = 1e-4,
+    schedule: Schedule = warmup_cosine,
     batch_size: int,
     metrics: dict[str, int],
     test_batch_size: int = 1000,
 ) -> Task:
-    """Return a classification task with cross-entropy loss.
+    """Return a classification task with cross-entropy loss, and SGD with momentum 0.9.
 
     ``make_model`` is called after torch's global generator is seeded. ``train`` and ``test``
     consist of pairs (image, label). ``metrics`` maps the name of a metric to the k of its top-k
@@ -34,11 +33,10 @@ def classification_task(
     """
     torch.manual_seed(setup.seed)
     model = make_model()
-    optimizer, scheduler = optimize(model)
     task = Task(
         model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
+        optimizer=SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay),
+        scheduler=schedule,
         dataset=train,
         batch_size=batch_size,
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
@@ -46,13 +44,3 @@ def classification_task(
     )
     task.complete(setup)
     return task
-
-
-def sgd_warmup_cosine(lr: float, weight_decay: float) -> Optimize:
-    """Return a function that creates SGD with momentum 0.9 and a ``warmup_cosine`` schedule."""
-
-    def optimize(model: nn.Module) -> tuple[Optimizer, Schedule]:
-        optimizer = SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=weight_decay)
-        return optimizer, warmup_cosine
-
-    return optimize

@@ -1,5 +1,6 @@
 """Recipe ``digits``: a small CNN on the 8×8 images of handwritten digits in scikit-learn."""
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -8,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.lab.recipes.base import Recipe, Setup, Task
-from offbeat.lab.recipes.classification import classification_task, sgd_warmup_cosine
+from offbeat.lab.recipes.classification import classification_task
 from offbeat.lab.recipes.datasets import TensorData, shift_images
-from offbeat.lab.recipes.files import share_tensors
 
 
-@share_tensors
+@cache  # simulated workers, which are threads of one process, share the tensors
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return 1437 training images, their labels, 360 test images and their labels.
 
@@ -60,11 +60,11 @@ def build(setup: Setup) -> Task:
     return classification_task(
         setup,
         make_model,
-        sgd_warmup_cosine(lr=0.05, weight_decay=1e-4),
         TensorData(train_x, train_y, change=shift_images),
         TensorData(test_x, test_y),
         batch_size=32,
         metrics={"test accuracy": 1},
+        lr=0.05,
     )
 
 

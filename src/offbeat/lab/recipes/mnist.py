@@ -8,6 +8,7 @@ import gzip
 import math
 import struct
 import zlib
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.lab.recipes.base import Recipe, Setup, Task
-from offbeat.lab.recipes.classification import classification_task, sgd_warmup_cosine
+from offbeat.lab.recipes.classification import classification_task
 from offbeat.lab.recipes.datasets import TensorData
-from offbeat.lab.recipes.files import find_file, require_directory, share_tensors
+from offbeat.lab.recipes.files import find_file, require_directory
 
 CLASSES = 10
 FILES = (
@@ -79,7 +80,7 @@ def make_model() -> nn.Module:
     )
 
 
-@share_tensors
+@lru_cache(maxsize=1)  # simulated workers, which are threads of one process, share the tensors
 def load(data: Path | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return training images (n×1×28×28, normalized), their labels, test images, their labels."""
     folder = require_directory(data, "mnist", f"{', '.join(FILES)} (each may end in .gz)")
@@ -96,11 +97,11 @@ def build(setup: Setup) -> Task:
     return classification_task(
         setup,
         make_model,
-        sgd_warmup_cosine(lr=0.05, weight_decay=1e-4),
         TensorData(train_x, train_y),
         TensorData(test_x, test_y),
         batch_size=64,
         metrics={"test accuracy": 1},
+        lr=0.05,
     )
 
 

@@ -5,6 +5,7 @@
 
 import math
 from array import array
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from offbeat.lab.recipes.base import Recipe, Setup, Task
 from offbeat.lab.recipes.datasets import TensorData
-from offbeat.lab.recipes.files import find_file, require_directory, share_tensors
+from offbeat.lab.recipes.files import find_file, require_directory
 from offbeat.lab.recipes.held_out import HeldOut
 from offbeat.lab.recipes.models.transformers import WordTransformer, next_token_loss, token_losses
 from offbeat.lab.recipes.schedules import decay_every
@@ -62,7 +63,7 @@ def windows(words: Tensor) -> Tensor:
     return words.unfold(0, CONTEXT + 1, CONTEXT)
 
 
-@share_tensors
+@lru_cache(maxsize=1)  # simulated workers, which are threads of one process, share the tensors
 def load(data: Path | None) -> tuple[Tensor, Tensor, int]:
     """Return training and test samples (n×36, int32) and the size of the training vocabulary."""
     folder = require_directory(data, "wikitext:transformer", NEEDS)

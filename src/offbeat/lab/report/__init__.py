@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from offbeat.lab.report.comparisons import differences, links, times_to_targets, tuning
+from offbeat.lab.report.comparisons import differences, times_to_targets, tuning
 from offbeat.lab.report.figures import plot
 from offbeat.lab.report.page import page
 from offbeat.lab.report.tables import (
     HEADINGS,
     SHARE,
     SHARE_MEANS,
-    TUNED_MEANS,
     caption,
     notes,
     other_metrics,
@@ -24,10 +23,8 @@ __all__ = [
     "HEADINGS",
     "SHARE",
     "SHARE_MEANS",
-    "TUNED_MEANS",
     "caption",
     "differences",
-    "links",
     "markdown",
     "notes",
     "other_metrics",

@@ -1,4 +1,4 @@
-"""The secondary tables of a comparison of methods: targets, differences and links.
+"""The secondary tables of a comparison of methods: targets, differences and tuning.
 
 The *ideal* is the baseline ``ideal``: BSP timed without communication, the speed-up limit.
 """
@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Sequence
 
 from offbeat.display.table import Table
-from offbeat.lab.probe.tables import show_rate, show_time
 from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat.lab.report.rows import (
     DIVERGED,
@@ -19,7 +18,7 @@ from offbeat.lab.report.rows import (
     share_of_ideal,
     targets_of,
 )
-from offbeat.lab.report.tables import SHARE, has_ideal, percent, spread
+from offbeat.lab.report.tables import SHARE, percent, spread
 from offbeat.lab.results import Result
 from offbeat.lab.tuning import choices
 
@@ -120,43 +119,6 @@ def _difference(values: Sequence[float], form: str, unit: str = "") -> str:
         return f"{statistics.fmean(values):{form}}{unit}"
     interval = interval_of(values)
     return f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]{unit}"
-
-
-def links(results: Sequence[Result]) -> Table | None:
-    """Return a table of the bandwidth and latency that the runs measured before and after training.
-
-    A cell has the median over the seeds. Methods without measurements are left out.
-
-    Returns:
-        The table, or None if no run measured its links both before and after training.
-    """
-    rows = rows_of(results)
-    with_ideal = has_ideal(results)
-    cells = []
-    for row in rows:
-        measured = [run.links for run in row.runs if len(run.links) == 2]
-        if not measured:
-            continue
-        bandwidths, latencies = (
-            [statistics.median(getattr(pair[i], name) for pair in measured) for i in range(2)]
-            for name in ("bytes_per_second", "latency_seconds")
-        )
-        cells.append(
-            (
-                row.name,
-                *([percent(share_of_ideal(row, rows))] if with_ideal else []),
-                *map(show_rate, bandwidths),
-                *map(show_time, latencies),
-            )
-        )
-    if not cells:
-        return None
-    names = ("before", "after", "latency before", "latency after")
-    caption = (
-        "Bandwidth of the slowest link and median latency of the links, measured before and after "
-        "each training while all links are in use; medians over seeds"
-    )
-    return Table(("strategy", *([SHARE] if with_ideal else []), *names), tuple(cells), caption)
 
 
 def tuning(results: Sequence[Result]) -> Table | None:

@@ -1,16 +1,16 @@
-"""Figures of a comparison: curves, speeds relative to the ideal, and split of the training time.
+"""Figures of a comparison: curves, and speeds relative to the ideal.
 
 A *method* is a strategy or a baseline. A *row* is a method with its runs over the seeds. The
 *ideal* is the baseline ``ideal``: BSP timed without communication. A *peer* is a method of torch or
 another package.
 """
 
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from offbeat.display.narrow import wrapped
 from offbeat.display.plots import INK, as_svg, colours_of, new_figure
 from offbeat.lab.report.rows import SHARES, Row, ideal_of, rows_of, targets_of
 from offbeat.lab.report.tables import caption
@@ -123,62 +123,6 @@ def shares(results: Sequence[Result]) -> str | None:
     return as_svg(figure)
 
 
-PARTS = ("computing", "other work", "waiting", "waiting and other")
-_COLOURS = ("C0", "C1", "C3", "C7")
-
-
-def time_split(row: Row, rows: Sequence[Row]) -> dict[str, float]:
-    """Return the median fraction of the training time for each part in ``PARTS``.
-
-    - Waiting is measured by Offbeat's strategies.
-    - Computing is the time that the ideal takes for as many steps, at most the time not waited.
-    - Other work is the rest: encoding, averaging, hooks.
-
-    The waiting time of a peer is unknown, so the peer has one part "waiting and other". Without the
-    ideal, other work counts as computing, and the whole time of a peer as "waiting and other".
-    """
-    ideal = ideal_of(rows)
-    step_seconds = None
-    if ideal is not None:
-        step_seconds = statistics.median(run.mean_step_seconds for run in ideal.runs)
-    by_part: dict[str, list[float]] = {}
-    for run in row.runs:
-        total = run.seconds
-        waited = None if run.idle is None else run.idle * total
-        worked = total - (waited or 0.0)
-        computed = worked
-        if step_seconds is not None:
-            computed = min(worked, step_seconds * run.points[-1].step)
-        parts = {"computing": computed}
-        if waited is not None:
-            parts |= {"other work": worked - computed, "waiting": waited}
-        elif step_seconds is not None:
-            parts |= {"waiting and other": worked - computed}
-        else:
-            parts = {"waiting and other": total}
-        for name, seconds in parts.items():
-            by_part.setdefault(name, []).append(seconds / total if total else math.nan)
-    return {name: statistics.median(values) for name, values in by_part.items()}
-
-
-def times(results: Sequence[Result]) -> str:
-    """Return the split of the training time as SVG: one stacked bar per method."""
-    rows = rows_of(results)
-    figure, axes = new_figure(_WIDTH, 1.5 + 0.42 * len(rows), dpi=72)
-    split = [time_split(row, rows) for row in rows]
-    left = [0.0] * len(rows)
-    for part, colour in zip(PARTS, _COLOURS, strict=True):
-        values = [100 * parts.get(part, 0.0) for parts in split]
-        if any(values):
-            axes.barh(range(len(rows)), values, left=left, color=colour, height=0.6, label=part)
-            left = [a + b for a, b in zip(left, values, strict=True)]
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("% of the training time")
-    _draw_legend(figure, axes, "upper", columns=2)
-    _name_rows(axes, rows)
-    return as_svg(figure)
-
-
 def _draw_legend(figure: Any, axes: Any, place: str, *, columns: int) -> None:
     """Draw the legend above ("upper") or below ("lower") the axes."""
     figure.legend(
@@ -194,22 +138,11 @@ def _draw_legend(figure: Any, axes: Any, place: str, *, columns: int) -> None:
 
 def _name_rows(axes: Any, rows: Sequence[Row]) -> None:
     """Label the vertical axis with the rows' names, the first row at the top."""
-    axes.set_yticks(range(len(rows)), [_wrapped(row.name) for row in rows])
+    axes.set_yticks(range(len(rows)), [wrapped(row.name, _WRAP) for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(axis="x", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     _use_page_colour(axes)
-
-
-def _wrapped(name: str) -> str:
-    """Break a name into lines of at most ``_WRAP`` characters, preferably after punctuation."""
-    lines, rest = [], name
-    while len(rest) > _WRAP:
-        cut = max(rest.rfind(mark, 0, _WRAP) for mark in ",: ") + 1
-        cut = cut if cut > 0 else _WRAP
-        lines.append(rest[:cut])
-        rest = rest[cut:]
-    return "\n".join([*lines, rest])
 
 
 def _use_page_colour(axes: Any) -> None:

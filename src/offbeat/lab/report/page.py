@@ -6,7 +6,7 @@ from importlib.resources import files
 from typing import Any
 
 from offbeat.lab.report import figures
-from offbeat.lab.report.comparisons import differences, links, times_to_targets, tuning
+from offbeat.lab.report.comparisons import differences, times_to_targets, tuning
 from offbeat.lab.report.tables import notes, other_metrics, table
 from offbeat.lab.results import Result, public_job
 from offbeat.lab.tuning import without_trials
@@ -31,7 +31,6 @@ def page(results: Sequence[Result], progress: str = "") -> str:
         "Tuning": chosen,
         "Time to shares of the ideal": times_to_targets(results),
         "Differences, seed by seed": differences(results),
-        "The links": links(results),
     }
     source = files("offbeat.lab.report").joinpath("page.html").read_text(encoding="utf-8")
     main = table(results)
@@ -62,7 +61,6 @@ def drawings(results: Sequence[Result]) -> list[tuple[str, str]]:
         drawn = [
             (f"{results[0].metric} against seconds".capitalize(), figures.curves(results)),
             ("Share of the ideal", figures.shares(results)),
-            ("Where the time went", figures.times(results)),
         ]
     except ImportError:
         return []

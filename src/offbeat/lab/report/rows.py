@@ -3,15 +3,12 @@
 The *ideal* is the baseline ``ideal``: BSP timed without communication, the speed-up limit.
 """
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offbeat.lab.recipes import ALIASES, RECIPES
 from offbeat.lab.results import Result
-
-_LR_SCALE = "--lr-scale "
 
 FAILURES = {
     "diverged": "the model or a metric became NaN or infinite",
@@ -28,19 +25,11 @@ class Row:
 
     Attributes:
         name: Strategy or baseline with its options, except the options that all rows share.
-        runs: Result of each seed. If several factors on the learning rate were tried, only the
-            results of the best factor.
-        tried: Number of runs of the method, over all factors and seeds.
-        lr_scale: Best factor on the learning rate; None if only one was tried.
-        at_edge: True if the best factor is the smallest or largest one tried. A factor beyond it
-            may then be better.
+        runs: Result of each seed.
     """
 
     name: str
     runs: tuple[Result, ...]
-    tried: int
-    lr_scale: float | None = None
-    at_edge: bool = False
 
     @property
     def is_ideal(self) -> bool:
@@ -63,48 +52,13 @@ def _median_or_none(values: Sequence[float | None]) -> float | None:
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
-    """Return one row per method, in order of appearance.
-
-    If a method was run with several factors on the learning rate, its row shows the factor with the
-    best mean final metric over the seeds. Only the factors with the most seeds are considered.
-    """
+    """Return one row per method, in order of appearance."""
     shared = common_options(results)
-    scales: dict[str, set[float]] = {}
-    for run in results:
-        scales.setdefault(_method(run), set()).update(run.lr_scales)
     runs_of: dict[str, list[Result]] = {}
     for run in results:
-        tuned = run.job.lr_scale in scales[_method(run)]
         options = [text for text in run.job.options if text not in shared]
-        shown = [text for text in options if not (tuned and text.startswith(_LR_SCALE))]
-        runs_of.setdefault(" ".join([run.strategy, *shown]), []).append(run)
-    return [_row(name, runs, scales[_method(runs[0])]) for name, runs in runs_of.items()]
-
-
-def _method(result: Result) -> str:
-    """Return the method with its options, except the factor on the learning rate."""
-    options = [text for text in result.job.options if not text.startswith(_LR_SCALE)]
-    return " ".join([result.strategy, *options])
-
-
-def _row(name: str, runs: list[Result], scales: set[float]) -> Row:
-    by_scale: dict[float, list[Result]] = {}
-    for run in runs:
-        by_scale.setdefault(run.job.lr_scale, []).append(run)
-    if len(by_scale) < 2 and len(scales) < 2:
-        return Row(name, tuple(runs), len(runs))
-    most = max(map(len, by_scale.values()))
-    complete = {scale: tried for scale, tried in by_scale.items() if len(tried) == most}
-    best = max(complete, key=lambda scale: (_score(complete[scale]), -abs(math.log(scale))))
-    at_edge = best in (min(by_scale), max(by_scale))
-    return Row(name, tuple(complete[best]), len(runs), best, at_edge)
-
-
-def _score(runs: Sequence[Result]) -> float:
-    """Return the mean final metric, negated if lower is better; −∞ if a run diverged."""
-    if any(run.diverged for run in runs):
-        return -math.inf
-    return statistics.fmean(run.final if run.higher_is_better else -run.final for run in runs)
+        runs_of.setdefault(" ".join([run.strategy, *options]), []).append(run)
+    return [Row(name, tuple(runs)) for name, runs in runs_of.items()]
 
 
 def failure_of(run: Result) -> str | None:
@@ -138,10 +92,7 @@ def failures_in(runs: Sequence[Result]) -> str:
 def common_options(results: Sequence[Result]) -> tuple[str, ...]:
     """Return the options that all results share, such as ``--wire int8``."""
     first, *others = (result.job.options for result in results)
-    common = tuple(text for text in first if all(text in options for options in others))
-    if any(result.lr_scales for result in results):
-        return tuple(text for text in common if not text.startswith(_LR_SCALE))
-    return common
+    return tuple(text for text in first if all(text in options for options in others))
 
 
 def ideal_of(rows: Sequence[Row]) -> Row | None:

@@ -12,7 +12,6 @@ from offbeat.baselines import SPARTA, DesLoc, FedAvg, PowerSGD, SparseLoCo
 from offbeat.display.table import Table
 from offbeat.lab.report.rows import (
     FAILURES,
-    Row,
     common_options,
     failure_of,
     failures_in,
@@ -42,13 +41,6 @@ SHARE_MEANS = (
     "ideal trains like bsp, but its time is the number of steps times the step time of workers "
     "that train without communication."
 )
-TUNED = ("lr x", "runs")
-"""Additional headings, after the strategy, in a comparison of several learning rates."""
-TUNED_MEANS = (
-    "Each method was tried with several factors on its learning rate (lr x). The row shows the "
-    "factor with the best mean final metric, chosen on these runs. Runs counts all runs of the "
-    "method. Edge: the best factor was the smallest or largest one tried."
-)
 NOT_TRAINED = "Runs that did not train"
 """Start of the note that explains the marks of such runs."""
 _SHOWN_LATE = 0.01  # smallest share of late steps that has a note
@@ -62,7 +54,7 @@ def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
     """
     rows = rows_of(results)
     base = next((row.seconds_to_target for row in rows if not row.is_ideal), None)
-    with_ideal, tuned = has_ideal(results), is_tuned(results)
+    with_ideal = has_ideal(results)
     cells: list[tuple[str, ...]] = []
     for row in rows:
         runs, seconds = row.runs, row.seconds_to_target
@@ -72,7 +64,6 @@ def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
         cells.append(
             (
                 row.name,
-                *(_tuning(row) if tuned else ()),
                 _not_reached(runs) if seconds is None else times,
                 f"{base / seconds:.2f}x" if base and seconds else "-",
                 *([percent(share_of_ideal(row, rows))] if with_ideal else []),
@@ -84,8 +75,6 @@ def table(results: Sequence[Result], *, ranges: bool = True) -> Table:
             )
         )
     headings = (*HEADINGS[:3], SHARE, *HEADINGS[3:]) if with_ideal else HEADINGS
-    if tuned:
-        headings = (headings[0], *TUNED, *headings[1:])
     return Table(headings, tuple(cells), caption(results))
 
 
@@ -144,11 +133,6 @@ def _final(runs: Sequence[Result], ranges: bool) -> str:
     return f"{text} ({failures})" if failures else text
 
 
-def _tuning(row: Row) -> tuple[str, str]:
-    chosen = "-" if row.lr_scale is None else f"{row.lr_scale:g}{' (edge)' * row.at_edge}"
-    return chosen, str(row.tried)
-
-
 def _sent(runs: Sequence[Result]) -> str:
     known = [run.payload_bytes for run in runs if run.payload_bytes is not None]
     return show_bytes(statistics.median(known)) if known else "-"
@@ -157,11 +141,6 @@ def _sent(runs: Sequence[Result]) -> str:
 def has_ideal(results: Sequence[Result]) -> bool:
     """Return True if the ideal was run."""
     return any(result.is_ideal for result in results)
-
-
-def is_tuned(results: Sequence[Result]) -> bool:
-    """Return True if a method was tried with several factors on its learning rate."""
-    return any(len(result.lr_scales) > 1 for result in results)
 
 
 def notes(results: Sequence[Result]) -> list[str]:
@@ -175,7 +154,6 @@ def notes(results: Sequence[Result]) -> list[str]:
     meanings = [f"{mark} ({meaning})" for mark, meaning in FAILURES.items() if mark in failed]
     return (
         [f"{NOT_TRAINED}: {', '.join(meanings)}. Try a smaller --lr-scale."] * bool(meanings)
-        + [TUNED_MEANS] * is_tuned(results)
         + [SHARE_MEANS] * has_ideal(results)
         + [f"Steps that took longer to compute than --step-time: {', '.join(late)}."] * bool(late)
     )

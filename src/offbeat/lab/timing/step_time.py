@@ -92,28 +92,31 @@ class LocalTraining:
         self.step_seconds = statistics.mean(gather(mean, self._device, "the local step times"))
 
     def _train(self) -> None:
-        duration = self._duration
-        seconds: list[float] = []
-        start = now(self._device)
-        for batch in chain.from_iterable(self._batches() for _ in repeat(None)):
-            self._step(batch)
-            end = now(self._device)
-            seconds.append(end - start)
-            start = end
-            timed = seconds[duration.warmup_steps :]
+        duration, timed = self._duration, list[float]()
+        batches = chain.from_iterable(self._batches() for _ in repeat(None))
+        for number, seconds in enumerate(_step_times(self._task, batches, self._lr_scale)):
+            if number >= duration.warmup_steps:
+                timed.append(seconds)
             if len(timed) >= duration.least_steps and sum(timed) >= duration.least_seconds:
-                self._steps += timed
-                return
+                break
+        self._steps += timed
 
-    def _step(self, batch: Any) -> None:
-        with self._task.scaled_lr(self._lr_scale):
-            _train_on(self._task, batch)
+
+def _step_times(task: Task, batches: Iterable[Any], lr_scale: float = 1.0) -> Iterator[float]:
+    """Train on ``batches`` without a strategy. Yield the duration of each step in seconds."""
+    device = device_of(task.model)
+    start = now(device)
+    for batch in batches:
+        with task.scaled_lr(lr_scale):
+            _train_on(task, batch)
         # The scheduler is not advanced, because it has only as many steps as the run.
-        self._task.optimizer.zero_grad()
+        task.optimizer.zero_grad()
+        end = now(device)
+        yield end - start
+        start = end
 
 
 def _train_on(task: Task, batch: Any) -> None:
-    """Train on one batch without a strategy."""
     task.loss(task.model, batch).backward()
     if task.clip_norm is not None:
         nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
@@ -184,26 +187,14 @@ def measure_recipe(
         batches = chain.from_iterable(
             Batches(task, make_sampler(task, 1, 0, seed=0)) for _ in repeat(None)
         )
-        _time_steps(task, islice(batches, warmup_steps))
+        times = _step_times(task, batches)
+        for _ in islice(times, warmup_steps):
+            pass
         attempts: list[StepTime] = []
         for _ in range(_ATTEMPTS):
-            seconds = _time_steps(task, islice(batches, steps))
+            seconds = [*islice(times, steps)]
             low, quarter, high = map(float, np.quantile(seconds, (0.1, 0.25, 0.9)))
             attempts.append(StepTime(quarter, low, high))
             if high <= _STEADY * low:
                 break
     return task.model, min(attempts, key=lambda attempt: attempt.seconds)
-
-
-def _time_steps(task: Task, batches: Iterable[Any]) -> list[float]:
-    """Train on ``batches``. Return the duration of each step in seconds."""
-    seconds: list[float] = []
-    start = time.perf_counter()
-    for batch in batches:
-        _train_on(task, batch)
-        # The scheduler is not advanced, because it has only as many steps as the run.
-        task.optimizer.zero_grad()
-        end = time.perf_counter()
-        seconds.append(end - start)
-        start = end
-    return seconds

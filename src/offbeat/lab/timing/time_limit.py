@@ -5,9 +5,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from offbeat.transport.communicator import Communicator
-from offbeat.transport.operation import Maximum
-
 _CHECKS = 100  # comparisons of the clocks in a run, unless the workers compare them in every step
 
 Clock: TypeAlias = Literal["own", "largest", "mean"]
@@ -27,21 +24,12 @@ class TimeLimit:
         steps: Number of steps of the run.
         clock: The clock to which the limit applies.
         device: A device whose tensors the communication backend can send.
-        node: Communicator of the workers of this worker's node. If given, the limit applies to the
-            largest clock of these workers, and only they end at the same step. The clock must be
-            "largest". None: the limit applies to the clocks of all workers.
     """
 
     def __init__(
-        self,
-        seconds: float | None,
-        steps: int,
-        *,
-        clock: Clock,
-        device: torch.device,
-        node: Communicator | None = None,
+        self, seconds: float | None, steps: int, *, clock: Clock, device: torch.device
     ) -> None:
-        self._seconds, self._clock, self._device, self._node = seconds, clock, device, node
+        self._seconds, self._clock, self._device = seconds, clock, device
         self._every = 1 if clock == "mean" else max(1, steps // _CHECKS)
         self._pending: tuple[torch.Tensor, Any] | None = None
 
@@ -68,8 +56,6 @@ class TimeLimit:
     def _start_comparison(self, seconds: float) -> tuple[torch.Tensor, Any]:
         """Return a tensor that will hold the combined clock, and the operation that fills it."""
         clock = torch.tensor([seconds], dtype=torch.float64, device=self._device)
-        if self._node is not None:
-            return clock, self._node.start(Maximum(tensor=clock, what="comparison of the clocks"))
         operation = dist.ReduceOp.MAX
         if self._clock == "mean":
             clock /= dist.get_world_size()

@@ -11,9 +11,7 @@ names a remedy. What a strategy supports depends on the result of its method ``a
 """
 
 import math
-from collections.abc import Callable, Mapping
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +24,6 @@ from offbeat.nodes.shards import is_sharded
 from offbeat.quantization.wire import Precision, require_precision
 from offbeat.strategies.base import CustomFlow, Gradients, SharedModel, Strategy
 
-T = TypeVar("T")
 _LEAST_SECONDS, _YEAR_SECONDS = 0.001, 31_536_000
 _DIVIDED = (
     "every worker must hold the whole model, or its node with node_group and fully_shard; attach "
@@ -236,30 +233,3 @@ def _shares_memory_with_itself(tensor: Tensor) -> bool:
     for stride, size in dims:
         offsets = (offsets[:, None] + stride * torch.arange(size, device="cpu")).reshape(-1)
     return len(offsets.unique()) < tensor.numel()
-
-
-# -- arguments of earlier versions -----------------------------------------------------------------
-
-_REPLACEMENTS = {
-    "optimizer_state": 'give it to the strategy: LocalSGD(period=8, optimizer_state="average")',
-    "distance_every": "call sync.monitor(distance_every=…) after attach()",
-    "gradient_change": "call sync.monitor(gradient_change=True) after attach()",
-    "max_grad_norm": "call sync.clip_grad_norm_(…) before the step, or torch's function",
-    "companions": "call sync.follow(…) after attach()",
-    "on_failure": "give min_workers=1 to continue after the loss of workers",
-}
-
-
-def rejects_moved_arguments(function: Callable[..., T]) -> Callable[..., T]:
-    """Decorate ``attach`` so that arguments of earlier versions raise an error with the remedy."""
-
-    @wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> T:
-        for name in kwargs:
-            if name in _REPLACEMENTS:
-                raise TypeError(f"attach() no longer takes {name}: {_REPLACEMENTS[name]}")
-        if kwargs.get("non_finite") == "leave_out":
-            raise ValueError('non_finite="leave_out" is now called non_finite="exclude"')
-        return function(*args, **kwargs)
-
-    return checked

@@ -19,6 +19,7 @@ from offbeat.errors import CommunicationError, CommunicationTimeout
 from offbeat.transport.handle import UnexplainedError
 from offbeat.transport.host import ThreadHost
 from offbeat.transport.torch_backend import process_groups as groups
+from offbeat.transport.torch_backend.abandoned_threads import abandon_thread
 from offbeat.transport.torch_backend.exit_reasons import ExitReasons
 from offbeat.transport.torch_backend.failure_detection import LivenessCheck
 from offbeat.transport.torch_backend.process_groups import GroupFactory, OpeningError, ranks_text
@@ -26,7 +27,6 @@ from offbeat.transport.torch_backend.receiver_thread import ReceiverThread
 
 _SETTLE_SECONDS = 0.5  # time in which operations should fail after their sockets were closed
 _ABANDON_SECONDS = 1.0  # time after which close() stops waiting for a thread blocked in gloo
-_EXIT_SECONDS = 5.0  # longest time for which Python waits for such a thread at exit
 
 
 class PendingOperation(Protocol):
@@ -327,7 +327,7 @@ class Connections:
                     closed_at = self._closed_at or time.perf_counter()
                     waited = time.perf_counter() - closed_at
                     if thread in self.blocked_threads and waited > _ABANDON_SECONDS:
-                        groups.abandon_thread(thread, time.monotonic() + _EXIT_SECONDS)
+                        abandon_thread(thread)
                         break
 
     def _is_stuck(self) -> bool:

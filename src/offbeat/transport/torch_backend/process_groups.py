@@ -6,7 +6,6 @@ registered group after its members and the number of existing groups. After a gr
 new one could get a name that was used before, and would find outdated addresses in the store.
 """
 
-import atexit
 import contextlib
 import functools
 import itertools
@@ -21,6 +20,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
+from offbeat.transport.torch_backend.abandoned_threads import abandon_thread
 from offbeat.transport.torch_backend.store_access import call_within
 
 _UNUSED_TAG = 2**15  # message tag with which no worker sends
@@ -34,24 +34,6 @@ _numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 The members open the same groups in the same order, so their counters agree.
 """
-_abandoned: list[tuple[threading.Thread, float]] = []
-"""Threads that are blocked in gloo, each with a deadline (monotonic clock)."""
-
-
-def abandon_thread(thread: threading.Thread, deadline: float) -> None:
-    """Register a thread that is blocked in gloo. At exit, Python waits for it until ``deadline``.
-
-    Python would abort if the thread returned from gloo during shutdown. ``deadline`` is a time of
-    ``time.monotonic``.
-    """
-    _abandoned[:] = [(other, limit) for other, limit in _abandoned if other.is_alive()]
-    _abandoned.append((thread, deadline))
-
-
-@atexit.register
-def _join_abandoned() -> None:
-    for thread, deadline in _abandoned:
-        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
@@ -314,5 +296,7 @@ def drop_references(references: list[Group], *, in_background: bool) -> None:
     if not in_background:
         references.clear()
         return
+    thread = threading.Thread(target=references.clear, name="closing of a group", daemon=True)
     with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-        threading.Thread(target=references.clear, name="closing of a group", daemon=True).start()
+        thread.start()
+        abandon_thread(thread)

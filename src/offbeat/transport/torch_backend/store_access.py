@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from offbeat.transport.torch_backend.abandoned_threads import abandon_thread
+
 T = TypeVar("T")
 _SLICES = 20  # number of short waits in call_within()
 _CLOSE_SECONDS = 1.0  # time limit of KeyPoll.close()
@@ -39,6 +41,8 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
             thread.join(seconds / _SLICES)
     if results:
         return results[0]
+    if thread.is_alive():
+        abandon_thread(thread)
     raise errors[0] if errors else RuntimeError(f"no answer within {seconds:g} s")
 
 
