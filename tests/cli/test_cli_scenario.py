@@ -9,6 +9,16 @@ from cli.commands import Call, one_line
 
 SHORT = ("--workers", "2", "--max-steps", "6", "--evaluations", "1", "--seed", "3")
 SLOWER = '[[event]]\nat = "50ms"\nworker = 1\nspeed = 0.25\n'
+MEMBERS = """
+[[event]]
+at = "50ms"
+worker = 1
+die = true
+
+[[event]]
+at = "100ms"
+join = true
+"""
 LINK = '[[event]]\nat = 0\nworker = 1\nbandwidth = "1Mbit/s"\n'
 
 
@@ -55,9 +65,33 @@ def test_simulate_with_a_scenario(call: Call, tmp_path: Path) -> None:
     assert found["stats"][0]["wait_seconds"] == pytest.approx(7 * 4 * 151_498 * 8 / 1e6, rel=0.02)
 
 
+def test_workers_die_and_join(call: Call, tmp_path: Path) -> None:
+    """12 batches of 20 ms. One of two workers dies at 50 ms, and a third one joins at 100 ms.
+
+    The ideal has used 5 batches at 50 ms, 7.5 at 100 ms, and 12 at 145 ms.
+    """
+    path = written(MEMBERS, tmp_path)
+    argv = ("compare", "digits", "-s", "ideal", "-s", "bsp", *SHORT)
+    argv = (*argv, "--simulate", "--step-time", "20ms", "--bandwidth", "1Tbit/s")
+    argv = (*argv, "--scenario", str(path), "--output", str(tmp_path / "a"))
+    code, _, err = call(*argv)
+    assert code != 0
+    assert "--scenario with deaths or joins: others take over data, so add --partition" in err
+    code, _, err = call(*argv, "--partition", "leased")
+    assert (code, err) == (0, "")
+    lines = (tmp_path / "a" / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    ideal, bsp = map(json.loads, lines)
+    assert ideal["points"][-1]["seconds"] == pytest.approx(0.145)
+    assert [one["points"][-1]["step"] for one in (ideal, bsp)] == [6, 6]
+    assert len(bsp["stats"]) == 3
+    # Each change costs BSP 0.1 s, and it repeats the step in which a worker died.
+    assert 0.145 < bsp["points"][-1]["seconds"] < 0.5
+
+
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
+        (MEMBERS, ("--partition", "leased"), "has deaths or joins, which need --simulate"),
         (SLOWER, (), "speeds in a --scenario change the step time: give --step-time"),
         (LINK, ("--step-time", "20ms"), "changes bandwidths: give --bandwidth, the one at the"),
         (SLOWER.replace("1", "7"), ("--simulate",), "event 1: worker 7 does not exist"),

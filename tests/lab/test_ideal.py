@@ -1,5 +1,6 @@
 """The baseline ideal: the values of BSP, at the step time without communication."""
 
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -16,6 +17,7 @@ from offbeat.lab.launch.runners import Loopback, VirtualCluster
 from offbeat.lab.methods.ideal import summed_speeds
 from offbeat.lab.recipes import Setup
 from offbeat.lab.results import Result
+from offbeat.lab.scenario import Process, Scenario, ScenarioEvent
 from offbeat.lab.timing import step_time
 
 
@@ -39,8 +41,11 @@ def test_a_result_has_the_seconds_of_the_end() -> None:
     assert one.is_ideal
 
 
-def simulated(method: str, compute: Compute, partition: str | None = None) -> Result:
+def simulated(
+    method: str, compute: Compute, partition: str | None = None, scenario: str | None = None
+) -> Result:
     job = Job("tiny", workers=3, evaluations=tiny.STEPS, seed=4, partition=partition).under(method)
+    job = replace(job, scenario=scenario)
     place = VirtualCluster(Network("1Mbit/s", latency="10ms"), compute)
     return run_and_record(job, lambda event: None, place)
 
@@ -64,16 +69,50 @@ def test_in_virtual_time_no_worker_waits_for_the_slowest() -> None:
 
 
 def test_leased_data_let_it_train_at_the_sum_of_the_speeds() -> None:
-    """The values of equal shares. Speeds 1 and 1/3: steps of 5 ms become 5 · 3 / (2 + 1/3) ms."""
+    """The models of equal shares. Speeds 1 and 1/3: steps of 5 ms become 5 · 3 / (2 + 1/3) ms."""
     compute = Compute("5ms", slowdown={1: 3.0})
     leased = simulated("ideal", compute, partition=LEASED)
     assert [p.seconds for p in leased.points] == pytest.approx(
         [0.005 * 3 / (2 + 1 / 3) * p.step for p in leased.points]
     )
     equal = simulated("ideal --sampler distributed", compute)
-    assert [(p.step, p.metrics) for p in leased.points] == [
-        (p.step, p.metrics) for p in equal.points
-    ]
+    assert [p.step for p in leased.points] == [p.step for p in equal.points]
+    assert [p.metric for p in leased.points] == pytest.approx([p.metric for p in equal.points])
+
+
+def test_it_trains_on_a_batch_of_each_worker_that_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three workers: one dies after 2 steps, and one joins after 5. By hand: 36 batches.
+
+    Each step has the mean gradient of its batches and the rate of the position, which is the number
+    of batches divided by three.
+    """
+    monkeypatch.setattr(tiny, "STEPS", 12)
+    sizes = [3, 3, 2, 2, 2, *[3] * 8]
+    before = 1e-9  # an event at the end of a step would concern the step after the next one
+    events = (
+        ScenarioEvent(0.2 - before, worker=1, alive=False),
+        ScenarioEvent(0.5 - before, worker=3, alive=True),
+    )
+    scenario = Scenario(events)
+    one = simulated("ideal", Compute("100ms"), LEASED, str(scenario))
+    starts = np.cumsum([0, *sizes])
+    expected = {int(n // 3): 0.1 * i for i, n in reversed([*enumerate(starts)]) if n // 3}
+    assert {p.step: p.seconds for p in one.points} == pytest.approx(expected)
+    assert one.stats[0].steps == len(sizes)
+    task = tiny.build(Setup(3, 1.0, 4))
+    shuffles = [torch.Generator().manual_seed(4 + epoch) for epoch in range(2)]
+    order = torch.cat([torch.randperm(96, generator=each) for each in shuffles]).tolist()
+    parameters = [*task.model.parameters()]
+    for start, size in zip(starts, sizes, strict=False):
+        batches = [order[n * 4 : n * 4 + 4] for n in range(start, start + size)]
+        losses = [tiny.loss(task.model, task.samples.batch(batch)) for batch in batches]
+        gradients = torch.autograd.grad(sum(losses) / size, parameters)
+        norm = float(torch.sqrt(sum(((g**2).sum() for g in gradients), torch.zeros(()))))
+        factor = tiny.LR * tiny.rate(start // 3) * min(1.0, tiny.CLIP / (norm + 1e-6))
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= factor * gradient
+    assert one.final == pytest.approx(tiny.size_of(parameters))
 
 
 def test_the_summed_speeds_follow_changes_and_jitter() -> None:
@@ -84,11 +123,26 @@ def test_the_summed_speeds_follow_changes_and_jitter() -> None:
         for step in range(40):
             factor = 4.0 if rank == 0 and own[step] >= 0.03 else 1.0
             own[step + 1] = own[step] + factor * compute.seconds(rank, step, 7)
-    times = [*islice(summed_speeds(compute, 3, 7), 12)]
+    processes = [Process(rank) for rank in range(3)]
+    times = [now for now, size in islice(summed_speeds(compute, processes, 7), 12) if size == 3]
     done = [sum(np.interp(now, own, range(41)) for own in ends) for now in times]
     assert done == pytest.approx([3 * number for number in range(1, 13)])
     assert times == sorted(times)
     assert times[-1] < ends[:, -1].min()  # so the references are long enough
+
+
+def test_the_summed_speeds_follow_deaths_and_joins() -> None:
+    """Two workers of 10 and 20 ms. The slow one dies at 25 ms, and one of 5 ms joins at 50 ms.
+
+    By hand, in batches per 10 ms: 1.5 until 25 ms (3.75), then 1 until 50 ms (6.25), then 3.
+    """
+    processes = [Process(0), Process(1, end=0.025), Process(2, start=0.050)]
+    compute = Compute("10ms", slowdown={1: 2.0, 2: 0.5})
+    steps = [*islice(summed_speeds(compute, processes, 0), 6)]
+    assert [size for _, size in steps] == [2, 2, 1, 1, 1, 2]
+    assert [now for now, _ in steps] == pytest.approx(
+        [2 / 150, 0.0275, 0.0375, 0.0475, 0.05 + 0.75 / 300, 0.0525 + 2 / 300]
+    )
 
 
 def test_a_measurement_restores_the_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def steps_of(result: Result) -> list[int]:
     return [stats.steps for stats in result.stats]
 
 
-@pytest.mark.parametrize("strategy", ["streaming", "bsp", "ideal", "selsync:delta=0"])
+@pytest.mark.parametrize("strategy", ["streaming", "bsp", "selsync:delta=0"])
 def test_a_run_has_as_many_samples_as_with_equal_shares(strategy: str) -> None:
     """9 steps of 4 workers, with a slow one: 36 batches. The evaluations are at the same steps."""
     job = replace(JOB, strategy=strategy)

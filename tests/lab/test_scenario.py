@@ -20,7 +20,38 @@ from offbeat.lab.launch import runners
 from offbeat.lab.launch.cluster import _run
 from offbeat.lab.launch.runners import ShapedLinks
 from offbeat.lab.launch.timetable import timetable
-from offbeat.lab.scenario import Scenario, ScenarioEvent
+from offbeat.lab.scenario import Process, Scenario, ScenarioEvent
+
+MEMBERS = """
+[[event]]
+at = 4
+join = true
+speed = 0.5
+
+[[event]]
+at = 2
+worker = 1
+die = true
+
+[[event]]
+at = 6
+worker = 1
+join = true
+
+[[event]]
+at = 7
+worker = 3
+die = true
+
+[[event]]
+at = 1
+worker = 1
+bandwidth = "1Mbit/s"
+
+[[event]]
+at = 8
+speed = 2
+"""
 
 FILE = """
 [[event]]
@@ -63,6 +94,24 @@ def test_a_file_is_read_in_the_order_of_time(tmp_path: Path) -> None:
     assert Scenario.from_json(None) == Scenario()
 
 
+def test_each_process_has_the_speed_and_bandwidth_of_its_worker(tmp_path: Path) -> None:
+    """Worker 1 dies and comes back as rank 4. A further worker has number 3, and also rank 3."""
+    scenario = Scenario.read(written(MEMBERS, tmp_path), workers=3)
+    assert scenario.elastic
+    assert scenario.processes(3) == [
+        Process(0),
+        Process(1, end=2.0),
+        Process(2),
+        Process(3, start=4.0, end=7.0),
+        Process(1, start=6.0),
+    ]
+    assert scenario.bandwidths(3) == {1.0: {1: 1e6, 4: 1e6}}
+    assert scenario.slowdowns(3) == {4.0: {3: 2.0}, 8.0: dict.fromkeys(range(5), 0.5)}
+    assert scenario.by_rank({0: 5.0, 1: 7.0}, 3) == {0: 5.0, 1: 7.0, 4: 7.0}
+    assert Scenario.from_json(str(scenario)) == scenario
+    assert not Scenario.read(written(FILE, tmp_path), workers=3).elastic
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -72,7 +121,7 @@ def test_a_file_is_read_in_the_order_of_time(tmp_path: Path) -> None:
         ("event = [3]", r"event 1: must be a table \[\[event\]\], got 3"),
         ("[[events]]\nat = 1", r"unknown key 'events'; it consists of tables \[\[event\]\]"),
         ("[[event]]\nspeed = 1", 'event 1: without "at", the time of the event'),
-        ("[[event]]\nat = 1\nworker = 0", "event 1: changes nothing: give speed, bandwidth"),
+        ("[[event]]\nat = 1\nworker = 0", "event 1: changes nothing: give speed, bandwidth, die"),
         ("[[event]]\nat = 1\nspede = 2", r"unknown key 'spede' \(did you mean 'speed'\?\)"),
         ("[[event]]\nat = 'soon'\nspeed = 1", "event 1: 'soon' is not a duration"),
         ("[[event]]\nat = -1\nspeed = 1", "event 1: -1 is not a duration"),
@@ -80,14 +129,33 @@ def test_a_file_is_read_in_the_order_of_time(tmp_path: Path) -> None:
         ("[[event]]\nat = 1\nspeed = '2'", "speed must be a number, got '2'"),
         ("[[event]]\nat = 1\nspeed = nan", "speed must be positive"),
         ("[[event]]\nat = 1\nbandwidth = '10MB'", "event 1: '10MB' is not a bandwidth"),
-        ("[[event]]\nat = 1\nspeed = 1\nworker = 2", "worker 2 does not exist: ranks are 0 to 1"),
+        (
+            "[[event]]\nat = 1\nspeed = 1\nworker = 2",
+            "worker 2 does not exist then: .* 0 to 1",
+        ),
         ("[[event]]\nat = 1\nspeed = 1\nworker = -1", "worker must be at least 0, got -1"),
         ("[[event]]\nat = 1\nspeed = 1\nworker = 0.5", "worker must be an integer"),
         (
             "[[event]]\nat = 1\nspeed = 1\n[[event]]\nat = 2\ndie = true",
-            "event 2: die: .*fixed set",
+            "event 2: die = true needs worker = RANK, and nothing else",
         ),
-        ("[[event]]\nat = 1\njoin = true", "event 1: join: a run has a fixed set of workers"),
+        ("[[event]]\nat = 1\ndie = true\nworker = 0\nspeed = 1", "and nothing else"),
+        ("[[event]]\nat = 1\ndie = true\nworker = 0\njoin = true", "and nothing else"),
+        ("[[event]]\nat = 1\njoin = false", "event 1: join must be true, got False"),
+        ("[[event]]\nat = 1\njoin = true\nworker = 1", "event 1: worker 1 is alive then"),
+        ("[[event]]\nat = 1\njoin = true\nworker = 2", "event 1: worker 2 does not exist then"),
+        (
+            "[[event]]\nat = 9\njoin = true\n[[event]]\nat = 2\ndie = true\nworker = 2",
+            "event 2: worker 2 does not exist then",
+        ),
+        (
+            "[[event]]\nat = 2\ndie = true\nworker = 1\n[[event]]\nat = 1\ndie = true\nworker = 1",
+            "event 1: worker 1 is dead then",
+        ),
+        (
+            "[[event]]\nat = 2\ndie = true\nworker = 1\n[[event]]\nat = 1\ndie = true\nworker = 0",
+            "event 1: no worker is left",
+        ),
     ],
 )
 def test_malformed_files_are_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -185,4 +185,8 @@ def test_a_lost_connection_is_opened_again() -> None:
     base.put(LATEST_TRAINING, "one")
     base.within("one").put("ended", True)
     assert one.training_has_ended()
+    keeper = LaunchStore(address, kept)
+    assert keeper.other_launchers() == 1  # it has announced itself again
+    one.say_goodbye()
+    assert keeper.other_launchers() == 0
     assert isinstance(kept, dist.TCPStore)  # type: ignore[attr-defined]

@@ -23,14 +23,13 @@ from offbeat.cli.options import RunOptions
 from offbeat.cli.view import console
 from offbeat.errors import OffbeatError
 from offbeat.lab.job import LEASED, Job
+from offbeat.lab.launch.cores import share_cores
 from offbeat.lab.launch.runners import ExternalLauncher, Loopback, Runner, ShapedLinks
-from offbeat.lab.methods.registry import parse_method
+from offbeat.lab.methods.registry import is_elastic
 from offbeat.lab.scenario import Scenario
-from offbeat.lab.train import choose_backend, share_cores
+from offbeat.lab.train import choose_backend
 from offbeat.launcher.launch import Launch, launch
 from offbeat.launcher.worker import PRELOADED, Program
-from offbeat.strategies import Strategy
-from offbeat.strategies.base import CustomFlow
 from offbeat.units import to_bandwidth, to_seconds
 
 
@@ -90,8 +89,7 @@ def train_elastic(job: Job, bandwidth: str | None) -> NoReturn:
     require_file("--records", None if job.log is None else Path(job.log))
     job = replace(job, live=True, evaluations=1, partition=LEASED)
     job.check()
-    method = parse_method(job.strategy)
-    if not isinstance(method, Strategy) or isinstance(method.averages(), CustomFlow):
+    if not is_elastic(job.strategy):
         raise ValueError(f"--elastic with {job.strategy}: a baseline needs all its workers")
     text = json.dumps(asdict(job))
     settings = Launch(

@@ -64,7 +64,7 @@ class VirtualClusterOptions(NodeOptions):
     )
     scenario: Path | None = option(
         None,
-        help="TOML file of speeds and bandwidths that change during the run.",
+        help="TOML file of deaths, joins, speeds and bandwidths during the run.",
         panel=Panel.WORKERS,
         metavar="FILE",
     )

@@ -189,6 +189,10 @@ def _check_real(job: Job, bandwidth: str | None, options: VirtualClusterOptions)
     """Raise ValueError if real processes do not support the options."""
     require_no_simulator_options(options)
     scenario = Scenario.from_json(job.scenario)
+    if scenario.elastic:
+        raise ValueError(
+            f"--scenario {options.scenario} has deaths or joins, which need --simulate"
+        )
     stragglers = job.jitter or job.slow or scenario.slowdowns(job.workers)
     if options.step_time is None and stragglers:
         raise ValueError(STRAGGLERS_NEED_STEP_TIME)
@@ -219,7 +223,7 @@ def _virtual_cluster(job: Job, bandwidth: str, options: VirtualClusterOptions) -
         inside_latency=options.inside_latency,
         per_worker_changes=scenario.bandwidths(job.workers),
     )
-    slowdown = parse_slow(job.slow, job.workers)
+    slowdown = scenario.by_rank(parse_slow(job.slow, job.workers), job.workers)
     step_time: str | float = "1s" if options.step_time is None else options.step_time
     # Created before the slow measurement of the step time: the constructor finds mistakes.
     compute = Compute(

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from offbeat.lab.events import End, Evaluation, Event, Start, Step
 from offbeat.lab.job import Job
+from offbeat.lab.launch.cores import share_cores
 from offbeat.lab.recipes import find_recipe
-from offbeat.lab.train import share_cores, train_worker
+from offbeat.lab.train import train_worker
 
 _PROGRESS_SECONDS = 5.0  # time between two lines of progress
 

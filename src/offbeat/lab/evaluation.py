@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from offbeat.averaging.buckets import as_real, pack_mixed, staging_dtype, unpack
 from offbeat.errors import CommunicationError, OffbeatError
+from offbeat.lab.events import Evaluation
 from offbeat.lab.recipes.held_out import HeldOut
 
 MAX_EVALUATIONS = 24
@@ -37,11 +38,13 @@ class Snapshot:
         step: Number of steps.
         seconds: Training seconds of this worker at this step.
         tensors: This worker's tensors in host memory, as ``Method.snapshot`` returns them.
+        last: True at the end of the run, where the model is the same on all workers.
     """
 
     step: int
     seconds: float
     tensors: list[Tensor]
+    last: bool = False
 
 
 def evenly(steps: int, number: int) -> set[int]:
@@ -114,6 +117,15 @@ def evaluate_together(
     """
     share = evaluate.share(model, dist.get_rank(), dist.get_world_size())
     return evaluate.combine(gather(share, device, "the shares of an evaluation"))
+
+
+def evaluation_of(
+    model: nn.Module, metrics: dict[str, float], metric: str, step: int, seconds: float
+) -> Evaluation:
+    """Return the event of an evaluation of ``model``. ``metric`` is that of the recipe."""
+    # Not the buffers: an attention mask can hold -inf.
+    finite = all(bool(p.detach().isfinite().all()) for p in model.parameters())
+    return Evaluation(step, seconds, metrics[metric], metrics, finite)
 
 
 def gather(value: Any, device: torch.device, what: str) -> list[Any]:

@@ -19,6 +19,7 @@ from offbeat.lab.evaluation import (
     affordable_evaluations,
     average_over_workers,
     evaluate_together,
+    evaluation_of,
     evenly,
     gather,
     storable_evaluations,
@@ -39,6 +40,7 @@ class Evaluator:
         device: A device whose tensors the communication backend can send.
         emit: Function that receives the events, except evaluations returned by ``after_step``.
         number: Number of evaluations. None: the run chooses it.
+        keep: Function that receives the snapshots. None: ``finish`` evaluates them.
 
     Attributes:
         over: True if a live evaluation has found that the training has reached ``job.max_seconds``.
@@ -52,6 +54,7 @@ class Evaluator:
         device: torch.device,
         emit: Callable[[Event], None],
         number: int | None,
+        keep: Callable[[Snapshot], object] | None = None,
     ) -> None:
         self._job, self._task, self._metric = job, task, metric
         self._device, self._emit = device, emit
@@ -60,7 +63,8 @@ class Evaluator:
         self._chosen, self._most = number is not None, number or self._most_evaluations()
         self._steps = evenly(task.steps, self._most)
         self._snapshots: list[Snapshot] = []
-        self._passed: int | None = None  # step up to which evaluations were made; None: at first
+        self._keep = keep or self._snapshots.append
+        self._passed = task.position  # step up to which evaluations were made; None: not known
         self.over = False
 
     def _most_evaluations(self) -> int:
@@ -69,7 +73,7 @@ class Evaluator:
             return min(MAX_EVALUATIONS, self._task.steps)
         snapshot_bytes = sum(tensor.nbytes for tensor in self._replica.everything())
         # Simulated workers share the memory of one process.
-        processes = dist.get_world_size() if self._simulated else 1
+        processes = self._job.workers if self._simulated else 1
         return storable_evaluations(self._task.steps, snapshot_bytes * processes)
 
     def after_step(self, method: Method) -> Evaluation | None:
@@ -81,7 +85,7 @@ class Evaluator:
         """
         position = self._task.position_after(method.step)
         if self._passed is None:
-            self._passed = 0 if self._task.position is not None else position - 1
+            self._passed = position - 1
         evaluation = None
         while (due := self._next_due(position)) is not None and not self.over:
             if evaluation is not None:
@@ -108,8 +112,13 @@ class Evaluator:
     def _evaluate_at(self, step: int, method: Method) -> Evaluation | None:
         if self._job.live:
             return self._evaluate_live(step, method)
-        self._snapshots.append(Snapshot(step, method.seconds, method.snapshot()))
+        self._keep(Snapshot(step, method.seconds, method.snapshot()))
         return None
+
+    def keep_last(self, method: Method) -> None:
+        """Pass the final model to ``keep``."""
+        step = self._task.position_after(method.step)
+        self._keep(Snapshot(step, method.seconds, self._replica.snapshot("cpu"), last=True))
 
     def _evaluate_live(self, step: int, method: Method) -> Evaluation | None:
         job, steps = self._job, self._task.steps
@@ -166,11 +175,8 @@ class Evaluator:
 
     def _evaluate(self, step: int, seconds: float) -> Evaluation:
         """Evaluate the model, which is the same on all workers. A collective."""
-        model = self._task.model
-        metrics = evaluate_together(self._task.evaluate, model, self._device)
-        # Not the buffers: an attention mask can hold -inf.
-        finite = all(bool(p.detach().isfinite().all()) for p in model.parameters())
-        return Evaluation(step, seconds, metrics[self._metric], metrics, finite)
+        metrics = evaluate_together(self._task.evaluate, self._task.model, self._device)
+        return evaluation_of(self._task.model, metrics, self._metric, step, seconds)
 
     def _choose(self, evaluation_seconds: float, training_seconds: float) -> int:
         """Return the number of evaluations that rank 0 finds affordable. A collective."""

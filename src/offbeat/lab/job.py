@@ -46,9 +46,9 @@ class Job:
       the simulator.
     - ``jitter``, ``slow``: artificial stragglers, for which steps take longer. Real workers require
       ``step_seconds``.
-    - ``scenario``: changes of speeds and bandwidths during the run, as JSON text (see
-      ``lab.scenario``). On real workers, speeds require ``step_seconds``. The runner of the job has
-      to change the bandwidths, and in the simulator also the speeds.
+    - ``scenario``: deaths and joins of workers, and changes of speeds and bandwidths, as JSON text
+      (see ``lab.scenario``). On real workers, speeds require ``step_seconds``. The runner of the
+      job carries out all but the speeds of real workers.
     - ``live``: True to evaluate during the training, inside a consensus. The metric is known at
       once, but what is in flight lands early. Runs with checkpoints require it.
     - ``workers_per_node``: number of workers of each simulated node.
@@ -244,8 +244,19 @@ class Job:
 
     def _check_leases(self) -> None:
         from offbeat.lab.methods.peer import Peer
-        from offbeat.lab.methods.registry import parse_method
+        from offbeat.lab.methods.registry import is_elastic, is_ideal, parse_method
+        from offbeat.lab.scenario import Scenario
 
+        if Scenario.from_json(self.scenario).elastic:
+            known = is_elastic(self.strategy) or is_ideal(self.strategy)
+            reasons = {
+                "others take over data, so add --partition leased": self.partition != LEASED,
+                f"{self.strategy} needs all its workers": not known,
+                "leave --max-seconds out, and set --epochs": self.max_seconds is not None,
+            }
+            for reason, given in reasons.items():
+                if given:
+                    raise ValueError(f"--scenario with deaths or joins: {reason}")
         if self.partition != LEASED:
             return
         refused = {

@@ -47,9 +47,6 @@ class LeasedBatches(Iterable[Any]):
         )
         self._loader = LeasedLoader(loader)
 
-    def __len__(self) -> int:
-        return self._task.steps
-
     def __iter__(self) -> Iterator[Any]:
         task, sampler = self._task, self._sampler
         for epoch in range(math.ceil(task.steps * self._workers / sampler.batches)):
@@ -58,4 +55,5 @@ class LeasedBatches(Iterable[Any]):
                 done = sampler.progress * sampler.batches / self._workers
                 task.position = min(task.steps, math.floor(done))
                 yield batch
+        yield from self._loader.leftovers()
         task.position = task.steps  # no batch is left

@@ -1,4 +1,4 @@
-"""Scenarios: speeds of workers and bandwidths of links that change during a run.
+"""Scenarios: workers that die and join, and speeds and bandwidths that change during a run.
 
 A scenario is a TOML file with one table ``[[event]]`` for each change, for example::
 
@@ -13,21 +13,34 @@ A scenario is a TOML file with one table ``[[event]]`` for each change, for exam
     speed = 1            # as usual again
     bandwidth = "10Mbit/s"
 
+    [[event]]
+    at = "50s"
+    worker = 2
+    die = true           # its process is killed
+
+    [[event]]
+    at = "60s"
+    join = true          # a further worker; with worker = 2, that one comes back as a new process
+
+Each further worker has the next number. A worker that comes back has its earlier speed and
+bandwidth. Simulated processes are numbered by their *rank*, in the order of their start.
+
 A *job* stores the events of its scenario as JSON text, which does not depend on the file.
 """
 
 import json
+import math
 import tomllib
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from offbeat.arguments import Range, did_you_mean, require_integer, require_number
 from offbeat.units import to_bandwidth, to_seconds
 
-_KEYS = ("at", "worker", "speed", "bandwidth")
+_KEYS = ("at", "worker", "speed", "bandwidth", "die", "join")
 _SPEED = Range(above=0, hint="0.5: half as fast")
-_MEMBERSHIP = ("die", "join")
 
 Changes: TypeAlias = dict[Any, dict[int, float]]
 """Values by time in seconds and by rank."""
@@ -39,16 +52,33 @@ class ScenarioEvent:
 
     Attributes:
         at: Time from which the change holds, in seconds since the start of the training (≥ 0).
-        worker: Rank of the worker. None: all workers.
+        worker: Number of the worker. None: all workers.
         speed: Speed relative to the usual one (> 0; 0.5 is half as fast). None: no change.
         bandwidth: Bandwidth of the worker's link in both directions, in bits per second. None: no
             change.
+        alive: False: the process of the worker is killed. True: a new one starts. None: no change.
     """
 
     at: float
     worker: int | None = None
     speed: float | None = None
     bandwidth: float | None = None
+    alive: bool | None = None
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a worker.
+
+    Attributes:
+        worker: Number of the worker.
+        start: Time of its start, in seconds since the start of the training.
+        end: Time at which it is killed; infinite if it is not.
+    """
+
+    worker: int
+    start: float = 0.0
+    end: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -81,13 +111,13 @@ class Scenario:
         events = tables.get("event", [])
         if not isinstance(events, list) or not events:
             raise ValueError(f"scenario {path}: it must have one or more tables [[event]]")
-        read = []
+        read: list[tuple[int, ScenarioEvent]] = []
         for number, values in enumerate(events, start=1):
             try:
-                read.append(_read_event(values, workers))
+                read.append((number, _read_event(values)))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"scenario {path}, event {number}: {error}") from None
-        return cls(tuple(sorted(read, key=lambda event: event.at)))
+        return cls(_numbered(sorted(read, key=lambda each: each[1].at), workers, path))
 
     @classmethod
     def from_json(cls, text: str | None) -> "Scenario":
@@ -98,6 +128,22 @@ class Scenario:
         events = ({k: v for k, v in asdict(e).items() if v is not None} for e in self.events)
         return json.dumps([*events])
 
+    @property
+    def elastic(self) -> bool:
+        """True if workers die or join."""
+        return any(event.alive is not None for event in self.events)
+
+    def processes(self, workers: int) -> list[Process]:
+        """Return the processes of a run that begins with ``workers`` workers, by rank."""
+        processes = [Process(worker) for worker in range(workers)]
+        for event in self.events:
+            if event.alive and event.worker is not None:
+                processes.append(Process(event.worker, event.at))
+            elif event.alive is False:
+                rank = max(r for r, each in enumerate(processes) if each.worker == event.worker)
+                processes[rank] = replace(processes[rank], end=event.at)
+        return processes
+
     def slowdowns(self, workers: int) -> Changes:
         """Return factors on the compute time; see ``Compute.changes``."""
         speeds = self._changes("speed", workers)
@@ -107,18 +153,53 @@ class Scenario:
         """Return bits per second; see ``Network.per_worker_changes``."""
         return self._changes("bandwidth", workers)
 
+    def by_rank(self, values: Mapping[int, float], workers: int) -> dict[int, float]:
+        """Return values by rank, given ``values`` by the number of the worker."""
+        processes = enumerate(self.processes(workers))
+        return {rank: values[each.worker] for rank, each in processes if each.worker in values}
+
     def _changes(self, name: str, workers: int) -> Changes:
         """Return the values of an attribute. Of several at the same time, the last one counts."""
         changes: Changes = {}
+        every = {process.worker for process in self.processes(workers)}
         for event in self.events:
             value = getattr(event, name)
             if value is not None:
-                ranks = range(workers) if event.worker is None else (event.worker,)
-                changes.setdefault(event.at, {}).update(dict.fromkeys(ranks, value))
+                changed = every if event.worker is None else (event.worker,)
+                values = self.by_rank(dict.fromkeys(changed, value), workers)
+                changes.setdefault(event.at, {}).update(values)
         return changes
 
 
-def _read_event(values: Any, workers: int) -> ScenarioEvent:
+def _numbered(
+    events: Sequence[tuple[int, ScenarioEvent]], workers: int, path: Path
+) -> tuple[ScenarioEvent, ...]:
+    """Return the events, and give each further worker its number.
+
+    ``events`` are pairs of a number in the file and an event, in the order of the times.
+
+    Raises:
+        ValueError: an event does not fit to the workers that exist or are alive at its time.
+    """
+    alive, known, result = {*range(workers)}, workers, []
+    for number, event in events:
+        worker, reason = event.worker, ""
+        if event.alive and worker is None:
+            worker, known = known, known + 1
+        if worker is not None and worker >= known:
+            reason = f"worker {worker} does not exist then: ranks are 0 to {known - 1}"
+        elif event.alive is not None and worker is not None:
+            if event.alive == (worker in alive):
+                reason = f"worker {worker} is {'alive' if event.alive else 'dead'} then"
+            alive ^= {worker}
+            reason = reason or ("" if alive else "no worker is left")
+        if reason:
+            raise ValueError(f"scenario {path}, event {number}: {reason}")
+        result.append(replace(event, worker=worker))
+    return tuple(result)
+
+
+def _read_event(values: Any) -> ScenarioEvent:
     """Return the event in a table of the file.
 
     Raises:
@@ -127,11 +208,6 @@ def _read_event(values: Any, workers: int) -> ScenarioEvent:
     if not isinstance(values, dict):
         raise TypeError(f"must be a table [[event]], got {values!r}")
     for key in values:
-        if key in _MEMBERSHIP:
-            raise ValueError(
-                f"{key}: a run has a fixed set of workers, because all of them take part in its "
-                "evaluations; offbeat.simulate has the faults Kill and Join"
-            )
         if key not in _KEYS:
             raise ValueError(
                 f"unknown key {key!r}{did_you_mean(key, _KEYS)}; there are {', '.join(_KEYS)}"
@@ -139,17 +215,21 @@ def _read_event(values: Any, workers: int) -> ScenarioEvent:
     if "at" not in values:
         raise ValueError('without "at", the time of the event, as in at = "20s"')
     if values.keys() <= {"at", "worker"}:
-        raise ValueError("changes nothing: give speed, bandwidth or both")
+        raise ValueError("changes nothing: give speed, bandwidth, die or join")
     worker, speed, bandwidth = (values.get(key) for key in ("worker", "speed", "bandwidth"))
     if worker is not None:
         require_integer("worker", worker, least=0)
-        if worker >= workers:
-            raise ValueError(f"worker {worker} does not exist: ranks are 0 to {workers - 1}")
     if speed is not None:
         require_number("speed", speed, _SPEED)
+    for key in ("die", "join"):
+        if values.get(key, True) is not True:
+            raise ValueError(f"{key} must be true, got {values[key]!r}")
+    if "die" in values and (worker is None or values.keys() - {"at", "worker", "die"}):
+        raise ValueError("die = true needs worker = RANK, and nothing else")
     return ScenarioEvent(
         at=to_seconds(values["at"], allow_zero=True),
         worker=worker,
         speed=None if speed is None else float(speed),
         bandwidth=None if bandwidth is None else to_bandwidth(bandwidth),
+        alive=False if "die" in values else True if "join" in values else None,
     )

@@ -28,9 +28,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat.attach import attach
 from offbeat.data import DataInjection, injected_batch_size
-from offbeat.errors import OffbeatError
+from offbeat.errors import EndedError, OffbeatError
 from offbeat.lab.checkpoints import EventLog, RunCheckpoints
-from offbeat.lab.evaluation import gather
+from offbeat.lab.evaluation import Snapshot, gather
 from offbeat.lab.evaluator import Evaluator
 from offbeat.lab.events import (
     End,
@@ -42,9 +42,11 @@ from offbeat.lab.events import (
     to_json,
 )
 from offbeat.lab.job import LEASED, Job
+from offbeat.lab.launch.cores import share_cores
 from offbeat.lab.launch.stop_request import StopRequest
 from offbeat.lab.leased import LeasedBatches
-from offbeat.lab.methods.base import Attached, Baseline, Method
+from offbeat.lab.methods.base import Attached, Baseline, Elastic, Method
+from offbeat.lab.methods.ideal import SharedIdeal
 from offbeat.lab.methods.registry import is_ideal, parse_method
 from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.recipes.datasets import to_device
@@ -52,7 +54,7 @@ from offbeat.lab.samplers import Batches, parse_injection
 from offbeat.lab.scenario import Scenario
 from offbeat.lab.timing.padding import STRAGGLERS_NEED_STEP_TIME, PaddedLoss, parse_slow
 from offbeat.lab.timing.time_limit import TimeLimit
-from offbeat.strategies import Strategy
+from offbeat.strategies import BSP, Strategy
 from offbeat.synchronizer import Synchronizer
 
 
@@ -81,6 +83,8 @@ def train_worker(
     stop_request: StopRequest | None = None,
     *,
     rank: int | None = None,
+    keep: Callable[[Snapshot], object] | None = None,
+    ideal_steps: Iterator[tuple[float, int]] | None = None,
 ) -> None:
     """Run ``job`` on this worker. A collective.
 
@@ -99,17 +103,40 @@ def train_worker(
         stop_request: Object through which the run can be asked to stop early. Requires
             ``job.checkpoints``.
         rank: Number from which the seed of this worker is computed. None: its rank.
+        keep: Function that receives this worker's snapshots, the last one at the end. The run then
+            has no evaluations and no ``End``, and its workers may die and join. None: the workers
+            evaluate together.
+        ideal_steps: Steps of ``SharedIdeal``, with which this worker, the only one, trains. None:
+            train with the job's method.
     """
-    emit = emit if dist.get_rank() == 0 else (lambda event: None)
-    _Worker(job, emit, dist.get_rank() if rank is None else rank).run(stop_request)
+    rank = dist.get_rank() if rank is None else rank
+    worker = _Worker(job, emit, rank, keep, ideal_steps)
+    try:
+        worker.run(stop_request)
+    except EndedError:
+        if keep is None or worker.method is not None:
+            raise  # otherwise this worker was to join when the others had finished
 
 
 class _Worker:
     """One worker of a run."""
 
-    def __init__(self, job: Job, emit: Callable[[Event], None], rank: int) -> None:
-        self._rank = rank
-        self._job, self._device, self._emit = job, worker_device(), EventLog(emit)
+    def __init__(
+        self,
+        job: Job,
+        emit: Callable[[Event], None],
+        rank: int,
+        keep: Callable[[Snapshot], object] | None,
+        ideal_steps: Iterator[tuple[float, int]] | None,
+    ) -> None:
+        self._rank, self._keep, self._ideal_steps = rank, keep, ideal_steps
+        self.method: Method | None = None
+        self._emit = EventLog(lambda event: emit(event) if self._reports() else None)
+        self._job, self._device = job, worker_device()
+        # With the baseline ideal, several workers have equal shares.
+        self._leases = job.partition == LEASED and not (
+            is_ideal(job.strategy) and ideal_steps is None
+        )
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._recipe = find_recipe(job.recipe)
@@ -121,19 +148,26 @@ class _Worker:
         self._padding: PaddedLoss | None = None
         self._read_loss_at = 0.0
 
+    def _reports(self) -> bool:
+        """Return True on rank 0. If that worker dies, another one gets this rank."""
+        method = self.method
+        return (method.sync.rank if isinstance(method, Elastic) else dist.get_rank()) == 0
+
     def run(self, stop_request: StopRequest | None) -> None:
         job, task, emit = self._job, self._task, self._emit
         emit(Waiting("connecting to the other workers"))
         self._control_step_times()
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(job.seed * 1000 + self._rank)  # ranks draw different augmentation and dropout
-        if job.partition == LEASED:
+        if self._leases:
             task.position = 0
-        method = self._start_method()
+        method = self.method = self._start_method()
         emit(Start(task.steps, sum(p.nbytes for p in task.model.parameters())))
         checkpoints = RunCheckpoints(job, task, method, emit)
         number = checkpoints.resume() or job.evaluations
-        evaluator = Evaluator(job, task, self._recipe.metric, self._device, emit, number)
+        evaluator = Evaluator(
+            job, task, self._recipe.metric, self._device, emit, number, self._keep
+        )
         limit = self._time_limit(method)
         if checkpoints.stop_if_requested(stop_request, task.steps):
             return
@@ -149,6 +183,8 @@ class _Worker:
             evaluator.data_ended(method)
         emit(Waiting("finishing"))
         method.finish()
+        if self._keep is not None:
+            return evaluator.keep_last(method)
         totals = gather(self._totals(method), self._device, "the totals of all workers")
         emit(Waiting("evaluating"))
         evaluator.finish(method)
@@ -183,8 +219,14 @@ class _Worker:
                 log=job.log,
                 non_finite="warn",  # a run that diverges is a result, and tuning continues after it
                 timeout_seconds=job.timeout_seconds,
+                min_workers=None if self._keep is None else 1,
             )
 
+        if self._ideal_steps is not None:
+            sync = attach_strategy(BSP())
+            return SharedIdeal(
+                task, job.lr_scale, sync, workers=job.workers, steps=self._ideal_steps
+            )
         chosen = parse_method(job.strategy)
         if isinstance(chosen, Baseline):
             return chosen.start(
@@ -193,6 +235,8 @@ class _Worker:
         sync = attach_strategy(chosen)
         if isinstance(task.scheduler, LRScheduler):
             sync.share_state(task.scheduler.state_dict, task.load_scheduler)
+        if self._keep is not None:
+            return Elastic(task, job.lr_scale, sync)
         return Attached(task, job.lr_scale, sync)
 
     def _control_step_times(self) -> None:
@@ -243,45 +287,21 @@ class _Worker:
         """
         job, task = self._job, task or self._task
         readers = task.readers if self._device.type == "cuda" else 0
-        leases = job.partition == LEASED and not is_ideal(job.strategy)  # whose shares are equal
-        if leases and isinstance(method, Attached):
-            leased = LeasedBatches(
-                task, method.sync, workers=job.workers, seed=job.seed, readers=readers
-            )
-            for batch in leased:
-                yield to_device(batch, self._device)
-            return
-        sampler = job.sampler_for(task, dist.get_rank())
-        done = 0 if method is None else method.step
-        batches: Iterable[Any] = Batches(task, sampler, readers=readers, done=done)
-        if job.injection is not None and isinstance(method, Attached):
-            alpha, beta = parse_injection(job.injection)
-            size = injected_batch_size(task.batch_size, alpha, beta, method.sync.size)
-            loader = Batches(task, sampler, size=size, readers=readers)
-            batches = DataInjection(loader, alpha, beta, sync=method.sync, seed=job.seed)
+        batches: Iterable[Any]
+        if self._leases and isinstance(method, Attached):
+            sync, seed = method.sync, job.seed
+            batches = LeasedBatches(task, sync, workers=job.workers, seed=seed, readers=readers)
+        else:
+            sampler = job.sampler_for(task, dist.get_rank())
+            done = 0 if method is None else method.step
+            batches = Batches(task, sampler, readers=readers, done=done)
+            if job.injection is not None and isinstance(method, Attached):
+                alpha, beta = parse_injection(job.injection)
+                size = injected_batch_size(task.batch_size, alpha, beta, method.sync.size)
+                loader = Batches(task, sampler, size=size, readers=readers)
+                batches = DataInjection(loader, alpha, beta, sync=method.sync, seed=job.seed)
         for batch in batches:
             yield to_device(batch, self._device)
-
-
-def share_cores(workers: int, rank: int | None = None) -> None:
-    """Limit this process to its share of this machine's cores.
-
-    Torch gets ⌊cores / workers⌋ threads, at least 1. On Linux, a process with a ``rank`` is also
-    pinned to its cores: with 8 cores and 4 workers, rank 1 runs on cores 2 and 3. If there are more
-    workers than cores, several share a core. Nothing is pinned if the cores cannot be divided
-    evenly. Without pinning, the scheduler may let one busy process run twice as fast as another for
-    seconds.
-
-    ``workers`` is the number of worker processes on this machine, ``rank`` the rank of this process
-    among them. Without a rank, nothing is pinned.
-    """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    torch.set_num_threads(max(1, (len(cores) or os.cpu_count() or 1) // workers))
-    if rank is None or not cores or (workers % len(cores) and len(cores) % workers):
-        return
-    each = max(1, len(cores) // workers)
-    first = rank * each % len(cores)
-    os.sched_setaffinity(0, cores[first : first + each])
 
 
 def import_from_current_directory() -> None:

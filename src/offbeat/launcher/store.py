@@ -5,13 +5,15 @@ in a file has no keeper. Launchers use these keys:
 
 - ``offbeat/launch/workers``: the first launcher's ``--workers``, such as ``"2:4"``;
 - ``offbeat/launch/announced`` and ``offbeat/launch/left``: how many other launchers have begun to
-  use the store, and how many of them no longer need it;
+  use the store, and how many of them no longer need it; ``offbeat/launch/announced/<name>`` for
+  each of them that has begun;
 - ``offbeat/launch/process/<name>``: key prefix of the training, and rank, of a process that trains.
 """
 
 import errno
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -93,7 +95,7 @@ class LaunchStore:
         self._kept = None if kept is None else SharedStore(kept, address)
         self._connection = self._kept
         self._training_ended = False
-        self._announced = False
+        self._announced, self._name = False, uuid.uuid4().hex
 
     def agree_on_workers(self, workers: str | None, interrupted: Callable[[], bool]) -> str | None:
         """Return the number of workers, which all launchers of a store share.
@@ -142,13 +144,19 @@ class LaunchStore:
     def announce(self) -> None:
         """Tell the launcher that keeps the store that this one uses it, until ``say_goodbye``."""
         if self._kept is None and not self.address.startswith("file://"):
-            self._announced = self._query(lambda store: store.store.add(_ANNOUNCED, 1)) is not None
+            self._announced = True
+            self._query(self._count_in)
+
+    def _count_in(self, store: SharedStore) -> None:
+        """Count this launcher in ``store`` once: another store if its keeper was started again."""
+        if store.store.add(f"{_ANNOUNCED}/{self._name}", 1) == 1:
+            store.store.add(_ANNOUNCED, 1)
 
     def say_goodbye(self) -> None:
         """Tell the launcher that keeps the store that this one no longer uses it."""
         if self._announced:
-            self._announced = False
             self._query(lambda store: store.store.add(_LEFT, 1))
+            self._announced = False
 
     def other_launchers(self) -> int:
         """Return how many other launchers use the store that this process keeps.
@@ -187,6 +195,8 @@ class LaunchStore:
         try:
             if self._connection is None:
                 self._connection = _connect(self.address)
+                if self._announced:
+                    call_within(_QUERY_SECONDS, partial(self._count_in, self._connection))
             return call_within(_QUERY_SECONDS, partial(function, self._connection))
         except (RuntimeError, OSError):
             self._connection = self._kept

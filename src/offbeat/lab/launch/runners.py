@@ -1,5 +1,6 @@
 """Runners: ways to run a job's workers, on real processes or in the simulator."""
 
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -12,15 +13,18 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from offbeat.lab.evaluation import gather
+from offbeat.lab.evaluation import Snapshot, gather
 from offbeat.lab.events import Event
-from offbeat.lab.job import Job
+from offbeat.lab.job import LEASED, Job
 from offbeat.lab.launch.cluster import Cluster, require_shapable
+from offbeat.lab.launch.elastic import evaluate
 from offbeat.lab.launch.processes import run_job
 from offbeat.lab.launch.timetable import timetable
+from offbeat.lab.methods.ideal import summed_speeds
 from offbeat.lab.methods.registry import is_ideal, require_virtual
+from offbeat.lab.scenario import Scenario
 from offbeat.lab.train import train_worker, worker_device
-from offbeat.simulate import Compute, Network, Simulation, simulate
+from offbeat.simulate import Compute, Join, Kill, Network, Simulation, simulate
 from offbeat.units import show_bandwidth, show_seconds
 
 _IDEAL_NETWORK = Network(1e30, latency=0.0)
@@ -182,13 +186,30 @@ class VirtualCluster(Runner):
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
         require_virtual(job.strategy)
+        ideal, compute, workers = is_ideal(job.strategy), self.compute, job.workers
+        scenario = Scenario.from_json(job.scenario)
+        processes = scenario.processes(workers)
+        elastic, kept = scenario.elastic and not ideal, list[Snapshot]()
+        arguments: dict[str, Any] = {"keep": kept.append} if elastic else {}
+        joins = [Join(at=process.start) for process in processes[workers:]]
+        deaths = [
+            Kill(worker=rank, at=process.end)
+            for rank, process in enumerate(processes)
+            if process.end < math.inf
+        ]
+        if ideal and job.partition == LEASED:  # one worker trains in place of all
+            arguments["ideal_steps"] = summed_speeds(compute, processes, job.seed)
+            compute, workers = Compute(compute.step), 1
         self.last = simulate(
-            partial(train_worker, job, on_event),
-            workers=job.workers,
-            network=_IDEAL_NETWORK if is_ideal(job.strategy) else self.network,
-            compute=self.compute,
+            partial(train_worker, job, on_event, **arguments),
+            workers=workers,
+            network=_IDEAL_NETWORK if ideal else self.network,
+            compute=compute,
             seed=job.seed,
+            faults=[*joins, *deaths] if elastic else [],
         )
+        if elastic:
+            evaluate(job, kept, [*filter(None, self.last.stats)], on_event)
 
 
 def describe_machine() -> str:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
+from offbeat.data.leasing.access import team_of
 from offbeat.lab.recipes import Task
 from offbeat.lab.timing.time_limit import Clock
 from offbeat.strategies import Strategy
@@ -106,13 +107,21 @@ class Attached(Method):
 
     @override
     def train(self, batch: Any) -> None:
+        self._backward(batch)
+        self._optimize()
+
+    def _backward(self, batch: Any, weight: float = 1.0) -> None:
+        """Add the gradient of one batch, times ``weight``."""
+        loss = self._task.loss(self._task.model, batch)
+        (weight * loss).backward()
+        self.loss = loss.detach()
+
+    def _optimize(self) -> None:
+        """Take a step with the gradients."""
         task, sync = self._task, self.sync
         with task.scaled_lr(self._lr_scale):
-            loss = task.loss(task.model, batch)
-            loss.backward()
             if task.clip_norm is not None:
                 sync.clip_grad_norm_(task.clip_norm)
-            self.loss = loss.detach()
             sync.record(loss=self.loss)
             if task.position is None:  # otherwise the number of this worker's steps is unknown
                 sync.record(total_steps=task.steps)
@@ -130,6 +139,30 @@ class Attached(Method):
     @override
     def finish(self) -> None:
         self.sync.finish()
+
+
+class Elastic(Attached):
+    """Trains a task with workers that die and join, whose clocks all begin with the training.
+
+    Args:
+        task: The task.
+        lr_scale: Factor on the learning rate.
+        sync: Synchronizer of elastic training.
+    """
+
+    def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
+        super().__init__(task, lr_scale, sync)
+        self._now = team_of(sync).host.now
+        self._start = self._now()
+        sync.share_state(lambda: (self._start, task.position), self._load)
+
+    def _load(self, state: tuple[float, int]) -> None:
+        self._start, self._task.position = state
+
+    @property
+    @override
+    def seconds(self) -> float:
+        return self._now() - self._start
 
 
 SAVING = ("checkpoints", "save_every", "resume")

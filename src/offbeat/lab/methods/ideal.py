@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from offbeat.lab.methods.base import Attached, Baseline, Method
 from offbeat.lab.recipes import Task
+from offbeat.lab.scenario import Process
 from offbeat.lab.timing.padding import PaddedLoss
 from offbeat.lab.timing.step_time import LocalTraining
 from offbeat.lab.timing.time_limit import Clock
@@ -40,7 +41,8 @@ class Ideal(Baseline):
       measures this step time on all workers at once, before and after the run. The mean is used,
       not the median, because the times of other methods include occasional slow steps, too.
     - In virtual time: the compute time without any wait for slower workers, mean over the workers.
-      With leased data: the time at the sum of the workers' speeds (``summed_speeds``).
+
+    With leased data in virtual time, ``SharedIdeal`` trains in place of this method.
     """
 
     name: ClassVar[str] = IDEAL
@@ -55,10 +57,12 @@ class Ideal(Baseline):
         batches: Callable[[], Iterable[Any]],
         timeout_seconds: float,
     ) -> Method:
+        loss = task.loss
         if dist.get_backend() == "simulated":
-            return (_Virtual if task.position is None else _Shared)(task, lr_scale, under(BSP()))
-        if isinstance(task.loss, PaddedLoss):
-            return _Planned(task, lr_scale, under(BSP()), task.loss)
+            sync = under(BSP())
+            return _Timed(task, lr_scale, sync, lambda: sync.stats.compute_seconds)
+        if isinstance(loss, PaddedLoss):
+            return _Timed(task, lr_scale, under(BSP()), lambda: loss.planned_seconds)
         local = LocalTraining(task, lr_scale, batches)
         local.measure()
         return _Measured(task, lr_scale, under(BSP()), local)
@@ -73,12 +77,6 @@ class _OnIdealNetwork(Attached):
     limited_clock: ClassVar[Clock] = "mean"
 
     @override
-    def train(self, batch: Any) -> None:
-        if self._task.position is not None:  # all workers take equally many steps
-            self._task.position = self.step + 1
-        super().train(batch)
-
-    @override
     def combine_seconds(self, seconds: Sequence[float]) -> float:
         return statistics.mean(seconds)
 
@@ -88,17 +86,19 @@ class _OnIdealNetwork(Attached):
         return replace(super().stats, wait_seconds=0.0, compute_seconds=self.seconds)
 
 
-class _Planned(_OnIdealNetwork):
-    """BSP on real processes with controlled step times."""
+class _Timed(_OnIdealNetwork):
+    """BSP with a known compute time, which ``clock`` returns."""
 
-    def __init__(self, task: Task, lr_scale: float, sync: Synchronizer, loss: PaddedLoss) -> None:
+    def __init__(
+        self, task: Task, lr_scale: float, sync: Synchronizer, clock: Callable[[], float]
+    ) -> None:
         super().__init__(task, lr_scale, sync)
-        self._loss = loss
+        self._clock = clock
 
     @property
     @override
     def seconds(self) -> float:
-        return self._loss.planned_seconds
+        return self._clock()
 
 
 class _Measured(_OnIdealNetwork):
@@ -126,56 +126,78 @@ class _Measured(_OnIdealNetwork):
         self._local.measure()
 
 
-class _Virtual(_OnIdealNetwork):
-    """BSP in virtual time, where the compute time is known exactly."""
+class SharedIdeal(_Timed):
+    """BSP of workers that share leased data, at the sum of their speeds. One worker computes it.
 
-    @property
-    @override
-    def seconds(self) -> float:
-        return self.sync.stats.compute_seconds
+    **Update**: that of BSP. A step uses one batch for each worker that is alive. The workers may
+    die and join. BatchNorm's running statistics receive these batches one after the other.
 
+    Args:
+        task: The task. Its samples are leased by this worker alone.
+        lr_scale: Factor on the learning rate.
+        sync: Synchronizer of this worker alone.
+        workers: Number of workers at the start.
+        steps: Time of the end of each step, in seconds, and its number of batches.
+    """
 
-class _Shared(_OnIdealNetwork):
-    """BSP in virtual time, timed as if faster workers took more of the data."""
-
-    def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
-        super().__init__(task, lr_scale, sync)
-        world: Any = dist.group.WORLD
-        cluster = world.cluster
-        self._times = summed_speeds(cluster.compute, sync.size, cluster.seed)
-        self._seconds = 0.0
+    def __init__(
+        self,
+        task: Task,
+        lr_scale: float,
+        sync: Synchronizer,
+        *,
+        workers: int,
+        steps: Iterator[tuple[float, int]],
+    ) -> None:
+        super().__init__(task, lr_scale, sync, lambda: self._ended)
+        self._workers, self._steps, self._ended = workers, steps, 0.0  # end of the last step
+        self._done = self._pending = 0  # batches of completed steps, of the step in progress
+        self._next: tuple[float, int] | None = None  # the step in progress
 
     @override
     def train(self, batch: Any) -> None:
-        super().train(batch)
-        self._seconds = next(self._times)
+        task = self._task
+        end, size = self._next = self._next or next(self._steps)
+        size = min(size, task.steps * self._workers - self._done)
+        self._backward(batch, 1 / size)
+        self._pending += 1
+        if self._pending == size:
+            self._done, self._pending, self._ended, self._next = self._done + size, 0, end, None
+        task.position = self._done // self._workers
+        if not self._pending:
+            self._optimize()
 
-    @property
-    @override
-    def seconds(self) -> float:
-        return self._seconds
 
+def summed_speeds(
+    compute: Compute, processes: Sequence[Process], seed: int
+) -> Iterator[tuple[float, int]]:
+    """Yield the ends of BSP's steps, and the numbers of their batches, if no worker ever waits.
 
-def summed_speeds(compute: Compute, workers: int, seed: int) -> Iterator[float]:
-    """Yield the times at which workers that never wait have taken N, 2N, … steps together.
+    A step has one batch for each worker that is alive at its start. What a worker has computed of a
+    batch counts, also if it is killed.
 
-    N is the number of workers. A step in progress counts in part.
+    Args:
+        compute: Compute time of the batches.
+        processes: The processes of the workers, by rank. There is always one that is alive.
+        seed: Seed of the jitter.
     """
-
-    def length(rank: int, step: int, now: float) -> float:
-        return compute.seconds(rank, step, seed) * compute.factor_at(rank, now)
-
-    lengths = [length(rank, 0, 0.0) for rank in range(workers)]
-    ends = [(seconds, rank, 0) for rank, seconds in enumerate(lengths)]
+    lengths: dict[int, float] = {}  # seconds of a batch, by rank
+    ends = [(process.start, rank, -1) for rank, process in enumerate(processes)]
     heapq.heapify(ends)
-    now, done, due = 0.0, 0.0, workers
+    now, done, size = 0.0, 0.0, sum(process.start == 0 for process in processes)
+    due = size
     while True:
         end, rank, step = ends[0]
-        speed = sum(1 / seconds for seconds in lengths)
-        while done + speed * (end - now) >= due:
+        speed = sum(1 / seconds for seconds in lengths.values())
+        while speed and done + speed * (end - now) >= due:
             now, done = now + (due - done) / speed, float(due)
-            due += workers
-            yield now
+            yield now, size
+            size = len(lengths)
+            due += size
         now, done = end, done + speed * (end - now)
-        lengths[rank] = length(rank, step + 1, now)
-        heapq.heapreplace(ends, (now + lengths[rank], rank, step + 1))
+        heapq.heappop(ends)
+        lengths.pop(rank, None)
+        if now < processes[rank].end:
+            factor = compute.factor_at(rank, now)
+            lengths[rank] = compute.seconds(rank, step + 1, seed) * factor
+            heapq.heappush(ends, (min(now + lengths[rank], processes[rank].end), rank, step + 1))

@@ -9,6 +9,7 @@ from offbeat.lab.methods.peer import Peer
 from offbeat.lab.methods.torchft import TorchftDiLoCo, TorchftLocalSGD
 from offbeat.registry import parse_strategy, read_settings
 from offbeat.strategies import Strategy
+from offbeat.strategies.base import CustomFlow
 
 PEERS: tuple[type[Peer], ...] = (
     DDP,
@@ -50,6 +51,12 @@ def is_ideal(text: str) -> bool:
 def is_peer(text: str) -> bool:
     """Return True if ``text`` begins with a peer's prefix. The rest may be invalid."""
     return text.strip().startswith(PREFIXES)
+
+
+def is_elastic(text: str) -> bool:
+    """Return True if the method that ``text`` names continues when workers die and join."""
+    method = parse_method(text)
+    return isinstance(method, Strategy) and not isinstance(method.averages(), CustomFlow)
 
 
 def require_virtual(text: str) -> None:
