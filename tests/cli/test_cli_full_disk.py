@@ -9,7 +9,7 @@ import pytest
 
 from cells import some
 from cli.commands import COMMAND, LIMIT, Call, plain, started, until
-from cli.test_cli_reports import OLD
+from cli.test_cli_reports import SAVED
 from disks import fill, small_disk
 from offbeat.cli import runs
 from offbeat.lab import report
@@ -38,7 +38,7 @@ def test_a_file_that_does_not_fit_is_named(
     name: str, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Writing fails without a name, as on a full disk. The run itself is not needed."""
-    result = read_results(OLD)
+    result = read_results(SAVED)
     monkeypatch.setattr(runs.comparison, "compare", lambda *_, **__: result)
     monkeypatch.setattr(runs, "_run_one", lambda job, runner: setattr(runner, "last", RUN))
 
@@ -49,7 +49,7 @@ def test_a_file_that_does_not_fit_is_named(
     monkeypatch.setattr(Path, "write_text", full)
     monkeypatch.setattr(report, "plot", lambda results, path: full(path))
     argv = {
-        "page.html": ("report", str(OLD), "-o", str(tmp_path / name)),
+        "page.html": ("report", str(SAVED), "-o", str(tmp_path / name)),
         "run.json": ("simulate", "digits", *VIRTUAL, "--json", str(tmp_path / name)),
     }.get(name, ("compare", "digits", "-s", "bsp", "--simulate", *VIRTUAL, "-o", str(tmp_path)))
     code, _, err = call(*argv)

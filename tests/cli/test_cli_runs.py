@@ -304,13 +304,17 @@ STUBBORN = """
 import sys, time
 from offbeat import cli
 
+def sleep():  # a signal just before a single long sleep would be handled after it
+    for _ in range(600):
+        time.sleep(0.1)
+
 def app(standalone_mode):
     try:
         print("at work", flush=True)
-        time.sleep(60)
+        sleep()
     finally:
         print("cleaning up", flush=True)
-        time.sleep(60)
+        sleep()
 
 cli.app = app
 cli.main()

@@ -27,13 +27,16 @@ def file(number):
         return os.readlink(f"/proc/self/fd/{number}")
     except OSError:
         return ""
-print(json.dumps({
+state = json.dumps({
     "folder": os.getcwd(), "environment": dict(os.environ), "group": os.getpgid(0),
     "pid": os.getpid(), "parent": os.getppid(), "path": sys.path,
     "all": [file(one) for one in os.listdir("/proc/self/fd")],
     "wakeup": signal.set_wakeup_fd(-1), "files": [file(one) for one in range(3)],
     "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
-}), flush=True)
+})
+with open("../" + os.environ["ONLY_HERE"] + ".state", "w") as out:
+    print(state, file=out)
+print("printed", flush=True)
 print("to errors", file=sys.stderr, flush=True)
 """
 SLEEP = "time.sleep(60)"
@@ -41,7 +44,11 @@ SLEEP = "time.sleep(60)"
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ForkedProcess]:
-    """Start a worker in an empty folder that writes its state to a file and runs ``ending``."""
+    """Start a worker in an empty folder that writes its state to a file and runs ``ending``.
+
+    The files ``NAME``, ``NAME.errors`` and ``NAME.state`` receive its events, standard error and
+    state.
+    """
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -57,7 +64,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fork
     return fork
 
 
-def state(path: Path) -> dict[str, Any]:
+def state(worker: Path) -> dict[str, Any]:
+    path = worker.with_suffix(".state")
     until(lambda: path.exists() and path.read_bytes().endswith(b"\n"), "a worker's state")
     found: dict[str, Any] = json.loads(path.read_text())
     return found
@@ -78,12 +86,14 @@ def test_a_fork_is_like_a_new_process(start: Callable[..., ForkedProcess], tmp_p
     own = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     assert found["environment"].items() >= own.items()
     assert found["environment"]["ONLY_HERE"] == "told"
-    files = [os.devnull, str(tmp_path / "told"), str(tmp_path / "told.errors")]
-    assert found["files"] == files
+    events, errors = str(tmp_path / "told"), str(tmp_path / "told.errors")
+    assert found["files"] == [os.devnull, errors, errors]
+    assert found["all"].count(events) == 1
+    assert Path(events).read_text() == "", "what a recipe prints is no event"
     assert not pipes & {*found["all"]}, "held by a worker, they would not tell the server's end"
     assert found["interrupt"]
     assert found["wakeup"] == -1
-    assert (tmp_path / "told.errors").read_text() == "to errors\n"
+    assert Path(errors).read_text().endswith("printed\nto errors\n")
     assert state(tmp_path / "beside")["parent"] == found["parent"]
     assert beside.poll() is None
     os.killpg(beside.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """A resumed run ends as if it had never been interrupted, and repeats its events."""
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,23 +121,6 @@ def test_without_save_every_only_the_end_is_saved(tmp_path: Path) -> None:
     assert again.final_metrics == first.final_metrics
     assert {path.name for path in tmp_path.iterdir()} == names
     assert not [event for event in events if isinstance(event, Step)]
-
-
-def test_a_checkpoint_of_an_older_version_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A field that the older version did not know must have its default."""
-    saving = replace(JOB, evaluations=2, checkpoints=str(tmp_path), save_every=15)
-    with monkeypatch.context() as older:
-        known = [name for name in asdict(JOB) if name != "step_seconds"]
-        older.setattr(
-            checkpoints, "asdict", lambda job: {name: asdict(job)[name] for name in known}
-        )
-        first, _ = trained(saving)
-    again, _ = trained(replace(saving, resume=True))
-    assert again.final_metrics == first.final_metrics
-    with pytest.raises(OffbeatError, match=r"step_seconds=None, this one has step_seconds=0\.5"):
-        trained(replace(saving, resume=True, step_seconds=0.5))
 
 
 @pytest.mark.sampled

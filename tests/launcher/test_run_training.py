@@ -85,7 +85,8 @@ def test_a_lost_worker_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ends = [json.loads(Path(f"{name}.ended").read_text()) for name in ("0-0", "1-1")]
     assert ends[0] == ends[1], "the same model"
     assert (ends[0]["size"], ends[0]["rank"]) == (2, 0)
-    assert out == ""
+    # gloo of torch 2.9 reports its connections on standard output
+    assert [line for line in out.splitlines() if "[Gloo] Rank" not in line] == []
 
 
 def test_a_worker_killed_after_the_training_is_a_failure(

@@ -332,8 +332,12 @@ def encode(job: Job, rank: int, rendezvous: str, stop_request: str | None = None
 def main() -> None:
     """Run one worker, described by ``sys.argv[1]``, the result of ``encode``.
 
-    An expected error is written as one line to standard error, and the exit status is 1.
+    An expected error is written as one line to standard error, and the exit status is 1. The
+    original standard output receives the events alone: what other code prints goes to standard
+    error, such as the lines in which gloo of torch 2.9 reports its connections.
     """
+    events = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     import_from_current_directory()
     values = json.loads(sys.argv[1])
     job, rank, path = Job(**values["job"]), values["rank"], values["stop_request"]
@@ -350,7 +354,7 @@ def main() -> None:
         share_cores(job.workers, rank)
         train_worker(
             job,
-            lambda event: print(to_json(event), flush=True),  # noqa: T201 - the pipe
+            lambda event: print(to_json(event), file=events, flush=True),
             None if path is None else StopRequest(path, job.workers),
         )
     except (OffbeatError, ValueError, TypeError, OSError, ImportError) as error:
