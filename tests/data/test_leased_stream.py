@@ -156,11 +156,11 @@ def train_and_die(rank: int, size: int) -> dict[str, Any]:
     def read(shard: int) -> Any:
         return DataLoader(Shard(shard), batch_size=None, num_workers=1)
 
-    training = Training(read=read, min_workers=1)
+    training = Training("local:period=2", read, min_workers=1)
     for batch in training.stream:
         training.train([batch])
         time.sleep(0.01)
-        if rank == 1 and len(training.used) >= 12 and 1 < batch[1] + 1 < LENGTHS[batch[0]]:
+        if rank == 1 and len(training.used) >= 20 and 1 < batch[1] + 1 < LENGTHS[batch[0]]:
             os.kill(os.getpid(), signal.SIGKILL)
     training.train(training.stream.leftovers())
     return training.finish()
