@@ -50,10 +50,13 @@ def _lines(
         else:
             yield path + bases
     chosen = options.get("members", True)
-    for name, member in thing.members.items():
+    members = thing.all_members if options.get("inherited_members") else thing.members
+    for name, member in members.items():
         if chosen is False or (isinstance(chosen, list) and name not in chosen):
             continue
-        if name.startswith("_") or member.is_alias or name in fields:  # an alias is an import
+        if name.startswith("_") or name in fields:
+            continue
+        if member.is_alias and not member.inherited:  # an import
             continue
         if not (thing.is_module and member.is_attribute):
             yield from _lines(f"{path}.{name}", member, {})

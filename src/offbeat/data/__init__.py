@@ -4,6 +4,7 @@ from offbeat.data.describe import PartitionTable, describe_partition
 from offbeat.data.injection import DataInjection
 from offbeat.data.leasing.loader import LeasedLoader
 from offbeat.data.leasing.sampler import LeasedSampler
+from offbeat.data.leasing.stream import LeasedStream
 from offbeat.data.partition import partition_by_label, partition_dirichlet
 from offbeat.data.selective import SelDPSampler
 from offbeat.data.senders import injected_batch_size
@@ -12,6 +13,7 @@ __all__ = [
     "DataInjection",
     "LeasedLoader",
     "LeasedSampler",
+    "LeasedStream",
     "PartitionTable",
     "SelDPSampler",
     "describe_partition",

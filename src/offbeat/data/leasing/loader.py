@@ -7,7 +7,49 @@ from offbeat.data.leasing.access import has_finishing, is_elastic, share_model
 from offbeat.data.leasing.sampler import LeasedSampler
 
 
-class LeasedLoader:
+class LeasedIterable(Iterable[Any]):
+    """Batches of leased data.
+
+    Attributes:
+        sampler: The ``LeasedSampler`` that leases the data.
+    """
+
+    sampler: LeasedSampler
+
+    def leftovers(self) -> Iterator[Any]:
+        """Iterate over what workers that were lost late have left of the epochs so far.
+
+        Use it in elastic training after the last epoch, if no sample may be missing. All workers
+        call it, and then ``finish``, without another collective between them::
+
+            for batch in loader.leftovers():
+                ...
+            sync.finish()
+
+        It waits for all workers and replaces their models by a common one. At its end all models
+        contain all samples of these epochs, so a worker may be lost afterwards, unless a worker has
+        called ``finish`` without it. If training is not elastic, there is nothing to iterate over
+        and no wait.
+        """
+        sync, known = self.sampler.sync, set[tuple[int, int, str]]()
+        if not is_elastic(sync):
+            return
+        while True:
+            with sync.consensus():
+                pass  # all workers have taken all their steps
+            share_model(sync)
+            if self.sampler.reclaim():
+                yield from self
+                continue
+            # The model contains what workers held before it was shared, but not what they hold
+            # since then. After ``finish`` a worker takes part in no further round.
+            outstanding = self.sampler.outstanding()
+            if outstanding <= known or has_finishing(sync):
+                return
+            known = outstanding
+
+
+class LeasedLoader(LeasedIterable):
     """Wraps a DataLoader whose batches come from a ``LeasedSampler``.
 
     The loader may have worker processes (``num_workers``): they read batches ahead of use, and the
@@ -47,35 +89,3 @@ class LeasedLoader:
         for batch in self.loader:
             self.sampler.hand_out()
             yield batch
-
-    def leftovers(self) -> Iterator[Any]:
-        """Iterate over what workers that were lost late have left of the epochs so far.
-
-        Use it in elastic training after the last epoch, if no sample may be missing. All workers
-        call it, and then ``finish``, without another collective between them::
-
-            for batch in loader.leftovers():
-                ...
-            sync.finish()
-
-        It waits for all workers and replaces their models by a common one. At its end all models
-        contain all samples of these epochs, so a worker may be lost afterwards, unless a worker has
-        called ``finish`` without it. If training is not elastic, there is nothing to iterate over
-        and no wait.
-        """
-        sync, known = self.sampler.sync, set[tuple[int, int, str]]()
-        if not is_elastic(sync):
-            return
-        while True:
-            with sync.consensus():
-                pass  # all workers have taken all their steps
-            share_model(sync)
-            if self.sampler.reclaim():
-                yield from self
-                continue
-            # The model contains what workers held before it was shared, but not what they hold
-            # since then. After ``finish`` a worker takes part in no further round.
-            outstanding = self.sampler.outstanding()
-            if outstanding <= known or has_finishing(sync):
-                return
-            known = outstanding

@@ -30,6 +30,9 @@ class Prefetch:
         leases: The leases of this worker.
         team: The workers, for the clock, the threads and the time limit.
         lost: Function that returns the numbers of the workers that were lost so far.
+
+    Attributes:
+        step_seconds: Recent mean time of a batch, or an estimate until it was measured.
     """
 
     def __init__(self, leases: Leases, team: Team, lost: Callable[[], Collection[int]]) -> None:
@@ -44,7 +47,7 @@ class Prefetch:
         self._changed: Promise[None] | None = None  # the training waits for it
         self._error: Exception | None = None
         self._used_at: float | None = None
-        self._step_seconds, self._lease_seconds = _STEP_SECONDS, 0.0  # recent means
+        self.step_seconds, self._lease_seconds = _STEP_SECONDS, 0.0  # recent means
         self._spent_seconds = 0.0  # time since the last lease of searches that found no chunk
         self._measured = False  # True once a step was measured
 
@@ -88,14 +91,14 @@ class Prefetch:
         now = self._team.host.now()
         if self._used_at is not None and now > self._used_at:
             seconds = now - self._used_at
-            self._step_seconds = _mean(self._step_seconds, seconds) if self._measured else seconds
+            self.step_seconds = _mean(self.step_seconds, seconds) if self._measured else seconds
             self._measured = True
         self._used_at = now
 
     @property
     def least_chunk(self) -> int:
         """Smallest number of batches in a chunk with which leases keep up with the training."""
-        return max(1, math.ceil(_CHUNK * self._lease_seconds / self._step_seconds))
+        return max(1, math.ceil(_CHUNK * self._lease_seconds / self.step_seconds))
 
     def finish(self, lease: Lease) -> None:
         """Acknowledge a chunk in the background."""
@@ -182,7 +185,7 @@ class Prefetch:
 
     def _wanted(self) -> int:
         """Return the number of batches to have in hand."""
-        return max(1, math.ceil(_IN_HAND * self._lease_seconds / self._step_seconds))
+        return max(1, math.ceil(_IN_HAND * self._lease_seconds / self.step_seconds))
 
     def _work(self) -> None:
         """Acknowledge and lease until there is no work."""

@@ -224,9 +224,14 @@ class LeasedSampler(Sampler[list[int]]):
 
     # -- what was trained on ---------------------------------------------------------------------
 
-    def count_by_loader(self) -> None:
-        """Let a loader call ``hand_out``. Otherwise every batch is handed out when it is drawn."""
+    def count_by_loader(self, batch_seconds: float | None = None) -> None:
+        """Let a loader call ``hand_out``. Otherwise every batch is handed out when it is drawn.
+
+        ``batch_seconds``: estimated time to train on a batch, until the sampler has measured it.
+        """
         self._counted_by_loader = True
+        if batch_seconds is not None:
+            self._prefetch.step_seconds = batch_seconds
 
     def hand_out(self) -> None:
         """Handle a batch, the oldest one drawn, that the training loop receives now."""
@@ -235,8 +240,12 @@ class LeasedSampler(Sampler[list[int]]):
         lease, number = batch.lease, batch.number
         share = lease.plan.progress(lease.chunk, number, self._batches_of(lease.epoch))
         self._progress = max(self._progress, lease.epoch + share)
-        self._acknowledge(synced_step_of(self.sync))
+        self.acknowledge()
         self._uses.setdefault(lease, _Use()).add(self.sync.step)
+
+    def acknowledge(self) -> None:
+        """Acknowledge the chunks that a mean contains. ``hand_out`` calls it. Never blocks."""
+        self._acknowledge(synced_step_of(self.sync))
 
     def _acknowledge(self, step: int) -> None:
         """Acknowledge the chunks that were trained on completely in steps up to ``step``."""
