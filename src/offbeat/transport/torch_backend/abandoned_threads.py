@@ -1,4 +1,4 @@
-"""Threads that are blocked in gloo or in a store, and that nobody waits for during training.
+"""Threads that are blocked in gloo or in a store, and that are left to themselves.
 
 If such a thread returned from torch while Python shuts down, the process would abort with
 "terminate called without an active exception". So Python waits for them at exit.
