@@ -144,6 +144,7 @@ class Faults:
             self.violations.append(f"no worker has taken the order to {order}")
 
     def _kill_in_attach(self) -> None:
+        wait_until(lambda: bool(self._training.trains()), _WHOLE_SECONDS)
         order = self._folder / "die-in-attach"
         (self._folder / "order").write_text(str(seconds := self._draw.uniform(0, 0.7)))
         (self._folder / "order").rename(order)
