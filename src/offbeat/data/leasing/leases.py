@@ -7,15 +7,15 @@ A *chunk* is a run of batches. A *board* is a key-value store that all workers s
                             workers that join later, too
     plan/<epoch>            the plan of the epoch (``Plan``); the first proposal is accepted
     cursor/<epoch>          number of chunks that workers were pointed at
-    held/<worker>           what the worker may hold (``_Held``). Written by this worker alone,
-                            before it points and before it leases, so it is never incomplete
+    held/<worker>           at least what the worker holds (``_Held``). Written by this worker
+                            alone, before it points and before it leases
     lease/<epoch>/<chunk>   state of a chunk
 
 To lease a chunk, a worker adds 1 to the cursor, which points it at a chunk, and then changes the
 state of this chunk from "" to "w#1", where w is its number. When the chunk is done, it changes the
 state to "done#1". If w is lost before that, another worker v changes "w#1" to "v#2". The states
-change by compare-and-set only. So a chunk has one owner at any time, and an owner that was taken
-for lost cannot acknowledge the chunk.
+change by compare-and-set only. So a chunk has one owner at any time, and an owner that was replaced
+cannot acknowledge the chunk.
 
 *Without losses every chunk is used exactly once*, because an owner is never replaced.
 
@@ -107,7 +107,7 @@ class Leases:
 
     Attributes:
         repeated: Number of samples in chunks that a lost worker had leased before. It may have
-            trained on them, so they are used at least once more.
+            trained on some of them.
     """
 
     def __init__(self, board: Board, worker: int, propose: Callable[[int], Plan]) -> None:

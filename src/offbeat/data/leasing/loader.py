@@ -54,8 +54,8 @@ class LeasedLoader(LeasedIterable):
 
     The loader may have worker processes (``num_workers``): they read batches ahead of use, and the
     sampler leases in the main process. A worker that is lost has then not used the batches that
-    were only read ahead. At the end of training, fast workers end earlier than slow ones by as many
-    batches as these read ahead.
+    were only read ahead. At the end of training a fast worker may end earlier than a slow one, by
+    up to the number of batches that the slow one has read ahead.
 
     Args:
         loader: A DataLoader with ``batch_sampler=sampler``, or with ``batch_size=None`` and

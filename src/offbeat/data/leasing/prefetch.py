@@ -48,7 +48,7 @@ class Prefetch:
         self._error: Exception | None = None
         self._used_at: float | None = None
         self.step_seconds, self._lease_seconds = _STEP_SECONDS, 0.0  # recent means
-        self._spent_seconds = 0.0  # time since the last lease of searches that found no chunk
+        self._spent_seconds = 0.0  # time of searches without a result since the last lease
         self._measured = False  # True once a step was measured
 
     # -- called by the training ------------------------------------------------------------------
@@ -101,7 +101,7 @@ class Prefetch:
         return max(1, math.ceil(_CHUNK * self._lease_seconds / self.step_seconds))
 
     def finish(self, lease: Lease) -> None:
-        """Acknowledge a chunk in the background."""
+        """Let the next background activity acknowledge a chunk."""
         with self._lock:
             self._finished.append(lease)
 

@@ -149,7 +149,7 @@ class LeasedSampler(Sampler[list[int]]):
         self._uses: dict[Lease, _Use] = {}  # chunks that are not acknowledged, in order of use
         self._reclaimed: Lease | None = None  # chunk of the next iteration; see ``reclaim``
         self._largest = 0  # largest number of a member so far
-        self._ended = -1  # number of the last epoch that was iterated to its end
+        self._ended = -1  # number of the last epoch whose batches were all drawn
         self._started = False
         self._progress = 0.0
         self._counted_by_loader = False
@@ -219,7 +219,10 @@ class LeasedSampler(Sampler[list[int]]):
 
     @property
     def repeated(self) -> int:
-        """Number of this worker's samples that a lost worker may have used before."""
+        """Number of samples in the chunks that this worker has taken over from lost workers.
+
+        A lost worker may have used them before.
+        """
         return self._leases.repeated
 
     # -- what was trained on ---------------------------------------------------------------------
