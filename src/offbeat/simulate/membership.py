@@ -56,7 +56,6 @@ class MembershipService:
 
     def __init__(self, cluster: SimulatedCluster, number: int, timeout_seconds: float) -> None:
         self.cluster, self._number, self._timeout_seconds = cluster, number, timeout_seconds
-        cluster.connections.faulty = True  # a view change ends operations, also without faults
         self._group = cluster.connections.open(range(cluster.size))
         self._hosts: dict[int, SimulatedHost] = {}
         self._view = 0
@@ -85,6 +84,7 @@ class MembershipService:
     def wanted(self, member: int) -> bool:
         """Return True if another worker waits for the next view, and ``member`` can be reached."""
         connections = self.cluster.connections
+        connections.faulty = True  # the training is elastic, so a view change may end operations
         reachable = connections.cut_until([member]) <= self.cluster.workers.kernel.now
         return reachable and bool(self._joining or self._arrived)
 
