@@ -87,10 +87,9 @@ class Pipeline:
         self._view, self._check = view, check
         self.changed, self.report_non_finite = True, False
         self.state = PipelineState(parts)
-        self._landed_steps = [worker.step] * len(
-            parts
-        )  # step of each part's launch that landed last
-        self._received_steps = [*self._landed_steps]  # step of the launch before it
+        # For each part, the step of the launch that landed last, and of the one before it.
+        self._landed_steps = [worker.step] * len(parts)
+        self._received_steps = [*self._landed_steps]
         view.count = len(self.state.parts)
 
     @property
