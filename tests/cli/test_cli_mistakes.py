@@ -176,8 +176,8 @@ SIMULATION = [
         ("train digits --wire in8", r".* '--wire'.* 'in8' .*'auto'\. \(did you mean 'int8'\?\)"),
         ("compare digits -s 'bsp --wire in8'", r"wire must .* 'in8' \(did you mean 'int8'\?\)"),
         # where results go
-        ("compare digits -s bsp -o FILES/file", "--output .*/file: it is a file; name a dir.*"),
-        ("compare digits -s bsp --simulate -o FILES/file", "--output .*: it is a file; .*"),
+        ("compare digits -s bsp -o FILES/file", "--output .*/file: name a directory, .*"),
+        ("compare digits -s bsp --simulate -o FILES/new.jsonl", "--output .*: name a directory, .*"),
         ("simulate digits --json FILES/dir", "--json .*/dir: it is a directory; name a file"),
         ("simulate digits --timeline FILES/dir", "--timeline .*/dir: it is a directory; .*"),
         ("simulate digits --timeline a.xyz", "--timeline a.xyz: its name must end in .png, .*"),

@@ -20,9 +20,9 @@ def require_file(option: str, path: Path | None) -> None:
 
 
 def require_folder(option: str, path: Path | None) -> None:
-    """Raise ValueError if ``path`` is a file."""
-    if path is not None and path.is_file():
-        raise ValueError(f"{option} {path}: it is a file; name a directory")
+    """Raise ValueError if ``path`` is a file or named like a file of results."""
+    if path is not None and (path.is_file() or path.suffix == ".jsonl"):
+        raise ValueError(f"{option} {path}: name a directory, not a file")
 
 
 def require_picture(option: str, path: Path | None) -> None:
