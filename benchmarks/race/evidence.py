@@ -49,10 +49,14 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
     for workload, name in WORKLOADS.items():
         if tables.cells_of("rates", workload, folder):
             found[f"{name}, other learning rates"] = tables.rates(workload, folder)
+    if tables.cells_of("rates", "mnist", folder):
+        found["Many workers"] = tables.rates("mnist", folder)
     if any(tables.cells_of("features", workload, folder) for workload in FEATURES):
         found["Other trainings"] = tables.features(folder)
     if tables.cells_of("uneven", "mlp", folder):
         found["Uneven machines"] = tables.uneven(folder)
+    if tables.cells_of("elastic", "mlp", folder):
+        found["A worker dies, another one joins"] = tables.elastic(folder)
     return found
 
 

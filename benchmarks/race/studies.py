@@ -1,7 +1,7 @@
 """The comparisons that the pages quote: workloads, links and methods.
 
 A *cell* is one workload on one network. Its results are in ``results/race-CELL.jsonl``. The *ideal*
-is the baseline ``ideal``, the speed-up limit. There are nine studies:
+is the baseline ``ideal``, the speed-up limit. There are eleven studies:
 
 - ``headline``: every method tuned with the same number of trials, five seeds, in virtual time.
 - ``real``: the main methods with the settings that ``headline`` chose, on real processes behind
@@ -16,18 +16,23 @@ is the baseline ``ideal``, the speed-up limit. There are nine studies:
   with labels that differ between workers. The settings are the first ones.
 - ``uneven``: strategies for workers of unequal speed, tuned with the same number of trials, in
   virtual time. All methods lease the data, so that faster workers take more of it.
+- ``elastic``: one of the workers dies and another one joins, in virtual time. All methods lease the
+  data.
+- ``elastic_real``: the same on real processes, of which one is killed.
 """
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import RESULTS
 from offbeat.lab.job import LEASED, Job
 from offbeat.lab.launch.runners import Runner, ShapedLinks, VirtualCluster
 from offbeat.lab.recipes import find_recipe
 from offbeat.lab.results import read_results
+from offbeat.lab.scenario import Scenario, ScenarioEvent
 from offbeat.lab.timing.padding import parse_slow
 from offbeat.lab.tuning import choices
 from offbeat.registry import parse_strategy
@@ -82,6 +87,7 @@ WORKLOADS = {
     "cnn": Workload("cifar_cnn.py", "cifar10", 0.05),
     "transformer": Workload("byte_transformer.py", None, 0.025),
     "mlp": Workload("digits_mlp.py", None, 0.02),
+    "mnist": Workload("mnist_mlp.py", "mnist", 0.02),
 }
 FEATURES = {
     name: Workload(f"features.py:{name}", None, 0.025)
@@ -123,15 +129,19 @@ RATES = {
     ("cnn", 16): (0.5, 1, 2),
     ("transformer", 4): (0.5, 1, 2, 4),
     ("transformer", 16): (1, 2, 4),
+    ("mnist", 16): (1, 2, 4),
+    ("mnist", 64): (1, 2, 4),
+    ("mnist", 256): (1, 2, 4),
 }
 """Workload and number of workers → factors on the recipe's learning rate."""
 UNCORRECTED = " --adam-correction off"
 VARIANTS = {
     "cnn": ("ideal", "streaming", "streaming:outer_gain=1"),
     "transformer": ("ideal", "streaming", f"streaming{UNCORRECTED}"),
+    "mnist": ("ideal", "streaming", "streaming --wire float32"),
 }
 """Methods of ``rates``: the ideal, the default, and the default without what makes up for the short
-steps of a mean."""
+steps of a mean, or without quantization."""
 CORRECTED = (
     *("streaming", "async:staleness=4", "local:period=4", "local:period=16"),
     f"{DILOCO},period=16,outer_lr=0.5,outer_momentum=0.6 --lr-scale 0.5",
@@ -148,7 +158,13 @@ EAGER = "async:schedule=eager"
 UNEVEN = ("ideal", "streaming", EAGER, "local", DILOCO, PLAIN, "async_diloco")
 """Methods of ``uneven``."""
 UNEVEN_RATE = 4
-"""Factor on the learning rate in the first trials of ``uneven``, where the ideal is best."""
+"""Factor on the learning rate of ``elastic`` and in the first trials of ``uneven``, where the ideal
+is best."""
+ELASTIC = ("ideal", "streaming", EAGER, "local:period=4", "bsp")
+"""Methods of ``elastic`` and ``elastic_real``."""
+DIES_AT, JOINS_AT = 20, 80
+"""Steps after which the last worker dies and another one joins, at the usual time of a step. The
+ideal takes about 200."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +204,9 @@ class Cell:
     @property
     def seeds(self) -> int:
         """Number of seeds."""
-        if self.study == "real" and self.workers == WORKERS:
-            return 2 if self.workload == "cnn" or self.bandwidth == "10Mbit/s" else 5
-        return 5 if self.study == "headline" else 3
+        if self.study == "real" and (self.workload, self.bandwidth) == ("cnn", "10Mbit/s"):
+            return 2
+        return 5 if self.study in ("headline", "real") and self.workers == WORKERS else 3
 
     @property
     def trials(self) -> int | None:
@@ -214,6 +230,8 @@ class Cell:
             return ["ideal", "streaming"]
         if self.study == "uneven":
             return [*UNEVEN]
+        if self.study.startswith("elastic"):
+            return [*ELASTIC]
         if self.study == "adam":
             return ["ideal", *(one + end for one in CORRECTED for end in ("", UNCORRECTED))]
         if self.study == "rates":
@@ -239,16 +257,29 @@ class Cell:
             return replace(
                 job, partition=LEASED, slow=self.slow, jitter=JITTER, lr_scale=UNEVEN_RATE
             )
+        if self.study == "elastic":
+            return replace(job, **self._elastic(self.task.step_seconds), jitter=JITTER)
+        if self.study == "elastic_real":
+            seconds = REAL_STEP_SECONDS
+            return replace(job, **self._elastic(seconds), step_seconds=seconds, jitter=JITTER)
         if self.study != "real":
             return job
         seconds = REAL_STEP_SECONDS * self.workers / WORKERS
         return replace(job, step_seconds=seconds, max_seconds=MAX_SECONDS)
 
+    def _elastic(self, step_seconds: float) -> dict[str, Any]:
+        """Return the settings of a job whose last worker dies. Another one joins later."""
+        dies = ScenarioEvent(DIES_AT * step_seconds, worker=self.workers - 1, alive=False)
+        joins = ScenarioEvent(JOINS_AT * step_seconds, worker=self.workers, alive=True)
+        scenario = str(Scenario((dies, joins)))
+        return {"partition": LEASED, "lr_scale": UNEVEN_RATE, "scenario": scenario}
+
     @contextlib.contextmanager
     def runner(self) -> Iterator[Runner]:
-        """Yield the network of the cell; that of ``real`` exists until the end."""
-        if self.study == "real":
-            with ShapedLinks(self.workers, to_bandwidth(self.bandwidth)) as links:
+        """Yield the network of the cell; that of real processes exists until the end."""
+        if self.study in ("real", "elastic_real"):
+            nodes = self.workers + (self.study == "elastic_real")  # one for the worker that joins
+            with ShapedLinks(nodes, to_bandwidth(self.bandwidth)) as links:
                 yield links
         else:
             slow = parse_slow(self.slow, self.workers)
@@ -286,6 +317,7 @@ CELLS = (
     *(Cell("features", name, "50Mbit/s") for name in FEATURES),
     *(Cell("rates", name, "50Mbit/s", workers=many) for name, many in RATES),
     *(Cell("uneven", "mlp", "50Mbit/s", speeds=speeds) for speeds in SPEEDS),
+    *(Cell(study, "mlp", "50Mbit/s") for study in ("elastic", "elastic_real")),
 )
 
 

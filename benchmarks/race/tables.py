@@ -351,6 +351,24 @@ def uneven(folder: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
+def elastic(folder: Path = RESULTS) -> str:
+    """Return the table of runs in which a worker dies and another one joins.
+
+    *whole run* is the duration of a run divided by the ideal's.
+    """
+    lines = _heading("workers", "method", "whole run", "90 %", "end − ideal")
+    for study, name in (("elastic", "virtual time"), ("elastic_real", "real processes")):
+        for cell in cells_of(study, "mlp", folder):
+            found = runs_of(cell, folder)
+            ideal = found["ideal"]
+            for method, runs in found.items():
+                whole = summary([run.seconds / best.seconds for run, best in pairs(runs, ideal)])
+                time, difference = _time_and_end(runs, ideal)
+                shown = [whole, time, end(runs) if runs is ideal else difference]
+                lines.append(f"| {name} | `{method}` | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
 def best_of(runs: Sequence[Runs]) -> Runs:
     """Return the runs with the best mean of the final metric."""
     sign = 1 if next(iter(runs[0].values())).higher_is_better else -1
