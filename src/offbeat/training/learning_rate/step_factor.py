@@ -32,7 +32,8 @@ class StepFactor(ABC):
             optimizer.register_step_post_hook(untraced(self._after)),
         ]
         # Before all other hooks: a scheduler in a hook, or a sink, must not see changed rates.
-        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)
+        hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
+        hooks.move_to_end(self._hooks[1].id, last=False)
 
     def remove(self) -> None:
         """Remove the hooks."""
