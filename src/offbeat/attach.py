@@ -104,8 +104,9 @@ def attach(
               With other strategies, it receives the mean of the other workers.
               ``Stats.details["non_finite_excluded"]`` counts the exclusions.
 
-            The check costs one pass over the contribution. With a ``scaler`` the gradients are not
-            checked, because the scaler skips steps with non-finite gradients.
+            The check costs one pass over the contribution. In buffers only NaN counts. With a
+            ``scaler`` the gradients are not checked, because the scaler skips steps with non-finite
+            gradients.
         min_workers: Smallest number of workers (≥ 1) with which training continues. With this
             option training is elastic: it continues after the loss of workers, and workers can
             join and receive the model of another worker; see docs/failures.md. None: if a worker is

@@ -134,6 +134,22 @@ def test_a_queue_that_must_be_launched_lands_older_parts_first() -> None:
     alone(check, THREE)
 
 
+def test_outer_steps_are_asked_for_in_the_order_of_launches_also_by_a_checkpoint() -> None:
+    """A strategy may depend on that order, and other workers may have landed some of the parts."""
+
+    def check(line: Line) -> None:
+        for _ in range(2):
+            line.decide(2)
+            line.pipeline.launch_queued(wait=False)
+            line.pipeline.land()
+        assert line.pipeline.state.in_flight == [2, 0]
+        line.pipeline.before_save()
+        assert [part for _, part, _ in line.strategy.asked] == [0, 1, 2, 0]
+
+    momentum = SharedModel(parts=3, lands="arrived", error_feedback=True, outer=Outer(momentum=1))
+    alone(check, momentum)
+
+
 @pytest.mark.parametrize("policy", ["warn", "raise", "exclude"])
 def test_what_becomes_non_finite_after_its_vote_is_not_sent(policy: NonFinite) -> None:
     """A finite peer receives nothing of it, unless the policy is "warn".

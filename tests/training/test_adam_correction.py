@@ -163,23 +163,77 @@ def test_a_failed_step_does_not_lengthen_the_next_one() -> None:
     run(worker, workers=2)
 
 
-def test_a_scheduler_sees_its_own_learning_rates() -> None:
-    def worker(rank: int, size: int) -> list[float]:
-        model = make_model(seed=rank)
+@pytest.mark.parametrize("in_hook", [False, True])
+def test_schedulers_and_sinks_see_the_scheduled_learning_rate(in_hook: bool) -> None:
+    """Also in hooks that were registered before ``attach``."""
+
+    def worker(rank: int, size: int) -> tuple[list[float], list[float]]:
+        model, sink = make_model(seed=rank), Sink()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        sync = attach(model, optimizer, "streaming")
-        rates = []
+        rates, written = [], []
+        if in_hook:
+            optimizer.register_step_post_hook(lambda *_: schedule.step())
+        sink.write = lambda record: written.append(optimizer.param_groups[0]["lr"])
+        sync = attach(model, optimizer, "streaming", log=sink)
         for step in range(25):
-            train_step(model, optimizer, make_batch(rank, step))
             rates.append(optimizer.param_groups[0]["lr"])
-            schedule.step()
+            train_step(model, optimizer, make_batch(rank, step))
+            if not in_hook:
+                schedule.step()
         assert sync.stats.details["lr_factor"][0] > 1
         sync.finish()
-        return rates
+        return rates, written
 
-    for rates in run(worker, workers=2):
+    for rates, written in run(worker, workers=2):
         assert rates == pytest.approx([0.01 * 0.9**i for i in range(25)])
+        assert written == pytest.approx([0.01 * 0.9 ** (i + in_hook) for i in range(25)])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_groups_may_share_the_tensor_of_their_learning_rate(kind: Any) -> None:
+    """Torch gives all groups the same tensor. Each has its factor, and the tensor stays as it is.
+
+    With SGD the factors are those of the outer gain.
+    """
+
+    def worker(rank: int, size: int) -> list[Tensor]:
+        ends = []
+        for lr in (torch.tensor(0.01, dtype=torch.float64), 0.01):
+            model = make_model(seed=0)
+            groups = [{"params": model[0].parameters()}, {"params": model[2:].parameters()}]
+            optimizer = kind(groups, lr=lr)
+            sync = attach(model, optimizer, "streaming:schedule=cyclic,staleness=2")
+            for step in range(25):
+                train_step(model, optimizer, make_batch(rank, step))
+            assert all(group["lr"] is lr for group in optimizer.param_groups)
+            assert lr == 0.01
+            ends.append(flat(model))
+            sync.detach()
+        return ends
+
+    for shared, own in simulated(worker, workers=2):
+        close(shared, own)
+
+
+def test_the_factor_does_not_follow_a_rarely_used_parameter() -> None:
+    def worker(rank: int, size: int) -> float:
+        rare, usual = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1000))
+        optimizer = torch.optim.AdamW([rare, usual])
+        sync = attach(nn.ParameterList([rare, usual]), optimizer, LOCAL, adam_correction=True)
+        torch.manual_seed(rank)
+        for step in range(100):
+            rare.grad = torch.zeros(1) if step >= 95 else None
+            usual.grad = torch.ones(1000) + 0.3 * torch.randn(1000)
+            optimizer.step()
+        (found,) = sync.stats.details["lr_factor"]
+        sync.detach()
+        return found
+
+    for found in simulated(worker, workers=4):
+        # v = 1 + 0.09, and of the mean gradient of 4 workers 1 + 0.09 / 4
+        want = math.sqrt(1.09 / 1.0225)
+        assert 1 + 0.8 * (want - 1) * (1 - 0.9**10) < found < want
 
 
 def test_two_optimizers_have_factors_of_their_own() -> None:

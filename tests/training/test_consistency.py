@@ -85,6 +85,10 @@ def odd_one_out(rank: int, size: int) -> dict[str, tuple[list[str], str]]:
     attempt("frozen", model, sgd(model[1:]), offbeat.BSP())
     model = nn.Sequential(make_model(), *[nn.BatchNorm1d(1).double()] * odd)
     attempt("extra layer", model, sgd(model[0]), offbeat.BSP())
+    model = make_model()
+    if odd:
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()
+    attempt("layout", model, sgd(model), offbeat.StreamingAveraging())
     model = make_model(dtype=torch.float32 if odd else torch.float64)
     optimizer = sgd(model)
     attempt("dtype", model, optimizer, offbeat.BSP())
@@ -102,6 +106,7 @@ def test_unequal_workers_are_refused_everywhere_with_the_first_difference() -> N
         "optimizer": ("optimizer 0: AdamW with 6 parameters", "optimizer 0: SGD with 6 parameters"),
         "frozen": ("parameter '0.bias': .*frozen", "parameter '0.bias': .*averaged"),
         "extra layer": ("parameter '1.weight': .*", "nothing more"),
+        "layout": ("parameter '0.weight' not contiguous .*", "nothing more"),
         "dtype": ("parameter '0.weight': .*float32.*", "parameter '0.weight': .*float64.*"),
     }
     for seen in run(odd_one_out, workers=3):

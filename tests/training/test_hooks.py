@@ -174,6 +174,36 @@ def test_a_skipped_step_adds_no_weight_to_the_final_mean(text: str) -> None:
     assert torch.equal(other, first)
 
 
+def shared_scaler(rank: int, size: int, first: int) -> Any:
+    """Train two attached models with one scaler. ``first`` is the one that finishes first."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    models = [make_model(seed=rank) for _ in range(2)]
+    optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
+    syncs = [
+        attach(model, optimizer, "local:period=2", scaler=scaler)
+        for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    for step in range(3):
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            bad = (rank, step, number) == (1, 1, 0)
+            loss = loss_of(model, make_batch(rank, step)) * (float("inf") if bad else 1)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+        scaler.update()
+        if step == 1:
+            syncs[first].finish()
+    syncs[1 - first].finish()
+    return [sync.step for sync in syncs], [flat(model) for model in models]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_attached_models_may_share_a_scaler(first: int) -> None:
+    (counts, models), (same, others) = run(shared_scaler, first, workers=2)
+    assert counts == same == ([2, 3] if first == 0 else [3, 2])
+    assert torch.equal(models[1 - first], others[1 - first])
+
+
 def detach_and_again(rank: int, size: int) -> Any:
     results = {}
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

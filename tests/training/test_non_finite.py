@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from cells import some
 from loops import attach, close, error_of
+from offbeat import StreamingAveraging
 from problems import (
     OPTIMIZERS,
     Batch,
     Simulated,
     flat,
     gradients,
+    loss_of,
     make_batch,
     make_model,
     make_wide,
@@ -193,6 +195,87 @@ def test_nan_in_the_statistics_of_a_worker_does_not_reach_the_others() -> None:
     for _, shown, end in results:
         close(shown, sum(others) / 2)
         close(end, sum(others) / 2)
+
+
+def spoil_statistics(rank: int, size: int, text: str, policy: str) -> Any:
+    """Skip a step on one worker because its loss is NaN. Its running mean stays NaN."""
+    model = nn.Sequential(nn.BatchNorm1d(4).double(), *make_model(seed=0))
+    model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+    model.register_buffer("unset", torch.tensor(math.nan) if policy == "none" else None)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    options = {} if policy == "none" else {"non_finite": policy}
+    sync = attach(model, optimizer, text, **options)
+
+    def loop() -> None:
+        for step in range(12):
+            loss = loss_of(model, batch_of(rank, step, [BAD_RANK] * (policy != "none")))
+            if loss.isfinite():
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        sync.finish()
+
+    _, error = error_of(loop)
+    sync.detach()
+    return bool(model[0].running_mean.isnan().any()), error  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "text", ["local:period=4", "diloco:period=4", "async:staleness=6", "streaming:staleness=12"]
+)
+def test_nan_in_statistics_alone_counts_as_non_finite(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Infinite masks do not count, nor do buffers that were NaN from the start."""
+    # Otherwise a part is always in flight, and its landing replaces the NaN by the mean.
+    monkeypatch.setattr(StreamingAveraging, "due", lambda _, view: float(view.staleness >= 4))
+    for rank, (spoiled, error) in enumerate(run(spoil_statistics, text, "raise", workers=3)):
+        assert error.startswith("rank 1 would contribute NaN or infinity to the mean at ")
+        assert rank == BAD_RANK or not spoiled
+    for policy in ("exclude", "none"):
+        for spoiled, error in run(spoil_statistics, text, policy, workers=3):
+            assert error == "nothing was raised"
+            assert not spoiled
+
+
+class Overflowing(torch.optim.SGD):
+    """Leaves a NaN in the model if ``bad`` is set, although the gradients are finite."""
+
+    bad = False
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.bad:
+            with torch.no_grad():
+                self.param_groups[0]["params"][-1].fill_(math.nan)
+
+
+def overflow(rank: int, size: int, text: str, policy: str) -> tuple[Tensor, str]:
+    model = make_model(seed=0)
+    optimizer = Overflowing(model.parameters(), lr=0.05)
+    sync = attach(model, optimizer, text, non_finite=policy)
+
+    def loop() -> None:
+        for step in range(10):
+            optimizer.bad = (rank, step) == (BAD_RANK, 3)
+            train_step(model, optimizer, make_batch(rank, step))
+        sync.finish()
+
+    _, error = error_of(loop)
+    sync.detach()
+    return flat(model), error
+
+
+@pytest.mark.parametrize(
+    "text", ["streaming:schedule=cyclic,staleness=4", "streaming", "diloco:period=4"]
+)
+def test_what_becomes_nan_after_the_vote_reaches_no_other_worker(text: str) -> None:
+    for model, error in simulated(overflow, text, "exclude", workers=3):
+        assert error == "nothing was raised"
+        assert model.isfinite().all()
+    for rank, (model, error) in enumerate(simulated(overflow, text, "raise", workers=3)):
+        assert error.startswith("rank 1 would contribute NaN or infinity to the mean at step ")
+        assert rank == BAD_RANK or model.isfinite().all()
 
 
 def fail_last(rank: int, size: int, text: str) -> Tensor:

@@ -265,7 +265,7 @@ class GradientFlow(Flow):
         worker = self.worker
         if not worker.excludes:
             return 1.0, float(worker.size)
-        own = float(not any(bool(b.isnan().any()) for b in worker.replica.float_buffers()))
+        own = float(worker.finite_buffers())
         communicator = worker.team.communicator
         weights = torch.tensor([own], dtype=torch.float32, device=communicator.control_device)
         total = float(communicator.sum(weights, what="workers with finite buffers").wait())

@@ -259,8 +259,8 @@ class ModelFlow(Flow):
 
         If the worker takes no step, this checks the model. Otherwise, with ``lands="arrived"``, it
         checks the part that is launched next, except with the policy "raise". With other ``lands``
-        it checks the gradients, unless a GradScaler does. If the previous step was not checked,
-        it also checks the model.
+        it checks the gradients, unless a GradScaler does, and the buffers. If the previous step was
+        not checked, it also checks the parameters.
         """
         state, worker = self.state, self.worker
         unchecked, state.checked_step = worker.step - state.checked_step > 1, worker.step
@@ -275,7 +275,7 @@ class ModelFlow(Flow):
             finite = worker.scaled or math.isfinite(state.view.gradient_norm_squared)
         else:
             finite = worker.finite_gradients(worker.optimizers)
-        return finite and (not unchecked or worker.finite_model())
+        return finite and (worker.finite_model() if unchecked else worker.finite_buffers())
 
     @override
     def restore(self) -> None:

@@ -98,6 +98,8 @@ class Worker:
         self.norm_squared: float | None = None
         self.record: dict[str, Any] = {}
         self.details: dict[str, Any] = {}
+        self._nan_buffers = False
+        self._nan_buffers = not self.finite_buffers()
         self.open_view(wire)
 
     def open_view(self, wire: Wire) -> None:
@@ -167,8 +169,19 @@ class Worker:
         return math.isfinite(squared)
 
     def finite_model(self) -> bool:
-        """Return True if all averaged parameters are finite, including all their shards."""
-        return math.isfinite(self.squared_norm(p.detach() for _, p in self.replica.parameters))
+        """Return True if all averaged parameters are finite and ``finite_buffers`` returns True.
+
+        Includes all shards.
+        """
+        squared = self.squared_norm(p.detach() for _, p in self.replica.parameters)
+        return math.isfinite(squared) and self.finite_buffers()
+
+    def finite_buffers(self) -> bool:
+        """Return False if a floating-point buffer has become NaN, such as a running mean.
+
+        Infinity is allowed, because masks contain it, and so are buffers with NaN from the start.
+        """
+        return self._nan_buffers or not math.isnan(self.squared_norm(self.replica.float_buffers()))
 
     def forget_non_finite(self) -> None:
         """Reset the optimizer state of each parameter whose state contains NaN or infinity."""

@@ -144,4 +144,11 @@ def _tensor_bytes(value: Tensor) -> Iterator[Any]:
     if value.layout != torch.strided:
         value = value.to_dense()
     flat = (torch.view_as_real(value) if value.is_complex() else value).resolve_neg()
-    yield flat.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    yield as_bytes(flat).numpy()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a dense tensor, as a 1-D uint8 tensor on the CPU."""
+    dense = tensor.detach().cpu().contiguous()
+    # Unlike ``reshape(-1)``, this also works for a single element with another stride than 1.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from offbeat.checkpoint.state import as_bytes
 from offbeat.errors import MismatchError
 
 Column: TypeAlias = Sequence[int] | Sequence[float] | Sequence[str]
@@ -227,21 +228,17 @@ def _kind(column: Column) -> str:
     return next((name for name, k in kinds if all(isinstance(one, k) for one in column)), "str")
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
 def _pack(leaf: Leaf, chosen: Tensor, dimension: int) -> Tensor:
     if isinstance(leaf, Tensor):
-        return _bytes_of(leaf.index_select(dimension, chosen.to(leaf.device)))
+        return as_bytes(leaf.index_select(dimension, chosen.to(leaf.device)))
     entries = [leaf[i] for i in chosen.tolist()]
     kind = _kind(leaf)
     if kind != "str":
-        return _bytes_of(torch.tensor(entries, dtype=_DTYPES[kind], device="cpu"))
+        return as_bytes(torch.tensor(entries, dtype=_DTYPES[kind], device="cpu"))
     texts = [str(one).encode() for one in entries]
     lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64, device="cpu")
     joined = torch.frombuffer(bytearray(b"".join(texts) or b"\0"), dtype=torch.uint8)
-    return torch.cat([_bytes_of(lengths), joined[: int(lengths.sum())]])
+    return torch.cat([as_bytes(lengths), joined[: int(lengths.sum())]])
 
 
 def _unpack(data: Tensor, leaves: Sequence[Leaf], samples: int, dimension: int) -> list[Leaf]:

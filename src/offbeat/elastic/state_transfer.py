@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offbeat.checkpoint.state import as_bytes
 from offbeat.transport.communicator import Communicator
 
 logger = logging.getLogger("offbeat")
@@ -31,7 +32,7 @@ def send_values(communicator: Communicator, values: Any, destinations: Sequence[
     tensors: list[Tensor] = []
     text = json.dumps(_encode(values, tensors)).encode()
     parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8)]
-    parts += [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    parts += map(as_bytes, tensors)
     payload, what = torch.cat(parts), "state for a worker that lacks it"
     header = torch.tensor([payload.numel(), len(text)], device="cpu")
     handles = [

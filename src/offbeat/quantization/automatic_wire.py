@@ -185,9 +185,7 @@ class AdaptiveWire(Wire):
         """Move the stored errors of ``stream`` into an exact contribution."""
         errors = self._streams.pop(stream)
         tensor.add_(errors.sent.reshape(-1)[: tensor.numel()])
-        size = errors.summed.numel()
-        chunk = tensor[self._team.rank * size :][:size]
-        chunk.add_(errors.summed[: chunk.numel()])
+        errors.add_summed(tensor, self._team.rank)
         if tentative:
             self._sent_errors[stream] = errors
 

@@ -63,6 +63,12 @@ class ErrorFeedback:
         self.sent.copy_(self._saved["sent"])
         self.summed.copy_(self._saved["summed"])
 
+    def add_summed(self, tensor: Tensor, rank: int) -> None:
+        """Add ``summed`` to the chunk of worker ``rank`` in ``tensor``, which is sent exactly."""
+        size = self.summed.numel()
+        chunk = tensor[rank * size :][:size]
+        chunk.add_(self.summed[: chunk.numel()].to(tensor.device))
+
     def discard_saved(self) -> None:
         """Delete the saved copies, to free their memory."""
         self._saved.clear()

@@ -175,6 +175,8 @@ class Wire:
         if codecs is None:
             values = update.to_tensor() if contribute else update.empty_tensor().zero_()
             sent = TensorVector(values.clone())
+            if stream in self._streams:
+                self._streams.pop(stream).add_summed(values, self._team.rank)
             handle = self._team.communicator.sum(values, what=what)
             return UpdateSum(handle.then(TensorVector), sent)
         if uses_single_stage(codecs.precision, self._team.size):

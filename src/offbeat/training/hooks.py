@@ -114,13 +114,20 @@ class ScalerHooks:
         self._iteration = iteration
         self._unscaled: set[Optimizer] = set()
         self._unscale, self._step = scaler.unscale_, scaler.step
-        scaler.unscale_ = self._hooked_unscale  # type: ignore[method-assign]
-        scaler.step = self._hooked_step  # type: ignore[method-assign]
+        self._methods = {"unscale_": self._hooked_unscale, "step": self._hooked_step}
+        self._before = {name: vars(scaler).get(name) for name in self._methods}
+        vars(scaler).update(self._methods)
 
     def remove(self) -> None:
-        """Restore the scaler's own methods."""
-        del self._scaler.unscale_
-        del self._scaler.step
+        """Restore the scaler's methods, unless another attached training has replaced them, too."""
+        attributes = vars(self._scaler)
+        for name, before in self._before.items():
+            if attributes.get(name) != self._methods[name]:
+                continue
+            if before is None:
+                del attributes[name]
+            else:
+                attributes[name] = before
 
     def _hooked_unscale(self, optimizer: Optimizer) -> None:
         index = self._iteration.index_of(optimizer)

@@ -140,7 +140,12 @@ class Pipeline:
         return count
 
     def finite(self, part: Part) -> bool:
-        """Return True if all parameters of ``part`` are finite, including all their shards."""
+        """Return True if all parameters and buffers of ``part`` are finite, on all shards.
+
+        ``Worker.finite_buffers`` checks the buffers.
+        """
+        if any(bucket.buffers for bucket in part.buckets) and not self._worker.finite_buffers():
+            return False
         (squared,) = self._worker.team.over_shards(part.squared_norm())
         return math.isfinite(squared)
 
@@ -187,7 +192,7 @@ class Pipeline:
         view.launches += 1
         began = self._time_at(part)
         weight = buffer_weight = round.own.weight
-        if shared.eager and worker.guarded and worker.size > 1 and not self.finite(part):
+        if part.keeps_base and worker.guarded and worker.size > 1 and not self.finite(part):
             # The vote has announced this worker's weight, so it cannot drop out of the mean. It
             # sends an update of 0. With "exclude" it also sends its restored buffers.
             weight = 0.0
@@ -334,8 +339,8 @@ class Pipeline:
     def before_save(self) -> None:
         """Launch the queued parts, and wait for all sums in flight."""
         self.launch_queued(wait=True)
-        for part in self.parts:
-            part.before_save()
+        for index in self.state.in_flight:  # the order of ``outer_step`` is equal on all workers
+            self.parts[index].before_save()
 
     def after_load(self) -> None:
         """Continue from ``state``, into which a checkpoint was loaded."""

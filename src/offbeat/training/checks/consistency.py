@@ -15,7 +15,7 @@ from offbeat.averaging import AttachedOptimizer
 from offbeat.averaging.buckets import make_buckets
 from offbeat.averaging.replica import Replica
 from offbeat.errors import MismatchError
-from offbeat.strategies.base import Strategy
+from offbeat.strategies.base import SharedModel, Strategy
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.team import Team
 
@@ -33,14 +33,24 @@ def describe(
 ) -> list[str]:
     """Describe strategy, optimizers and model in lines that must be equal on all workers.
 
-    Tensors are described by name, shape and dtype, not by their values.
+    Tensors are described by name, shape and dtype, not by their values. Their order in memory must
+    be equal only if the strategy may divide a parameter between two parts.
     """
     lines = [
         f"optimizer {each.index}: {type(each.optimizer).__name__} with {len(each.parameters)} "
         "parameters"
         for each in optimizers
     ]
-    return [f"strategy {strategy!r}", *lines, *replica.describe()]
+    lines = [f"strategy {strategy!r}", *lines, *replica.describe()]
+    averages = strategy.averages()
+    if isinstance(averages, SharedModel) and averages.error_feedback:
+        # ``cut_by_bytes`` does not divide these parameters, so the parts depend on them.
+        lines += [
+            f"parameter {name!r} not contiguous (as with memory_format=torch.channels_last)"
+            for name, p in replica.parameters
+            if not p.is_contiguous()
+        ]
+    return lines
 
 
 def settings_of(model: nn.Module, optimizers: Sequence[AttachedOptimizer]) -> Settings:

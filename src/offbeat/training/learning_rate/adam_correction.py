@@ -91,7 +91,9 @@ class AdamCorrection(StepFactor):
         for i, (group, each) in enumerate(zip(groups, states, strict=True)):
             if each:
                 v, m_squared = sums[2 * i : 2 * i + 2]
-                step, size = int(each[0]["step"]), self._worker.size
+                # A parameter that is not used in all steps has taken fewer steps than the others.
+                largest = max(each, key=lambda state: int(state["exp_avg"].numel()))
+                step, size = int(largest["step"]), self._worker.size
                 found = factor_of(v, m_squared, group["betas"], step, size)
                 factors[i] += _SMOOTHING * (found - factors[i])
 

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
@@ -32,6 +31,9 @@ class StepFactor(ABC):
             optimizer.register_step_pre_hook(untraced(self._before)),
             optimizer.register_step_post_hook(untraced(self._after)),
         ]
+        # Before all other hooks: a scheduler in a hook, or a sink, must not see changed rates.
+        hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
+        hooks.move_to_end(self._hooks[1].id, last=False)
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -58,20 +60,13 @@ class StepFactor(ABC):
         self.stepped()
 
     def _multiply(self, group: dict[str, Any], name: str, factor: float) -> None:
-        value = group[name]
-        if isinstance(value, Tensor):  # in place: compiled code may hold this tensor
-            self._changed.append((group, name, value.clone()))
-            value.mul_(factor)
-        else:
-            self._changed.append((group, name, value))
-            group[name] = value * factor
+        # Not in place: by default all groups share the tensor of a learning rate.
+        self._changed.append((group, name, group[name]))
+        group[name] = group[name] * factor
 
     def _restore(self) -> None:
         for group, name, value in self._changed:
-            if isinstance(value, Tensor):
-                group[name].copy_(value)
-            else:
-                group[name] = value
+            group[name] = value
         self._changed.clear()
 
 
