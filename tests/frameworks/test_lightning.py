@@ -130,7 +130,8 @@ def test_checkpoints_hold_the_consensus_and_resume_every_worker(tmp_path: Path) 
 
 def test_a_training_after_a_failed_validation() -> None:
     """The failed training does not give the next one its model or its scaler."""
-    batches = [make_batch(0, step, SAMPLES) for step in range(STEPS)]
+    batches: Any = [make_batch(0, step, SAMPLES) for step in range(STEPS)]
+    loader = DataLoader(batches, batch_size=None)
     last: list[dict[str, Tensor]] = []
 
     class Fails(lightning.Callback):  # type: ignore[misc, name-defined]
@@ -156,7 +157,7 @@ def test_a_training_after_a_failed_validation() -> None:
             enable_checkpointing=False,
         )
         trainer.precision_plugin.scaler = scaler
-        trainer.fit(module, batches, batches)
+        trainer.fit(module, loader, loader)
         assert callback._scaler is scaler
 
     callback, module = OffbeatCallback(offbeat.LocalSGD(period=1)), Module(0, 0.0)
