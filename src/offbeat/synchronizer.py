@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -204,7 +205,7 @@ class Synchronizer:
         self._iteration.require_own_model("consensus()")
         self._consensus.check_parameters("consensus()")
         with self._recorder.paused():
-            with self._iteration.guard, self._team.account.paused():
+            with _normal_mode(), self._iteration.guard, self._team.account.paused():
                 local = self._consensus.replace_by_mean()
             try:
                 with self._iteration.forbid_steps("consensus()"):
@@ -223,7 +224,7 @@ class Synchronizer:
             return
         self._iteration.require_own_model("finish()")
         self._consensus.check_parameters("finish()", finishing=True)
-        with self._iteration.guard:
+        with _normal_mode(), self._iteration.guard:
             self._consensus.finish()
         self._recorder.count_remainder()
         self._finished, self._active = True, False
@@ -318,6 +319,14 @@ class Synchronizer:
             self._components.views.record()
         self._recorder.restart()
         self._consensus.note_start()
+
+
+def _normal_mode() -> torch.inference_mode:
+    """Return a context outside of torch.inference_mode(), whose tensors later steps cannot write.
+
+    The user may call ``consensus`` in a function that evaluates in that mode.
+    """
+    return torch.inference_mode(False)
 
 
 def background_tasks_of(sync: Synchronizer) -> BackgroundTasks:

@@ -38,7 +38,8 @@ def test_version(call: Call) -> None:
 
 def test_without_a_command_the_commands_are_shown(call: Call) -> None:
     """`offbeat` alone names every command."""
-    _, out, err = call()
+    code, out, err = call()
+    assert (code, err) == (2, "")
     assert tuple(APP.commands) == COMMANDS
     for command in COMMANDS:
         assert re.search(rf"\b{command} {{2,}}\w", out + err)

@@ -177,11 +177,19 @@ SIMULATION = [
         ("compare digits -s 'bsp --wire in8'", r"wire must .* 'in8' \(did you mean 'int8'\?\)"),
         # where results go
         ("compare digits -s bsp -o FILES/file", "--output .*/file: name a directory, .*"),
-        ("compare digits -s bsp --simulate -o FILES/new.jsonl", "--output .*: name a directory, .*"),
+        ("compare digits -s bsp --simulate -o FILES/new.jsonl", "--output .*: name a directory.*"),
         ("simulate digits --json FILES/dir", "--json .*/dir: it is a directory; name a file"),
         ("simulate digits --timeline FILES/dir", "--timeline .*/dir: it is a directory; .*"),
         ("simulate digits --timeline a.xyz", "--timeline a.xyz: its name must end in .png, .*"),
         ("simulate digits --timeline a.svg --json a.svg", "--timeline and --json are the same .*"),
+        ("train digits --checkpoints FILES/file", "--checkpoints .*: name a directory, not a file"),
+        ("train digits --checkpoints FILES/file/x", "--checkpoints: cannot write to .*/file/x: .*"),
+        # creating a file in /proc fails even for root
+        ("simulate digits --step-time 1ms --json /proc/a", "--json: cannot write to /proc: .*"),
+        (
+            "compare digits -s bsp --simulate --step-time 1ms -o /proc",
+            "--output: cannot write to /proc: .*",
+        ),
         ("train digits --records FILES/dir", "--records .*/dir: it is a directory; name a file"),
         # numbers
         ("train digits --epochs 1e-300", "1e-300 epochs are less than one of 1,437 samples"),
@@ -243,6 +251,14 @@ SIMULATION = [
         ("probe --seconds 5 --seconds 6", "--seconds is given twice: give it once"),
         ("report a -o b -o c", "--output is given twice: give it once"),
         ("train digits -s local:period=2,period=4", ".*period.* twice.*"),
+        ("compare digits -s 'bsp --sampler defdp' --partition label:2", "sampler 'defdp' with .*"),
+        ("train digits --partition leased --sampler defdp", "--.* leased with --sampler defdp: .*"),
+        # methods that cannot train this recipe with so many workers
+        ("compare digits -s bsp -s desloc:period=2", "desloc averages both moments of Adam, .*"),
+        ("compare digits -s bsp -s fedavg:period=2,weights=1/2", "weights .* 4 workers, got 2: .*"),
+        ("compare digits -s bsp -s downpour:servers=9/", r"servers=\(9,\) contains a rank .*"),
+        ("compare digits -s easgd:synchronous=true,alpha=0.9", "synchronous EASGD requires .*"),
+        ("compare digits -s 'local:period=2 --adam-correction on'", "adam_correction with SGD: .*"),
         ("train digits --data /nope", "data /nope: the digits recipe brings its own data"),
         # files
         ("train FILES/exit.py", ".*exit.py, line 1: it cannot be run: SystemExit: 3"),
@@ -267,6 +283,8 @@ SIMULATION = [
         (f"{NET} -s bsp -s bsp", "'bsp' is given twice"),
         (f"{NET} --data x", "--data is that of a recipe: .*"),
         ("probe --seconds nan", "seconds must be positive and finite, got nan"),
+        ("plan --model digits --data x --bandwidth 1gbit", "data x: the digits recipe brings .*"),
+        ("plan --model nope --probe", NO_RECIPE),
         ("plan", "plan needs --bandwidth, like 5Gbit/s, or --probe under torchrun"),
         ("plan -s bsp -s ideal", "plan forecasts strategies; ideal is a baseline, .* by compare"),
         ("plan -s torch:ddp,hook=fp16", "plan forecasts .*; torch:ddp,hook=fp16 is a baseline.*"),
@@ -329,6 +347,7 @@ SIMULATION = [
         ("run -n 2 --grace 20 FILES/exit.py", f"'20' {DURATION}"),
         ("run -n 2 --store x FILES/exit.py", "the address of a store is host:port, .* got 'x'"),
         ("run --join file://x FILES/exit.py", ".* or file:///path, got 'file://x'"),
+        ("run -n 2 --store file://FILES FILES/exit.py", "file://.* is a directory; name a file .*"),
         ("run -n 2 --store file:///no/x FILES/exit.py", ".*: the directory /no does not exist"),
         ("run -n 2 --store a:1 --join b:1 FILES/exit.py", "--store keeps the store here and .*"),
         ("run -n 2 --worker 3 FILES/exit.py", "No such option: --worker.*"),
@@ -427,6 +446,17 @@ def launched(idle_call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the variables of one of two processes of torchrun."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_half_of_a_launcher_is_a_mistake(
+    name: str, idle_call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process would otherwise train alone."""
+    monkeypatch.setenv(name, "1")
+    code, out, err = idle_call("train", "digits")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(f"error: {name} is set and (RANK|WORLD_SIZE) is not: set both, .*\n", err)
 
 
 @pytest.mark.usefixtures("launched")

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import sys
 from pathlib import Path
 
@@ -154,6 +155,18 @@ def test_probe_prints_once(under_torchrun: Call) -> None:
     assert [line.split()[0] for line in ranks] == ["0", "1"]
     assert all(re.search(r"\d (us|ms) +[\d.]+ \wbit/s +[\d.]+ \wbit/s *$", row) for row in ranks)
     assert sum(line.startswith("all-reduce: ") for line in lines) == 1
+
+
+def test_a_port_in_use_is_one_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        values = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        code, out, err = call("probe")
+    assert (code, out) == (1, "")
+    where = rf"127\.0\.0\.1:{port} .* within 120 s"
+    assert re.fullmatch(rf"error: rank 0 of 2 could not connect .* {where}: .*EADDRINUSE.*\n", err)
 
 
 @pytest.mark.parametrize(("size", "words"), [("2", "at least two nodes, got 2"), ("5", "do not f")])

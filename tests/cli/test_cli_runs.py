@@ -80,8 +80,15 @@ def test_simulate_nodes(call: Call, tmp_path: Path) -> None:
 # Worker processes
 
 
-def test_train(call: Call, tmp_path: Path) -> None:
-    """A short run ends with 0, a row of totals, and the records of both workers."""
+def test_train(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short run ends with 0, a row of totals, and the records of both workers.
+
+    Variables for scripts, and the name of the temporary folder, make no difference.
+    """
+    monkeypatch.setenv("OFFBEAT_STORE", "127.0.0.1:1")
+    monkeypatch.setenv("OFFBEAT_WORKERS", "2")
+    (tmp_path / "a #1").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a #1"))
     log = tmp_path / "deep" / "run.jsonl"
     code, out, err = call("train", "digits", *SHORT, "-s", "local:period=4", "--records", str(log))
     assert (code, err) == (0, "")
@@ -96,6 +103,7 @@ def test_train(call: Call, tmp_path: Path) -> None:
         records = [json.loads(line) for line in lines]
         assert [record["step"] for record in records] == list(range(1, 6))
         assert {record["rank"] for record in records} == {rank}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a #1", "deep"]
 
 
 def test_no_thread_of_gloo_is_left_when_a_launched_process_exits() -> None:

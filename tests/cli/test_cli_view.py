@@ -1,6 +1,7 @@
 """Result tables on a narrow screen."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +33,9 @@ def test_names_are_not_broken_in_80_columns(
     for name in NAMES:
         assert all(piece in out for piece in re.split("[,: ]", name)), out
     assert "Not shown" not in out
+
+
+def test_a_path_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets and colons are no markup."""
+    view.print_path("report", Path("runs/[lr]:x:[/y]/report.html"))
+    assert capsys.readouterr().out == "report runs/[lr]:x:[/y]/report.html\n"

@@ -125,6 +125,7 @@ def test_the_number_of_workers_is_read(text: str, expected: tuple[int, int, int]
         ("host:port", "4", "OFFBEAT_STORE: .* got 'host:port'"),
         ("10.0.0.1:29500", None, "OFFBEAT_STORE is set and OFFBEAT_WORKERS is not"),
         ("10.0.0.1:29500", "", "OFFBEAT_STORE is set and OFFBEAT_WORKERS is not"),
+        ("", "4", "OFFBEAT_WORKERS is set and OFFBEAT_STORE is not"),
         *(
             ("file:///store", workers, f"OFFBEAT_WORKERS must be a number .* got '{workers}'")
             for workers in ("0", "four", "4:2", "0:2", "2:", ":2", "-1", "2:3:4")

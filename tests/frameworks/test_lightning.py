@@ -128,6 +128,45 @@ def test_checkpoints_hold_the_consensus_and_resume_every_worker(tmp_path: Path) 
         assert whole[1].steps == resumed[1].steps == 2 * STEPS
 
 
+def test_a_training_after_a_failed_validation() -> None:
+    """The failed training does not give the next one its model or its scaler."""
+    batches: Any = [make_batch(0, step, SAMPLES) for step in range(STEPS)]
+    loader = DataLoader(batches, batch_size=None)
+    last: list[dict[str, Tensor]] = []
+
+    class Fails(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            raise RuntimeError("of the validation")
+
+    class Watch(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            last.append(state(module.inner))
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            same(state(module.inner), last[-1])
+
+    def fit(other: Any, scaler: Any) -> None:
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            num_sanity_val_steps=0,
+            callbacks=[callback, other],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        trainer.precision_plugin.scaler = scaler
+        trainer.fit(module, loader, loader)
+        assert callback._scaler is scaler
+
+    callback, module = OffbeatCallback(offbeat.LocalSGD(period=1)), Module(0, 0.0)
+    with pytest.raises(RuntimeError, match="of the validation"):
+        fit(Fails(), None)
+    fit(Watch(), torch.amp.GradScaler("cpu"))
+    assert len(last) == STEPS
+
+
 def fabric(rank: int, size: int) -> Any:
     tool = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp")
     tool.launch()

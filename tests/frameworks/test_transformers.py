@@ -131,9 +131,49 @@ def test_each_training_has_its_own_scaler(monkeypatch: pytest.MonkeyPatch) -> No
         optimizer = SimpleNamespace(scaler=scaler)
         callback.on_train_begin(
             SimpleNamespace(eval_on_start=False), SimpleNamespace(global_step=0), None,
-            model=None, optimizer=optimizer,
+            model=nn.Linear(1, 1), optimizer=optimizer,
         )  # fmt: skip
     assert given == ["first", "second"]
+
+
+def test_a_training_after_a_failed_evaluation(tmp_path: Path) -> None:
+    """The failed training does not give the resumed one its model."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_strategy="no",
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        remove_unused_columns=False,
+    )
+    begun: list[dict[str, Tensor]] = []
+
+    class Begins(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            begun.append(weights(kwargs["model"]))
+
+    def fail(prediction: Any) -> dict[str, float]:
+        raise RuntimeError("of the metrics")
+
+    trainer = transformers.Trainer(
+        Model(0),
+        arguments,
+        train_dataset=Named(),
+        eval_dataset=Named(),
+        compute_metrics=fail,
+        callbacks=[OffbeatCallback(offbeat.LocalSGD(period=1)), Begins()],
+    )
+    with pytest.raises(RuntimeError, match="of the metrics"):
+        trainer.train()
+    trainer.compute_metrics = None
+    trainer.train(resume_from_checkpoint=True)
+    _, second, resumed, _ = begun  # steps 1 and 2; then 2 again, and 3
+    same(resumed, second)
 
 
 def checkpoints(rank: int, size: int, folder: str) -> Any:

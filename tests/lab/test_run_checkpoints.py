@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cells import some
 from lab import tiny
 from offbeat import Compute, Network
+from offbeat.checkpoint import save_load as checkpoint
 from offbeat.errors import OffbeatError
 from offbeat.lab import checkpoints
 from offbeat.lab.compare import run_and_record
@@ -121,6 +122,40 @@ def test_without_save_every_only_the_end_is_saved(tmp_path: Path) -> None:
     assert again.final_metrics == first.final_metrics
     assert {path.name for path in tmp_path.iterdir()} == names
     assert not [event for event in events if isinstance(event, Step)]
+
+
+def test_a_resumed_run_evaluates_as_often_as_it_is_told(tmp_path: Path) -> None:
+    """A number that the saved run has chosen does not replace that of the option."""
+    saving = replace(JOB, checkpoints=str(tmp_path), save_every=15)
+    first, _ = trained(saving)
+    remove_later(tmp_path, 15)
+    chosen, events = trained(replace(saving, resume=True))
+    assert any(isinstance(event, EvaluationCount) for event in events)
+    assert [point.step for point in chosen.points] == [point.step for point in first.points]
+    remove_later(tmp_path, 15)
+    told, events = trained(replace(saving, resume=True, evaluations=2))
+    assert not any(isinstance(event, EvaluationCount) for event in events)
+    assert [point.step for point in told.points if point.step > 15] == [STEPS]
+
+
+def test_older_checkpoints_and_those_of_scripts(tmp_path: Path, monkeypatch: Any) -> None:
+    """A checkpoint of an older version lacks new options, which then had their defaults."""
+    saving = replace(JOB, evaluations=1, checkpoints=str(tmp_path), save_every=15)
+    contents: dict[str, Any] = {}
+
+    def save(*args: Any, extra: dict[str, Any], **options: Any) -> Path:
+        del extra["job"]["adam_correction"]
+        return checkpoint.save(*args, extra=extra | contents, **options)
+
+    monkeypatch.setattr(checkpoints, "save", save)
+    trained(saving)
+    trained(replace(saving, resume=True))
+    with pytest.raises(OffbeatError, match="with adam_correction=None, this one has adam_corre"):
+        trained(replace(saving, resume=True, adam_correction="off"))
+    contents["job"] = None
+    trained(replace(saving, checkpoints=str(tmp_path / "script")))
+    with pytest.raises(OffbeatError, match=r"script/step-30.* was not saved by offbeat train"):
+        trained(replace(saving, checkpoints=str(tmp_path / "script"), resume=True))
 
 
 @pytest.mark.sampled

@@ -100,6 +100,7 @@ def test_a_partition_keeps_labels_apart() -> None:
         ({"partition": "label:x"}, "partition 'label:x'"),
         ({"partition": "label:7"}, "partition 'label:7'"),
         ({"partition": "dirichlet:0"}, "partition 'dirichlet:0'"),
+        ({"partition": "label:2", "kind": "defdp"}, "sampler 'defdp' with partition 'label:2'"),
         ({"kind": "random"}, "sampler must be seldp, defdp or distributed, got 'random'"),
     ],
 )

@@ -42,6 +42,29 @@ def test_changes_inside_a_consensus_are_undone_after_an_exception() -> None:
     run(interrupted, workers=2)
 
 
+def evaluating(rank: int, size: int, inference: bool) -> Tensor:
+    model = make_model(seed=rank, dtype=torch.float32)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, "streaming:staleness=2,parts=1")
+    for step in range(8):
+        batch = make_batch(rank, step, dtype=torch.float32)
+        train_step(model, optimizer, batch)
+        if step % 3 == 2:
+            with torch.inference_mode(inference), sync.consensus():
+                model(batch[0])
+    with torch.inference_mode(inference):
+        sync.finish()
+    train_step(model, optimizer, batch)
+    return flat(model)
+
+
+def test_a_consensus_inside_inference_mode() -> None:
+    """Tensors that are made there are written in later steps."""
+    plain, inference = (simulated(evaluating, mode, workers=2) for mode in (False, True))
+    assert all(map(torch.equal, plain, inference))
+    assert all(model.isfinite().all() for model in real(evaluating, True, workers=2))
+
+
 def barrier(rank: int, size: int, inside: bool) -> int:
     """Rank 1 takes ten more steps than rank 0, and a part may be two steps old."""
     model = make_model(seed=rank, dtype=torch.float32)

@@ -4,6 +4,7 @@ In a round all workers average at least one of these three.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -51,9 +52,6 @@ class DesLocFlow(ModelFlow):
 
     @override
     def start(self, common: dict[str, Any] | None = None) -> None:
-        for attached in self.worker.optimizers:
-            if "betas" not in attached.optimizer.defaults:
-                raise _lacks_moments(attached.optimizer)
         self._checked: set[int] = set()  # indices of optimizers that hold both moments
         super().start(common)
 
@@ -137,7 +135,13 @@ class DesLoc(Strategy):
 
     @override
     def averages(self) -> CustomFlow:
-        return CustomFlow(_flow_of)
+        return CustomFlow(_flow_of, self._check_run)
+
+    def _check_run(self, workers: int, optimizers: Sequence[Optimizer]) -> None:
+        """Raise unless these workers can train with the strategy; see ``CustomFlow``."""
+        for optimizer in optimizers:
+            if "betas" not in optimizer.defaults:
+                raise _lacks_moments(optimizer)
 
     @override
     def state(self, worker: WorkerView) -> DesLocState:

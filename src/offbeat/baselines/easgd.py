@@ -4,10 +4,12 @@ x is a worker's local model, and z the *centre*, a model on the parameter server
 ``server_strategy.py`` explains the terms of parameter servers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from offbeat.averaging.buckets import add_to, pack_mixed
@@ -89,7 +91,6 @@ class EASGDFlow(ServerFlow):
 
     @override
     def initial_state(self, model: Tensor) -> EASGDState:
-        self.strategy.alpha_of(self.worker.size)  # raises on all workers; ``rule`` only on servers
         return EASGDState()
 
     @override
@@ -181,6 +182,11 @@ class EASGD(ServerStrategy):
     alpha: float | None = setting(None, above=0, below=1)
     synchronous: bool = False
     difference: Literal["before_step", "after_step"] = "before_step"
+
+    @override
+    def _check_run(self, workers: int, optimizers: Sequence[Optimizer]) -> None:
+        super()._check_run(workers, optimizers)
+        self.alpha_of(workers)
 
     def alpha_of(self, workers: int) -> float:
         """Return α for this number of workers."""

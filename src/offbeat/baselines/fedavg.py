@@ -7,12 +7,14 @@ before a consensus each worker sends a *vote*, a few numbers that include its we
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from offbeat.arguments import POSITIVE, require_number
@@ -46,16 +48,6 @@ class FedAvgFlow(ModelFlow):
 
     can_exclude = False
     strategy: "FedAvg"
-
-    @override
-    def start(self, common: dict[str, Any] | None = None) -> None:
-        weights = self.strategy.weights
-        if weights is not None and len(weights) != self.worker.size:
-            raise ValueError(
-                f"weights must hold one number for each of the {self.worker.size} workers, "
-                f"got {len(weights)}: {weights}"
-            )
-        super().start(common)
 
     def _draws(self, round: int) -> bool:
         """Return True if this worker is drawn in a round, counted from 1."""
@@ -188,7 +180,17 @@ class FedAvg(Strategy):
 
     @override
     def averages(self) -> CustomFlow:
-        return CustomFlow(lambda strategy, worker: FedAvgFlow(strategy, worker, SharedModel()))
+        return CustomFlow(
+            lambda strategy, worker: FedAvgFlow(strategy, worker, SharedModel()), self._check_run
+        )
+
+    def _check_run(self, workers: int, optimizers: Sequence[Optimizer]) -> None:
+        """Raise unless these workers can train with the strategy; see ``CustomFlow``."""
+        if self.weights is not None and len(self.weights) != workers:
+            raise ValueError(
+                f"weights must hold one number for each of the {workers} workers, "
+                f"got {len(self.weights)}: {self.weights}"
+            )
 
     @override
     def state(self, worker: WorkerView) -> FedAvgState:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from offbeat.arguments import require_integer
@@ -65,7 +66,15 @@ class ServerStrategy(Strategy):
 
     @override
     def averages(self) -> CustomFlow:
-        return CustomFlow(self.flow)
+        return CustomFlow(self.flow, self._check_run)
+
+    def _check_run(self, workers: int, optimizers: Sequence[Optimizer]) -> None:
+        """Raise unless these workers can train with the strategy; see ``CustomFlow``."""
+        if self.servers is not None and max(self.servers) >= workers:
+            raise ValueError(
+                f"servers={self.servers} contains a rank that does not exist: with {workers} "
+                f"workers the ranks are 0 to {workers - 1}"
+            )
 
 
 @dataclass
@@ -133,12 +142,6 @@ class ServerFlow(Flow):
         """Create the parameter server with this worker's model, which is equal on all workers."""
         worker, strategy = self.worker, self.strategy
         assert isinstance(strategy, ServerStrategy)
-        servers = strategy.servers
-        if servers is not None and max(servers) >= worker.size:
-            raise ValueError(
-                f"servers={servers} contains a rank that does not exist: with {worker.size} "
-                f"workers the ranks are 0 to {worker.size - 1}"
-            )
         self.tensors = [p for _, p in worker.replica.parameters]
         model = _model_vector(self.tensors)
         if self._started:  # a checkpoint that was saved inside a consensus is loaded
@@ -146,7 +149,7 @@ class ServerFlow(Flow):
             worker.barrier("the start of the parameter server")
         else:
             self.server = ParameterServer(
-                worker.team, model, servers=servers, rule=self.rule, clocks=self.clocks()
+                worker.team, model, servers=strategy.servers, rule=self.rule, clocks=self.clocks()
             )
         self._started = True
         self.state = self.initial_state(model)

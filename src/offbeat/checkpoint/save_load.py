@@ -195,16 +195,19 @@ def load(
         because this worker has just joined a running training, whose state it has received.
 
     Raises:
-        CheckpointError: no checkpoint is complete on all workers. Or the newest complete one does
-            not belong to this training; see ``Synchronizer.load_state_dict``. Raised on every
-            worker. Nothing was loaded.
+        CheckpointError: ``directory`` is a file. Or no checkpoint is complete on all workers. Or
+            the newest complete one does not belong to this training; see
+            ``Synchronizer.load_state_dict``. Then raised on every worker. Nothing was loaded.
         AttachError: after ``finish`` or ``detach``, inside ``consensus``, or in the middle of an
             iteration.
     """
     if has_joined(sync):  # the other workers take steps
         return None
+    folder = Path(directory)
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file: name the directory of the checkpoints")
     with step_boundary(sync, "offbeat.load()", loads=True) as boundary:
-        folder, rank = Path(directory), boundary.rank
+        rank = boundary.rank
         # A worker without a file can load rank 0's file of a consensus.
         paths = {**files_of(folder, 0), **files_of(folder, rank)}
         all_keys = _exchange_keys(folder, paths, boundary)

@@ -104,6 +104,8 @@ def _run() -> NoReturn:
         format_message = getattr(error, "format_message", None)  # typer's errors in arguments
         if format_message is None:
             raise
+        if not format_message():  # without a command, typer has printed the help
+            raise SystemExit(2) from None
         _fail(f"error: {_with_suggestion(format_message())}", 2)
     if status == 130:  # typer has caught Ctrl-C and returned this status
         _fail(INTERRUPTED, 130)

@@ -1,6 +1,7 @@
 """Checks of command-line arguments before a run, so that mistakes are found at once."""
 
 import importlib.util
+import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -23,6 +24,16 @@ def require_folder(option: str, path: Path | None) -> None:
     """Raise ValueError if ``path`` is a file or named like a file of results."""
     if path is not None and (path.is_file() or path.suffix == ".jsonl"):
         raise ValueError(f"{option} {path}: name a directory, not a file")
+
+
+def require_writable(option: str, folder: Path) -> None:
+    """Create the directory ``folder``. Raise ValueError unless files can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option}: cannot write to {folder}: {error.strerror}") from None
 
 
 def require_picture(option: str, path: Path | None) -> None:

@@ -36,6 +36,8 @@ def run(script: str, arguments: list[str] | None, options: RunOptions) -> NoRetu
     )
     require_integer("max-restarts", options.max_restarts, least=0)
     path = parse_address(address)
+    if isinstance(path, str) and os.path.isdir(path):
+        raise ValueError(f"{address} is a directory; name a file in it, which may not exist yet")
     if isinstance(path, str) and not os.path.isdir(folder := os.path.dirname(path)):
         raise ValueError(f"{address}: the directory {folder} does not exist")
     _require_program(script, options.module)

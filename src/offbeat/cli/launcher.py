@@ -124,8 +124,14 @@ def real_workers(
         The runner, or None under a launcher on ranks other than 0.
 
     Raises:
-        ValueError: ``bandwidth`` is given under a launcher.
+        ValueError: ``bandwidth`` is given under a launcher, or only a part of the launcher's
+            variables is set.
     """
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if name in os.environ and other not in os.environ:
+            raise ValueError(f"{name} is set and {other} is not: set both, as torchrun, or neither")
+    # This variable is for scripts: the workers of this command would gather at that store.
+    os.environ.pop("OFFBEAT_STORE", None)
     if is_launched():
         if bandwidth is not None:
             raise ValueError("--bandwidth shapes the links of processes that offbeat starts itself")
@@ -142,24 +148,32 @@ def real_workers(
             yield links
 
 
+def connect(backend: str, timeout_seconds: float, setting: str = "") -> None:
+    """Create the default process group of the launcher's workers. Raises OffbeatError if it fails.
+
+    ``timeout_seconds`` is also the time limit of the group's operations. Errors name it after the
+    option ``setting``.
+    """
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    except dist.DistError as error:
+        raise OffbeatError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not connect to the "
+            f"others that the launcher has started, at {os.environ.get('MASTER_ADDR')}:"
+            f"{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT) within {setting}"
+            f"{timeout_seconds:g} s: {str(error).strip().splitlines()[0]}"
+        ) from None
+
+
 @contextlib.contextmanager
 def _launched(job: Job, check: Callable[[], object]) -> Iterator[Runner | None]:
     if os.environ["RANK"] == "0":
         check()
-    limit = timedelta(seconds=job.timeout_seconds)
     # Torch imports this module with the first optimizer. If the process group existed by then,
     # default arguments in the module would keep it, so destroy_process_group would not end gloo's
     # threads. One that frees a tensor while Python exits aborts the process.
     importlib.import_module("torch.distributed.nn")
-    try:
-        dist.init_process_group(choose_backend(), timeout=limit)
-    except dist.DistError as error:
-        raise OffbeatError(
-            f"rank {os.environ['RANK']} of {job.workers} could not connect to the others that "
-            f"the launcher has started, at {os.environ.get('MASTER_ADDR')}:"
-            f"{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT) within --timeout "
-            f"{job.timeout_seconds:g}: {str(error).strip().splitlines()[0]}"
-        ) from None
+    connect(choose_backend(), job.timeout_seconds, "--timeout ")
     share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", job.workers)))
     runner = ExternalLauncher()
     try:

@@ -13,14 +13,16 @@ from typing import Any
 import torch.distributed as dist
 
 from offbeat.arguments import POSITIVE, require_number
-from offbeat.cli.launcher import is_launched
+from offbeat.cli.launcher import connect, is_launched
 from offbeat.cli.options import USUAL_LATENCY, USUAL_WORKERS, PlanOptions
 from offbeat.cli.view import console, print_narrow_table, print_step_time, print_table
 from offbeat.display.table import Table
 from offbeat.errors import OffbeatError
 from offbeat.lab import probe as probing
+from offbeat.lab.job import Job
 from offbeat.lab.methods.registry import is_baseline
 from offbeat.lab.probe import tables
+from offbeat.lab.recipes import find_recipe
 from offbeat.lab.timing.step_time import measure_recipe
 from offbeat.plan import Plan
 from offbeat.plan import plan as make_plan
@@ -78,6 +80,8 @@ def _check(options: PlanOptions) -> None:
         )
     if options.data is not None and options.model is None:
         raise ValueError("--data is that of a recipe: name it with --model, or leave it out")
+    if options.model is not None:
+        find_recipe(options.model).check_data(options.data)
     if options.model is not None and all(given):
         raise ValueError(
             "--model measures whichever of --parameters and --step-time is missing: leave one of "
@@ -167,7 +171,7 @@ def _measure_network(seconds: float = 20.0) -> probing.Probe:
             "probing needs the processes that torchrun starts: "
             "torchrun --nproc-per-node 2 -m offbeat.cli probe"
         )
-    dist.init_process_group("gloo")
+    connect("gloo", Job.timeout_seconds)
     try:
         return probing.probe(seconds=seconds)
     finally:

@@ -18,6 +18,7 @@ from offbeat.cli.checks import (
     require_folder,
     require_no_simulator_options,
     require_picture,
+    require_writable,
 )
 from offbeat.cli.launcher import (
     command_line,
@@ -62,9 +63,14 @@ def train(job: Job, bandwidth: str | None, elastic: bool) -> None:
         train_elastic(job, bandwidth)
     job = replace(with_launched_workers(job), live=True)
 
+    checkpoints = None if job.checkpoints is None else Path(job.checkpoints)
+
     def check() -> None:
+        require_folder("--checkpoints", checkpoints)
         job.check()
         require_file("--records", None if job.log is None else Path(job.log))
+        if checkpoints is not None:
+            require_writable("--checkpoints", checkpoints)
 
     with real_workers(job, bandwidth, check) as runner:
         if runner is not None:
@@ -87,8 +93,9 @@ def simulate(job: Job, options: SimulateOptions, simulated: VirtualClusterOption
     )
     job.check()
     runner = _virtual_cluster(job, options.bandwidth, simulated)
-    for path in filter(None, (timeline, as_json)):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    for option, path in (("--timeline", timeline), ("--json", as_json)):
+        if path is not None:
+            require_writable(option, path.parent)
     _run_one(job, runner)
     assert runner.last is not None
     if timeline is not None:
@@ -154,6 +161,7 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
             runner = stack.enter_context(real_workers(job, options.bandwidth, check))
         if runner is None:
             return
+        require_writable("--output", folder)
         runs = comparison.count_runs(job, strategies, seeds, options.tune)
         with Bar(runs, at_most=options.tune is not None) as bar:
 
@@ -180,9 +188,7 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
         for what, path in written.items():
             print_path(f"{what:7}", path)
         if "plot" not in written:
-            console.print(
-                "plot    none: it needs matplotlib, pip install 'offbeat[plot]'", markup=False
-            )
+            console.print("plot    none: it needs matplotlib, pip install 'offbeat[plot]'")
 
 
 def _check_real(job: Job, bandwidth: str | None, options: VirtualClusterOptions) -> None:

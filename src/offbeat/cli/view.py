@@ -12,7 +12,7 @@ from offbeat.display.table import Table
 from offbeat.lab.timing.step_time import StepTime
 from offbeat.units import show_seconds
 
-console = Console()
+console = Console(markup=False, emoji=False)  # paths may have brackets and colons
 WIDER = "a wider terminal shows them"
 _WIDE = 100  # columns
 _MOST_SPREAD = 3.0  # ratio of the longest steps to the shortest, above which a warning is printed

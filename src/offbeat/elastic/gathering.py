@@ -125,6 +125,8 @@ def gathering_from_environment() -> "Gathering | None":
     """
     address, workers = os.environ.get(_STORE), os.environ.get(_WORKERS)
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if workers and not address and world is None:
+        raise AttachError(f"{_WORKERS} is set and {_STORE} is not: set it to the store's address")
     if not address or hasattr(world, "make_communicator"):
         return None
     try:

@@ -46,15 +46,17 @@ class OffbeatCallback(Callback):
     ) -> None:
         self._strategy, self._options = strategy, dict(options or {})
         self.sync: Synchronizer | None = None
+        self._scaler: Any = None
         self._training = False
         self._consensus = contextlib.ExitStack()
         self._saved: dict[str, Tensor] | None = None
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._options.setdefault("scaler", scaler)
-        self.sync = attach(pl_module, trainer.optimizers, self._strategy, **self._options)
+        # Each trainer has its own GradScaler.
+        options = {"scaler": getattr(trainer.precision_plugin, "scaler", None), **self._options}
+        self._scaler = options["scaler"]
+        self.sync = attach(pl_module, trainer.optimizers, self._strategy, **options)
         self._training = True
         self._watch_saving(trainer, pl_module)
         if self._saved is not None:
@@ -63,7 +65,7 @@ class OffbeatCallback(Callback):
                 for name, content in saved.items():
                     if f".rank{self.sync.rank}." in name:
                         Path(folder, name).write_bytes(content.numpy().tobytes())
-                if load(folder, self.sync, scaler=self._options["scaler"]) is None:
+                if load(folder, self.sync, scaler=self._scaler) is None:
                     raise CheckpointError(
                         f"the checkpoint has no state of rank {self.sync.rank}: start as many "
                         "workers as have saved it"
@@ -84,7 +86,7 @@ class OffbeatCallback(Callback):
             return
         self._consensus.close()  # it is open during a validation; ``save`` needs the local model
         with tempfile.TemporaryDirectory() as folder:
-            path = save(folder, self.sync, scaler=self._options.get("scaler"))
+            path = save(folder, self.sync, scaler=self._scaler)
             files = _gathered(path.read_bytes(), pl_module.device)
             name = path.name
         ranks = range(self.sync.size)
@@ -127,6 +129,7 @@ class OffbeatCallback(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self.sync is not None and self._training:
             self._training = False
+            self._consensus.close()  # it is open if a validation has failed
             self.sync.detach()  # the other workers then do not wait for this one
             del pl_module.on_save_checkpoint
 

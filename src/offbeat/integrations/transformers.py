@@ -57,13 +57,16 @@ class OffbeatCallback(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.sync is not None:
-            self.sync.detach()  # needed if an earlier training has failed
-        optimizer = kwargs["optimizer"]
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        if self.sync is not None:  # an earlier training may have failed, even in a consensus
+            self.sync.detach()
+            values = copy.deepcopy(model.state_dict())  # perhaps loaded from a checkpoint
+            self._leave_consensus()
+            model.load_state_dict(values)
         # Each training has its own GradScaler.
         options = {"scaler": getattr(optimizer, "scaler", None), **self._options}
         self._scaler = options["scaler"]
-        self.sync = attach(kwargs["model"], optimizer, self._strategy, **options)
+        self.sync = attach(model, optimizer, self._strategy, **options)
         if state.global_step:
             path = self._checkpoint or Path(args.output_dir, f"checkpoint-{state.global_step}")
             loaded = load(Path(path, FOLDER), self.sync, scaler=self._scaler)

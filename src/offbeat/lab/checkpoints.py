@@ -69,7 +69,8 @@ class RunCheckpoints:
         """If ``job.resume``, load the newest checkpoint and emit its events. A collective.
 
         Returns:
-            The number of evaluations that the saved run chose. None if it has not chosen one.
+            The number of evaluations that the saved run chose. None if it has not chosen one, or
+            if ``job.evaluations`` replaces it.
 
         Raises:
             CheckpointError: there is no checkpoint, or it belongs to a run whose options differ in
@@ -81,11 +82,15 @@ class RunCheckpoints:
         loaded = load(folder, self._sync, scheduler=self._scheduler)
         if loaded is None:
             raise CheckpointError(f"{folder} holds no checkpoint that --resume could continue from")
+        if not isinstance(loaded.extra, dict) or not loaded.extra.get("job"):
+            raise CheckpointError(f"{loaded.path} was not saved by offbeat train")
         self._require_same_run(loaded.extra["job"])
         self._log(Resumed(loaded.step))
         chosen = None
         for event in map(from_json, loaded.extra["events"]):
             if isinstance(event, EvaluationCount):
+                if self._job.evaluations is not None:
+                    continue  # --evaluations replaces the number
                 chosen = event.evaluations
             self._log(event)
         return chosen
@@ -93,9 +98,10 @@ class RunCheckpoints:
     def _require_same_run(self, saved: dict[str, Any]) -> None:
         current = asdict(self._job)
         for name in current.keys() - _MAY_DIFFER:
-            if current[name] != saved[name]:
+            value = saved.get(name, getattr(Job, name, None))  # an older version lacks new fields
+            if current[name] != value:
                 raise CheckpointError(
-                    f"the checkpoint is that of a run with {name}={saved[name]!r}, this one "
+                    f"the checkpoint is that of a run with {name}={value!r}, this one "
                     f"has {name}={current[name]!r}: resume with the same options"
                 )
 

@@ -197,6 +197,7 @@ class Job:
             task: A task already built with the same recipe, data and workers. None: build it. A
                 job with its own optimizer builds it in any case, because its model may not fit.
         """
+        from offbeat.lab.methods.registry import check_run
         from offbeat.lab.recipes import find_recipe
         from offbeat.lab.recipes.custom import try_out
         from offbeat.lab.samplers import parse_injection
@@ -207,12 +208,13 @@ class Job:
         self._check_checkpoints()
         self._check_leases()
         recipe = find_recipe(self.recipe)
-        if self.data is not None and recipe.needs_data is None and recipe.file is None:
-            raise ValueError(f"data {self.data}: the {recipe.name} recipe brings its own data")
+        recipe.check_data(self.data)
         if task is None or self.optimizer is not None:
             task = recipe.build(self.setup())
             if recipe.file is not None:
                 try_out(recipe, task)
+        correct = self.adam_correction == "on"
+        check_run(self.strategy, self.workers, task.optimizer, adam_correction=correct)
         self.sampler_for(task, 0)
         if self.injection is not None:
             parse_injection(self.injection)
@@ -262,6 +264,7 @@ class Job:
         refused = {
             "--injection": self.injection is not None,
             "--checkpoints": self.checkpoints is not None,
+            f"--sampler {self.sampler}": self.sampler != Job.sampler,
             "nodes of several workers": self.workers_per_node > 1,
             self.strategy: isinstance(parse_method(self.strategy), Peer),
         }

@@ -35,11 +35,16 @@ def make_sampler(
             each of N workers reads a fixed 1/N of the samples. ``distributed``: torch's
             ``DistributedSampler``, which gives a worker a different 1/N in every epoch.
         partition: Partition of the samples among the workers, such as ``label:2``; see
-            ``make_partition``. It replaces ``kind``. None: no partition.
+            ``make_partition``. Requires ``seldp``. None: no partition.
     """
     if kind not in _KINDS:
         raise ValueError(
             f"sampler must be seldp, defdp or distributed, got {kind!r}{did_you_mean(kind, _KINDS)}"
+        )
+    if partition is not None and kind != "seldp":
+        raise ValueError(
+            f"sampler {kind!r} with partition {partition!r}, which decides what a worker reads: "
+            "leave one of them out"
         )
     if kind == "distributed" and partition is None:
         return DistributedSampler(task.samples, workers, rank, seed=seed)

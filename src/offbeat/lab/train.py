@@ -346,7 +346,7 @@ def main() -> None:
     try:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{values['rendezvous']}",
+            store=dist.FileStore(values["rendezvous"], job.workers),  # type: ignore[attr-defined]
             rank=rank,
             world_size=job.workers,
             timeout=timedelta(seconds=job.timeout_seconds),

@@ -127,6 +127,9 @@ class CustomFlow:
     Attributes:
         make: Function that receives the strategy and an ``offbeat.averaging.Worker``, and returns
             an ``offbeat.averaging.Flow``.
+        check: Function that receives the number of workers and the optimizers of one worker, and
+            raises ValueError or AttachError if they cannot train with the strategy.
     """
 
     make: Callable[[Any, Any], Any]
+    check: Callable[[int, Any], object] = lambda workers, optimizers: None

@@ -1,6 +1,9 @@
 """Parsing of methods: strategies such as ``local:period=8`` and baselines to compare with."""
 
+from torch.optim import Optimizer
+
 from offbeat.arguments import did_you_mean
+from offbeat.errors import AttachError
 from offbeat.lab.methods.accelerate import AccelerateLocalSGD
 from offbeat.lab.methods.base import Baseline
 from offbeat.lab.methods.ddp import DDP, Accumulate, PostLocal
@@ -10,6 +13,7 @@ from offbeat.lab.methods.torchft import TorchftDiLoCo, TorchftLocalSGD
 from offbeat.registry import parse_strategy, read_settings
 from offbeat.strategies import Strategy
 from offbeat.strategies.base import CustomFlow
+from offbeat.training.learning_rate.adam_correction import require_correctable
 
 PEERS: tuple[type[Peer], ...] = (
     DDP,
@@ -57,6 +61,21 @@ def is_elastic(text: str) -> bool:
     """Return True if the method that ``text`` names continues when workers die and join."""
     method = parse_method(text)
     return isinstance(method, Strategy) and not isinstance(method.averages(), CustomFlow)
+
+
+def check_run(text: str, workers: int, optimizer: Optimizer, *, adam_correction: bool) -> None:
+    """Raise ValueError if the method that ``text`` names cannot train with these settings."""
+    method = parse_method(text)
+    if isinstance(method, Baseline):
+        return
+    averages = method.averages()
+    try:
+        if isinstance(averages, CustomFlow):
+            averages.check(workers, [optimizer])
+        if adam_correction:
+            require_correctable([optimizer])
+    except AttachError as error:
+        raise ValueError(str(error)) from None
 
 
 def require_virtual(text: str) -> None:

@@ -189,6 +189,11 @@ class Recipe:
     file: Path | None = None
     chance: float | None = None
 
+    def check_data(self, data: str | Path | None) -> None:
+        """Raise ValueError if the directory ``data`` is given and the recipe does not read it."""
+        if data is not None and self.needs_data is None and self.file is None:
+            raise ValueError(f"data {data}: the {self.name} recipe brings its own data")
+
 
 def steps_for(setup: Setup, samples: int, batch_size: int) -> int:
     """Return the number of steps of each worker: ⌈epochs · samples / (batch_size · workers)⌉."""
