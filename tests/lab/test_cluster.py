@@ -61,11 +61,15 @@ def test_nodes_reach_a_socket_of_the_switch() -> None:
     def listen(address: str) -> socket.socket:
         return socket.create_server((address, 0))
 
+    peers = set()
     connect = "import json, socket, sys; socket.create_connection(json.loads(sys.argv[1])[2], 9)"
     with Cluster(2, 1e8) as cluster, cluster.call_on_switch(listen) as listener:
         listener.settimeout(20)
         on_nodes(cluster, f"{connect}; print(0)", listener.getsockname())
-        peers = {listener.accept()[1][0] for _ in range(2)}
+        for _ in range(2):
+            connection, peer = listener.accept()
+            connection.close()
+            peers.add(peer[0])
     assert peers == {"10.111.0.1", "10.111.0.2"}
 
 

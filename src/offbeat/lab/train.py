@@ -53,8 +53,9 @@ from offbeat.lab.recipes import Task, find_recipe
 from offbeat.lab.recipes.datasets import to_device
 from offbeat.lab.samplers import Batches, parse_injection
 from offbeat.lab.scenario import Scenario
-from offbeat.lab.timing.padding import STRAGGLERS_NEED_STEP_TIME, PaddedLoss, planned_times
+from offbeat.lab.timing.padding import STRAGGLERS_NEED_STEP_TIME, PaddedLoss, parse_slow
 from offbeat.lab.timing.time_limit import TimeLimit
+from offbeat.simulate import Compute
 from offbeat.strategies import BSP, Strategy
 from offbeat.synchronizer import Synchronizer
 
@@ -310,6 +311,14 @@ class _Worker:
             yield to_device(batch, self._device)
 
 
+def planned_times(job: Job, step_seconds: float) -> Compute:
+    """Return the compute times of the processes of ``job``, with steps of ``step_seconds``."""
+    scenario = Scenario.from_json(job.scenario)
+    slowdown = scenario.by_rank(parse_slow(job.slow, job.workers), job.workers)
+    changes = scenario.slowdowns(job.workers)
+    return Compute(step_seconds, jitter=job.jitter, slowdown=slowdown, changes=changes)
+
+
 def import_from_current_directory() -> None:
     """Make modules in the current directory importable, for custom strategies.
 
@@ -372,8 +381,8 @@ def main() -> None:
             lambda event: print(to_json(event), file=events, flush=True),
             None if path is None else StopRequest(path, job.workers),
             rank=rank,
-            keep=files and files.keep,
-            count=files and files.count,
+            keep=None if files is None else files.keep,
+            count=None if files is None else files.count,
         )
     except (OffbeatError, ValueError, TypeError, OSError, ImportError) as error:
         sys.stderr.write(f"error: {error}\n")

@@ -22,8 +22,7 @@ from offbeat.lab.launch.processes import run_job
 from offbeat.lab.methods.ideal import summed_speeds
 from offbeat.lab.methods.registry import is_ideal, require_virtual
 from offbeat.lab.scenario import Scenario
-from offbeat.lab.timing.padding import planned_times
-from offbeat.lab.train import train_worker, worker_device
+from offbeat.lab.train import planned_times, train_worker, worker_device
 from offbeat.simulate import Compute, Join, Kill, Network, Simulation, simulate
 from offbeat.units import show_bandwidth, show_seconds
 

@@ -7,10 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from offbeat.lab.job import Job
 from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.base import device_of
-from offbeat.lab.scenario import Scenario
 from offbeat.lab.timing.step_time import PADDING, LocalTraining, now
 from offbeat.simulate import Compute
 
@@ -100,14 +98,6 @@ class PaddedLoss:
         time.sleep(wanted)
         self._overslept = now(self._device) - start - forward - wanted
         return loss
-
-
-def planned_times(job: Job, step_seconds: float) -> Compute:
-    """Return the compute times of the processes of ``job``, with steps of ``step_seconds``."""
-    scenario = Scenario.from_json(job.scenario)
-    slowdown = scenario.by_rank(parse_slow(job.slow, job.workers), job.workers)
-    changes = scenario.slowdowns(job.workers)
-    return Compute(step_seconds, jitter=job.jitter, slowdown=slowdown, changes=changes)
 
 
 def parse_slow(text: str | None, workers: int) -> dict[int, float]:
