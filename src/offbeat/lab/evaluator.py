@@ -60,7 +60,7 @@ class Evaluator:
         self._device, self._emit = device, emit
         self._replica = Replica(task.model, [p for p in task.model.parameters() if p.requires_grad])
         self._simulated = dist.get_backend() == "simulated"
-        # Workers that share the memory of one process, or the disk.
+        # Number of workers whose snapshots share the memory of one process, or a disk.
         self._sharing = job.workers if self._simulated or keep is not None else 1
         self._chosen, self._most = number is not None, number or self._most_evaluations()
         self._steps = evenly(task.steps, self._most)

@@ -101,9 +101,11 @@ def run_job(
 
 
 def _start_elastic(job: Job, run: "_Run", out: IO[bytes]) -> list[Change]:
-    """Start the first workers of a job whose workers die and join, and return these changes.
+    """Start the first workers of a job whose workers die and join.
 
-    The workers gather at a store in this process, and the one with rank 0 writes its events.
+    The workers gather at a store in this process. The worker that has rank 0 writes its events.
+
+    Returns the deaths and joins.
     """
     listen = partial(keep_store, port=0)
     cluster = run.cluster
