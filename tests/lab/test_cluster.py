@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,23 @@ def on_nodes(cluster: Cluster, program: str, *values: Any) -> list[float]:
         for rank in range(cluster.workers)
     ]
     return [float(process.communicate(timeout=60)[0]) for process in processes]
+
+
+@needs_namespaces
+def test_nodes_reach_a_socket_of_the_switch() -> None:
+    def listen(address: str) -> socket.socket:
+        return socket.create_server((address, 0))
+
+    peers = set()
+    connect = "import json, socket, sys; socket.create_connection(json.loads(sys.argv[1])[2], 9)"
+    with Cluster(2, 1e8) as cluster, cluster.call_on_switch(listen) as listener:
+        listener.settimeout(20)
+        on_nodes(cluster, f"{connect}; print(0)", listener.getsockname())
+        for _ in range(2):
+            connection, peer = listener.accept()
+            connection.close()
+            peers.add(peer[0])
+    assert peers == {"10.111.0.1", "10.111.0.2"}
 
 
 def bytes_sent(cluster: Cluster) -> int:

@@ -53,7 +53,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def padded(clock: Clock, step_seconds: float, **settings: Any) -> tuple[Any, PaddedLoss]:
+def padded(
+    clock: Clock, step_seconds: float, *, seed: int = 0, rank: int = 0, **settings: Any
+) -> tuple[Any, PaddedLoss]:
     task = tiny.build(Setup(1, 1.0))
 
     def loss(model: nn.Module, seconds: float) -> Tensor:  # the batch is the forward time
@@ -61,7 +63,8 @@ def padded(clock: Clock, step_seconds: float, **settings: Any) -> tuple[Any, Pad
         return torch.zeros(())
 
     task.loss = loss
-    task.loss = one = PaddedLoss(task, step_seconds, **settings)
+    compute = Compute(step_seconds, **settings)
+    task.loss = one = PaddedLoss(task, compute, rank=rank, seed=seed)
     one.measure(task, lambda: ())
     return task, one
 
@@ -111,13 +114,13 @@ def test_stragglers_take_as_long_as_in_the_simulator(
     clock.measure(monkeypatch, 1e-9, 0.0)
 
     def train() -> float:
-        task, one = padded(clock, 10.0, jitter=0.3, slowdown={0: 2.0}, seed=5)
+        task, one = padded(clock, 10.0, jitter=0.3, slowdown={1: 2.0}, seed=5, rank=1)
         for _ in range(4):
             task.loss(task.model, 0.0)
         return one.planned_seconds
 
-    compute = Compute(10.0, jitter=0.3, slowdown={0: 2.0})
-    expected = [compute.seconds(0, step, 5) for step in range(4)]
+    compute = Compute(10.0, jitter=0.3, slowdown={1: 2.0})
+    expected = [compute.seconds(1, step, 5) for step in range(4)]
     assert on_one_worker(train) == pytest.approx(sum(expected))
     assert clock.sleeps == pytest.approx(expected)
 
@@ -137,6 +140,26 @@ def test_planned_times_change_with_the_time_since_the_first_step(
 
     on_one_worker(train)
     assert clock.sleeps == pytest.approx([10, 10, 20, 20, 10, 10])
+
+
+def test_a_worker_that_joins_has_the_measurement_and_the_clock_of_another(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward 2 s, the rest 3 s. Its first step is 30 s after that of the other: twice as slow."""
+    clock.measure(monkeypatch, 2.0, 3.0)
+
+    def train() -> None:
+        task, one = padded(clock, 10.0)
+        task.loss(task.model, 2.0)
+        clock.seconds += 23.0
+        other, _ = padded(clock, 10.0)
+        joined = PaddedLoss(other, Compute(10.0, changes={30.0: {4: 2.0}}), rank=4, seed=0)
+        joined._loss = task.loss._loss
+        joined.load(one.state())
+        joined(other.model, 2.0)
+
+    on_one_worker(train)
+    assert clock.sleeps == pytest.approx([5.0, 15.0])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Scenarios: reading their files, and runs in which speeds and bandwidths change."""
 
 import json
+import os
+import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,12 @@ import offbeat
 from lab.test_cluster import needs_namespaces
 from offbeat import Compute, Network, simulate
 from offbeat.errors import OffbeatError
-from offbeat.lab.events import Event, Start, Step
+from offbeat.lab.events import Event, Start, to_json
 from offbeat.lab.job import Job
 from offbeat.lab.launch import runners
 from offbeat.lab.launch.cluster import _run
+from offbeat.lab.launch.processes import Change, _Run
 from offbeat.lab.launch.runners import ShapedLinks
-from offbeat.lab.launch.timetable import timetable
 from offbeat.lab.scenario import Process, Scenario, ScenarioEvent
 
 MEMBERS = """
@@ -106,6 +108,7 @@ def test_each_process_has_the_speed_and_bandwidth_of_its_worker(tmp_path: Path) 
         Process(1, start=6.0),
     ]
     assert scenario.bandwidths(3) == {1.0: {1: 1e6, 4: 1e6}}
+    assert scenario.by_worker(scenario.bandwidths(3), 3) == {1.0: {1: 1e6}}
     assert scenario.slowdowns(3) == {4.0: {3: 2.0}, 8.0: dict.fromkeys(range(5), 0.5)}
     assert scenario.by_rank({0: 5.0, 1: 7.0}, 3) == {0: 5.0, 1: 7.0, 4: 7.0}
     assert Scenario.from_json(str(scenario)) == scenario
@@ -253,49 +256,42 @@ def test_changes_are_checked() -> None:
 # -- real processes --------------------------------------------------------------------------------
 
 
-def test_a_timetable_acts_without_events() -> None:
-    """Times count from the event Start. Actions that are not due at the end are dropped."""
-    done: list[tuple[str, float]] = []
-    seen: list[Event] = []
+def wait(changes: Sequence[Change], folder: Path) -> list[tuple[Event, float]]:
+    """Wait for a worker that takes 0.3 s and has written the event ``Start``.
 
-    def act(name: str) -> Callable[[], None]:
+    Return the events and the times of their arrival.
+    """
+    seen: list[tuple[Event, float]] = []
+    read, write = os.pipe()
+    with open(write, "w") as file:
+        print(to_json(Start(2, 4)), file=file)
+    with open(read, "rb", buffering=0) as events, subprocess.Popen(["sleep", "0.3"]) as worker:
+        run = _Run(events, lambda event: seen.append((event, time.monotonic())), folder, None)
+        run._workers.append(worker)
+        run.wait(changes)
+    return seen
+
+
+def test_changes_are_made_at_their_times(tmp_path: Path) -> None:
+    """Times count from the event Start. Changes that are not due at the end are dropped."""
+    done: list[tuple[str, float]] = []
+
+    def change(name: str) -> Callable[[], None]:
         return lambda: done.append((name, time.monotonic()))
 
-    actions = [(0.0, act("now")), (0.1, act("soon")), (60.0, act("never"))]
-    with timetable(actions, seen.append) as listen:
-        assert done == []
-        start = time.monotonic()
-        listen(Start(2, 4))
-        deadline = start + 10
-        while len(done) < 2 and time.monotonic() < deadline:
-            time.sleep(0.005)
-    assert time.monotonic() - start < 10
+    changes = [(60.0, change("never")), (0.1, change("soon")), (0.0, change("now"))]
+    ((event, start),) = wait(changes, tmp_path)
+    assert event == Start(2, 4)
     assert [name for name, _ in done] == ["now", "soon"]
     assert done[1][1] - start >= 0.1
-    assert seen == [Start(2, 4)]
 
 
-def test_the_error_of_an_action_is_raised() -> None:
-    """At the next event or, without one, at the end."""
-
+def test_the_error_of_a_change_ends_the_run(tmp_path: Path) -> None:
     def fail() -> None:
         raise OffbeatError("tc failed")
 
-    def run(events: Iterable[Event]) -> None:
-        with timetable([(0.0, fail)], lambda event: None) as listen:
-            for event in events:
-                listen(event)
-
-    def steps() -> Iterator[Event]:
-        yield Start(2, 4)
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            yield Step(1, 0.1)
-        pytest.fail("no error within 10 s")
-
-    for events in ([Start(2, 4)], steps()):
-        with pytest.raises(OffbeatError, match="tc failed"):
-            run(events)
+    with pytest.raises(OffbeatError, match="tc failed"):
+        wait([(0.0, fail)], tmp_path)
 
 
 @needs_namespaces
@@ -308,16 +304,15 @@ def test_single_links_are_reshaped(monkeypatch: pytest.MonkeyPatch) -> None:
         shown = (_run("tc", "-n", one, "-j", "qdisc", "show", "dev", dev) for one, dev in ends)
         return [json.loads(text)[0]["options"]["rate"] for text in shown]
 
-    def train(job: Job, on_event: Callable[[Event], None], links: ShapedLinks) -> None:
-        on_event(Start(2, 4))
-        deadline = time.monotonic() + 20
-        while rates(links) != [1_000_000, 500_000] * 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
+    def train(job: Job, on_event: object, links: ShapedLinks, changes: Sequence[Change]) -> None:
+        for seconds, change in changes:
+            assert seconds == 3.0
+            change()
         seen.append(rates(links))
 
     seen: list[list[int]] = []
     monkeypatch.setattr(runners, "run_job", train)
-    with ShapedLinks(2, 8e6, changes={0.0: {1: 4e6}}) as links:
+    with ShapedLinks(2, 8e6, changes={3.0: {1: 4e6}}) as links:
         assert rates(links) == [1_000_000] * 4  # bytes
         links.run(Job("digits", "bsp", 2), lambda event: None)
         assert rates(links) == [1_000_000] * 4

@@ -142,9 +142,10 @@ def real_workers(
     if bandwidth is None:
         yield Loopback()
     else:
-        changes = Scenario.from_json(job.scenario).bandwidths(job.workers)
-        links = ShapedLinks(job.workers, to_bandwidth(bandwidth), changes=changes)
-        with links:
+        scenario = Scenario.from_json(job.scenario)
+        changes = scenario.by_worker(scenario.bandwidths(job.workers), job.workers)
+        nodes = len({process.worker for process in scenario.processes(job.workers)})
+        with ShapedLinks(nodes, to_bandwidth(bandwidth), changes=changes) as links:
             yield links
 
 

@@ -22,6 +22,7 @@ from offbeat.cli.checks import (
 )
 from offbeat.cli.launcher import (
     command_line,
+    is_launched,
     real_workers,
     require_single_process,
     train_elastic,
@@ -45,7 +46,7 @@ from offbeat.lab import compare as comparison
 from offbeat.lab import report
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import Runner, VirtualCluster
-from offbeat.lab.methods.registry import require_virtual
+from offbeat.lab.methods.registry import is_ideal, require_virtual
 from offbeat.lab.results import Result, writing
 from offbeat.lab.scenario import Scenario
 from offbeat.lab.timing.padding import STRAGGLERS_NEED_STEP_TIME, parse_slow
@@ -148,8 +149,8 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
             if options.simulated:
                 require_virtual(job.under(text).strategy)
             task = check_method(job, text, task)
-        if not options.simulated:
-            _check_real(job, options.bandwidth, simulated)
+            if not options.simulated:
+                _check_real(job.under(text), options.bandwidth, simulated)
 
     with contextlib.ExitStack() as stack:
         runner: Runner | None
@@ -195,10 +196,13 @@ def _check_real(job: Job, bandwidth: str | None, options: VirtualClusterOptions)
     """Raise ValueError if real processes do not support the options."""
     require_no_simulator_options(options)
     scenario = Scenario.from_json(job.scenario)
-    if scenario.elastic:
-        raise ValueError(
-            f"--scenario {options.scenario} has deaths or joins, which need --simulate"
-        )
+    refused = {
+        "start offbeat without a launcher, or add --simulate": is_launched(),
+        "ideal needs --step-time, as in 50ms": is_ideal(job.strategy) and job.step_seconds is None,
+    }
+    for reason, given in refused.items():
+        if scenario.elastic and given:
+            raise ValueError(f"--scenario with deaths or joins: {reason}")
     stragglers = job.jitter or job.slow or scenario.slowdowns(job.workers)
     if options.step_time is None and stragglers:
         raise ValueError(STRAGGLERS_NEED_STEP_TIME)

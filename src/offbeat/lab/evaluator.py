@@ -60,6 +60,8 @@ class Evaluator:
         self._device, self._emit = device, emit
         self._replica = Replica(task.model, [p for p in task.model.parameters() if p.requires_grad])
         self._simulated = dist.get_backend() == "simulated"
+        # Number of workers whose snapshots share the memory of one process, or a disk.
+        self._sharing = job.workers if self._simulated or keep is not None else 1
         self._chosen, self._most = number is not None, number or self._most_evaluations()
         self._steps = evenly(task.steps, self._most)
         self._snapshots: list[Snapshot] = []
@@ -72,9 +74,7 @@ class Evaluator:
         if self._job.live:
             return min(MAX_EVALUATIONS, self._task.steps)
         snapshot_bytes = sum(tensor.nbytes for tensor in self._replica.everything())
-        # Simulated workers share the memory of one process.
-        processes = self._job.workers if self._simulated else 1
-        return storable_evaluations(self._task.steps, snapshot_bytes * processes)
+        return storable_evaluations(self._task.steps, snapshot_bytes * self._sharing)
 
     def after_step(self, method: Method) -> Evaluation | None:
         """If an evaluation is due at this step, evaluate (``job.live``) or store a snapshot.

@@ -23,7 +23,7 @@ A scenario is a TOML file with one table ``[[event]]`` for each change, for exam
     join = true          # a further worker; with worker = 2, that one comes back as a new process
 
 Each further worker has the next number. A worker that comes back has its earlier speed and
-bandwidth. Simulated processes are numbered by their *rank*, in the order of their start.
+bandwidth. Processes are numbered by their *rank*, in the order of their start.
 
 A *job* stores the events of its scenario as JSON text, which does not depend on the file.
 """
@@ -152,6 +152,14 @@ class Scenario:
     def bandwidths(self, workers: int) -> Changes:
         """Return bits per second; see ``Network.per_worker_changes``."""
         return self._changes("bandwidth", workers)
+
+    def by_worker(self, changes: Changes, workers: int) -> Changes:
+        """Return ``changes`` by the number of the worker, given changes by rank."""
+        processes = self.processes(workers)
+        return {
+            at: {processes[rank].worker: value for rank, value in values.items()}
+            for at, values in changes.items()
+        }
 
     def by_rank(self, values: Mapping[int, float], workers: int) -> dict[int, float]:
         """Return values by rank, given ``values`` by the number of the worker."""

@@ -43,6 +43,7 @@ from offbeat.lab.events import (
 )
 from offbeat.lab.job import LEASED, Job
 from offbeat.lab.launch.cores import share_cores
+from offbeat.lab.launch.elastic import WorkerFiles
 from offbeat.lab.launch.stop_request import StopRequest
 from offbeat.lab.leased import LeasedBatches
 from offbeat.lab.methods.base import Attached, Baseline, Elastic, Method
@@ -54,6 +55,7 @@ from offbeat.lab.samplers import Batches, parse_injection
 from offbeat.lab.scenario import Scenario
 from offbeat.lab.timing.padding import STRAGGLERS_NEED_STEP_TIME, PaddedLoss, parse_slow
 from offbeat.lab.timing.time_limit import TimeLimit
+from offbeat.simulate import Compute
 from offbeat.strategies import BSP, Strategy
 from offbeat.synchronizer import Synchronizer
 
@@ -84,6 +86,7 @@ def train_worker(
     *,
     rank: int | None = None,
     keep: Callable[[Snapshot], object] | None = None,
+    count: Callable[[dict[str, Any]], object] | None = None,
     ideal_steps: Iterator[tuple[float, int]] | None = None,
 ) -> None:
     """Run ``job`` on this worker. A collective.
@@ -102,15 +105,16 @@ def train_worker(
         emit: Function that receives the events on rank 0. Other ranks do not call it.
         stop_request: Object through which the run can be asked to stop early. Requires
             ``job.checkpoints``.
-        rank: Number from which the seed of this worker is computed. None: its rank.
+        rank: Number of this process, for its seed and its step times. None: its rank.
         keep: Function that receives this worker's snapshots, the last one at the end. The run then
             has no evaluations and no ``End``, and its workers may die and join. None: the workers
             evaluate together.
+        count: Function that receives this worker's totals after each step and at the end.
         ideal_steps: Steps of ``SharedIdeal``, with which this worker, the only one, trains. None:
             train with the job's method.
     """
     rank = dist.get_rank() if rank is None else rank
-    worker = _Worker(job, emit, rank, keep, ideal_steps)
+    worker = _Worker(job, emit, rank, keep, count, ideal_steps)
     try:
         worker.run(stop_request)
     except EndedError:
@@ -127,9 +131,10 @@ class _Worker:
         emit: Callable[[Event], None],
         rank: int,
         keep: Callable[[Snapshot], object] | None,
+        count: Callable[[dict[str, Any]], object] | None,
         ideal_steps: Iterator[tuple[float, int]] | None,
     ) -> None:
-        self._rank, self._keep, self._ideal_steps = rank, keep, ideal_steps
+        self._rank, self._keep, self._count, self._ideal_steps = rank, keep, count, ideal_steps
         self.method: Method | None = None
         self._emit = EventLog(lambda event: emit(event) if self._reports() else None)
         self._job, self._device = job, worker_device()
@@ -151,7 +156,9 @@ class _Worker:
     def _reports(self) -> bool:
         """Return True on rank 0. If that worker dies, another one gets this rank."""
         method = self.method
-        return (method.sync.rank if isinstance(method, Elastic) else dist.get_rank()) == 0
+        if isinstance(method, Elastic):
+            return method.sync.rank == 0
+        return (dist.get_rank() if self._keep is None else self._rank) == 0
 
     def run(self, stop_request: StopRequest | None) -> None:
         job, task, emit = self._job, self._task, self._emit
@@ -174,6 +181,8 @@ class _Worker:
         for batch in self._batches(method):
             method.train(batch)
             emit(evaluator.after_step(method) or self._step(method))
+            if self._count is not None:
+                self._count(self._totals(method))
             if evaluator.over or limit.is_over(method.step, method.seconds):
                 break
             checkpoints.save_if_due(task.steps)
@@ -183,6 +192,8 @@ class _Worker:
             evaluator.data_ended(method)
         emit(Waiting("finishing"))
         method.finish()
+        if self._count is not None:
+            self._count(self._totals(method))
         if self._keep is not None:
             return evaluator.keep_last(method)
         totals = gather(self._totals(method), self._device, "the totals of all workers")
@@ -236,6 +247,8 @@ class _Worker:
         if isinstance(task.scheduler, LRScheduler):
             sync.share_state(task.scheduler.state_dict, task.load_scheduler)
         if self._keep is not None:
+            if self._padding is not None:
+                sync.share_state(self._padding.state, self._padding.load)
             return Elastic(task, job.lr_scale, sync)
         return Attached(task, job.lr_scale, sync)
 
@@ -244,22 +257,16 @@ class _Worker:
         job, task = self._job, self._task
         if dist.get_backend() == "simulated":  # the simulator controls the virtual time of a step
             return
-        changes = Scenario.from_json(job.scenario).slowdowns(job.workers)
         if job.step_seconds is None:
+            changes = Scenario.from_json(job.scenario).slowdowns(job.workers)
             if job.jitter or job.slow or changes:
                 raise ValueError(STRAGGLERS_NEED_STEP_TIME)
             return
-        self._emit(Waiting("measuring a step"))
-        self._padding = padding = PaddedLoss(
-            task,
-            job.step_seconds,
-            jitter=job.jitter,
-            slowdown=parse_slow(job.slow, job.workers),
-            changes=changes,
-            seed=job.seed,
-        )
-        task.loss = padding
-        padding.measure(task, lambda: self._batches())
+        compute = planned_times(job, job.step_seconds)
+        task.loss = self._padding = PaddedLoss(task, compute, rank=self._rank, seed=job.seed)
+        if self._rank < job.workers:  # otherwise it joins, and receives what others have measured
+            self._emit(Waiting("measuring a step"))
+            self._padding.measure(task, lambda: self._batches())
 
     def _time_limit(self, method: Method) -> TimeLimit:
         """Return the limit on the training time. The evaluator applies it if ``job.live``."""
@@ -304,6 +311,14 @@ class _Worker:
             yield to_device(batch, self._device)
 
 
+def planned_times(job: Job, step_seconds: float) -> Compute:
+    """Return the compute times of the processes of ``job``, with steps of ``step_seconds``."""
+    scenario = Scenario.from_json(job.scenario)
+    slowdown = scenario.by_rank(parse_slow(job.slow, job.workers), job.workers)
+    changes = scenario.slowdowns(job.workers)
+    return Compute(step_seconds, jitter=job.jitter, slowdown=slowdown, changes=changes)
+
+
 def import_from_current_directory() -> None:
     """Make modules in the current directory importable, for custom strategies.
 
@@ -313,18 +328,26 @@ def import_from_current_directory() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def encode(job: Job, rank: int, rendezvous: str, stop_request: str | None = None) -> str:
+def encode(
+    job: Job,
+    rank: int,
+    rendezvous: str,
+    stop_request: str | None = None,
+    folder: str | None = None,
+) -> str:
     """Return the JSON argument of ``python -m offbeat.lab.train`` for one worker.
 
     ``rendezvous`` is the path of a new file through which the workers find each other.
     ``stop_request`` is the path of the ``StopRequest``'s file; None: the run cannot be asked to
-    stop.
+    stop. ``folder`` is the one of the ``WorkerFiles`` if workers die and join; each of them then
+    has a ``rendezvous`` of its own. None: no worker dies or joins.
     """
     values = {
         "job": asdict(job),
         "rank": rank,
         "rendezvous": rendezvous,
         "stop_request": stop_request,
+        "folder": folder,
     }
     return json.dumps(values)
 
@@ -341,14 +364,15 @@ def main() -> None:
     import_from_current_directory()
     values = json.loads(sys.argv[1])
     job, rank, path = Job(**values["job"]), values["rank"], values["stop_request"]
+    files = WorkerFiles(values["folder"], rank) if values["folder"] else None
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
-    status = 0
+    size, status = job.workers if files is None else 1, 0
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(values["rendezvous"], job.workers),  # type: ignore[attr-defined]
-            rank=rank,
-            world_size=job.workers,
+            store=dist.FileStore(values["rendezvous"], size),  # type: ignore[attr-defined]
+            rank=rank if files is None else 0,
+            world_size=size,
             timeout=timedelta(seconds=job.timeout_seconds),
         )
         share_cores(job.workers, rank)
@@ -356,6 +380,9 @@ def main() -> None:
             job,
             lambda event: print(to_json(event), file=events, flush=True),
             None if path is None else StopRequest(path, job.workers),
+            rank=rank,
+            keep=None if files is None else files.keep,
+            count=None if files is None else files.count,
         )
     except (OffbeatError, ValueError, TypeError, OSError, ImportError) as error:
         sys.stderr.write(f"error: {error}\n")

@@ -1,17 +1,22 @@
 """Slow networks on one Linux machine: network namespaces connected by rate-limited links."""
 
+import ctypes
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Self
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self, TypeVar
 
 from offbeat.errors import OffbeatError
 from offbeat.units import show_bandwidth
 
+T = TypeVar("T")
 _PREFIX = "offbeat"
+_SWITCH_ADDRESS = "10.111.0.254"
+_CLONE_NEWNET = 0x40000000
 _PACKET_BYTES = 1514
 _MOST_OFFLOADED_BYTES = 8192
 """Largest packet that TCP passes to the link (64 kB by default). The filter splits packets that are
@@ -90,7 +95,9 @@ class Cluster:
         switch = self._switch
         _run("ip", "netns", "add", switch)
         _run("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
+        _run("ip", "-n", switch, "address", "add", f"{_SWITCH_ADDRESS}/24", "dev", "bridge0")
         _run("ip", "-n", switch, "link", "set", "bridge0", "up")
+        _run("ip", "-n", switch, "link", "set", "lo", "up")
         for rank in range(self.workers):
             node, port = self._node(rank), f"port{rank}"
             _run("ip", "netns", "add", node)
@@ -129,6 +136,22 @@ class Cluster:
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
         """Return the command that runs ``argv`` on node ``rank``."""
         return ["ip", "netns", "exec", self._node(rank), *argv]
+
+    def call_on_switch(self, function: Callable[[str], T]) -> T:
+        """Return ``function(address)``. The sockets that it opens are those of the switch.
+
+        All nodes reach them at ``address``.
+        """
+
+        def call() -> T:
+            # The namespace of a thread is also that of its sockets and of its new threads.
+            with open(f"/run/netns/{self._switch}") as namespace:
+                if ctypes.CDLL(None).setns(namespace.fileno(), _CLONE_NEWNET):
+                    raise OffbeatError(f"cannot enter the network namespace {self._switch}")
+            return function(_SWITCH_ADDRESS)
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
 
     def close(self) -> None:
         """Remove the namespaces and their links. May be called repeatedly."""

@@ -19,11 +19,10 @@ from offbeat.lab.job import LEASED, Job
 from offbeat.lab.launch.cluster import Cluster, require_shapable
 from offbeat.lab.launch.elastic import evaluate
 from offbeat.lab.launch.processes import run_job
-from offbeat.lab.launch.timetable import timetable
 from offbeat.lab.methods.ideal import summed_speeds
 from offbeat.lab.methods.registry import is_ideal, require_virtual
 from offbeat.lab.scenario import Scenario
-from offbeat.lab.train import train_worker, worker_device
+from offbeat.lab.train import planned_times, train_worker, worker_device
 from offbeat.simulate import Compute, Join, Kill, Network, Simulation, simulate
 from offbeat.units import show_bandwidth, show_seconds
 
@@ -60,7 +59,13 @@ class Loopback(Runner):
 
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
-        run_job(job, on_event)
+        if is_ideal(job.strategy) and Scenario.from_json(job.scenario).elastic:
+            # No process dies: one worker trains, at the summed speed of the workers alive.
+            assert job.step_seconds is not None
+            compute = planned_times(job, job.step_seconds)
+            VirtualCluster(_IDEAL_NETWORK, compute).run(job, on_event)
+        else:
+            run_job(job, on_event)
 
 
 class ShapedLinks(Cluster, Loopback):
@@ -73,7 +78,7 @@ class ShapedLinks(Cluster, Loopback):
         workers: Number of nodes (1 to 200).
         bits_per_second: Rate of each link in each direction.
         changes: Rates in bits per second of single links, by the time from which they hold, in
-            seconds since the start of the training, and by rank.
+            seconds since the start of the training, and by node.
     """
 
     def __init__(
@@ -86,24 +91,22 @@ class ShapedLinks(Cluster, Loopback):
         for rates in changes.values():
             for rate in rates.values():
                 require_shapable(rate)
-        self._changes = {seconds: changes[seconds] for seconds in sorted(changes)}
+        self._changes = changes
 
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
         if is_ideal(job.strategy):
-            run_job(job, on_event)
-        elif not self._changes:
-            run_job(job, on_event, self)
-        else:
-            try:
-                actions = [
-                    (seconds, partial(self.reshape, rate, [rank]))
-                    for seconds, rates in self._changes.items()
-                    for rank, rate in rates.items()
-                ]
-                with timetable(actions, on_event) as listen:
-                    run_job(job, listen, self)
-            finally:
+            Loopback.run(self, job, on_event)
+            return
+        changes = [
+            (seconds, partial(self.reshape, rate, [node]))
+            for seconds, rates in self._changes.items()
+            for node, rate in rates.items()
+        ]
+        try:
+            run_job(job, on_event, self, changes)
+        finally:
+            if changes:
                 self.reshape(self.bits_per_second)
 
 

@@ -152,7 +152,7 @@ class Elastic(Attached):
 
     def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
         super().__init__(task, lr_scale, sync)
-        self._now = team_of(sync).host.now
+        self._now = team_of(sync).host.now  # the same clock in all processes of a machine
         self._start = self._now()
         sync.share_state(lambda: (self._start, task.position), self._load)
 

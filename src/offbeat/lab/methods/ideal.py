@@ -42,7 +42,8 @@ class Ideal(Baseline):
       not the median, because the times of other methods include occasional slow steps, too.
     - In virtual time: the compute time without any wait for slower workers, mean over the workers.
 
-    With leased data in virtual time, ``SharedIdeal`` trains in place of this method.
+    ``SharedIdeal`` trains in place of this method with leased data in virtual time, and if workers
+    die or join.
     """
 
     name: ClassVar[str] = IDEAL

@@ -2,10 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from offbeat.lab.recipes import Task
@@ -36,10 +35,8 @@ class PaddedLoss:
 
     Args:
         task: Task with the original loss function.
-        step_seconds: Step time (> 0).
-        jitter: Standard deviation of the random factor of each step time (see ``Compute``).
-        slowdown: Factors on the step time, by rank (2 means twice as slow).
-        changes: Further factors, by the seconds since the worker's first step and by rank.
+        compute: Compute times. Its ``changes`` count from the first step of the first worker.
+        rank: Rank of this worker in ``compute``.
         seed: Seed of the jitter.
 
     Attributes:
@@ -48,22 +45,12 @@ class PaddedLoss:
         planned_seconds: Sum of the planned times of all steps.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        step_seconds: float,
-        *,
-        jitter: float = 0.0,
-        slowdown: Mapping[int, float] = {},
-        changes: Mapping[str | float, Mapping[int, float]] = {},
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, task: Task, compute: Compute, *, rank: int, seed: int) -> None:
         self._loss, self._device = task.loss, device_of(task.model)
-        self._compute = Compute(step_seconds, jitter=jitter, slowdown=slowdown, changes=changes)
-        self._rank, self._seed = dist.get_rank(), seed
+        self._compute, self._rank, self._seed = compute, rank, seed
         self._measured: list[tuple[float, float]] | None = None  # start and forward time of steps
         self._forward = self._ratio = self._overslept = 0.0
-        self._began = 0.0  # start of the first step
+        self._began: float | None = None  # start of the first step
         self.steps = self.late_steps = 0
         self.planned_seconds = 0.0
 
@@ -82,6 +69,14 @@ class PaddedLoss:
         step_seconds = (starts[-1] - starts[0]) / (len(starts) - 1)
         self._ratio = max(0.0, step_seconds / self._forward - 1)
 
+    def state(self) -> tuple[float | None, float, float]:
+        """Return the values that a worker which joins on this machine takes over by ``load``."""
+        return self._began, self._forward, self._ratio
+
+    def load(self, state: tuple[float | None, float, float]) -> None:
+        """Continue with the values of another worker, in place of ``measure``."""
+        self._began, self._forward, self._ratio = state
+
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """Compute the task's loss, sleep (except during ``measure``), and return the loss."""
         start = now(self._device)
@@ -90,7 +85,7 @@ class PaddedLoss:
         if self._measured is not None:
             self._measured.append((start, forward))
             return loss
-        if self.steps == 0:
+        if self._began is None:
             self._began = start
         planned = self._compute.seconds(self._rank, self.steps, self._seed)
         planned *= self._compute.factor_at(self._rank, start - self._began)
