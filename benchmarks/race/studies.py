@@ -231,7 +231,7 @@ class Cell:
         if self.study == "uneven":
             return [*UNEVEN]
         if self.study.startswith("elastic"):
-            return [*ELASTIC]
+            return [at_rate(method, UNEVEN_RATE) for method in ELASTIC]
         if self.study == "adam":
             return ["ideal", *(one + end for one in CORRECTED for end in ("", UNCORRECTED))]
         if self.study == "rates":
@@ -272,7 +272,7 @@ class Cell:
         dies = ScenarioEvent(DIES_AT * step_seconds, worker=self.workers - 1, alive=False)
         joins = ScenarioEvent(JOINS_AT * step_seconds, worker=self.workers, alive=True)
         scenario = str(Scenario((dies, joins)))
-        return {"partition": LEASED, "lr_scale": UNEVEN_RATE, "scenario": scenario}
+        return {"partition": LEASED, "scenario": scenario}
 
     @contextlib.contextmanager
     def runner(self) -> Iterator[Runner]:

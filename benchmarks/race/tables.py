@@ -22,6 +22,7 @@ from benchmarks.race.studies import (
     RATES,
     UNCORRECTED,
     UNEVEN,
+    UNEVEN_RATE,
     VARIANTS,
     WIRES,
     WORKERS,
@@ -360,12 +361,13 @@ def elastic(folder: Path = RESULTS) -> str:
     for study, name in (("elastic", "virtual time"), ("elastic_real", "real processes")):
         for cell in cells_of(study, "mlp", folder):
             found = runs_of(cell, folder)
-            ideal = found["ideal"]
+            ideal = next(runs for method, runs in found.items() if method.startswith("ideal"))
             for method, runs in found.items():
                 whole = summary([run.seconds / best.seconds for run, best in pairs(runs, ideal)])
                 time, difference = _time_and_end(runs, ideal)
                 shown = [whole, time, end(runs) if runs is ideal else difference]
-                lines.append(f"| {name} | `{method}` | {' | '.join(shown)} |")
+                label = method.removesuffix(f" --lr-scale {UNEVEN_RATE}")
+                lines.append(f"| {name} | `{label}` | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
