@@ -130,8 +130,6 @@ RATES = {
     ("transformer", 4): (0.5, 1, 2, 4),
     ("transformer", 16): (1, 2, 4),
     ("mnist", 16): (1, 2, 4),
-    ("mnist", 64): (1, 2, 4),
-    ("mnist", 256): (1, 2, 4),
 }
 """Workload and number of workers → factors on the recipe's learning rate."""
 UNCORRECTED = " --adam-correction off"
