@@ -13,7 +13,7 @@ is the baseline ``ideal``, the speed-up limit. There are eleven studies:
 - ``adam``: strategies with and without longer steps of Adam.
 - ``muon``: some methods of ``headline`` with the optimizer Muon in place of AdamW, tuned alike.
 - ``features``: streaming averaging and the ideal with clipping, weight decay, LoRA and others, and
-  with labels that differ between workers. The settings are the first ones.
+  with labels that differ between workers. The settings are the defaults.
 - ``uneven``: strategies for workers of unequal speed, tuned with the same number of trials, in
   virtual time. All methods lease the data, so that faster workers take more of it.
 - ``elastic``: one of the workers dies and another one joins, in virtual time. All methods lease the
@@ -138,8 +138,8 @@ VARIANTS = {
     "transformer": ("ideal", "streaming", f"streaming{UNCORRECTED}"),
     "mnist": ("ideal", "streaming", "streaming --wire float32"),
 }
-"""Methods of ``rates``: the ideal, the default, and the default without what makes up for the short
-steps of a mean, or without quantization."""
+"""Methods of ``rates``: the ideal, the default, and the default without the outer gain, without
+longer steps of Adam, or without quantization."""
 CORRECTED = (
     *("streaming", "async:staleness=4", "local:period=4", "local:period=16"),
     f"{DILOCO},period=16,outer_lr=0.5,outer_momentum=0.6 --lr-scale 0.5",

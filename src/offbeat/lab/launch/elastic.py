@@ -43,7 +43,10 @@ class WorkerFiles:
         os.rename(path, f"{path}.snapshot")
 
     def count(self, totals: dict[str, Any]) -> None:
-        """Replace the totals (``Stats.to_dict``). One write, shorter than a page, is not cut."""
+        """Replace the totals (``Stats.to_dict``).
+
+        They are one write, shorter than a memory page, so a kill cannot leave half of it.
+        """
         text = json.dumps(totals).ljust(self._longest)
         self._longest = len(text)
         os.pwrite(self._totals, text.encode(), 0)
@@ -63,10 +66,10 @@ def read_files(folder: str) -> tuple[list[Snapshot], list[Stats]]:
 def evaluate(
     job: Job, kept: Sequence[Snapshot], stats: Sequence[Stats], emit: Callable[[Event], None]
 ) -> None:
-    """Evaluate the snapshots that all workers have kept, and emit the evaluations and ``End``.
+    """Evaluate the mean of the snapshots of each step, and emit the evaluations and ``End``.
 
     The time of an evaluation is the mean time of its snapshots, and at the end that of the last
-    worker. ``stats`` are the totals of all workers.
+    worker. ``kept`` and ``stats`` are the snapshots and the totals of all workers.
     """
     emit(Waiting("evaluating"))
     recipe = find_recipe(job.recipe)

@@ -103,7 +103,8 @@ def run_job(
 def _start_elastic(job: Job, run: "_Run", out: IO[bytes]) -> list[Change]:
     """Start the first workers of a job whose workers die and join.
 
-    The workers gather at a store in this process. The worker that has rank 0 writes its events.
+    The workers gather at a store in this process. The worker that has rank 0 in the training
+    writes its events. After its death this is another one.
 
     Returns the deaths and joins.
     """
