@@ -30,15 +30,13 @@ the same collectives in the same order.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from typing_extensions import override
 
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
 from offbeat.averaging.flow import Flow
-from offbeat.averaging.parts.cuts import cut_by_tensors
 from offbeat.averaging.parts.flow_state import ModelFlowState
 from offbeat.averaging.parts.make_parts import make_parts
 from offbeat.averaging.parts.node_agreement import NodeAgreement
@@ -48,11 +46,6 @@ from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.errors import OffbeatError
 from offbeat.strategies.base import SharedModel, Strategy, WorkerView
-
-# A quantized sum may take two messages. The second one starts at a step boundary or when backward
-# completes one of these buckets. So it starts soon after the first one has arrived, and the part
-# may land one step earlier.
-_BACKWARD_BUCKETS = 8
 
 
 class ModelFlow(Flow):
@@ -132,20 +125,6 @@ class ModelFlow(Flow):
         return self.state.view.lr_factor
 
     @override
-    def backward_buckets(self, optimizer: AttachedOptimizer) -> Sequence[Sequence[Tensor]]:
-        """Return buckets of about equal bytes. The gradients are not sent, see ``bucket_ready``."""
-        if self.worker.wire.exact or self.shared.blocking:
-            return []
-        parameters = [p for p in reversed(optimizer.parameters) if p.numel()]
-        return cut_by_tensors(parameters, min(_BACKWARD_BUCKETS, len(parameters)))
-
-    @override
-    def bucket_ready(self, bucket: int) -> bool:
-        """Send the second messages of quantized sums in flight. The gradients are not sent."""
-        self.worker.wire.start_second_stages()
-        return True
-
-    @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
         """Measure ‖g‖² if the strategy reads it. Vote if due, unless ``lands="arrived"``."""
         if self.strategy.gradient_norm:
@@ -179,8 +158,6 @@ class ModelFlow(Flow):
                 self._agreed.update(team, self.pipeline, view, self._pending)
             while self._lands_now():
                 self.land()
-        if not self.worker.wire.exact:
-            self.worker.wire.start_second_stages()
         if self._calls_after_step:
             self.strategy.after_step(self._view(stepping=True))
         if self.shared.eager:

@@ -19,8 +19,7 @@ decision depends on it, the workers of the node must first agree with ``Team.agr
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -29,8 +28,7 @@ from typing_extensions import override
 
 from offbeat.errors import CommunicationError
 from offbeat.transport.communicator import Communicator, Wrapper
-from offbeat.transport.handle import Completed, Handle, explained
-from offbeat.transport.host import Promise
+from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.operation import (
     Await,
     Broadcast,
@@ -42,9 +40,9 @@ from offbeat.transport.operation import (
     Send,
     Sum,
 )
+from offbeat.transport.stages import Stages
 
 T = TypeVar("T")
-_POLL_SECONDS = 0.0005
 
 
 class LabelledCommunicator(Wrapper):
@@ -66,26 +64,6 @@ class LabelledCommunicator(Wrapper):
         return LabelledCommunicator(self.inner.twin(), self._label)
 
 
-@dataclass(eq=False)
-class _Job:
-    """An operation whose first stage is in flight.
-
-    Attributes:
-        first: Handle of the first stage, across nodes.
-        stream: CUDA stream of the thread that started the operation. None for tensors on the CPU.
-        second: Function that runs the second stage, inside the node. It receives the result of the
-            first stage and returns the result of the operation.
-        ended: Promise of the result of the operation, or of the exception that ended it.
-        next: Promise of the next job in the queue, or of None, which ends the queue.
-    """
-
-    first: Handle[Any]
-    stream: torch.cuda.Stream | None
-    second: Callable[[Any], Any]
-    ended: Promise[Any]
-    next: Promise["_Job | None"]
-
-
 class NodeCommunicator(Communicator):
     """Operations between nodes, in which each node counts as one worker.
 
@@ -103,8 +81,7 @@ class NodeCommunicator(Communicator):
         self._across, self._inside = across, inside
         self.rank, self.size, self.host = across.rank, across.size, across.host
         self.timeout_seconds = across.timeout_seconds
-        self._next: Promise[_Job | None] = self.host.promise()
-        self._running = self._closed = False
+        self._stages = Stages(across, "stages inside the node")
         self._twins: list[NodeCommunicator] = []
         # Read here, on the main thread: the background thread may have another current GPU.
         self._device = inside.control_device
@@ -193,19 +170,10 @@ class NodeCommunicator(Communicator):
         self, first: Handle[Any], second: Callable[[Any], Any], what: str, tensor: Tensor
     ) -> Handle[Any]:
         """Queue the second stage of an operation whose first stage was started."""
-        if self._closed:
-            raise CommunicationError(f"{what} after this worker has left: attach again")
-        if not self._running:
-            self._running = True
-            work = partial(_run_second_stages, self._across, self._next)
-            self.host.spawn(work, what="stages inside the node")
-        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-        job = _Job(first, stream, second, self.host.promise(), self.host.promise())
-        self._next.fulfil(job)
-        self._next = job.next
-        # Wait without a time limit here: each stage has one, and its error is more precise.
-        ended = self._across.await_promise(job.ended, what=what, patient=True)
-        return _Stages(self, ended)
+        both = self._stages.start(
+            first, lambda received: Completed(second(received)), what=what, like=tensor
+        )
+        return _Ending(self, both)
 
     @override
     def twin(self) -> Communicator:
@@ -221,14 +189,12 @@ class NodeCommunicator(Communicator):
 
     def _stop(self) -> None:
         """Let the background threads, also of twins, end after the operations in their queues."""
-        if not self._closed:
-            self._closed = True
-            self._next.fulfil(None)
+        self._stages.stop()
         for twin in self._twins:
             twin._stop()
 
 
-class _Stages(Handle[Any]):
+class _Ending(Handle[Any]):
     """Handle of an operation with two stages."""
 
     def __init__(self, communicator: NodeCommunicator, ended: Handle[Any]) -> None:
@@ -241,52 +207,8 @@ class _Stages(Handle[Any]):
     @override
     def wait(self) -> Any:
         try:
-            result = self._ended.wait()
-            if isinstance(result, Exception):
-                raise explained(result)
+            return self._ended.wait()
         except CommunicationError:
             # This wakes the workers that wait for this one, inside the node and across nodes.
             self._communicator.close()
             raise
-        return result
-
-
-def _run_second_stages(across: Communicator, queue: Promise[_Job | None]) -> None:
-    """Run the second stages of the queued jobs in order, until the communicator is closed.
-
-    After a failure this job and all later ones end with the exception as their result.
-    """
-    failure: Exception | None = None
-    while True:
-        try:
-            job = across.await_promise(queue, what="work inside the node", patient=True).wait()
-        except CommunicationError:
-            return
-        if job is None:
-            return
-        outcome: Any = failure
-        if failure is None:
-            try:
-                outcome = _finish(job, across)
-            except Exception as error:  # any exception, because the main thread waits for it
-                error.__traceback__ = None  # it would keep the tensors of the operation in memory
-                outcome = failure = error
-        job.ended.fulfil(outcome)
-        queue = job.next
-        del job, outcome  # frees the tensors before the wait for the next job
-
-
-def _finish(job: _Job, across: Communicator) -> Any:
-    """Wait for the first stage, then run the second one.
-
-    For an NCCL operation in progress, ``wait`` would block ``job.stream``, on which the main thread
-    computes. So on a GPU the first stage is polled until it is done or the time limit has passed,
-    before ``wait`` is called.
-    """
-    if job.stream is None:
-        return job.second(job.first.wait())
-    deadline = across.host.now() + across.timeout_seconds
-    while not job.first.done() and across.host.now() < deadline:
-        across.host.sleep(_POLL_SECONDS, "polling an operation across nodes")
-    with torch.cuda.stream(job.stream):
-        return job.second(job.first.wait())

@@ -23,7 +23,7 @@ from offbeat.quantization.decoding import LazyVector, PayloadVector, TensorVecto
 from offbeat.quantization.kernels import BLOCK, kernels
 from offbeat.quantization.payloads import StageCodecs, uses_single_stage
 from offbeat.quantization.placeholder_codecs import BlankStageCodecs
-from offbeat.quantization.two_stage_sum import ErrorFeedback, SecondStageQueue, TwoStageSum
+from offbeat.quantization.two_stage_sum import ErrorFeedback, TwoStageSum
 from offbeat.transport.handle import Handle
 from offbeat.transport.team import Team
 
@@ -48,13 +48,12 @@ class Wire:
         require_precision(precision)
         self._team, self.precision = team, precision
         self._streams: dict[str, ErrorFeedback] = {}
-        self._queue = SecondStageQueue.get_or_create(team.account)
         self._codecs: dict[str, StageCodecs] = {}
         self._scale = team.host.scale
         if not self.exact:
             if self._scale == 1:
                 kernels()  # compile now, not in the first step
-            self._twin = team.communicator.twin()
+            self._twin = team.uncounted.twin()
 
     @property
     def exact(self) -> bool:
@@ -123,7 +122,6 @@ class Wire:
             tentative: True if ``undo`` may be called for this sum, equal on all workers. It costs a
                 copy of the errors.
         """
-        self.start_second_stages()
         if not contribute:
             tensor.zero_()
         vector = TensorVector(tensor)
@@ -170,7 +168,6 @@ class Wire:
             ValueError: ``precision`` requires quantization, but the wire was made for float32. Or
                 updates of another length were summed under the name ``stream``.
         """
-        self.start_second_stages()
         codecs = self._codecs_for(update, self.precision if precision is None else precision)
         if codecs is None:
             values = update.to_tensor() if contribute else update.empty_tensor().zero_()
@@ -196,10 +193,6 @@ class Wire:
         """
         if stream in self._streams:
             self._streams[stream].restore()
-
-    def start_second_stages(self) -> None:
-        """Start second stages whose first stage has ended. Never blocks."""
-        self._queue.start_second_stages()
 
     def _gather_updates(
         self, update: LazyVector, codecs: StageCodecs, contribute: bool, what: str
@@ -231,7 +224,7 @@ class Wire:
         what: str,
     ) -> TwoStageSum:
         started = TwoStageSum(
-            self._team, self._twin, self._queue, codecs, errors, like, contribute, tentative, what
+            self._team, self._twin, codecs, errors, like, contribute, tentative, what
         )
         started.start(payload)
         return started
@@ -294,7 +287,6 @@ class Wire:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the errors of all streams. No sum may be in progress."""
-        assert not self._queue.has_errors_of(self._streams), "a sum is in flight"
         return {
             stream: {"sent": errors.sent.clone(), "summed": errors.summed.clone()}
             for stream, errors in self._streams.items()

@@ -83,6 +83,10 @@ class Accounting(Wrapper):
         self.account.sent(operation.sent_bytes(self.rank, self.host.scale))
         return _Timed(handle, self, operation.collective)
 
+    def timed(self, handle: Handle[T]) -> Handle[T]:
+        """Return a handle of a collective that ``inner`` has started. Its waits are counted."""
+        return _Timed(handle, self, collective=True)
+
     @override
     def twin(self) -> "Accounting":
         return Accounting(self.inner.twin(), self.account)

@@ -12,6 +12,7 @@ from offbeat.transport.accounting import Account, Accounting
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.host import Host
 from offbeat.transport.membership import Membership, View, membership_of
+from offbeat.transport.stages import Stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +54,7 @@ class Team:
             view (view 0), or a new number if the worker joined later. It never changes. Example:
             after worker 1 of 3 is lost, ``members`` is (0, 2).
         communicator: Communicator between the workers. It adds its bytes and waits to ``account``.
+        stages: Starts the second stages of sums of the current view, in a background thread.
         account: Bytes sent and time waited in all views.
         membership: Interface for agreeing on the next view; None if the training is not elastic.
     """
@@ -80,6 +82,7 @@ class Team:
         self.view, self.members = view.number, view.members
         self.membership: Membership | None = membership_of(view.communicator)
         self.communicator = Accounting(view.communicator, self.account)
+        self.stages = Stages(view.communicator, "second stages of sums")
 
     def enter(self, view: View) -> None:
         """Replace the current view by ``view``. The caller has closed the current one."""
@@ -170,6 +173,7 @@ class Team:
 
     def close(self, *, together: bool = False) -> None:
         """Close the communicators of this team and of its node; see ``Communicator.close``."""
+        self.stages.stop()
         self.communicator.close(together=together)
         if self.node is not None:
             self.node.close(together=together)

@@ -214,12 +214,12 @@ class Part(ABC):
 
     def arrived(self) -> bool:
         """Return True if the part is in flight and its sums have arrived. Never blocks."""
-        if self.in_flight and self.arrived_seconds is None:
-            self._wire.start_second_stages()
-            # Operations usually finish in order, so the last one is the most likely to be missing.
-            if all(handle.done() for handle in reversed(self._handles)):
-                self.arrived_seconds = self._team.host.now()
-        return self.in_flight and self.arrived_seconds is not None
+        if not self.in_flight:
+            return False
+        # Operations usually finish in order, so the last one is the most likely to be missing.
+        if self.arrived_seconds is None and all(h.done() for h in reversed(self._handles)):
+            self.arrived_seconds = self._team.host.now()
+        return self.arrived_seconds is not None
 
     def wait(self) -> None:
         """Wait until all sums of this part have arrived. P and the model do not change."""
