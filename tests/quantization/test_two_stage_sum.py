@@ -1,11 +1,17 @@
-"""The order of second stages: no deadlock and equal results, whenever workers poll and wait."""
+"""Second stages: their order, no deadlock whenever workers wait, and no wait for busy workers."""
 
 import random
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
+import offbeat
+from offbeat import attach
 from offbeat.quantization.wire import Wire
+from offbeat.simulate import Compute, Network, simulate
 from offbeat.transport.team import Team
 from quantization.rounding import values
 from quantization.wires import SIZE, every_world, simulated
@@ -67,12 +73,12 @@ def poll_early(wire: Wire, team: Team) -> bool:
         team.communicator.receive(tensor, source=0, tag=5, what="go").wait()
         handle, early = wire.sum(torch.ones(4000), stream="a", what="test"), False
     while not handle.done():
-        pass  # polling alone must drive it to its end
+        pass
     return not early and bool((handle.wait() == team.size).all())
 
 
 @every_world
-def test_done_never_blocks_and_drives_both_stages(world: Any) -> None:
+def test_done_never_blocks(world: Any) -> None:
     assert all(world(poll_early, "int8"))
 
 
@@ -129,3 +135,56 @@ def blocked_elsewhere(wire: Wire, team: Team) -> Any:
 def test_a_worker_that_blocks_starts_the_second_stages_of_all_wires(world: Any) -> None:
     """The callback of the account covers every wire, not only the first or the last one."""
     assert world(blocked_elsewhere, "int8") == [[SIZE, SIZE]] * SIZE
+
+
+# -- busy workers ---------------------------------------------------------------------------------
+
+BUSY_SECONDS = 3.0
+
+
+def one_is_busy(wire: Wire, team: Team) -> float:
+    """Start a sum. Rank 0 is then busy. Returns the seconds until the sum has arrived."""
+    team.communicator.sum(torch.ones(1), what="start").wait()
+    began = team.host.now()
+    handles = [wire.sum(torch.ones(4000), stream=str(i), what="a sum") for i in range(2)]
+    if team.rank == 0:
+        team.host.sleep(BUSY_SECONDS, "busy")
+    for handle in handles:
+        handle.wait()
+    return team.host.now() - began
+
+
+@every_world
+def test_a_sum_does_not_wait_for_a_busy_worker(world: Any) -> None:
+    """The chunk that rank 0 adds up reaches the others while its training thread is busy."""
+    busy, *others = world(one_is_busy, "int8")
+    assert busy >= BUSY_SECONDS
+    assert max(others) < BUSY_SECONDS / 2
+
+
+def stream(steps: int) -> float:
+    """Train with streaming averaging. Returns the mean seconds from a launch to its arrival."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with attach(model, optimizer, offbeat.StreamingAveraging(parts=1), wire="int8") as sync:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(1, 64)).square().mean().backward()
+            optimizer.step()
+        return float(sync.stats.details["landing_seconds"])
+
+
+def test_second_stages_start_while_workers_compute_in_virtual_time() -> None:
+    """The second stage follows the first one at once, and the part lands after one step."""
+    seconds = 0.040
+    network, compute = Network("1Gbit/s", latency="10us"), Compute(seconds)
+    result = simulate(partial(stream, 10), workers=4, network=network, compute=compute)
+    starts: dict[str, list[float]] = {}
+    for span in result.timeline:
+        if span.rank == 0 and span.kind == "transfer" and span.what.startswith("launch"):
+            starts.setdefault(span.what, []).append(span.start)
+    both = [pair for pair in starts.values() if len(pair) == 2]
+    assert len(both) >= 3
+    assert all(second - first < 0.01 * seconds for first, second in both)
+    assert result.results[0] == pytest.approx(seconds, rel=0.01)

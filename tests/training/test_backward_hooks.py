@@ -16,7 +16,6 @@ from offbeat.averaging import AttachedOptimizer, worker
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradient_flow import GradientFlow
 from offbeat.averaging.gradients import gradient_buckets
-from offbeat.averaging.model_flow import ModelFlow
 from offbeat.elastic.connect import open_communicator
 from offbeat.strategies.base import Strategy
 from offbeat.training.backward_hooks import BackwardHooks
@@ -212,49 +211,3 @@ def test_buckets_are_sent_while_backward_runs_in_virtual_time(
         s.start for s in results[True].timeline if s.rank == 0 and s.what == "mean of the gradients"
     ]
     assert any(last[0].start < start < last[-1].end for start in travels)
-
-
-LAYERS = 8
-
-
-def stream(steps: int) -> float:
-    """Train layers of equal size. Returns the mean seconds from a launch to its arrival."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(LAYERS)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with attach(model, optimizer, offbeat.StreamingAveraging(parts=1), wire="int8") as sync:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(torch.ones(1, 64)).square().mean().backward()
-            optimizer.step()
-        return float(sync.stats.details["landing_seconds"])
-
-
-def test_second_stages_start_during_backward_in_virtual_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The second stage starts with the first complete layer, and the part lands a step earlier."""
-    seconds, steps = 0.040, 10
-    network, compute = Network("1Gbit/s", latency="10us"), Compute(seconds)
-
-    def second_stages(polls: bool) -> tuple[list[float], float]:
-        """Return the starts in steps since the launch, and the mean steps to the arrival."""
-        with monkeypatch.context() as patch:
-            if not polls:
-                patch.setattr(ModelFlow, "bucket_ready", Flow.bucket_ready)
-            result = simulate(partial(stream, steps), workers=4, network=network, compute=compute)
-        starts: dict[str, list[float]] = {}
-        for span in result.timeline:
-            if span.rank == 0 and span.kind == "transfer" and span.what.startswith("launch"):
-                starts.setdefault(span.what, []).append(span.start)
-        # The last launches may end in ``finish``, after the last step.
-        both = [pair for pair in list(starts.values())[:-2] if len(pair) == 2]
-        assert len(both) >= 3
-        return [(second - first) / seconds for first, second in both], result.results[0] / seconds
-
-    polled, arrival = second_stages(True)
-    assert polled == pytest.approx([1 / 3 + 2 / 3 / LAYERS] * len(polled), abs=1e-3)
-    assert arrival == pytest.approx(1, abs=0.01)
-    late, arrival = second_stages(False)
-    assert late == pytest.approx([1] * len(late), abs=1e-3)
-    assert arrival == pytest.approx(2, abs=0.01)
