@@ -22,7 +22,7 @@ def test_passes_are_counted_between_landings_of_one_precision() -> None:
     rate = RateControl(window=4, landed=-2, budget=2.0)
     for landings, step in enumerate((3, 5, 8, 10, 12, 14), 1):
         assert rate.pass_steps(step, 2, chooses=True) is None
-        rate.resize([5] if step == 10 else [], 2, late_age=3)
+        rate.resize([5] if step == 10 else [], 2)
         rate.count(launches=0, landings=landings, step=step)
     assert (rate.start_step, rate.landed, rate.window) == (5, 4, 4)
     assert rate.pass_steps(14, 2, chooses=True) == (14 - 5) * 2 / 4, "a part was late at step 10"
@@ -41,13 +41,13 @@ def test_a_link_is_free_where_the_window_is_open(window: int, chooses: bool, pas
     assert rate.pass_steps(8, 2, chooses=chooses) == passes
 
 
-@pytest.mark.parametrize(("ages", "window"), [([], 9), ([0, 0], 9), ([1, 0], 6), ([2, 1, 1], 5)])
+@pytest.mark.parametrize(("ages", "window"), [([], 9), ([1, 1], 9), ([2, 1], 6), ([3, 2, 2], 5)])
 def test_the_window_opens_and_closes(ages: list[int], window: int) -> None:
     """It grows by half until the link has been full, and shrinks by one if many parts are late."""
     rate = RateControl(window=6)
-    rate.resize(ages, 8, late_age=1)
+    rate.resize(ages, 8)
     assert rate.window == window
-    rate.resize([], 8, late_age=1)
+    rate.resize([], 8)
     assert rate.window == {9: 13, 6: 7, 5: 6}[window]
 
 
@@ -119,14 +119,3 @@ def test_only_an_automatic_wire_is_given_a_precision(wire: str | None) -> None:
     assert view.details["pass_steps"] == 7.5
     assert view.details["window"] >= 2
     assert view.details.get("wire") == (None if wire else "int2")
-
-
-@pytest.mark.parametrize(("two_stages", "window"), [(frozenset(), 5), (frozenset({"int8"}), 9)])
-def test_a_second_stage_may_take_a_step_more(two_stages: frozenset[str], window: int) -> None:
-    """A part of age 2 is late only if its sum takes one message."""
-    strategy = StreamingAveraging(parts=4)
-    view = seen(size=4, count=4, precision="int8", two_stages=two_stages, step=9)
-    view.state = strategy.state(view)
-    view.state.rate.window, view.in_flight_steps = 6, [7, 7]
-    strategy.after_step(view)
-    assert view.state.rate.window == min(8, window)

@@ -18,7 +18,7 @@ from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.optimizer_state import OptimizerState, forget_non_finite
 from offbeat.averaging.replica import Replica
-from offbeat.quantization.payloads import update_bits, uses_single_stage
+from offbeat.quantization.payloads import update_bits
 from offbeat.quantization.wire import Wire
 from offbeat.strategies.base import WorkerView
 from offbeat.transport.team import Team
@@ -113,7 +113,6 @@ class Worker:
     def strategy_view(self) -> WorkerView:
         """Return a new ``WorkerView``, the data that the strategy reads. The flow updates it."""
         wire, size = self.wire, self.size
-        lossy = [] if wire.exact else _LOSSY
         return WorkerView(
             rank=self.rank,
             size=size,
@@ -123,7 +122,6 @@ class Worker:
             fresh_step=self.step,
             precision=None if wire.strategy_sets_precision else wire.precision,
             bits={precision: update_bits(precision, size) for precision in ("float32", *_LOSSY)},
-            two_stages=frozenset(each for each in lossy if not uses_single_stage(each, size)),
             record=self.record,
             details=self.details,
         )

@@ -179,7 +179,6 @@ class WorkerView:
             precision of each launch.
         bits: Bits per element of a sum of updates, by precision (common). Each of N workers sends
             (N − 1)/N of these bits.
-        two_stages: Precisions at which a sum of updates takes two consecutive messages (common).
         record: Values that the strategy adds to the telemetry record of this step.
         details: Totals that the strategy adds to ``Stats.details``.
     """
@@ -206,7 +205,6 @@ class WorkerView:
     spent: list[float] = transient(default_factory=list)
     precision: Precision | None = transient(default="float32")
     bits: Mapping[str, float] = transient(default_factory=dict)
-    two_stages: frozenset[str] = transient(default=frozenset())
     record: dict[str, Any] = transient(default_factory=dict)
     details: dict[str, Any] = transient(default_factory=dict)
 

@@ -21,6 +21,7 @@ TARGET_PASS_STEPS = 2.5
 above 2, because a quantized part may land two steps after its launch, even on a fast link."""
 
 _LEAST_WINDOW = 2  # parts; the link sends one of them until the worker notices the other's arrival
+_LATE_AGE = 2  # steps; over an idle link a part lands sooner, because workers are half a step apart
 _LATE_SHARE = 4  # the window shrinks if more than 1/4 of the parts (rounded down) are late
 _MOST_CPU_SHARE = 0.05
 """Largest share of the step time that a worker spends on launching and landing parts.
@@ -111,12 +112,12 @@ class RateControl:
         budget = max(self.budget, -2.0 * parts) + added
         self.budget = min(budget, 1.0 + 3 * added, 2.0 * parts)
 
-    def resize(self, ages: Sequence[int], parts: int, *, late_age: int) -> None:
+    def resize(self, ages: Sequence[int], parts: int) -> None:
         """Grow the window if no part is late, shrink it if more than 1/4 of the parts are late.
 
         ``ages`` are the local steps since the launch of each part in flight.
         """
-        late = sum(age >= late_age for age in ages)
+        late = sum(age >= _LATE_AGE for age in ages)
         if late > parts // _LATE_SHARE:
             least = min(_LEAST_WINDOW, parts)
             self.window, self.probing, self.crowded = max(least, self.window - 1), False, True

@@ -294,11 +294,7 @@ class StreamingAveraging(Strategy):
             return
         rate = _up_to_date(worker)
         rate.step(worker.clock, worker.spent, worker.count)
-        # A part that is in flight at this age is late. Over an idle link it lands within two steps,
-        # because workers are about half a step apart. Some precisions need a second message. It may
-        # take one more step, because it starts at a step boundary or at a few points of backward.
-        late_age = 3 if (worker.precision or rate.precision) in worker.two_stages else 2
-        rate.resize(worker.ages, worker.count, late_age=late_age)
+        rate.resize(worker.ages, worker.count)
         worker.details.update(window=rate.window, pass_steps=state.pass_steps)
         if worker.precision is None:
             worker.details["wire"] = rate.precision
