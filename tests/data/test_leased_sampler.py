@@ -18,6 +18,8 @@ from cells import some
 from loops import sgd
 from offbeat import Compute, Network, simulate
 from offbeat.data import LeasedLoader, LeasedSampler
+from offbeat.data.leasing.access import synced_step_of
+from offbeat.data.leasing.departure import leave
 from offbeat.elastic import membership
 from offbeat.errors import AttachError, MismatchError
 from offbeat.simulate import Join, Kill, Simulation
@@ -363,7 +365,10 @@ def samples_used(results: Iterable[Any]) -> Counter[int]:
     return Counter(s for each in results for epoch in each["used"] for s in epoch)
 
 
-@pytest.mark.parametrize("strategy", some(["streaming", "local:period=4", "async:staleness=4"], 0))
+ELASTIC = ["streaming", "local:period=4", "async:staleness=4", "bsp"]
+
+
+@pytest.mark.parametrize("strategy", some(ELASTIC[:3], 0))
 @pytest.mark.parametrize("at", [0.05, 0.103, 0.21, 0.31, 0.44, 0.47])
 def test_the_others_train_on_what_a_killed_worker_has_left(strategy: str, at: float) -> None:
     """Each sample is used in each epoch by a worker that lives on, or was in a mean.
@@ -390,6 +395,43 @@ def test_the_others_train_on_what_a_killed_worker_has_left(strategy: str, at: fl
     assert samples_used([record[2]])
     if joins:
         assert samples_used([record[4]])
+
+
+def lease_and_leave(strategy: str, record: dict[int, Any], last: int) -> dict[str, Any]:
+    """Train for three epochs. Worker 2 leaves after step ``last``, as after SIGTERM."""
+    rank = dist.get_rank()
+    model, optimizer, sync = attach(strategy, min_workers=1, timeout_seconds=2.0)
+    sampler = LeasedSampler(dataset(), 2, sync=sync)
+    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
+    mine = record[rank] = {"used": [[] for _ in range(4)], "repeated": 0}
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            mine["used"][epoch] += train_on(model, optimizer, [batch])
+            if rank == 2 and sync.step == last:
+                synced = synced_step_of(sync)
+                leave(sampler)
+                return {"unsynced": last - synced}
+    for batch in loader.leftovers():
+        mine["used"][3] += train_on(model, optimizer, [batch])
+    mine["repeated"] = sampler.repeated
+    sync.finish()
+    return {**mine, "model": flat(model)}
+
+
+@pytest.mark.parametrize("strategy", some(ELASTIC, 0, 1))
+@pytest.mark.parametrize("last", [3, 38, 77])
+def test_a_planned_departure_loses_and_repeats_nothing(strategy: str, last: int) -> None:
+    """Worker 2 leaves in the first, second or last epoch, with steps that are in no mean yet."""
+    record: dict[int, Any] = {}
+    results = simulated(lambda: lease_and_leave(strategy, record, last), slowdown={0: 1.5}).results
+    stay = [results[rank] for rank in (0, 1, 3)]
+    assert all(torch.equal(each["model"], stay[0]["model"]) for each in stay)
+    assert sum(each["repeated"] for each in stay) == 0
+    counts = samples_used(record.values())
+    assert {counts[sample] for sample in range(SAMPLES)} == {3}
+    if strategy != "bsp":
+        assert results[2]["unsynced"] > 0
 
 
 def train_and_die(rank: int, size: int) -> Any:

@@ -1,6 +1,7 @@
 """Leases: chunks and their plan, exactly once without deaths, none lost with deaths."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +29,7 @@ def plan_of(samples: int, batch_size: int, workers: int, epoch: int = 0, **optio
 
 
 def samples_of(lease: Lease) -> list[int]:
-    return [i for number in range(lease.batches) for i in lease.plan.batch(lease.chunk, number)]
+    return [i for number in range(lease.batches) for i in lease.batch(number)]
 
 
 # -- the plan ----------------------------------------------------------------------------------
@@ -178,11 +179,16 @@ def test_faster_workers_take_more() -> None:
 
 
 class Fleet:
-    """Workers that train on chunks, may be killed, and are replaced."""
+    """Workers that train on chunks, may be killed, and are replaced.
 
-    def __init__(self, seed: int, kills: int, epochs: int = 3) -> None:
+    ``departures`` workers leave as planned, in the middle of a chunk. A chunk has at least
+    ``least`` batches.
+    """
+
+    def __init__(self, seed: int, kills: int, *, departures: int = 0, least: int = 1) -> None:
         self.turns = Turns(seed, kills)
-        self.epochs, self.number = epochs, 3
+        self.departures, self.least = departures, least
+        self.epochs, self.number = 3, 3
         self.samples = self.turns.random.randint(1, 60)
         self.used: dict[int, Counter[tuple[int, int]]] = {}
         self.repeated = 0
@@ -199,7 +205,10 @@ class Fleet:
             self.start(self.number - 1)
 
     def leases(self, worker: int, board: Board) -> Leases:
-        return Leases(board, worker, lambda epoch: plan_of(self.samples, 2, 3, epoch))
+        def propose(epoch: int) -> Plan:
+            return replace(plan_of(self.samples, 2, 3, epoch), least=self.least)
+
+        return Leases(board, worker, propose)
 
     def work(self, worker: int, board: Board) -> None:
         random = self.turns.random
@@ -213,6 +222,10 @@ class Fleet:
                     lease = leases.reclaim()
                 if lease is None:
                     break
+                if self.departures and random.random() < 0.1:
+                    self.departures -= 1
+                    self.leave(worker, leases, held, lease)
+                    return
                 self.used[worker].update((lease.epoch, s) for s in samples_of(lease))
                 held.append(lease)
                 while len(held) > random.randint(0, 3):  # a mean takes in the oldest ones
@@ -220,6 +233,17 @@ class Fleet:
         for lease in held:
             leases.acknowledge(lease)
         self.repeated += leases.repeated
+
+    def leave(self, worker: int, leases: Leases, held: list[Lease], lease: Lease) -> None:
+        """Give the rest of ``lease`` back. All models contain the steps on ``held``."""
+        for each in held:
+            leases.acknowledge(each)
+        count = self.turns.random.randint(0, lease.batches - 1)
+        part = (sample for number in range(count) for sample in lease.batch(number))
+        self.used[worker].update((lease.epoch, sample) for sample in part)
+        leases.give_back({(lease.epoch, lease.chunk): lease.first + count} if count else {})
+        self.repeated += leases.repeated
+        self.turns.lost.add(worker)
 
     def finish(self) -> None:
         """The survivors look for what deaths near the end have left."""
@@ -229,9 +253,10 @@ class Fleet:
         leases.lose(set(self.turns.lost))
         leases.look_again()
         self.used[last] = Counter()
-        while (lease := leases.reclaim(self.epochs - 1)) is not None:
-            self.used[last].update((lease.epoch, s) for s in samples_of(lease))
-            leases.acknowledge(lease)
+        for epoch in range(self.epochs):  # all workers may have left in the middle of an epoch
+            while lease := leases.reclaim(self.epochs - 1) or leases.lease(epoch):
+                self.used[last].update((lease.epoch, s) for s in samples_of(lease))
+                leases.acknowledge(lease)
         self.repeated += leases.repeated
         assert all(all(leases.done(epoch)) for epoch in range(self.epochs))
 
@@ -252,6 +277,53 @@ def test_no_sample_is_lost_by_deaths_at_any_operation(kills: int) -> None:
             assert all_used == expected
             assert fleet.repeated == 0
     assert died >= 30 * (kills > 0) * min(kills, 3)
+
+
+@pytest.mark.parametrize("kills", [0, 2])
+def test_a_planned_departure_repeats_no_sample(kills: int) -> None:
+    """Without deaths every sample is used once, also those of chunks that are given back twice."""
+    again, left = 0, 0
+    for seed in range(60):
+        fleet = Fleet(seed, kills, departures=2, least=4)
+        fleet.turns.run(fleet.restart)
+        left += 2 - fleet.departures
+        fleet.finish()
+        all_used = sum(fleet.used.values(), Counter())
+        expected = Counter((e, s) for e in range(3) for s in range(fleet.samples))
+        assert expected.keys() <= all_used.keys()
+        again += fleet.repeated
+        if not kills:
+            assert all_used == expected
+            assert fleet.repeated == 0
+    assert left >= 60
+    assert (again > 0) == (kills > 0)
+
+
+def test_what_was_used_of_a_returned_chunk_is_done() -> None:
+    """Before and after another worker leases the rest, which it may also lose."""
+    board = LocalBoard()
+
+    def propose(epoch: int) -> Plan:
+        return replace(plan_of(20, 2, 1, epoch), least=5)
+
+    workers = [Leases(board, number, propose) for number in range(3)]
+    lease = workers[0].lease(0)
+    assert lease is not None
+    workers[0].give_back({(0, 0): 2})
+    assert workers[1].done(0) == [2, 0]
+    workers[1].lose([0])
+    rest = workers[1].reclaim()
+    assert rest is not None
+    assert samples_of(rest) == samples_of(lease)[4:]
+    assert workers[1].repeated == 0
+    assert workers[1].done(0) == [2, 0]
+    workers[2].lose([0, 1])
+    last = workers[2].reclaim()
+    assert last is not None
+    assert samples_of(last) == samples_of(rest)
+    assert workers[2].repeated > 0
+    workers[2].acknowledge(last)
+    assert workers[1].done(0) == [5, 0]
 
 
 def test_a_worker_taken_for_lost_cannot_acknowledge() -> None:

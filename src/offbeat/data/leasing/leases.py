@@ -10,12 +10,15 @@ A *chunk* is a run of batches. A *board* is a key-value store that all workers s
     held/<worker>           at least what the worker holds (``_Held``). Written by this worker
                             alone, before it points and before it leases
     lease/<epoch>/<chunk>   state of a chunk
+    used/<epoch>/<chunk>    number of batches of the chunk, from the first, that were trained on by
+                            workers that have left as planned
 
 To lease a chunk, a worker adds 1 to the cursor, which points it at a chunk, and then changes the
 state of this chunk from "" to "w#1", where w is its number. When the chunk is done, it changes the
 state to "done#1". If w is lost before that, another worker v changes "w#1" to "v#2". The states
 change by compare-and-set only. So a chunk has one owner at any time, and an owner that was replaced
-cannot acknowledge the chunk.
+cannot acknowledge the chunk. Before w leaves as planned, it changes "w#1" to "#1". Its chunks are
+then found like those of a lost worker, and the next owner begins after the used batches.
 
 *Without losses every chunk is used exactly once*, because an owner is never replaced.
 
@@ -52,11 +55,13 @@ class Lease:
         plan: Plan of the chunk's epoch.
         chunk: Number of the chunk in the plan.
         state: State of the chunk on the board while this worker owns it.
+        first: Number of batches of the chunk that are left out, because they were trained on.
     """
 
     plan: Plan
     chunk: int
     state: str
+    first: int = 0
 
     @property
     def epoch(self) -> int:
@@ -66,7 +71,11 @@ class Lease:
     @property
     def batches(self) -> int:
         """Number of batches."""
-        return self.plan.chunk_batches(self.chunk)
+        return self.plan.chunk_batches(self.chunk) - self.first
+
+    def batch(self, number: int) -> list[int]:
+        """Return the samples of batch ``number``, counted from 0."""
+        return self.plan.batch(self.chunk, self.first + number)
 
 
 @dataclass
@@ -115,7 +124,7 @@ class Leases:
         self._resumed: _Resumed | None = None  # as on the board, once it is known
         self._plans: dict[int, Plan] = {}
         self._positions: dict[int, int] = {}  # last position of each cursor that was read
-        self._owned: set[tuple[int, int]] = set()
+        self._owned: dict[tuple[int, int], Lease] = {}
         self._lost: dict[int, str] = {}  # lost worker → what it held, as read last
         self._left: deque[tuple[int, int]] = deque()  # chunks that lost workers may have left
         self.repeated = 0
@@ -182,7 +191,19 @@ class Leases:
         issue = lease.state.partition("#")[2]
         key = f"lease/{lease.epoch}/{lease.chunk}"
         self._board.compare_set(key, lease.state, f"{_DONE}#{issue}")
-        self._owned.discard((lease.epoch, lease.chunk))
+        self._owned.pop((lease.epoch, lease.chunk), None)
+
+    def give_back(self, used: Mapping[tuple[int, int], int]) -> None:
+        """Return all chunks of this worker. The others lease them when it has left.
+
+        ``used``: for each chunk, by epoch and number, the number of its batches, from the first,
+        that are in the models of all workers. Chunks without an entry were not begun.
+        """
+        for (epoch, chunk), lease in self._owned.items():
+            batches = used.get((epoch, chunk), lease.first)
+            self._board.put(f"used/{epoch}/{chunk}", str(batches))
+            issue = lease.state.partition("#")[2]
+            self._board.compare_set(f"lease/{epoch}/{chunk}", lease.state, f"#{issue}")
 
     # -- lost workers ----------------------------------------------------------------------------
 
@@ -255,21 +276,34 @@ class Leases:
 
     # -- states ----------------------------------------------------------------------------------
 
-    def done(self, epoch: int) -> list[bool]:
-        """Return for each chunk of an epoch whether it is done. One round trip per chunk."""
-        chunks = range(self.plan(epoch).chunks)
-        states = [self._board.get(f"lease/{epoch}/{chunk}") for chunk in chunks]
-        return [state.partition("#")[0] == _DONE for state in states]
+    def done(self, epoch: int) -> list[int]:
+        """Return for each chunk of an epoch how many of its batches, from the first, are done.
+
+        All of an acknowledged chunk, and those in ``used/…``. Two round trips at most per chunk.
+        """
+        plan = self.plan(epoch)
+
+        def batches(chunk: int) -> int:
+            state = self._board.get(f"lease/{epoch}/{chunk}")
+            if state.partition("#")[0] == _DONE:
+                return plan.chunk_batches(chunk)
+            return self._used(epoch, chunk) if state else 0
+
+        return [batches(chunk) for chunk in range(plan.chunks)]
+
+    def _used(self, epoch: int, chunk: int) -> int:
+        return int(self._board.get(f"used/{epoch}/{chunk}") or 0)
 
     def _take(self, epoch: int, chunk: int, before: str) -> Lease | None:
         """Lease a chunk whose state is ``before``. Returns None if the state has changed."""
         issue = int(before.partition("#")[2] or 0) + 1
-        state, key = f"{self._worker}#{issue}", (epoch, chunk)
-        self._owned.add(key)
+        first = self._used(epoch, chunk) if before else 0
+        lease = Lease(self.plan(epoch), chunk, f"{self._worker}#{issue}", first)
+        self._owned[epoch, chunk] = lease
         self._write_held()
-        if self._board.compare_set(f"lease/{epoch}/{chunk}", before, state) == state:
-            return Lease(self.plan(epoch), chunk, state)
-        self._owned.discard(key)
+        if self._board.compare_set(f"lease/{epoch}/{chunk}", before, lease.state) == lease.state:
+            return lease
+        del self._owned[epoch, chunk]
         return None
 
     def _write_held(self, pointing: tuple[int, int] | None = None) -> None:

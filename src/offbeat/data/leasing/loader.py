@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from offbeat.data.leasing.access import has_finishing, is_elastic, share_model
+from offbeat.data.leasing.departure import leaving_on_sigterm
 from offbeat.data.leasing.sampler import LeasedSampler
 
 
@@ -57,6 +58,10 @@ class LeasedLoader(LeasedIterable):
     were only read ahead. At the end of training a fast worker may end earlier than a slow one, by
     up to the number of batches that the slow one has read ahead.
 
+    In elastic training, a worker that receives SIGTERM in a loop over this loader completes its
+    step, leaves the training without the loss of a step, gives its leases back, and ends, unless
+    the script handles SIGTERM.
+
     Args:
         loader: A DataLoader with ``batch_sampler=sampler``, or with ``batch_size=None`` and
             ``sampler=sampler``.
@@ -86,6 +91,9 @@ class LeasedLoader(LeasedIterable):
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the batches that this worker takes in this epoch."""
-        for batch in self.loader:
-            self.sampler.hand_out()
-            yield batch
+        with leaving_on_sigterm(self.sampler) as leave_if_received:
+            for batch in self.loader:
+                leave_if_received()
+                self.sampler.hand_out()
+                yield batch
+            leave_if_received()

@@ -193,7 +193,7 @@ class LeasedSampler(Sampler[list[int]]):
         self._drawn.append(batch)
         if not self._counted_by_loader:
             self.hand_out()
-        return batch.lease.plan.batch(batch.lease.chunk, batch.number)
+        return batch.lease.batch(batch.number)
 
     def _next(self) -> _Batch | None:
         if self._again:
@@ -241,6 +241,7 @@ class LeasedSampler(Sampler[list[int]]):
         self._prefetch.used()
         batch = self._drawn.popleft()
         lease, number = batch.lease, batch.number
+        number += lease.first
         share = lease.plan.progress(lease.chunk, number, self._batches_of(lease.epoch))
         self._progress = max(self._progress, lease.epoch + share)
         self.acknowledge()
@@ -285,6 +286,21 @@ class LeasedSampler(Sampler[list[int]]):
         self._reclaimed = ready or self._leases.reclaim(self._ended)
         return self._reclaimed is not None
 
+    def give_back(self) -> None:
+        """Return all chunks, and what is left of those in use, before this worker leaves.
+
+        Call it when the models of all workers contain all steps of this worker.
+        """
+        step = self.sync.step
+        self._acknowledge(step)
+        self._prefetch.settle()
+        self._leases.give_back(self._used_batches(step))
+
+    def _used_batches(self, step: int) -> dict[tuple[int, int], int]:
+        """Return for each chunk in use how many of its batches were trained on up to ``step``."""
+        uses = self._uses.items()
+        return {(each.epoch, each.chunk): each.first + use.used(step) for each, use in uses}
+
     def outstanding(self) -> set[tuple[int, int, str]]:
         """Return the chunks of ended epochs that members hold; see ``Leases.outstanding``."""
         return self._leases.outstanding(self._team.members, self._ended)
@@ -317,8 +333,7 @@ class LeasedSampler(Sampler[list[int]]):
         require_complete_consensus(self.sync, "LeasedSampler.state_dict()")
         self._prefetch.settle()
         self._leases.lose(self._lost_workers())
-        step = self.sync.step
-        used = {(lease.epoch, lease.chunk): use.used(step) for lease, use in self._uses.items()}
+        used = self._used_batches(self.sync.step)
         epoch, left = gather_left(self._team, self._leases, used, self.epoch)
         return {
             **vars(self._settings),

@@ -40,14 +40,12 @@ def gather_left(
         own_done = [leases.done(epoch) for epoch in epochs] if team.rank == 0 else []
         done = json.loads(_gather(team, own_done, "data that is done")[0])
     left: dict[int, list[Range]] = {}
-    for epoch, finished in zip(epochs, done, strict=True):
-        plan = leases.plan(epoch)
-        counts = [plan.chunk_batches(chunk) if over else 0 for chunk, over in enumerate(finished)]
+    for epoch, counts in zip(epochs, done, strict=True):
         for report in reports:
             for number, chunk, count in report["used"]:
                 if number == epoch:
                     counts[chunk] = max(counts[chunk], count)
-        left[epoch] = plan.left(counts)
+        left[epoch] = leases.plan(epoch).left(counts)
     return min((epoch for epoch in epochs if left[epoch]), default=epochs[-1]), left
 
 
