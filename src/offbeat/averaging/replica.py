@@ -24,14 +24,24 @@ Contents = Literal["averaged", "parameters", "buffers"]
 _COUNTERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return names and tensors of the buffers that ``state_dict`` saves."""
-    constant = {
+def saved_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the buffers that ``state_dict`` saves, sorted by name. A shared one appears once.
+
+    Each name comes with the module that holds the buffer, and the buffer's name in this module.
+    """
+    modules = dict(model.named_modules())
+    done = {
         id(module._buffers[name])
-        for module in model.modules()
+        for module in modules.values()
         for name in module._non_persistent_buffers_set
     }
-    return [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in constant]
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for prefix, module in modules.items():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in done:
+                done.add(id(buffer))
+                found[f"{prefix}.{name}" if prefix else name] = (module, name)
+    return dict(sorted(found.items()))
 
 
 class Replica:
@@ -57,6 +67,8 @@ class Replica:
             ((name, p) for name, p in model.named_parameters() if id(p) in chosen),
             key=lambda item: item[0],
         )
+        # Found only once, because a search takes longer than the average of a small part.
+        self._saved_buffers = list(saved_buffers(model).values())
         self._buckets: dict[Contents, tuple[list[Tensor], list[Bucket]]] = {}
 
     def describe(self) -> list[str]:
@@ -102,7 +114,8 @@ class Replica:
         return [b for b in self._buffers() if id(b) not in done]
 
     def _buffers(self) -> list[Tensor]:
-        return [buffer for _, buffer in sorted(saved_buffers(self._model), key=lambda b: b[0])]
+        found = (module._buffers.get(name) for module, name in self._saved_buffers)
+        return [buffer for buffer in found if buffer is not None]
 
     def averaged(self) -> list[Tensor]:
         """Return the averaged parameters and buffers."""
