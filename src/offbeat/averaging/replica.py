@@ -52,6 +52,7 @@ class Replica:
         trainable: The parameters to average, even if they have no gradient.
         scale: 1. In a simulation with small placeholder tensors: number of real parameters that one
             tensor element stands for.
+        buffers_of: Module that holds the model's buffers. None: ``model``.
 
     Attributes:
         parameters: Name and tensor of each averaged parameter, sorted by name. Tied parameters
@@ -59,7 +60,11 @@ class Replica:
     """
 
     def __init__(
-        self, model: nn.Module, trainable: Iterable[nn.Parameter], scale: float = 1.0
+        self,
+        model: nn.Module,
+        trainable: Iterable[nn.Parameter],
+        scale: float = 1.0,
+        buffers_of: nn.Module | None = None,
     ) -> None:
         self._model, self._bucket_bytes = model, BUCKET_BYTES / scale
         chosen = {id(p) for p in trainable}
@@ -68,7 +73,9 @@ class Replica:
             key=lambda item: item[0],
         )
         # Found only once, because a search takes longer than the average of a small part.
-        self._saved_buffers = list(saved_buffers(model).values())
+        self._saved_buffers = list(
+            saved_buffers(model if buffers_of is None else buffers_of).values()
+        )
         self._buckets: dict[Contents, tuple[list[Tensor], list[Bucket]]] = {}
 
     def describe(self) -> list[str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from offbeat.averaging.replica import saved_buffers
 from offbeat.errors import AttachError
 from offbeat.nodes.detection import NodeGroup, node_ranks
 from offbeat.transport.communicator import Transport
@@ -118,7 +119,7 @@ def _restored(value: Any, like: Any) -> Any:
 
 
 class Shards(nn.Module):
-    """The local shards of a model, as a module with the names and the buffers of the model.
+    """The local shards of a model, as a module with the names and the saved buffers of the model.
 
     All parameters of the model must be DTensors.
     """
@@ -152,10 +153,14 @@ class Shards(nn.Module):
                 yield name, self._shards[id(parameter)]
 
     @override
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        return self._model[0].named_modules(memo, prefix, remove_duplicate)
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        places = saved_buffers(self._model[0]).values()
+        saved = {id(module.get_buffer(key)) for module, key in places}
+        for name, buffer in self._model[0].named_buffers(prefix, recurse, remove_duplicate):
+            if id(buffer) in saved:
+                yield name, buffer
 
 
 def shards_of(

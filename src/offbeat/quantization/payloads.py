@@ -123,7 +123,10 @@ class StageCodecs:
             self.first.encode(values, payload.view(chunks, -1), keep_error=False)
             return payload
         limit = piece_elements(chunk, update.device)
-        rows, step = max(1, limit // chunk), min(chunk, limit)  # of several chunks, or of a part
+        rows, step = (
+            max(1, limit // chunk),
+            min(chunk, limit),
+        )  # a piece has chunks, or a part of one
         scratch = torch.empty(min(rows, chunks) * step, dtype=torch.float32, device=update.device)
         parts = payload.chunk(chunks)
         for row, start in product(range(0, chunks, rows), range(0, chunk, step)):
