@@ -78,5 +78,5 @@ def test_the_flat_view_of_a_bucket_has_present_values(contiguous: bool) -> None:
     bucket = PartBucket([tensor], [])
     for value in (1.0, 2.0):
         tensor.fill_(value)
-        pieces = [piece.clone() for piece, _ in bucket.flat_view.pieces(0, 6)]
+        pieces = [piece.clone() for piece in bucket.flat_view.pieces(0, 6)]
         assert torch.cat(pieces).tolist() == 6 * [value]

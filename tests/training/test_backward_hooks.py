@@ -105,6 +105,27 @@ def test_false_ends_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watched.host.progress == []
 
 
+def test_without_reading_one_hook_per_bucket_is_enough() -> None:
+    """A bucket is reported with its last gradient. Its share of backward counts all its tensors."""
+    layers = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+    tensors = [layers[i].get_parameter(name) for i in (2, 1, 0) for name in ("bias", "weight")]
+    host, calls = RecordingHost(), list[int]()
+
+    def ready(bucket: int) -> bool:
+        calls.append(bucket)
+        return True
+
+    buckets = [tensors[:2], tensors[2:4], tensors[4:]]
+    hooks = BackwardHooks(buckets, host, ready, reads=False)
+    hooked = [bool(p._post_accumulate_grad_hooks) for p in tensors]
+    assert hooked == [False, True, False, True, False, False]
+    for _ in range(2):
+        layers(torch.ones(1, 5)).sum().backward()
+        hooks.end_step()
+    assert calls == [0, 1, 0, 1]
+    assert host.progress == pytest.approx([5 / 9, 7 / 9] * 2)
+
+
 # -- in training ----------------------------------------------------------------------------------
 
 

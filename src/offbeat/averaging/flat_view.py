@@ -2,7 +2,7 @@
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,27 +33,28 @@ class FlatView:
         self.elements, self.device = self._ends[-1], self._flat[0].device
         self.dtype = staging_dtype(tensors[0])
         self.contiguous = all(t.is_contiguous() for t in self._tensors)
+        self._pieces: dict[tuple[int, int], list[Tensor]] = {}  # results of ``pieces``
 
-    def pieces(self, start: int, elements: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield 1-D slices of the tensors that cover ``elements`` elements from ``start`` on.
+    def pieces(self, start: int, elements: int) -> list[Tensor]:
+        """Return 1-D slices of the tensors that cover ``elements`` elements from ``start`` on."""
+        found = self._pieces.get((start, elements))
+        if found is None:  # the same ones are used in every launch
+            index, end = bisect_right(self._ends, start), start + elements
+            found = self._pieces[start, elements] = []
+            while start < end:
+                first = self._ends[index] - self._flat[index].numel()
+                found.append(self._flat[index][start - first : end - first])
+                start, index = self._ends[index], index + 1
+        return found
 
-        Each slice comes with its position relative to ``start``.
-        """
-        index, done = bisect_right(self._ends, start), 0
-        while done < elements:
-            tensor = self._flat[index]
-            first = start + done - (self._ends[index] - tensor.numel())
-            part = tensor[first : first + elements - done]
-            yield part, slice(done, done + part.numel())
-            done, index = done + part.numel(), index + 1
+    def read(self, values: Tensor, start: int) -> None:
+        """Fill ``values``, of the view's ``dtype``, with the elements from ``start`` on."""
+        torch.cat(self.pieces(start, values.numel()), out=values)
 
     def add(self, values: Tensor, start: int) -> None:
         """Add ``values`` to the elements from ``start`` on, computed in the dtype of ``values``."""
-        for part, position in self.pieces(start, values.numel()):
-            if part.dtype == values.dtype:
-                part.add_(values[position])
-            else:
-                part.copy_(part.to(values.dtype).add_(values[position]))
+        pieces = self.pieces(start, values.numel())
+        torch._foreach_add_(pieces, values.split([piece.numel() for piece in pieces]))
 
     def write_back(self) -> None:
         """Write the changes to the tensors that are not contiguous."""
@@ -76,6 +77,8 @@ class Difference(LazyVector):
 
     @override
     def read(self, values: Tensor, start: int = 0) -> None:
-        base = self._base[start : start + values.numel()]
-        for part, position in self._view.pieces(start, values.numel()):
-            torch.sub(part, base[position], out=values[position])
+        exact = values
+        if values.dtype != self.dtype:
+            exact = torch.empty(values.numel(), dtype=self.dtype, device=self.device)
+        self._view.read(exact, start)
+        torch.sub(exact, self._base[start : start + values.numel()], out=values)

@@ -24,14 +24,24 @@ Contents = Literal["averaged", "parameters", "buffers"]
 _COUNTERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return names and tensors of the buffers that ``state_dict`` saves."""
-    constant = {
+def saved_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the buffers that ``state_dict`` saves, sorted by name. A shared one appears once.
+
+    Each name comes with the module that holds the buffer, and the buffer's name in this module.
+    """
+    modules = dict(model.named_modules())
+    done = {
         id(module._buffers[name])
-        for module in model.modules()
+        for module in modules.values()
         for name in module._non_persistent_buffers_set
     }
-    return [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in constant]
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for prefix, module in modules.items():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in done:
+                done.add(id(buffer))
+                found[f"{prefix}.{name}" if prefix else name] = (module, name)
+    return dict(sorted(found.items()))
 
 
 class Replica:
@@ -42,6 +52,7 @@ class Replica:
         trainable: The parameters to average, even if they have no gradient.
         scale: 1. In a simulation with small placeholder tensors: number of real parameters that one
             tensor element stands for.
+        buffers_of: Module that holds the model's buffers. None: ``model``.
 
     Attributes:
         parameters: Name and tensor of each averaged parameter, sorted by name. Tied parameters
@@ -49,13 +60,21 @@ class Replica:
     """
 
     def __init__(
-        self, model: nn.Module, trainable: Iterable[nn.Parameter], scale: float = 1.0
+        self,
+        model: nn.Module,
+        trainable: Iterable[nn.Parameter],
+        scale: float = 1.0,
+        buffers_of: nn.Module | None = None,
     ) -> None:
         self._model, self._bucket_bytes = model, BUCKET_BYTES / scale
         chosen = {id(p) for p in trainable}
         self.parameters = sorted(
             ((name, p) for name, p in model.named_parameters() if id(p) in chosen),
             key=lambda item: item[0],
+        )
+        # Found only once, because a search takes longer than the average of a small part.
+        self._saved_buffers = list(
+            saved_buffers(model if buffers_of is None else buffers_of).values()
         )
         self._buckets: dict[Contents, tuple[list[Tensor], list[Bucket]]] = {}
 
@@ -102,7 +121,8 @@ class Replica:
         return [b for b in self._buffers() if id(b) not in done]
 
     def _buffers(self) -> list[Tensor]:
-        return [buffer for _, buffer in sorted(saved_buffers(self._model), key=lambda b: b[0])]
+        found = (module._buffers.get(name) for module, name in self._saved_buffers)
+        return [buffer for buffer in found if buffer is not None]
 
     def averaged(self) -> list[Tensor]:
         """Return the averaged parameters and buffers."""

@@ -156,7 +156,8 @@ class Shards(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        saved = {id(buffer) for _, buffer in saved_buffers(self._model[0])}
+        places = saved_buffers(self._model[0]).values()
+        saved = {id(module.get_buffer(key)) for module, key in places}
         for name, buffer in self._model[0].named_buffers(prefix, recurse, remove_duplicate):
             if id(buffer) in saved:
                 yield name, buffer

@@ -110,7 +110,7 @@ def _shapes_of_model(model: nn.Module) -> Shapes:
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("parameters: this model has no trainable parameter")
-    saved = saved_buffers(model)
+    saved = [(name, module.get_buffer(key)) for name, (module, key) in saved_buffers(model).items()]
     buffers = [(n, b) for n, b in saved if b.is_floating_point() or b.is_complex()]
     counts = (torch.int8, torch.int16, torch.int32, torch.int64)
     integers = sum(b.numel() for _, b in saved if b.dtype in counts)

@@ -11,6 +11,7 @@ A sum of updates over few workers takes a single stage instead (``uses_single_st
 """
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -121,16 +122,22 @@ class StageCodecs:
             values[update.elements :].zero_()
             self.first.encode(values, payload.view(chunks, -1), keep_error=False)
             return payload
-        step = min(chunk, piece_elements(chunk, update.device))
-        scratch = torch.empty(step, dtype=torch.float32, device=update.device)
-        for number, part in enumerate(payload.chunk(chunks)):
-            for start in range(0, chunk, step):
-                values = scratch[: chunk - start]
-                present = max(0, min(values.numel(), update.elements - number * chunk - start))
-                if present:
-                    update.read(values[:present], number * chunk + start)
-                values[present:].zero_()
-                self.first.encode(values, part, start=start, keep_error=False)
+        limit = piece_elements(chunk, update.device)
+        rows, step = (
+            max(1, limit // chunk),
+            min(chunk, limit),
+        )  # a piece has chunks, or a part of one
+        scratch = torch.empty(min(rows, chunks) * step, dtype=torch.float32, device=update.device)
+        parts = payload.chunk(chunks)
+        for row, start in product(range(0, chunks, rows), range(0, chunk, step)):
+            group, count = parts[row : row + rows], min(step, chunk - start)
+            values, first = scratch[: len(group) * count], row * chunk + start
+            present = max(0, min(values.numel(), update.elements - first))
+            if present:
+                update.read(values[:present], first)
+            values[present:].zero_()
+            for part, numbers in zip(group, values.split(count), strict=True):
+                self.first.encode(numbers, part, start=start, keep_error=False)
         return payload
 
     def reduce(self, received: Tensor, workers: int, errors: Tensor) -> Tensor:

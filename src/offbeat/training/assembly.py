@@ -92,7 +92,8 @@ class Components:
         self.shards, self.connect = shards, connect
         full = replica = Replica(model, [p for p in model.parameters() if p.requires_grad])
         if shards is not None:
-            replica = Replica(shards, [p for p in shards.parameters() if p.requires_grad])
+            trainable = [p for p in shards.parameters() if p.requires_grad]
+            replica = Replica(shards, trainable, buffers_of=model)
         lines = [f"wire {wire!r}", f"non_finite {non_finite!r}", f"min_workers {min_workers}"]
         lines += [f"adam_correction {adam_correction}"]
         lines += describe(strategy, full, optimizers)

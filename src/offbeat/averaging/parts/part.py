@@ -169,7 +169,8 @@ class Part(ABC):
     def squared_norm(self) -> float:
         """Return ‖x‖² of this part, without buffers."""
         self._refresh_tensors()
-        return squared_norm(p.detach() for b in self.buckets for p in b.parameters)
+        with torch.no_grad():
+            return squared_norm(p for bucket in self.buckets for p in bucket.parameters)
 
     def weights(self) -> tuple[float, float]:
         """Return this worker's w and the sum Σ w of the last launch. Waits for the sum."""

@@ -17,7 +17,7 @@ from typing_extensions import override
 from offbeat.averaging.flat_view import Difference
 from offbeat.averaging.parts.part import Part, Tensors
 from offbeat.quantization.base import piece_elements
-from offbeat.quantization.decoding import LazyVector, PackedPayloads, TensorVector, UpdateSum
+from offbeat.quantization.decoding import LazyVector, TensorVector, UpdateSum
 from offbeat.quantization.kernels import Kernels, kernels_for
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Outer
@@ -152,46 +152,53 @@ class UpdatePart(Part):
         view = self.buckets[i].flat_view
         total, limit = update.wait(), piece_elements(base.numel(), base.device)
         scratch = torch.empty(2, min(limit, base.numel()), dtype=view.dtype, device=base.device)
+        # The compiled loops always move P, and cannot read the placeholders of a simulation.
+        compiled = not show and self._team.host.scale == 1
+        kernels = kernels_for(scratch, base, *self.velocity[i : i + 1]) if compiled else None
         squares, start = np.zeros(2), 0
         while start < base.numel():
-            count = min(limit, base.numel() - start)
-            # The compiled loops always move P, and cannot read the placeholders of a simulation.
-            compiled = not show and self._team.host.scale == 1
-            kernels = kernels_for(scratch, base, *self.velocity[i : i + 1]) if compiled else None
-            packed = None if kernels is None else total.packed(start, count)
-            sent = None if packed is None else update.sent.packed(start, packed.count)
-            if kernels is not None and packed is not None and sent is not None:
-                count = sent.count
-                self._land_packed(kernels, packed, sent, scratch[0, :count], squares, i, start)
-            else:
-                self._land_decoded(
-                    kernels, total, update.sent, scratch[:, :count], squares, i, start, show
-                )
-            view.add(scratch[0, :count], start)
-            start += count
+            piece, done = scratch[:, : base.numel() - start], 0
+            while done < piece.shape[1]:
+                sums, at = (total, update.sent), start + done
+                count = self._land_packed(kernels, *sums, piece[0, done:], squares, i, at)
+                if not count:
+                    count = piece.shape[1] - done
+                    self._land_decoded(kernels, *sums, piece[:, done:], squares, i, at, show)
+                done += count
+            view.add(piece[0], start)
+            start += done
         view.write_back()
         self.mean_squared += float(squares[0])
         self.sent_squared += float(squares[1])
 
     def _land_packed(
         self,
-        kernels: Kernels,
-        total: PackedPayloads,
-        sent: PackedPayloads,
+        kernels: Kernels | None,
+        total: LazyVector,
+        update: LazyVector,
         shift: Tensor,
         squares: Squares,
         i: int,
         start: int,
-    ) -> None:
-        """Compute shift ← Δ − u of one piece in one pass. Moves P and v, adds to ``squares``."""
-        piece = slice(start, start + shift.numel())
-        base = self.base[i]
-        velocity = self.velocity[i][piece] if self.velocity else base[:0]
+    ) -> int:
+        """Compute shift ← Δ − u in one pass. Moves P and v, adds to ``squares``.
+
+        Returns the number of elements, which may end with a chunk of the sum. It is 0 without
+        ``kernels`` and if the payloads are not integers on the CPU.
+        """
+        packed = None if kernels is None else total.packed(start, shift.numel())
+        sent = None if packed is None else update.packed(start, packed.count)
+        if kernels is None or packed is None or sent is None:
+            return 0
+        piece = slice(start, start + sent.count)
+        base = self.base[i].numpy()
+        velocity = self.velocity[i].numpy()[piece] if self.velocity else base[:0]
         kernels.land(
-            *(total.rows, total.bits, sent.rows[0], sent.bits, total.first, self.weight),
-            *(t.numpy() for t in (shift, base[piece], velocity)),
+            *(packed.rows, packed.bits, sent.rows[0], sent.bits, packed.first, self.weight),
+            *(shift.numpy()[: sent.count], base[piece], velocity),
             *(self.momentum, self.lookahead, squares),
         )
+        return sent.count
 
     def _land_decoded(
         self,
