@@ -9,11 +9,11 @@ of compute times. All times are *virtual time*, the time of the simulator's cloc
 * **One representative, jitter.** Every worker or node has a clock, but only one worker runs.
   Computing advances each clock by the compute time of its worker or node. A collective of the
   training thread starts at the latest clock. Waiting for it sets each earlier clock to the end of
-  the collective. Collectives of background activities start at the clock of the running worker
-  instead. Without them, the durations are exact if no decision of a worker depends on the time. A
-  worker that polls (``Handle.done``) may decide by the time. If the polled operation has ended on
-  some clocks but not on others, ``DivergedError`` is raised. The caller must then simulate again in
-  the mode below.
+  the collective. A collective that a background activity starts begins at the clock of the
+  running worker, which is exact if the activity has waited for another collective. The durations
+  are then exact, unless a decision depends on the time: a worker that polls (``Handle.done``) may
+  decide by the time. If the polled operation has ended on some clocks but not on others,
+  ``DivergedError`` is raised, and the caller must simulate again in the mode below.
 * **One representative per node, or every worker.** All workers use the simulator's clock.
 """
 
@@ -173,8 +173,9 @@ class RepresentativeCluster(SimulatedCluster):
 
     @override
     def wait(self, rank: int, signal: Signal, what: str) -> None:
+        waits_in_background = self.workers.current.background
         self.workers.wait(signal, what)
-        if self.clocks is not None and isinstance(signal, EndSignal):
+        if self.clocks is not None and isinstance(signal, EndSignal) and not waits_in_background:
             np.maximum(self.clocks, signal.seconds, out=self.clocks)
 
     @override
