@@ -21,11 +21,6 @@ WORKERS = 4
 JOB = Job("tiny", "streaming", WORKERS, partition=LEASED, evaluations=3)
 
 
-@pytest.fixture(autouse=True)
-def _tiny() -> None:
-    tiny.install()
-
-
 def cluster(**compute: Any) -> VirtualCluster:
     return VirtualCluster(Network("1Gbit/s"), Compute("10ms", **compute))
 
@@ -137,13 +132,6 @@ def test_evaluations_of_a_part_of_an_epoch_are_spread_over_the_run(
     result = run_and_record(replace(JOB, evaluations=4), lambda event: None, cluster())
     steps = [point.seconds / 0.010 for point in result.points]
     assert steps == pytest.approx([1, 2, 3, 4], abs=0.5)
-
-
-def test_equal_runs_have_equal_results() -> None:
-    """In virtual time, with jitter, the results are equal to the bit."""
-    first, second = (run_and_record(JOB, lambda event: None, cluster(jitter=0.3)) for _ in range(2))
-    assert first.points == second.points
-    assert first.stats == second.stats
 
 
 def test_a_time_limit_ends_a_leased_run() -> None:

@@ -4,13 +4,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lab.test_cluster import needs_namespaces, on_nodes
 from offbeat.display.table import Table
 from offbeat.errors import CommunicationError, OffbeatError
 from offbeat.lab.launch.cluster import Cluster
@@ -26,8 +26,6 @@ from offbeat.lab.probe import (
 )
 from offbeat.lab.probe.tables import by_rank, caption, summary
 from workers import run
-
-needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
 
 WORKER = """
 import json, sys
@@ -46,25 +44,7 @@ dist.destroy_process_group()
 
 def probed(cluster: Cluster, folder: Path, seconds: float) -> dict[str, Any]:
     """Run the probe on the nodes of ``cluster`` and return rank 0's result."""
-    processes = []
-    try:
-        for rank in range(cluster.workers):
-            told = json.dumps([rank, cluster.workers, str(folder), seconds])
-            processes.append(
-                subprocess.Popen(
-                    cluster.command(rank, [sys.executable, "-c", WORKER, told]),
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    env={**os.environ, "GLOO_SOCKET_IFNAME": cluster.interface},
-                )
-            )
-        said = [process.communicate(timeout=60)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0] * cluster.workers
-        return dict(json.loads(said[0]))
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate(timeout=10)
+    return dict(json.loads(on_nodes(cluster, WORKER, str(folder), seconds)[0]))
 
 
 def bits(found: dict[str, Any]) -> dict[tuple[int, int], float]:

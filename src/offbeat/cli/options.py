@@ -62,6 +62,19 @@ class VirtualClusterOptions(NodeOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options that only ``train`` has."""
+
+    bandwidth: str | None = option(Panel.WORKERS, SHAPED_LINKS)
+    elastic: bool = option(
+        Panel.WORKERS,
+        "Restart lost workers while the others train, with leased data.",
+        "--elastic",
+        default=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
     """Options that only ``simulate`` has."""
 
