@@ -91,19 +91,6 @@ def test_real_workers_follow_the_position_of_the_run(live: bool) -> None:
     assert sum(stats.steps for stats in end.stats) == tiny.STEPS * 3
 
 
-@pytest.mark.nightly  # the ideal is compared with the summed speeds in test_ideal
-def test_a_slow_worker_no_longer_determines_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of four at half speed: the time of the summed speeds with leases, far above without."""
-    monkeypatch.setattr(tiny, "STEPS", 60)
-    ratios = {}
-    for partition in (None, LEASED):
-        job = replace(JOB, partition=partition, evaluations=1)
-        result = run_and_record(job, lambda event: None, cluster(slowdown={0: 2.0}))
-        ratios[partition] = result.seconds / (60 * 4 / 3.5 * 0.010)
-    assert ratios[LEASED] == pytest.approx(1, abs=0.05)
-    assert ratios[None] > 1.7
-
-
 def test_an_evaluation_has_the_mean_time_of_its_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slow worker is a step of its own later. The last time is that of the last worker."""
     seen: dict[str, Any] = {}

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 from lab.standins import write_idx, write_idx_files
+from offbeat import Compute, Network
+from offbeat.lab.compare import run_and_record
+from offbeat.lab.job import Job
+from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import Setup, digits, find_recipe, mnist, stdlib_lm
 
 
@@ -91,18 +95,9 @@ def test_shifts_move_by_at_most_one_pixel() -> None:
 @pytest.mark.nightly
 def test_digits_reach_90_percent() -> None:
     """One worker exceeds 90 % accuracy in a few epochs."""
-    torch.manual_seed(0)
-    task = find_recipe("digits").build(Setup(1, 4))
-    assert task.evaluate(task.model)["test accuracy"] < 0.3
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(task.steps):
-        chosen = torch.randint(len(task.dataset), (task.batch_size,), generator=generator)
-        task.loss(task.model, task.dataset[chosen.tolist()]).backward()
-        task.optimizer.step()
-        task.optimizer.zero_grad()
-        task.scheduler.step()
-    assert task.evaluate(task.model)["test accuracy"] > 0.9
-    assert task.model.training
+    job = Job("digits", "bsp", 1, epochs=4, evaluations=1)
+    where = VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
+    assert run_and_record(job, lambda event: None, where).final > 0.9
 
 
 def test_language_model_splits_by_file() -> None:

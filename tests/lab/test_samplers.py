@@ -25,7 +25,6 @@ from offbeat.lab.launch.runners import VirtualCluster
 from offbeat.lab.recipes import Task
 from offbeat.lab.recipes.datasets import TensorData, as_samples
 from offbeat.lab.recipes.held_out import HeldOut
-from offbeat.lab.results import Result
 from offbeat.lab.samplers import Batches, make_partition, make_sampler, parse_injection
 
 
@@ -106,25 +105,11 @@ def test_injection_is_two_fractions() -> None:
             parse_injection(text)
 
 
-def place() -> VirtualCluster:
-    return VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
-
-
-def run(**settings: Any) -> Result:
-    job = Job("digits", "local:period=2", 5, epochs=2, evaluations=1, **settings)
-    return run_and_record(job, lambda event: None, place())
-
-
-@pytest.mark.nightly  # what is injected is tested in tests/data
-def test_injection_helps_workers_with_few_labels() -> None:
-    """Samples cross the network, and the model learns more digits."""
-    apart = run(partition="label:2")
-    mixed = run(partition="label:2", injection="0.6,1.0")
-    assert "injected_samples" not in apart.details
-    for one in mixed.stats:
-        assert one.details["injected_samples"] > 0
-        assert one.details["injected_bytes_received"] > 0
-    assert mixed.final > apart.final
+def test_workers_of_a_run_inject_samples() -> None:
+    job = Job("digits", "bsp", 2, evaluations=1, max_steps=4, partition="label:5")
+    where = VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
+    result = run_and_record(replace(job, injection="0.6,1.0"), lambda event: None, where)
+    assert all(one.details["injected_samples"] > 0 for one in result.stats)
 
 
 @pytest.mark.parametrize(
