@@ -149,7 +149,7 @@ def test_corrupt_idx_files_are_rejected(tmp_path: Path, data: bytes, message: st
     ("kind", "values", "message"),
     [
         ("labels-idx1", np.ones(70), "must hold 640 labels, but it says 70"),
-        ("labels-idx1", np.full(640, 12), "must hold labels from 0 to 9, but one is 12"),
+        ("labels-idx1", np.full(640, 10), "must hold labels from 0 to 9, but one is 10"),
         ("images-idx3", np.zeros((640, 27, 28)), "of 28 x 28, but it says 640 x 27 x 28"),
         ("images-idx3", np.zeros((0, 28, 28)), "of 28 x 28, but it says 0 x 28 x 28"),
     ],
