@@ -106,17 +106,6 @@ def test_equal_periods_are_local_adam() -> None:
         assert one["sent"] == other["sent"]
 
 
-def test_the_default_periods_send_half_of_local_adam() -> None:
-    """M·(1/K + 1/3K + 1/6K) bytes per step instead of 3·M/K, without votes."""
-    ours, local = (
-        run(train, text, 24, workers=2)[0]["sent"]
-        for text in ("desloc:period=2", "local:period=2,optimizer_state=average")
-    )
-    votes = 12 * VOTE_BYTES
-    assert ours - votes - 4 * COMPARISON_BYTES == 18 * 8 * PARAMETERS
-    assert local - votes - 12 * COMPARISON_BYTES == 36 * 8 * PARAMETERS
-
-
 # -- refusals --------------------------------------------------------------------------------------
 
 LACKS = "averages both moments of Adam, 'exp_avg' and 'exp_avg_sq', and the state of this {} lacks"

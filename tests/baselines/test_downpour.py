@@ -1,12 +1,14 @@
 """Downpour against a step-by-step reference, and against the optimizers it contains."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import SGD, Adagrad
 
 import offbeat
 from loops import close, sgd
@@ -16,6 +18,7 @@ from problems import assign, flat, gradients, loss_of, make_batch, make_model, t
 from worlds import run
 
 STEP = 0.01
+DECAYED = partial(SGD, lr=0.05, weight_decay=0.1)
 FAST = Network("100Gbit/s", latency=0)  # messages of this model take nanoseconds
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -49,44 +52,27 @@ def alone(
 # -- one worker -----------------------------------------------------------------------------------
 
 
-def decayed(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1, **settings)
-
-
-@pytest.mark.parametrize("maximize", [False, True])
-def test_one_worker_with_weight_decay_is_sgd(maximize: bool) -> None:
-    """Gradient g + λx is computed at the x before the step."""
-
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return decayed(model, maximize=maximize)
-
-    (trace,) = run(alone, Downpour(), make, make, 12, workers=1)
-    for got, want in trace:
-        close(got, want)
-
-
-def test_weight_decay_reaches_the_servers_optimizer() -> None:
-    """server_lr: the server's Adagrad takes its step on g + λx."""
-
-    def reference(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad(model.parameters(), lr=0.1, weight_decay=0.1)
-
-    strategy = Downpour(server_optimizer="adagrad", server_lr=0.1)
-    (trace,) = run(alone, strategy, decayed, reference, 12, workers=1)
-    for got, want in trace:
-        close(got, want)
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adagrad"])
-def test_the_servers_optimizer_is_torchs(kind: str) -> None:
-    """One worker that fetches in every step trains like torch's optimizer with server_lr."""
-
-    def reference(model: nn.Module) -> torch.optim.Optimizer:
-        cls: Any = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[kind]
-        return cls(model.parameters(), lr=0.13)
-
-    strategy = Downpour(server_optimizer=kind, server_lr=0.13)  # type: ignore[arg-type]
-    (trace,) = run(alone, strategy, sgd, reference, 12, workers=1)
+@pytest.mark.parametrize(
+    ("server", "worker", "reference"),
+    [
+        # Gradient g + λx is computed at the x before the step.
+        ({}, DECAYED, DECAYED),
+        ({}, partial(DECAYED, maximize=True), partial(DECAYED, maximize=True)),
+        # One worker that fetches in every step trains like torch's optimizer with server_lr.
+        ({"server_lr": 0.13}, partial(SGD, lr=0.05), partial(SGD, lr=0.13)),
+        (
+            {"server_lr": 0.1, "server_optimizer": "adagrad"},
+            DECAYED,
+            partial(Adagrad, lr=0.1, weight_decay=0.1),
+        ),
+    ],
+    ids=str,
+)
+def test_one_worker_trains_like_an_optimizer_of_torch(
+    server: dict[str, Any], worker: Any, reference: Any
+) -> None:
+    makes = [lambda model, make=make: make(model.parameters()) for make in (worker, reference)]
+    (trace,) = run(alone, Downpour(**server), *makes, 12, workers=1)
     for got, want in trace:
         close(got, want)
 
@@ -308,36 +294,6 @@ def test_a_step_that_a_scaler_skips_is_not_pushed(unscale: bool) -> None:
     assert end.isfinite().all()
     close(end, flat(model), atol=1e-5)
     assert steps == 8
-
-
-def clipped(rank: int, size: int) -> Any:
-    model = make_model(seed=0)
-    optimizer = sgd(model)
-    sync = offbeat.attach(model, optimizer, Downpour(fetch_every=100), timeout_seconds=20)
-    for step in range(5):
-        optimizer.zero_grad()
-        loss_of(model, make_batch(rank, step)).backward()
-        sync.clip_grad_norm_(0.1)
-        optimizer.step()
-    sync.finish()
-    return flat(model)
-
-
-def test_clipped_gradients_are_pushed() -> None:
-    """Workers push the gradients that the optimizer used, not those of backward."""
-    start, moved = flat(make_model(seed=0)), torch.zeros(40, dtype=torch.float64)
-    for rank in range(2):
-        model = make_model(seed=0)
-        optimizer = sgd(model)
-        for step in range(5):
-            optimizer.zero_grad()
-            loss_of(model, make_batch(rank, step)).backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            assert norm > 0.1
-            optimizer.step()
-        moved += (flat(model) - start) / 2  # plain SGD: minus the sum of η g/N
-    for end in run(clipped, workers=2):
-        close(end, start + moved)
 
 
 def in_turn(rank: int, size: int) -> Tensor:

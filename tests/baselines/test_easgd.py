@@ -142,29 +142,6 @@ def test_one_worker_asynchronously_is_algorithm_1(period: int, steps: int, diffe
     close(one["end"], z)
 
 
-def spring(rank: int, size: int, alpha: float, difference: Any) -> float:
-    model = nn.Module()
-    model.x = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    strategy = EASGD(period=1, alpha=alpha, difference=difference)
-    sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=20)
-    for _ in range(400):
-        model.x.grad = model.x.detach().clone()
-        optimizer.step()
-    moved = abs(model.x.item())
-    sync.finish()
-    return moved
-
-
-def test_the_papers_bound() -> None:
-    """½x² with η = 0.5 is stable up to α = (4 − 2η)/(4 − η) = 0.857; after the step, up to 1."""
-    (within,), (beyond,) = (run(spring, a, BEFORE, workers=1) for a in (0.85, 0.865))
-    assert within < 0.1
-    assert beyond > 10
-    (other,) = run(spring, 0.99, AFTER, workers=1)
-    assert other < 1e-6
-
-
 @pytest.mark.parametrize("period", [1, 4])
 def test_with_nesterov_momentum_it_is_eamsgd(period: int) -> None:
     """EAMSGD in PyTorch's form: v ← μv + g, x ← x − η(g + μv); an exchange does not change v."""

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import offbeat
 from offbeat.baselines.parameter_server import ParameterServer
-from offbeat.baselines.shard import NO_CLOCK, Rule
 from offbeat.transport.team import Team
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from transport.communicators import (
@@ -112,30 +111,6 @@ def test_servers_hold_the_vector_in_shards(world: World) -> None:
 
 
 @every_world
-def test_a_pull_contains_the_workers_own_pushes(world: World) -> None:
-    """A shard handles the requests of one worker in their order."""
-
-    def work(team: Team) -> Any:
-        server = ParameterServer(team, torch.zeros(4 * team.size, dtype=torch.float64))
-        seen = []
-        for step in range(1, 9):  # each worker adds to coordinates of its own
-            server.vector.zero_()
-            server.vector[team.rank :: team.size] = step
-            if step % 3:
-                request(server, "push")
-                request(server, "pull")
-            else:
-                request(server, "push_pull")
-            seen.append(server.vector[team.rank :: team.size].tolist())
-        server.barrier()
-        server.leave()
-        return seen
-
-    for seen in world(on_team(work)):
-        assert seen == [[step * (step + 1) / 2] * 4 for step in range(1, 9)]
-
-
-@every_world
 def test_concurrent_pushes_add_up_exactly(world: World) -> None:
     """Each worker pushes forty times and pulls in between. No push is lost or counted twice."""
 
@@ -162,39 +137,6 @@ def test_concurrent_pushes_add_up_exactly(world: World) -> None:
         assert rising
         assert torch.equal(end, want)
         assert applied == 40 * len(results)
-
-
-@worlds_of_several
-def test_the_rule_applies_a_push_and_chooses_the_answer(world: World) -> None:
-    """The rule receives the shard, the values and the rank that pushes."""
-
-    class Scaled(Rule):
-        def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
-            self.before = shard.clone()
-            shard.add_(values, alpha=0.1 * (source + 1))
-
-        def answer(self, shard: Tensor, *, source: int) -> Tensor:
-            return -self.before
-
-    def work(team: Team) -> Any:
-        server = ParameterServer(team, initial(5), rule=lambda shard: Scaled())
-        answers = []
-        for turn in range(team.size):  # one after the other
-            if turn == team.rank:
-                request(server, "push_pull", torch.ones(5))
-                answers.append(server.vector.clone())
-            server.barrier()
-        end = server.read()
-        server.barrier()
-        server.leave()
-        return answers[0], end
-
-    before, results = initial(5), world(on_team(work))
-    for rank, (answer, _) in enumerate(results):
-        assert torch.equal(answer, -before)
-        before = before + 0.1 * (rank + 1)
-    for _, end in results:
-        torch.testing.assert_close(end, before, rtol=0, atol=1e-15)
 
 
 @every_world
@@ -288,25 +230,6 @@ def test_a_pull_waits_for_the_minimum_clock(world: World) -> None:
         assert clock == 3
         assert values == [3.0, 3.0, 3.0]
         assert world is gloo or 3 * STEP_SECONDS <= seconds <= 3 * STEP_SECONDS + 0.01
-
-
-@worlds_of_several
-def test_clocks_have_64_bits(world: World) -> None:
-    clocks = [2**31 + 1, 2**40, NO_CLOCK // 2]
-
-    def work(team: Team) -> Any:
-        server = ParameterServer(team, torch.zeros(4))
-        seen = [
-            request(server, "push_pull", torch.ones(4), clock=clock + team.rank, min_clock=clock)
-            for clock in clocks
-        ]
-        at_barrier = server.barrier()
-        server.leave()
-        return seen, at_barrier
-
-    for seen, at_barrier in world(on_team(work)):
-        assert all(clock <= got <= clock + 2 for clock, got in zip(clocks, seen, strict=True))
-        assert at_barrier == clocks[-1]
 
 
 # -- barriers -------------------------------------------------------------------------------------

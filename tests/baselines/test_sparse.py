@@ -69,9 +69,7 @@ def test_a_message_holds_the_largest_entries_of_each_chunk(
 
 def test_zeros_are_sent_as_zeros() -> None:
     vectors = SparseVectors(100, 0.1)
-    assert torch.equal(
-        vectors.sum([vectors.encode(torch.zeros(100))], torch.float32), torch.zeros(100)
-    )
+    assert not vectors.sum([vectors.encode(torch.zeros(100))], torch.float32).any()
 
 
 # -- larger models ---------------------------------------------------------------------------------

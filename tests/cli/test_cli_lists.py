@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
@@ -104,3 +105,9 @@ def test_ranges_are_those_that_are_checked(call: Call) -> None:
     assert found["diloco"]["outer_dtype=None"] == "float32, bfloat16, float64"
     assert found["easgd"]["synchronous=False"] == "true, false"
     assert re.fullmatch(r"\(0, 1\]", found["fedavg"]["fraction=1.0"])
+
+
+def test_a_path_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets and colons are no markup."""
+    view.print_path("report", Path("runs/[lr]:x:[/y]/report.html"))
+    assert capsys.readouterr().out == "report runs/[lr]:x:[/y]/report.html\n"

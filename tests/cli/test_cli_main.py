@@ -97,18 +97,6 @@ def test_a_mistake_of_a_real_process() -> None:
     assert err.count("\n") == 1
 
 
-def test_ctrl_c_is_one_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupted run is exit code 130 and one line."""
-
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runs.comparison, "run_and_record", interrupt)
-    code, _, err = call("train", "digits")
-    assert code == 130
-    assert err.strip() == "interrupted; all workers have been ended"
-
-
 def test_a_programming_error_is_not_swallowed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only errors that a user can act on become one line."""
 

@@ -209,35 +209,3 @@ def test_a_command_on_a_page_runs(
         else:
             continue
         assert code == 0, err
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "offbeat train digits --worker-count 4",
-        "offbeat compare digits -s selsinc",
-        "offbeat simulate digits --bandwidth 5gibberish",
-        "torchrun --nproc-per-node 2 -m offbeat.cli compare digits -s local:periods=8",
-        "offbeat tune digits",
-    ],
-)
-def test_a_wrong_line_of_offbeat_is_found(wrong: str, begin: Callable[[list[str]], None]) -> None:
-    with pytest.raises(AssertionError):
-        begin(shlex.split(wrong))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "make tests-all",
-        "pip install '.[everything]'",
-        "torchrun examples/none.py",
-        "sbatch examples/launchers/slurm/none.sbatch",
-        "sbatch train.sbatch",
-        "python -m benchmark",
-        "frobnicate",
-    ],
-)
-def test_another_wrong_line_is_found(wrong: str) -> None:
-    with pytest.raises(AssertionError):
-        check(shlex.split(wrong))

@@ -1,13 +1,11 @@
 """The line about the progress of a run."""
 
 import io
-import re
 import time
 
 import pytest
 from rich.console import Console
 
-from lab.test_report import make
 from offbeat.cli import progress
 from offbeat.cli.progress import ProgressLine, show_duration
 from offbeat.lab.events import Start, Step
@@ -96,20 +94,3 @@ def test_a_terminal_has_the_line_below_the_bar(
             assert (f"bsp  {wanted}\n" if not terminal else f"{wanted}") in screen.getvalue()
             assert bar._progress.line == wanted * terminal
         assert bar._progress.line == ""
-
-
-def test_finished_runs_and_the_time_left(clock: list[float]) -> None:
-    """Skipped runs take no time. The last run has no text."""
-    with progress.Bar(4) as bar:
-        bar.skip(make("bsp", [(1, 0.5)]))
-        for number in (2, 3, 4):
-            bar.start(Job("digits", "bsp", 2))
-            clock[0] += 60.0
-            told = bar.runs_done()
-            wanted = rf"{number} of 4 runs done at \d\d:\d\d, about {4 - number} min left"
-            assert re.fullmatch(wanted if number < 4 else "", told)
-    with progress.Bar(4, at_most=True) as bar:
-        bar.start(Job("digits", "bsp", 2))
-        assert re.fullmatch(
-            r"1 of at most 4 runs done at \d\d:\d\d, at most about .*", bar.runs_done()
-        )

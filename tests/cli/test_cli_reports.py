@@ -3,13 +3,11 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cli.commands import Call
 from offbeat.cli import view
-from offbeat.lab import report
 
 SAVED = Path(__file__).parents[1] / "lab" / "results.jsonl"
 SHORT = ("--workers", "2", "--max-steps", "2", "--evaluations", "2")
@@ -34,7 +32,7 @@ def test_a_comparison_continues_where_it_was(call: Call, tmp_path: Path) -> None
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     code, out, err = call(*argv)
     assert (code, err) == (0, "")
-    assert out.splitlines()[0] == "2 of 2 runs were in the results already"
+    assert out.splitlines()[0] == "runs in the results already: 2 of 2"
     assert "test accuracy 0." not in out.partition("digits, target")[0]
     assert len(path.read_text(encoding="utf-8").splitlines()) == 2
     (tmp_path / "report.html").unlink()
@@ -78,36 +76,10 @@ def test_tuning_from_the_command_line(call: Call, tmp_path: Path) -> None:
     assert "at most 3 trials per method and the seed 0" in page
     code, out, err = call(*argv)
     assert (code, err) == (0, "")
-    assert out.splitlines()[0] == f"{len(told)} runs were in the results already"
+    assert out.startswith(f"runs in the results already: {len(told)} of at most ")
     (tmp_path / "report.html").unlink()
     assert call("report", str(path))[0] == 0
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == page
-
-
-def test_the_page_is_written_after_each_run(
-    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Until the last run it tells the progress and reloads itself."""
-    pages = []
-    write = report.write_page
-
-    def keep(*args: Any) -> Path:
-        pages.append(write(*args).read_text(encoding="utf-8"))
-        assert {path.name for path in tmp_path.iterdir()} >= {"report.html"}
-        return tmp_path / "report.html"
-
-    monkeypatch.setattr(report, "write_page", keep)
-    argv = ("compare", "digits", "-s", "bsp", "-s", "local:period=2", *SHORT, *VIRTUAL)
-    code, _, err = call(*argv, "--seeds", "2", "--output", str(tmp_path))
-    assert (code, err) == (0, "")
-    *under_way, complete = pages
-    for n, page in enumerate(under_way, start=1):
-        assert '<meta http-equiv="refresh" content="10">' in page
-        assert re.search(f"<strong>{n} of 4 runs .* left</strong>", page)
-    assert len(under_way) == 3
-    assert "http-equiv" not in complete
-    assert "<strong>" not in complete
-    assert not [*tmp_path.glob("*.partial")]
 
 
 def test_trials_alone_have_no_page(call: Call, tmp_path: Path) -> None:

@@ -115,18 +115,6 @@ def test_no_worker_outlives_a_killed_launcher(fresh: bool, folder: Path) -> None
             until(lambda: not any(map(alive, pids)), "the end of every worker", 10)
 
 
-def test_sigterm_ends_the_workers(folder: Path) -> None:
-    with started(*COMMAND, "run", "-n", "2", "--fresh", "train.py") as process:
-        pids = [state(f"one-{rank}-0", process)["pid"] for rank in range(2)]
-        with killed(*pids):
-            process.send_signal(signal.SIGTERM)
-            code, _, err = end(process)
-            assert not any(map(alive, pids))
-    assert code == 143, err
-    for rank in range(2):
-        assert f"offbeat: worker {rank} was ended by SIGTERM\n" in err
-
-
 def test_a_script_that_fails_is_given_up(folder: Path) -> None:
     """Its exit code is the launcher's. A module is found in the current folder."""
     (folder / "failing.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(5)\n")

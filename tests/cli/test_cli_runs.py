@@ -24,7 +24,6 @@ from cli.commands import (
     alive,
     ended,
     one_line,
-    plain,
     started,
     training,
     until,
@@ -36,7 +35,6 @@ from offbeat.lab.events import Evaluation, Event
 from offbeat.lab.job import Job
 from offbeat.lab.launch import runners
 from offbeat.lab.launch.cluster import Cluster, run_cleanup
-from offbeat.lab.report import SHARE_MEANS
 from offbeat.lab.timing.step_time import StepTime
 from offbeat.launcher import forking
 from pages import code_on
@@ -194,21 +192,6 @@ def test_a_killed_worker_is_named(
     assert (code, err) == (1, f"error: worker {victim} was ended by SIGKILL\n")
     assert sorted(pids) == [0, 1]
     assert not [pid for pid in pids.values() if alive(pid)]
-
-
-@pytest.mark.nightly  # one that lets them save first is below
-@needs_proc
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_every_worker(tmp_path: Path, number: signal.Signals) -> None:
-    """Exit code 130 or 143, no traceback, and no worker is left."""
-    with training(tmp_path / "run.jsonl") as (process, pids):
-        process.send_signal(number)
-        out, err = process.communicate(timeout=LIMIT)
-        assert not [pid for pid in pids.values() if alive(pid)]
-    assert process.returncode == 128 + number
-    assert plain(err) == "interrupted; all workers have been ended\n"
-    assert "Traceback" not in out
-    assert not list(tmp_path.glob("offbeat-*")), "its temporary folder"
 
 
 SAVED = re.compile(r"  saved at step (\d+) in (\S+): --resume continues from it\n")
@@ -492,19 +475,6 @@ def test_the_printed_table_is_the_written_one(
     for first, *others in rows:
         assert " ".join([first.strip("`"), *others]).split() in printed
     assert "plot    none: it needs matplotlib, pip install 'offbeat[plot]'\n" in out
-
-
-def test_the_ideal_has_five_steps_and_no_network(call: Call, tmp_path: Path) -> None:
-    """Its time is steps times step time, for any link; a note explains the shares."""
-    argv = ("compare", "digits", "-s", "bsp", "-s", "ideal", "--simulate", *SHORT, *PLACE)
-    code, out, err = call(*argv, "--output", str(tmp_path))
-    assert (code, err) == (0, "")
-    assert SHARE_MEANS in one_line(out)
-    assert SHARE_MEANS in (tmp_path / "table.md").read_text()
-    bsp, ideal = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
-    assert ideal["seconds"] == pytest.approx(5 * 0.02)
-    assert ideal["idle"] == 0
-    assert [one["metrics"] for one in ideal["points"]] == [one["metrics"] for one in bsp["points"]]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_compare_with_a_scenario_in_virtual_time(call: Call, tmp_path: Path) -> 
     assert seconds_of(tmp_path / "a") == pytest.approx(3 * 0.02 + 3 * 0.08, rel=0.01)
     code, out, _ = call(*argv)
     assert code == 0
-    assert "1 of 1 runs was in the results already" in out
+    assert "runs in the results already: 1 of 1" in out
     written(SLOWER.replace("0.25", "0.5"), tmp_path)
     code, _, err = call(*argv)
     assert code != 0

@@ -19,8 +19,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_task_is_left() -> Iterator[None]:
-    """Delete the models of a failed run, which the next test would otherwise find."""
+def recipe_tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Register the recipe ``tiny``, and delete its models at the end, also of a failed run."""
+    monkeypatch.setitem(tiny.RECIPES, "tiny", tiny.RECIPE)
     yield
     tiny.built.clear()
 

@@ -1,5 +1,6 @@
 """Shaped links have the given rate, and nothing of them is left behind."""
 
+import contextlib
 import json
 import os
 import socket
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from offbeat.errors import OffbeatError
 from offbeat.lab.launch import cluster as lab
 from offbeat.lab.launch.cluster import Cluster, _run
 
@@ -39,21 +39,23 @@ def namespaces(process: int) -> set[str]:
     return {name for name in names if name.startswith(f"offbeat-{process}-")}
 
 
-def on_nodes(cluster: Cluster, program: str, *values: Any) -> list[float]:
-    """Run a program on each node, with rank, number of nodes and ``values``; return its number."""
-    processes = [
-        subprocess.Popen(
-            cluster.command(
-                rank,
-                [sys.executable, "-c", program, json.dumps([rank, cluster.workers, *values])],
-            ),
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": cluster.interface},
-        )
-        for rank in range(cluster.workers)
-    ]
-    return [float(process.communicate(timeout=60)[0]) for process in processes]
+def on_nodes(cluster: Cluster, program: str, *values: Any) -> list[str]:
+    """Run a program on each node, with rank, number of nodes and ``values``; return its output."""
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank in range(cluster.workers):
+            argument = json.dumps([rank, cluster.workers, *values])
+            process = subprocess.Popen(
+                cluster.command(rank, [sys.executable, "-c", program, argument]),
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": cluster.interface},
+            )
+            stack.callback(process.kill)
+            processes.append(process)
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert not any(process.returncode for process in processes)
+    return outputs
 
 
 @needs_namespaces
@@ -65,7 +67,7 @@ def test_nodes_reach_a_socket_of_the_switch() -> None:
     connect = "import json, socket, sys; socket.create_connection(json.loads(sys.argv[1])[2], 9)"
     with Cluster(2, 1e8) as cluster, cluster.call_on_switch(listen) as listener:
         listener.settimeout(20)
-        on_nodes(cluster, f"{connect}; print(0)", listener.getsockname())
+        on_nodes(cluster, connect, listener.getsockname())
         for _ in range(2):
             connection, peer = listener.accept()
             connection.close()
@@ -77,26 +79,6 @@ def bytes_sent(cluster: Cluster) -> int:
     """Return what node 0 has sent, by the counter of its interface (with headers)."""
     shown = _run("ip", "-n", cluster._node(0), "-s", "-j", "link", "show", cluster.interface)
     return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
-
-
-LINKS = """
-import json, sys, torch.distributed as dist
-from offbeat.lab.probe import probe
-rank, size, folder = json.loads(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=size)
-print(min(pair.bytes_per_second for pair in probe(seconds=6).pairs))
-"""
-
-
-@pytest.mark.nightly  # tests/cli/test_cli_runs.py has it of two workers in a run
-@needs_namespaces
-@pytest.mark.quiet
-def test_links_are_measured_as_they_are_shaped(tmp_path: Path) -> None:
-    """All workers measure the same rate, to within a fifth: 10 Mbit/s less headers and ACKs."""
-    with Cluster(3, 10e6) as cluster:
-        measured = on_nodes(cluster, LINKS, str(tmp_path))
-    assert len(set(measured)) == 1
-    assert 8 * measured[0] == pytest.approx(9.3e6, rel=0.2)
 
 
 @needs_namespaces
@@ -112,7 +94,7 @@ def test_an_all_reduce_runs_at_the_shaped_rate(tmp_path: Path) -> None:
         seconds = on_nodes(cluster, WORKER, str(tmp_path), elements)
         sent = bytes_sent(cluster) - before
     ring = 2 * (2 / 3) * 4 * elements * 8 / 200e6
-    assert 0.9 * ring < max(seconds) < 1.35 * ring
+    assert 0.9 * ring < max(map(float, seconds)) < 1.35 * ring
     assert 1.0 < sent / (4 * 2 * (2 / 3) * 4 * elements) < 1.15  # four of them, and headers
 
 
@@ -148,13 +130,6 @@ def test_everything_is_removed() -> None:
     assert len(namespaces(child)) == 2
     lab.remove_leftovers()
     assert namespaces(child) == set()
-
-
-def test_the_reason_for_missing_links_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without root the error says so."""
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(OffbeatError, match="no shaped links here: network namespaces need root"):
-        Cluster(2, 1e9).__enter__()
 
 
 def test_number_of_workers_is_checked() -> None:

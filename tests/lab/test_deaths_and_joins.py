@@ -32,7 +32,6 @@ JOB = replace(JOB, scenario=str(Scenario(EVENTS)))
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny.install()
     monkeypatch.setattr(tiny, "STEPS", STEPS)
 
 

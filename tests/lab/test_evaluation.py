@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cells import some
@@ -222,7 +221,6 @@ def test_affordable_evaluations_are_among_the_stored_snapshots() -> None:
 
 @pytest.fixture
 def tiny_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiny.RECIPES, "tiny", tiny.RECIPE)
     monkeypatch.setattr(tiny, "STEPS", 30)
 
 
@@ -403,8 +401,3 @@ def test_the_language_model_scores_each_sample() -> None:
     nn.init.zeros_(task.model.head.bias)
     (sums,) = task.evaluate.share(task.model, 1, 4).values()
     assert sums == pytest.approx([32 * 8.0] * 2, rel=1e-6)  # 256 windows, 32 at once, by 4 workers
-
-
-def test_one_worker_gathers_its_own_share() -> None:
-    assert run(together, workers=1) == [top(1000)(problem()[0])]
-    assert not dist.is_initialized()

@@ -21,11 +21,6 @@ from offbeat.lab.scenario import Process, Scenario, ScenarioEvent
 from offbeat.lab.timing import step_time
 
 
-@pytest.fixture(autouse=True)
-def recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiny.RECIPES, "tiny", tiny.RECIPE)
-
-
 def test_a_result_has_the_seconds_of_the_end() -> None:
     """The step time of the end replaces the seconds of earlier events."""
 

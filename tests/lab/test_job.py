@@ -75,9 +75,7 @@ def test_mistakes_behind_a_strategy_are_one_line(text: str, message: str) -> Non
     ("text", "message"),
     [
         ("bsp --wire int3", "wire must be .*"),
-        ("bsp --lr-scale 0", "lr-scale must be positive and finite, got 0.0"),
         ("bsp --lr-scale nan", "lr-scale must be positive and finite, got nan"),
-        ("bsp --sampler all", "sampler must be seldp, defdp or distributed, got 'all'"),
         ("bsp --injection 2", "injection must be .*"),
         ("bsp --optimizer lion", "optimizer must be None, .*, got 'lion'"),
         ("local:period=8,optimizer_state=mean", "optimizer_state must be .*, got .mean."),
@@ -86,7 +84,6 @@ def test_mistakes_behind_a_strategy_are_one_line(text: str, message: str) -> Non
             "local:period=8 --optimizer-state average",
             ".*: --optimizer-state cannot be given to one strategy; .*",
         ),
-        ("nope --wire int8", "unknown strategy 'nope'; .*"),
         ("", "unknown strategy ''; .*"),
     ],
 )

@@ -21,11 +21,6 @@ WORKERS = 4
 JOB = Job("tiny", "streaming", WORKERS, partition=LEASED, evaluations=3)
 
 
-@pytest.fixture(autouse=True)
-def _tiny() -> None:
-    tiny.install()
-
-
 def cluster(**compute: Any) -> VirtualCluster:
     return VirtualCluster(Network("1Gbit/s"), Compute("10ms", **compute))
 
@@ -96,19 +91,6 @@ def test_real_workers_follow_the_position_of_the_run(live: bool) -> None:
     assert sum(stats.steps for stats in end.stats) == tiny.STEPS * 3
 
 
-@pytest.mark.nightly  # the ideal is compared with the summed speeds in test_ideal
-def test_a_slow_worker_no_longer_determines_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of four at half speed: the time of the summed speeds with leases, far above without."""
-    monkeypatch.setattr(tiny, "STEPS", 60)
-    ratios = {}
-    for partition in (None, LEASED):
-        job = replace(JOB, partition=partition, evaluations=1)
-        result = run_and_record(job, lambda event: None, cluster(slowdown={0: 2.0}))
-        ratios[partition] = result.seconds / (60 * 4 / 3.5 * 0.010)
-    assert ratios[LEASED] == pytest.approx(1, abs=0.05)
-    assert ratios[None] > 1.7
-
-
 def test_an_evaluation_has_the_mean_time_of_its_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slow worker is a step of its own later. The last time is that of the last worker."""
     seen: dict[str, Any] = {}
@@ -137,13 +119,6 @@ def test_evaluations_of_a_part_of_an_epoch_are_spread_over_the_run(
     result = run_and_record(replace(JOB, evaluations=4), lambda event: None, cluster())
     steps = [point.seconds / 0.010 for point in result.points]
     assert steps == pytest.approx([1, 2, 3, 4], abs=0.5)
-
-
-def test_equal_runs_have_equal_results() -> None:
-    """In virtual time, with jitter, the results are equal to the bit."""
-    first, second = (run_and_record(JOB, lambda event: None, cluster(jitter=0.3)) for _ in range(2))
-    assert first.points == second.points
-    assert first.stats == second.stats
 
 
 def test_a_time_limit_ends_a_leased_run() -> None:

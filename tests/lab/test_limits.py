@@ -20,11 +20,6 @@ PLACE = VirtualCluster(NETWORK, Compute("1s"))
 JOB = Job("tiny", "local:period=3", 2, evaluations=tiny.STEPS)
 
 
-@pytest.fixture(autouse=True)
-def with_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiny.RECIPES, "tiny", tiny.RECIPE)
-
-
 def run(job: Job) -> Result:
     return run_and_record(job, lambda event: None, PLACE)
 
@@ -65,16 +60,6 @@ def test_the_mean_clock_ends_the_ideal(slow: int) -> None:
     ]
 
 
-def test_the_ideal_ends_at_the_same_step_with_jitter() -> None:
-    place = VirtualCluster(NETWORK, Compute("1s", jitter=0.5))
-    for seed in range(3):
-        job = replace(JOB, strategy="ideal", workers=4, max_seconds=3.5, seed=seed)
-        found = run_and_record(job, lambda event: None, place)
-        assert {one.steps for one in found.stats} == {found.points[-1].step}
-        before, over, last = (point.seconds for point in found.points[-3:])
-        assert before < 3.5 <= over < last
-
-
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("evaluations", [1, 3, tiny.STEPS])
 def test_each_worker_ends_by_its_own_clock(evaluations: int, slow: int) -> None:
@@ -110,8 +95,3 @@ def test_workers_that_need_each_other_end_at_the_same_step() -> None:
     """
     assert on_workers(ends_together, "largest", workers=2) == [(12, 15), (12, 15)]
     assert on_workers(ends_together, "mean", workers=2) == [(15, 15), (15, 15)]
-
-
-def test_a_limit_is_kept_in_the_results() -> None:
-    told = run(replace(JOB, max_seconds=3.5)).to_dict()["job"]
-    assert (told["max_steps"], told["max_seconds"]) == (None, 3.5)

@@ -69,20 +69,6 @@ def test_a_missing_package_is_one_line(kind: type, monkeypatch: pytest.MonkeyPat
     assert re.fullmatch(message, str(caught.value))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("torchft:diloco,period=4,outer_lr=0", "outer_lr must be positive .*"),
-        ("torchft:localsgd,period=0", "period must be at least 1, got 0"),
-        ("accelerate:localsgd", "accelerate:localsgd needs period, as in .*"),
-    ],
-)
-def test_settings_are_checked_without_the_package(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=r".") as caught:
-        Job("digits", text, 2).check_method()
-    assert re.fullmatch(message, str(caught.value))
-
-
 def test_a_failed_worker_is_reported_by_its_error_line(tmp_path: Path) -> None:
     """A peer's threads may write further lines while the process ends."""
     text = "warning: a\nerror: rank 1 failed in batch 3\n[INFO] heartbeat failed\n"

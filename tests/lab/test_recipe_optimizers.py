@@ -1,6 +1,5 @@
 """``--optimizer``: an optimizer in place of the recipe's, for every method."""
 
-import copy
 import io
 import itertools
 from pathlib import Path
@@ -16,17 +15,12 @@ from offbeat import Compute, Network
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.recipes import RECIPES, Setup, find_recipe
+from offbeat.lab.recipes import Setup, find_recipe
 from offbeat.lab.recipes.models.transformers import ByteTransformer
 from offbeat.lab.recipes.optimizers import MuonWithAdamW, with_optimizer
 
 PLACE = VirtualCluster(Network("1Gbit/s"), Compute("10ms"))
 JOB = Job("tiny", "bsp", 2, evaluations=tiny.STEPS)
-
-
-@pytest.fixture(autouse=True)
-def recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RECIPES, "tiny", tiny.RECIPE)
 
 
 def ignore(event: object) -> None:
@@ -49,43 +43,6 @@ def muon_for(model: nn.Module, own: Optimizer | None = None) -> Optimizer:
 
 
 # -- the optimizer ---------------------------------------------------------------------------------
-
-
-def orthogonal(matrix: Tensor) -> Tensor:
-    """U·Vᵀ of the singular value decomposition."""
-    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    return u @ v
-
-
-def test_a_step_of_muon_is_a_nearly_orthogonal_matrix() -> None:
-    """x ← x − lr·0.2·√max(rows, columns)·UVᵀ, where the singular values are only near 1."""
-    model = small_model()
-    optimizer = muon_for(model, AdamW(model.parameters(), lr=0.02, weight_decay=0.0))
-    before = model[2].weight.detach().clone()
-    gradients(model, 1)
-    gradient = model[2].weight.grad
-    assert gradient is not None
-    optimizer.step()
-    step = (before - model[2].weight.detach()) / (0.02 * 0.2 * 8**0.5)
-    assert nn.functional.cosine_similarity(
-        step.flatten(), orthogonal(gradient).flatten(), dim=0
-    ) == pytest.approx(1, abs=0.03)
-    singular = torch.linalg.svdvals(step)
-    assert 0.6 < singular.min() < singular.max() < 1.3
-
-
-def test_the_other_parameters_take_steps_of_adamw() -> None:
-    """The first step is lr·sign(g) after the decay; the last layer and all biases take it."""
-    model = small_model()
-    optimizer = muon_for(model, AdamW(model.parameters(), lr=0.02, weight_decay=0.5))
-    before = copy.deepcopy(model)
-    gradients(model, 1)
-    optimizer.step()
-    for index, names in ((0, ["bias"]), (2, ["bias"]), (4, ["weight", "bias"])):
-        for name in names:
-            old, new = getattr(before[index], name), getattr(model[index], name)
-            want = old * (1 - 0.02 * 0.5) - 0.02 * new.grad.sign()
-            torch.testing.assert_close(new, want, rtol=0, atol=1e-5)
 
 
 def test_it_is_torchs_muon_and_adamw_to_the_last_bit() -> None:
@@ -277,12 +234,3 @@ def test_the_state_of_muon_can_be_averaged() -> None:
         assert len(one) == 2
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a, b)
-
-
-def test_desloc_refuses_muon_and_takes_adamw() -> None:
-    """The state of Muon has no second moment."""
-    with pytest.raises(offbeat.AttachError, match="this MuonWithAdamW lacks them"):
-        curve("desloc:period=2 --optimizer muon")
-    with pytest.raises(offbeat.AttachError, match="this SGD lacks them"):
-        curve("desloc:period=2")
-    assert len(curve("desloc:period=2 --optimizer adamw")) == tiny.STEPS

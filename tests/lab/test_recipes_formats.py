@@ -97,16 +97,10 @@ def test_no_function_named_in_a_file_is_called(tmp_path: Path, protocol: int) ->
 @pytest.mark.parametrize(
     "named",
     [
-        "numpy.core.multiarray\nscalar",
         "numpy\nload",
-        "numpy\nfromfile",
         "numpy._core.multiarray\nfromfile",
         "builtins\neval",
-        "builtins\ngetattr",
         "__builtin__\nlist",
-        "os\nsystem",
-        "copyreg\n_reconstructor",
-        "_codecs\nencode",
         "offbeat.lab.recipes.cifar_files\nload",
     ],
 )
@@ -306,6 +300,7 @@ def test_missing_wikitext_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"test\.txt is not UTF-8 text"):
         wikitext.load(tmp_path)
-    (tmp_path / "test.txt").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"test\.txt is empty"):
-        wikitext.load(tmp_path)
+    for text, message in (("", " is empty"), ("a\n", ": a text must have more than 35 words")):
+        (tmp_path / "test.txt").write_text(text)
+        with pytest.raises(ValueError, match=rf"test\.txt{message}"):
+            wikitext.load(tmp_path)

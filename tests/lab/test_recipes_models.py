@@ -14,9 +14,8 @@ from offbeat.lab.recipes.datasets import TensorData
 from offbeat.lab.recipes.held_out import accuracy
 from offbeat.lab.recipes.models.resnet import resnet18, resnet50, resnet101
 from offbeat.lab.recipes.models.sequential_cnns import small_cnn, vgg11
-from offbeat.lab.recipes.models.transformers import WordTransformer
+from offbeat.lab.recipes.models.transformers import ByteTransformer, WordTransformer
 from offbeat.lab.recipes.schedules import decay_at, decay_every
-from offbeat.lab.samplers import Batches, make_sampler
 from offbeat.lab.train import choose_backend
 
 # With another head for another number of classes, as published for 1000: 11,689,512
@@ -58,22 +57,11 @@ def test_the_transformer_has_the_papers_sizes() -> None:
         assert block.dropout.p == model.dropout.p == 0.2
 
 
-@pytest.mark.nightly
-def test_the_last_maps_of_resnet_are_4x4() -> None:
-    shapes = []
-    with torch.device("meta"):
-        model = resnet101(10)
-        model.blocks[-1].shortcut.register_forward_hook(
-            lambda module, inputs, output: shapes.append(inputs[0].shape)
-        )
-        model(torch.zeros(1, 3, 32, 32))
-    assert shapes == [(1, 2048, 4, 4)]
-
-
-def test_the_word_transformer_is_causal() -> None:
-    """A word changes the predictions from its position on, and positions matter."""
+@pytest.mark.parametrize("make", [ByteTransformer, lambda: WordTransformer(50, 35)])
+def test_a_language_model_is_causal(make: Callable[[], nn.Module]) -> None:
+    """A token changes the predictions from its position on, and positions matter."""
     torch.manual_seed(0)
-    model = WordTransformer(50, 35).eval()
+    model = make().eval()
     text = torch.randint(50, (1, 35))
     other = text.clone()
     other[0, 20] = (text[0, 20] + 1) % 50
@@ -81,7 +69,7 @@ def test_the_word_transformer_is_causal() -> None:
     assert change[:20].max() < 1e-5
     assert change[20:].min() > 0
     swapped = text.roll(1, 1)
-    assert not torch.allclose(model(text).roll(1, 1)[0, 5], model(swapped)[0, 5])  # places count
+    assert not torch.allclose(model(text).roll(1, 1)[0, 5], model(swapped)[0, 5])
 
 
 # Schedules
@@ -207,19 +195,6 @@ def test_accuracies_count_the_likeliest() -> None:
     nn.init.zeros_(model.bias)
     evaluate = accuracy(TensorData(logits, labels), {"one": 1, "two": 2, "ten": 10}, batch_size=3)
     assert evaluate(model) == {"one": 0.5, "two": 0.75, "ten": 1.0}
-
-
-def test_batches_have_the_size_of_the_task(data: Path) -> None:
-    """``Batches`` returns whole batches, and as many as the task has steps."""
-    task = build("cifar10:cnn", data)
-    task.batch_size, task.steps = 3, 5
-    for rank in range(2):
-        got = list(Batches(task, make_sampler(task, 2, rank, seed=0)))
-        assert [len(labels) for _, labels in got] == [3] * 5
-
-
-def test_an_alias_is_the_recipe() -> None:
-    assert find_recipe("mnist") is find_recipe("mnist:cnn") is RECIPES["mnist:cnn"]
 
 
 # Where it trains

@@ -70,6 +70,7 @@ def cell(results: Sequence[Result], heading: str) -> str:
     [
         ("digits", [(1, 0.9), (2, 0.985), (3, 0.9)], 2),  # a later decrease does not matter
         ("digits", [(1, 0.5), (2, 0.9849), (3, 0.98)], None),
+        ("digits", [(1, math.nan), (2, 0.99)], 2),
         ("stdlib-lm", [(1, 8.0), (2, 2.4), (3, 2.1)], 2),  # lower is better
     ],
 )
@@ -227,6 +228,8 @@ def test_shares_of_the_ideal() -> None:
     lost = replace(ideal, target=1.0)
     assert [row[3] for row in rows([lost, slow])] == ["-", "-"]
     assert rows([ideal])[0][2:4] == ("-", "100 %")
+    assert report.SHARE_MEANS in report.notes([ideal, slow])
+    assert report.SHARE_MEANS not in report.notes([slow])
 
 
 def test_unknown_values_of_peers_are_dashes() -> None:
@@ -326,7 +329,7 @@ def test_page_needs_no_other_file() -> None:
     """Its figures are inline, and it loads nothing."""
     text = report.page([make("bsp", [(1, 0.5), (2, 0.99)]), make("ideal", [(1, 0.99)])])
     page = Elements(text)
-    assert page.tags.count("svg") == 2
+    assert page.tags.count("svg") == 1
     assert all(source.startswith("#") for source in page.sources)
     assert not re.findall(r"https?://(?!www\.w3\.org/)", text)
     assert not re.search(r"@import|url\((?!#)", text)

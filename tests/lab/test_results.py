@@ -1,15 +1,9 @@
 """Results: reading and writing, and derived values."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-from offbeat import Stats
 from offbeat.lab import report
-from offbeat.lab.events import Evaluation
-from offbeat.lab.job import Job
 from offbeat.lab.results import Result, read_results
 
 SAVED = Path(__file__).with_name("results.jsonl")  # two real runs, one not
@@ -48,59 +42,3 @@ def test_jobs_of_other_versions_are_read() -> None:
     values["job"]["colour"] = "blue"
     values["stats"][0]["colour"] = "blue"
     assert Result.from_dict(values) == read_results(SAVED)[0]
-
-
-def result(*curve: tuple[float, float], better: bool = True, target: float = 0.5) -> Result:
-    points = (
-        Evaluation(step, seconds, metric, {"m": metric})
-        for step, (seconds, metric) in enumerate(curve, start=1)
-    )
-    stats = (
-        Stats(4, 1, 100, wait_seconds=1, compute_seconds=3, details={"flags": 3}),
-        Stats(4, 3, 300, wait_seconds=2, compute_seconds=2),
-    )
-    return Result(
-        job=Job("digits", "local:period=2", 2),
-        metric="m",
-        higher_is_better=better,
-        target=target,
-        link="string",
-        machine="abacus",
-        versions={},
-        simulated=True,
-        points=tuple(points),
-        stats=stats,
-    )
-
-
-def test_the_end_is_the_last_point() -> None:
-    one = result((1.0, 0.9), (2.0, 0.25))
-    assert (one.final, one.final_metrics, one.seconds) == (0.25, {"m": 0.25}, 2.0)
-    assert one.strategy == "local:period=2"
-
-
-@pytest.mark.parametrize(
-    ("curve", "better", "seconds"),
-    [
-        ([(1.0, 0.4), (2.0, 0.5), (3.0, 0.9)], True, 2.0),
-        ([(1.0, 0.6), (2.0, 0.4)], True, 1.0),  # falling back is no matter
-        ([(1.0, 0.4999)], True, None),
-        ([(1.0, 0.6), (2.0, 0.5)], False, 2.0),
-        ([(1.0, 0.6)], False, None),
-        ([(1.0, float("nan")), (2.0, 0.7)], True, 2.0),
-    ],
-)
-def test_the_target_is_reached_at_the_first_point_at_it(
-    curve: list[tuple[float, float]], better: bool, seconds: float | None
-) -> None:
-    assert result(*curve, better=better).time_to_target_seconds == seconds
-
-
-def test_totals_are_means_over_the_workers() -> None:
-    """LSSR is 3/4 and 1/4, the idle share 1/4 and 2/4."""
-    one = result((1.0, 0.9))
-    assert one.lssr == 0.5
-    assert one.payload_bytes == 200
-    assert one.idle == 0.375
-    first = replace(one.stats[0], details={"a": 1})
-    assert replace(one, stats=(first, one.stats[1])).details == {"a": 1}

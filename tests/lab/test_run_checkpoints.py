@@ -17,18 +17,14 @@ from offbeat.errors import OffbeatError
 from offbeat.lab import checkpoints
 from offbeat.lab.compare import run_and_record
 from offbeat.lab.events import (
-    Evaluation,
     EvaluationCount,
     Event,
     Resumed,
     Start,
     Step,
-    from_json,
-    to_json,
 )
 from offbeat.lab.job import Job
 from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.recipes import RECIPES
 from offbeat.lab.results import Result
 
 STEPS = 30
@@ -55,7 +51,6 @@ def noisy(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RECIPES, "tiny", tiny.RECIPE)
     monkeypatch.setattr(tiny, "STEPS", STEPS)
     monkeypatch.setattr(tiny, "loss", noisy)
 
@@ -105,11 +100,6 @@ def test_a_resumed_run_ends_with_the_same_bits(strategy: str, every: int, tmp_pa
     assert kinds.index(Start) < kinds.index(Resumed) < kinds.index(Step)
     first = next(event for event in events if isinstance(event, Step))
     assert first.step > last - every
-
-
-def test_events_of_a_resumed_run_survive_json() -> None:
-    told: list[Any] = [EvaluationCount(3, 0.5), Resumed(7)]
-    assert [from_json(to_json(event)) for event in told] == told
 
 
 def test_without_save_every_only_the_end_is_saved(tmp_path: Path) -> None:
@@ -233,12 +223,3 @@ def test_options_that_do_not_go_together_are_refused(
     with pytest.raises(ValueError, match=r".") as caught:
         replace(JOB, **options).check()
     assert re.fullmatch(message, str(caught.value)), caught.value
-
-
-def test_evaluations_are_repeated() -> None:
-    """The log keeps evaluations, but no steps."""
-    evaluation = Evaluation(2, 0.5, 0.75, {"size": 0.75})
-    log = checkpoints.EventLog(lambda event: None)
-    for event in (Step(1, 0.5), evaluation):
-        log(event)
-    assert [from_json(line) for line in log.lines] == [evaluation]

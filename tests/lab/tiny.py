@@ -18,7 +18,6 @@ STEPS = 9
 LR = 0.03
 CLIP = 3.0  # clips the gradients of some steps
 built: list[Task] = []  # by this process, in order
-statistics: list[float] = []  # value of the buffer after each forward pass in this process
 evaluation_seconds = 0.0
 width = 32
 
@@ -67,9 +66,7 @@ def build(setup: Setup) -> Task:
 def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     inputs, targets = batch
     getattr(model, "module", model).seen += inputs.detach().sum()
-    outputs = model(inputs)
-    statistics.append(float(getattr(model, "module", model).seen))
-    return nn.functional.mse_loss(outputs, targets)
+    return nn.functional.mse_loss(model(inputs), targets)
 
 
 RECIPE = Recipe("tiny", "nine steps", "size", True, 0.0, 1.0, build)

@@ -4,14 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offbeat.averaging.buckets import BUCKET_BYTES, group_tensors
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.replica import Replica
 from offbeat.plan.placeholder_model import PlaceholderModel, shapes_of
-from offbeat.quantization.placeholder_codecs import BlankStageCodecs
-from offbeat.transport.operation import Broadcast, Gather, Sum
 from offbeat.transport.placeholder_tensors import (
     blank,
     blank_list,
@@ -125,14 +123,6 @@ def test_float32_is_scaled_and_decisions_are_not() -> None:
     assert bytes_of(blank(7, dtype=torch.float32), 2.5) == 28
 
 
-def test_operations_count_scaled_bytes() -> None:
-    tensor = torch.zeros(10)
-    assert Sum(what="", tensor=tensor, tail=2).sent_bytes(0, 10.0) == 4 * 82
-    assert Gather(what="", tensor=tensor).sent_bytes(0) == 40
-    broadcast = Broadcast(what="", tensor=tensor, source=1)
-    assert (broadcast.sent_bytes(0, 10.0), broadcast.sent_bytes(1, 10.0)) == (0, 400)
-
-
 def test_blank_tensors_have_a_size_and_no_memory() -> None:
     large = blank(3, 10**9)
     assert (large.shape, large.nbytes) == ((3, 10**9), 3 * 10**9)
@@ -146,17 +136,3 @@ def test_blank_tensors_have_a_size_and_no_memory() -> None:
     for tensor in (torch.zeros(3), torch.zeros(1), torch.zeros(0), torch.zeros(4)[::2]):
         assert not is_blank(tensor)
     assert storage_bytes(torch.zeros(6)[:2], 10.0) == 240
-
-
-def test_blank_codings_make_payloads_of_the_right_size() -> None:
-    coding = BlankStageCodecs("int2")
-    errors = coding.zero_errors((4, 1024), torch.device("cpu"))
-    payload = coding.encode(torch.zeros(8), errors)
-    assert payload.numel() == 4 * 2 * (512 // 4 + 4)
-    assert [one.numel() for one in coding.chunks(payload, 4)] == [264] * 4
-    second = coding.reduce(payload, 4, errors[0])
-    assert second.numel() == 2 * (512 // 2 + 4), "the second stage has four bits"
-    assert coding.zero_payload(payload) is payload
-    values: Tensor = torch.ones(5)
-    coding.first.decode(payload, values)
-    assert not values.any()

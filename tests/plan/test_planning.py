@@ -1,6 +1,5 @@
 """The function ``offbeat.plan``: arguments, suggestions, recommendation and what is shown."""
 
-import itertools
 import json
 import math
 from typing import Any
@@ -78,21 +77,6 @@ def test_a_model_keeps_its_tensors() -> None:
     assert two.step_seconds < one.step_seconds + 1e-3
     with pytest.raises(ValueError, match="at most 4, the number of parameter tensors"):
         plan(**case, strategies=["diloco:period=8,fragments=5"])
-
-
-def test_a_large_tensor_is_a_large_fragment() -> None:
-    """Nearly all of this model is one tensor, which DiLoCo does not cut: workers wait for it.
-
-    Four equal fragments would be hidden.
-    """
-    sizes = (864, 32, 18432, 64, 73728, 128, 1966080, 960, 9600, 10)
-    model = torch.nn.ParameterList(torch.zeros(size) for size in sizes)
-    case: dict[str, Any] = dict(step_time=0.1434, workers=4, bandwidth="10Mbit/s", latency="700us")
-    given = ["diloco:period=16,fragments=4,overlap=4"]
-    (whole,) = plan(parameters=model, **case, strategies=given, wire="int4").rows
-    (even,) = plan(parameters=sum(sizes), **case, strategies=given, wire="int4").rows
-    assert even.idle == pytest.approx(0, abs=1e-6)
-    assert 0.2 < whole.idle < 0.25
 
 
 @pytest.mark.parametrize(
@@ -254,20 +238,6 @@ def test_a_single_worker_never_waits() -> None:
     assert node.reason == "a single node waits for no other"
 
 
-SYNCHRONOUS = ["bsp", "local:period=8", "selsync:target_lssr=0.9", "async:staleness=8"]
-
-
-def test_more_bandwidth_is_never_slower() -> None:
-    plans = [
-        plan(**{**CASE, "bandwidth": bandwidth}, strategies=SYNCHRONOUS)
-        for bandwidth in ("30Mbit/s", "300Mbit/s", "3Gbit/s", "300Gbit/s")
-    ]
-    for rows in zip(*(one.rows for one in plans), strict=True):
-        seconds = [row.step_seconds for row in rows]
-        assert seconds[0] > seconds[-1]
-        assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(seconds)), rows[0].strategy
-
-
 # -- nodes -----------------------------------------------------------------------------------------
 
 NODES: dict[str, Any] = dict(
@@ -284,16 +254,6 @@ def test_nodes_have_the_default_rows() -> None:
     for row in result.rows:
         assert row.step_seconds >= result.node_step_seconds * (1 - 1e-9)
         assert row.memory_bytes >= 400e3 * 0.99, "the mean inside needs a copy"
-
-
-def test_the_slowest_worker_determines_the_step_of_a_node() -> None:
-    calm, wild = (
-        plan(**{**CASE, **NODES, "workers": 4}, jitter=jitter, strategies=["local:period=4"])
-        for jitter in (0.0, 0.1)
-    )
-    late = wild.node_step_seconds - calm.node_step_seconds
-    assert late == pytest.approx(0.1 * 0.0563, rel=0.02)
-    assert wild.rows[0].step_seconds > wild.node_step_seconds
 
 
 @pytest.mark.parametrize(
@@ -399,14 +359,7 @@ def test_a_recipe_is_measured() -> None:
     """Counts parameters and BatchNorm statistics; keeps the random state of the caller."""
     pytest.importorskip("sklearn")
     before = torch.get_rng_state()
-    model, step = measure_recipe("digits", steps=5, warmup_steps=1)
+    model, step = measure_recipe("digits")
     assert shapes_of(model).count == 151_498 + 2 * (32 + 64)
     assert 1e-5 < step.low <= step.seconds <= step.high
     assert torch.equal(before, torch.get_rng_state())
-    assert plan(
-        parameters=model, step_time=step.seconds, workers=4, bandwidth="1Gbit/s", strategies=["bsp"]
-    ).rows
-    with pytest.raises(ValueError, match="at least 5"):
-        measure_recipe("digits", steps=4)
-    with pytest.raises(ValueError, match="there are digits"):
-        measure_recipe("nothing")

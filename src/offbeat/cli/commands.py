@@ -14,16 +14,15 @@ from typing import Annotated, ParamSpec
 import typer
 
 from offbeat.cli.options import (
-    SHAPED_LINKS,
     CompareOptions,
     PlanOptions,
     RunOptions,
     SimulateOptions,
+    TrainOptions,
     VirtualClusterOptions,
     with_options,
 )
 from offbeat.lab.job import Job
-from offbeat.lab.options import Panel
 
 _SAVING = ("checkpoints", "save_every", "resume")  # only `train` offers them
 
@@ -54,20 +53,7 @@ def implemented_in(
 
 @with_options()
 @implemented_in("runs")
-def train(
-    job: Job,
-    bandwidth: Annotated[
-        str | None, typer.Option(help=SHAPED_LINKS, rich_help_panel=Panel.WORKERS)
-    ] = None,
-    elastic: Annotated[
-        bool,
-        typer.Option(
-            "--elastic",
-            help="Restart lost workers while the others train, with leased data.",
-            rich_help_panel=Panel.WORKERS,
-        ),
-    ] = False,
-) -> None:
+def train(job: Job, options: TrainOptions) -> None:
     """Train a recipe under one strategy on local worker processes, or on those of torchrun.
 
     [bold]Examples[/bold]

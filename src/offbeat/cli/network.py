@@ -160,7 +160,6 @@ def probe(seconds: float, as_json: bool) -> None:
         console.print_json(json.dumps(result.to_dict()))
         return
     print_table(tables.by_rank(result))
-    console.print(tables.summary(result), highlight=False, soft_wrap=True)
     for warning in result.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
 

@@ -33,22 +33,15 @@ class NodeOptions:
     """
 
     workers_per_node: int = option(
-        1, help="Workers per node, which share its link.", panel=Panel.WORKERS
+        Panel.WORKERS, "Workers per node, which share its link.", default=1
     )
-    inside: str | None = option(
-        None,
-        help="Bandwidth inside a node.",
-        panel=Panel.WORKERS,
-        unset=NODE_BANDWIDTH,
-    )
-    inside_latency: str | None = option(
-        None, help="Latency inside a node.", panel=Panel.WORKERS, unset=NODE_LATENCY
-    )
+    inside: str | None = option(Panel.WORKERS, "Bandwidth inside a node.", unset=NODE_BANDWIDTH)
+    inside_latency: str | None = option(Panel.WORKERS, "Latency inside a node.", unset=NODE_LATENCY)
     latency: str | None = option(
-        None, help="Latency of a message, as in 50us.", panel=Panel.WORKERS, unset=USUAL_LATENCY
+        Panel.WORKERS, "Latency of a message, as in 50us.", unset=USUAL_LATENCY
     )
     jitter: float = option(
-        0.0, help="Relative standard deviation of the step time.", panel=Panel.WORKERS
+        Panel.WORKERS, "Relative standard deviation of the step time.", default=0.0
     )
 
 
@@ -57,16 +50,27 @@ class VirtualClusterOptions(NodeOptions):
     """Options of ``simulate`` and ``compare``: simulated workers."""
 
     step_time: str | None = option(
-        None,
-        help="Compute time of a step, as in 80ms; real workers sleep up to it.",
-        panel=Panel.WORKERS,
+        Panel.WORKERS,
+        "Compute time of a step, as in 80ms; real workers sleep up to it.",
         unset="as measured",
     )
     scenario: Path | None = option(
-        None,
-        help="TOML file of deaths, joins, speeds and bandwidths during the run.",
-        panel=Panel.WORKERS,
+        Panel.WORKERS,
+        "TOML file of deaths, joins, speeds and bandwidths during the run.",
         metavar="FILE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options that only ``train`` has."""
+
+    bandwidth: str | None = option(Panel.WORKERS, SHAPED_LINKS)
+    elastic: bool = option(
+        Panel.WORKERS,
+        "Restart lost workers while the others train, with leased data.",
+        "--elastic",
+        default=False,
     )
 
 
@@ -75,14 +79,12 @@ class SimulateOptions:
     """Options that only ``simulate`` has."""
 
     bandwidth: str = option(
-        "1Gbit/s", help="Bandwidth of each link, as in 5Gbit/s.", panel=Panel.WORKERS
+        Panel.WORKERS, "Bandwidth of each link, as in 5Gbit/s.", default="1Gbit/s"
     )
     timeline: Path | None = option(
-        None, help="Image of the computing and waiting of each worker.", panel=Panel.OUTPUT
+        Panel.OUTPUT, "Image of the computing and waiting of each worker."
     )
-    as_json: Path | None = option(
-        None, "--json", help="JSON file for totals and timeline.", panel=Panel.OUTPUT
-    )
+    as_json: Path | None = option(Panel.OUTPUT, "JSON file for totals and timeline.", "--json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,89 +92,60 @@ class CompareOptions:
     """Options that only ``compare`` has."""
 
     strategy: list[str] = option(
-        dataclasses.MISSING,
+        Panel.STRATEGIES,
+        "As in `offbeat strategies`, with options of its own if needed; repeatable.",
         "--strategy",
         "-s",
-        help="As in `offbeat strategies`, with options of its own if needed; repeatable.",
-        panel=Panel.STRATEGIES,
+        default=dataclasses.MISSING,
         metavar="METHOD",
     )
-    seeds: int = option(1, help="Number of seeds.", panel=Panel.TRAINED)
+    seeds: int = option(Panel.TRAINED, "Number of seeds.", default=1)
     tune: int | None = option(
-        None,
-        help="Tune each method first, in at most N trials on another seed.",
-        panel=Panel.STRATEGIES,
+        Panel.STRATEGIES,
+        "Tune each method first, in at most N trials on another seed.",
         metavar="N",
     )
-    bandwidth: str | None = option(None, help=SHAPED_LINKS, panel=Panel.WORKERS)
+    bandwidth: str | None = option(Panel.WORKERS, SHAPED_LINKS)
     output: Path | None = option(
-        None,
-        "--output",
-        "-o",
-        help="Directory of results and report.",
-        panel=Panel.OUTPUT,
-        unset="runs/RECIPE-TIME",
+        Panel.OUTPUT, "Directory of results and report.", "--output", "-o", unset="runs/RECIPE-TIME"
     )
     simulated: bool = option(
-        False, "--simulate", help="Use simulated workers, in virtual time.", panel=Panel.WORKERS
+        Panel.WORKERS, "Use simulated workers, in virtual time.", "--simulate", default=False
     )
-    slow: str | None = option(
-        None,
-        help="Slow workers down, as in 0=2.",
-        panel=Panel.WORKERS,
-        metavar="RANK=X",
-    )
+    slow: str | None = option(Panel.WORKERS, "Slow workers down, as in 0=2.", metavar="RANK=X")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(NodeOptions):
     """Options of ``plan``."""
 
-    bandwidth: str | None = option(
-        None, help="Bandwidth of each worker's link, as in 5Gbit/s.", panel=Panel.WORKERS
-    )
-    parameters: str | None = option(
-        None, help="Number of parameters, as in 25M.", panel=Panel.TRAINED
-    )
-    step_time: str | None = option(
-        None, help="Step time without communication, as in 120ms.", panel=Panel.TRAINED
-    )
+    bandwidth: str | None = option(Panel.WORKERS, "Bandwidth of each worker's link, as in 5Gbit/s.")
+    parameters: str | None = option(Panel.TRAINED, "Number of parameters, as in 25M.")
+    step_time: str | None = option(Panel.TRAINED, "Step time without communication, as in 120ms.")
     workers: int | None = option(
-        None,
-        "--workers",
-        "-n",
-        help="Number of workers.",
-        panel=Panel.WORKERS,
-        unset=str(USUAL_WORKERS),
+        Panel.WORKERS, "Number of workers.", "--workers", "-n", unset=str(USUAL_WORKERS)
     )
     wire: Precision | None = option(
-        None,
-        help="Precision of what is sent: float32, bfloat16, int8, int4, int2, auto.",
-        panel=Panel.STRATEGIES,
+        Panel.STRATEGIES,
+        "Precision of what is sent: float32, bfloat16, int8, int4, int2, auto.",
         metavar="NAME",
         unset="float32; streaming chooses",
     )
     strategies: list[str] | None = option(
-        None,
+        Panel.STRATEGIES,
+        "Strategy to forecast, instead of the default ones; repeatable.",
         "--strategy",
         "-s",
-        help="Strategy to forecast, instead of the default ones; repeatable.",
-        panel=Panel.STRATEGIES,
         metavar="METHOD",
     )
     model: str | None = option(
-        None,
-        help="Recipe or file.py to measure parameters and step time of.",
-        panel=Panel.TRAINED,
-        metavar="RECIPE",
+        Panel.TRAINED, "Recipe or file.py to measure parameters and step time of.", metavar="RECIPE"
     )
-    data: Path | None = option(None, help="Directory of the recipe's data.", panel=Panel.TRAINED)
+    data: Path | None = option(Panel.TRAINED, "Directory of the recipe's data.")
     probe: bool = option(
-        False, "--probe", help="Measure the network, under torchrun.", panel=Panel.WORKERS
+        Panel.WORKERS, "Measure the network, under torchrun.", "--probe", default=False
     )
-    as_json: bool = option(
-        False, "--json", help="Print JSON instead of a table.", panel=Panel.OUTPUT
-    )
+    as_json: bool = option(Panel.OUTPUT, "Print JSON instead of a table.", "--json", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,39 +153,32 @@ class RunOptions:
     """Options of ``run``."""
 
     workers: str | None = option(
-        None,
+        Panel.WORKERS,
+        "Number of workers. 2:4 is 4, or at least 2 after 30 s.",
         "--workers",
         "-n",
-        help="Number of workers. 2:4 is 4, or at least 2 after 30 s.",
-        panel=Panel.WORKERS,
         metavar="N",
         unset="as in the joined store",
     )
     here: int | None = option(
-        None,
-        help="Number of workers on this machine.",
-        panel=Panel.WORKERS,
-        unset="all, or 1 with --join",
+        Panel.WORKERS, "Number of workers on this machine.", unset="all, or 1 with --join"
     )
     store: str | None = option(
-        None,
-        help="Store for several machines: host:port of this one, or file:///path.",
-        panel=Panel.WORKERS,
+        Panel.WORKERS,
+        "Store for several machines: host:port of this one, or file:///path.",
         metavar="ADDRESS",
         unset="on this machine alone",
     )
-    join: str | None = option(
-        None, help="Store that another machine keeps.", panel=Panel.WORKERS, metavar="ADDRESS"
-    )
-    module: bool = option(False, "--module", "-m", help="SCRIPT is a module.", panel=Panel.WORKERS)
+    join: str | None = option(Panel.WORKERS, "Store that another machine keeps.", metavar="ADDRESS")
+    module: bool = option(Panel.WORKERS, "SCRIPT is a module.", "--module", "-m", default=False)
     fresh: bool = option(
-        False, "--fresh", help="New interpreters instead of forks.", panel=Panel.WORKERS
+        Panel.WORKERS, "New interpreters instead of forks.", "--fresh", default=False
     )
     max_restarts: int = option(
-        3, help="Restarts of a worker; a minute of life forgets them.", panel=Panel.LIMITS
+        Panel.LIMITS, "Restarts of a worker; a minute of life forgets them.", default=3
     )
     grace: str = option(
-        "20s", help="Time of the workers to end after SIGTERM or Ctrl-C.", panel=Panel.LIMITS
+        Panel.LIMITS, "Time of the workers to end after SIGTERM or Ctrl-C.", default="20s"
     )
 
 

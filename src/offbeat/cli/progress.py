@@ -103,10 +103,10 @@ class Bar:
         """Print one line about the runs skipped since the last line."""
         count, self._unreported = self._unreported, 0
         if count:
-            runs = "run" if count == 1 else "runs"
-            shown = f"{count} {runs}" if self._at_most else f"{count} of {self._runs} runs"
-            were = "was" if count == 1 else "were"
-            console.print(f"{shown} {were} in the results already", soft_wrap=True)
+            console.print(f"runs in the results already: {count} of {self._most()}")
+
+    def _most(self) -> str:
+        return f"at most {self._runs}" if self._at_most else str(self._runs)
 
     def clock(self) -> str:
         """Return the number of the run, the time so far and the time left, if it can be estimated.
@@ -116,8 +116,7 @@ class Bar:
         elapsed = time.monotonic() - self._began
         parts = [f"{timedelta(seconds=round(elapsed))} so far"]
         if self._runs > 1:
-            of = "at most " if self._at_most else ""
-            parts.insert(0, f"run {max(1, self._skipped + self._started)} of {of}{self._runs}")
+            parts.insert(0, f"run {max(1, self._skipped + self._started)} of {self._most()}")
         return ", ".join(parts + self._time_left(self._done()))
 
     def _time_left(self, done: float) -> list[str]:
@@ -172,18 +171,6 @@ class Bar:
                 )
             case NotSaved():
                 self._print(f"no checkpoint was saved at the end: {event.why}")
-
-    def runs_done(self) -> str:
-        """Return text such as "3 of 8 runs done at 14:32, about 4 min left", between two runs.
-
-        The text is empty after the last run.
-        """
-        done = self._skipped + self._started
-        if done == self._runs:
-            return ""
-        of = "at most " if self._at_most else ""
-        text = f"{done} of {of}{self._runs} runs done at {time.strftime('%H:%M')}"
-        return ", ".join([text, *self._time_left(self._started)])
 
     def _show_line(self, step: Step) -> None:
         line = None if self._line is None else self._line.update(step)

@@ -6,7 +6,6 @@
 import contextlib
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from offbeat.cli.options import (
     USUAL_LATENCY,
     CompareOptions,
     SimulateOptions,
+    TrainOptions,
     VirtualClusterOptions,
 )
 from offbeat.cli.progress import Bar
@@ -58,10 +58,10 @@ from offbeat.units import to_seconds
 _MOST_SEEDS = 1000
 
 
-def train(job: Job, bandwidth: str | None, elastic: bool) -> None:
+def train(job: Job, options: TrainOptions) -> None:
     """Train a recipe with one method on real workers."""
-    if elastic:
-        train_elastic(job, bandwidth)
+    if options.elastic:
+        train_elastic(job, options.bandwidth)
     job = replace(with_launched_workers(job), live=True)
 
     checkpoints = None if job.checkpoints is None else Path(job.checkpoints)
@@ -73,7 +73,7 @@ def train(job: Job, bandwidth: str | None, elastic: bool) -> None:
         if checkpoints is not None:
             require_writable("--checkpoints", checkpoints)
 
-    with real_workers(job, bandwidth, check) as runner:
+    with real_workers(job, options.bandwidth, check) as runner:
         if runner is not None:
             _run_one(job, runner)
 
@@ -165,12 +165,6 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
         require_writable("--output", folder)
         runs = comparison.count_runs(job, strategies, seeds, options.tune)
         with Bar(runs, at_most=options.tune is not None) as bar:
-
-            def write_page(results: Sequence[Result]) -> None:
-                progress = bar.runs_done()
-                if progress and report.without_trials(results):
-                    report.write_page(results, folder, progress)
-
             results = comparison.compare(
                 job,
                 strategies,
@@ -180,7 +174,6 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
                 on_start=bar.start,
                 on_event=bar.event,
                 on_reused=bar.skip,
-                on_result=write_page,
                 command=command_line(),
                 tune=options.tune,
             )

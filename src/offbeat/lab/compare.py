@@ -105,7 +105,6 @@ def compare(
     on_start: Callable[[Job], None],
     on_event: Callable[[Event], None],
     on_reused: Callable[[Result], None] = lambda result: None,
-    on_result: Callable[[Sequence[Result]], None] = lambda results: None,
     command: str = "",
     tune: int | None = None,
 ) -> list[Result]:
@@ -128,7 +127,6 @@ def compare(
         on_event: Function that receives each event of rank 0.
         on_reused: Function that receives the existing result of each skipped run, before the first
             run starts. With ``tune``, the runs depend on the results, and it is called in turn.
-        on_result: Function that receives all results so far after each run.
         command: Command line to store in the results.
         tune: Number of trials to tune each method with; see ``lab.tuning``. The comparison then has
             each method with its chosen settings and with its first ones, and adds the ideal. None:
@@ -165,7 +163,6 @@ def compare(
         job = _with_determined(job, result.job)
         results.append(result)
         _append(path, json.dumps(result.to_dict()) + "\n")
-        on_result(results)
         return result
 
     if tune is None:

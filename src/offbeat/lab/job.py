@@ -55,127 +55,110 @@ class Job:
     """
 
     recipe: str = option(
-        help="A name in `offbeat recipes`, or path/to/file.py.", panel=Panel.TRAINED
+        Panel.TRAINED,
+        "A name in `offbeat recipes`, or path/to/file.py.",
+        default=dataclasses.MISSING,
     )
     strategy: str = option(
-        "bsp",
+        Panel.STRATEGIES,
+        "Strategy or baseline, as in `offbeat strategies`.",
         "--strategy",
         "-s",
-        help="Strategy or baseline, as in `offbeat strategies`.",
-        panel=Panel.STRATEGIES,
+        default="bsp",
         metavar="METHOD",
     )
     workers: int = option(
-        4, "--workers", "-n", help="Number of workers.", panel=Panel.WORKERS, least=1
+        Panel.WORKERS, "Number of workers.", "--workers", "-n", default=4, least=1
     )
     epochs: float | None = option(
-        None,
-        help="Passes over the data, by all workers together.",
-        panel=Panel.TRAINED,
+        Panel.TRAINED,
+        "Passes over the data, by all workers together.",
         unset="the recipe's",
         above=0,
     )
-    seed: int = option(0, help="Seed of all random choices.", panel=Panel.TRAINED, least=0)
+    seed: int = option(Panel.TRAINED, "Seed of all random choices.", default=0, least=0)
     data: str | None = option(
-        None, help="Data directory, if the recipe needs one.", panel=Panel.TRAINED, is_path=True
+        Panel.TRAINED, "Data directory, if the recipe needs one.", is_path=True
     )
     evaluations: int | None = option(
-        None,
-        help="Number of evaluations, evenly spaced.",
-        panel=Panel.OUTPUT,
+        Panel.OUTPUT,
+        "Number of evaluations, evenly spaced.",
         unset="24, or fewer if slow or large",
         least=1,
     )
     max_steps: int | None = option(
-        None, help="Stop after this many steps of each worker.", panel=Panel.LIMITS, least=1
+        Panel.LIMITS, "Stop after this many steps of each worker.", least=1
     )
-    max_seconds: float | None = option(
-        None, help="Stop after this training time.", panel=Panel.LIMITS, above=0
-    )
+    max_seconds: float | None = option(Panel.LIMITS, "Stop after this training time.", above=0)
     jitter: float = setting(0.0, least=0)
     slow: str | None = None
     scenario: str | None = None
     step_seconds: float | None = setting(None, above=0)
     live: bool = False
     workers_per_node: int = setting(1, least=1)
-    log: str | None = option(  # not --log, because torchrun has options that begin with it
-        None,
-        "--records",
-        help="JSON lines of every step, one file per worker.",
-        panel=Panel.OUTPUT,
-        is_path=True,
+    # Not --log, because torchrun has options that begin with it.
+    log: str | None = option(
+        Panel.OUTPUT, "JSON lines of every step, one file per worker.", "--records", is_path=True
     )
     checkpoints: str | None = option(
-        None, help="Directory of the run's checkpoints.", panel=Panel.OUTPUT, is_path=True
+        Panel.OUTPUT, "Directory of the run's checkpoints.", is_path=True
     )
     save_every: int | None = option(
-        None,
-        help="Steps between checkpoints.",
-        panel=Panel.OUTPUT,
-        unset="at the end and on Ctrl-C",
-        least=1,
+        Panel.OUTPUT, "Steps between checkpoints.", unset="at the end and on Ctrl-C", least=1
     )
     resume: bool = option(
-        False,
-        "--resume",
-        help="Continue from the newest complete checkpoint.",
-        panel=Panel.OUTPUT,
+        Panel.OUTPUT, "Continue from the newest complete checkpoint.", "--resume", default=False
     )
     timeout_seconds: float = option(
-        120.0,
+        Panel.LIMITS,
+        "Seconds for an operation between workers.",
         "--timeout",
-        help="Seconds for an operation between workers.",
-        panel=Panel.LIMITS,
+        default=120.0,
         above=0,
     )
     lr_scale: float = option(
-        1.0,
+        Panel.STRATEGIES,
+        "Factor on the recipe's learning rate.",
         "--lr-scale",
-        help="Factor on the recipe's learning rate.",
-        panel=Panel.STRATEGIES,
+        default=1.0,
         metavar="FACTOR",
         above=0,
         of_method=True,
     )
     partition: str | None = option(
-        None,
-        help="label:K (K labels per worker), dirichlet:A, or leased (faster workers take more).",
-        panel=Panel.TRAINED,
+        Panel.TRAINED,
+        "label:K (K labels per worker), dirichlet:A, or leased (faster workers take more).",
         metavar="KIND",
     )
     sampler: str = option(
-        "seldp",
-        help="Data of a worker: seldp (all), defdp (1/N), distributed (1/N, new each epoch).",
-        panel=Panel.STRATEGIES,
+        Panel.STRATEGIES,
+        "Data of a worker: seldp (all), defdp (1/N), distributed (1/N, new each epoch).",
+        default="seldp",
         metavar="NAME",
         of_method=True,
     )
     injection: str | None = option(
-        None,
-        help="In a step, a share A of the workers sends a share B of its batch.",
-        panel=Panel.STRATEGIES,
+        Panel.STRATEGIES,
+        "In a step, a share A of the workers sends a share B of its batch.",
         metavar="A,B",
         of_method=True,
     )
     wire: Precision | None = option(
-        None,
-        help="Precision of what is sent: float32, bfloat16, int8, int4, int2, auto.",
-        panel=Panel.STRATEGIES,
+        Panel.STRATEGIES,
+        "Precision of what is sent: float32, bfloat16, int8, int4, int2, auto.",
         metavar="NAME",
         unset="float32; int2 for streaming",
         of_method=True,
     )
     adam_correction: Literal["on", "off"] | None = option(
-        None,
-        help="Lengthen local steps of Adam.",
-        panel=Panel.STRATEGIES,
+        Panel.STRATEGIES,
+        "Lengthen local steps of Adam.",
         unset="on if models are averaged",
         of_method=True,
     )
     optimizer: OptimizerName | None = option(
-        None,
-        help="sgd, adamw, muon (AdamW for all but hidden matrices).",
-        panel=Panel.STRATEGIES,
+        Panel.STRATEGIES,
+        "sgd, adamw, muon (AdamW for all but hidden matrices).",
         metavar="NAME",
         unset="the recipe's",
         of_method=True,

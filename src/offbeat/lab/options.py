@@ -24,8 +24,8 @@ class Option:
     """The command-line option of a dataclass field.
 
     Attributes:
+        panel: Group of the option in the help.
         help: Help text, one sentence.
-        panel: Group of the option in the help. None: the group "Options".
         flags: Flags such as ``--workers`` and ``-n``. Empty: one flag, made from the field's name.
         metavar: Placeholder of the value in the help. Empty: the type of the value.
         unset: Text that the help shows in place of a default that is None.
@@ -33,8 +33,8 @@ class Option:
         of_method: True if a comparison can set the option separately for each method.
     """
 
+    panel: Panel
     help: str
-    panel: Panel | None = None
     flags: tuple[str, ...] = ()
     metavar: str = ""
     unset: str = ""
@@ -47,10 +47,10 @@ class Option:
 
 
 def option(
-    default: Any = dataclasses.MISSING,
-    *flags: str,
+    panel: Panel,
     help: str,
-    panel: Panel | None = None,
+    *flags: str,
+    default: Any = None,
     metavar: str = "",
     unset: str = "",
     is_path: bool = False,
@@ -60,10 +60,10 @@ def option(
 ) -> Any:
     """Return a dataclass field that is also a command-line option.
 
-    The arguments are the default, the attributes of ``Option``, and the range of the value:
+    The arguments are the attributes of ``Option``, the default, and the range of the value:
     ``least`` ≤ value, ``above`` < value.
     """
-    declared = Option(help, panel, flags, metavar, unset, is_path, of_method)
+    declared = Option(panel, help, flags, metavar, unset, is_path, of_method)
     metadata: dict[str, Any] = {"option": declared}
     if flags:
         metadata["label"] = flags[0].removeprefix("--")

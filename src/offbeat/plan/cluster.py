@@ -103,7 +103,6 @@ class RepresentativeCluster(SimulatedCluster):
         step_time: Duration of a step.
         scale: Number of elements of the full model that one element of a float32 tensor of the
             simulated model stands for (``Host.scale``).
-        seed: Seed of the jitter.
 
     Attributes:
         clocks: Virtual time of every worker or node, in seconds. None unless there is jitter and
@@ -120,11 +119,10 @@ class RepresentativeCluster(SimulatedCluster):
         network: Network,
         step_time: StepTime,
         scale: float,
-        seed: int = 0,
     ) -> None:
-        super().__init__(workers, network, Compute(step_time.seconds), seed, scale=scale)
+        super().__init__(workers, network, Compute(step_time.seconds), 0, scale=scale)
         self._members, self._step_time = frozenset(members), step_time
-        self._random = np.random.default_rng([seed, _JITTER])
+        self._random = np.random.default_rng([0, _JITTER])
         self._drawn: dict[int, _Drawn] = {}  # by step
         self._current: dict[int, NDArray[np.float64]] = {}  # seconds of the current step, by rank
         self._units = size // step_time.workers  # number of workers, or of nodes

@@ -167,6 +167,9 @@ class VirtualCluster(Runner):
     compute: Compute
     last: Simulation | None = None
 
+    simulated = True
+    machine = "virtual time"
+
     def __str__(self) -> str:
         rate, latency = show_bandwidth(8 * self.network.up(0)), self.network.latency
         step, inside, late = self.compute.step, self.network.inside, self.network.inside_latency
@@ -175,16 +178,6 @@ class VirtualCluster(Runner):
             within = f"{show_bandwidth(inside)}, {show_seconds(late)} latency"
             nodes = f" between nodes of {self.network.workers_per_node} ({within})"
         return f"{rate}{nodes}, {show_seconds(latency)} latency, {show_seconds(step)} a step"
-
-    @property
-    @override
-    def simulated(self) -> bool:
-        return True
-
-    @property
-    @override
-    def machine(self) -> str:
-        return "virtual time"
 
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:

@@ -27,11 +27,11 @@ class AccelerateLocalSGD(Peer):
 
     name: ClassVar[str] = "accelerate:localsgd"
     package: ClassVar[str] = "accelerate"
+    needs_cpu: ClassVar[bool] = True
     period: int = setting(least=1)
 
     @override
     def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
-        self.require_cpu(task)
         return _Accelerated(self.name, task, lr_scale, self.period)
 
 

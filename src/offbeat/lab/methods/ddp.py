@@ -1,6 +1,5 @@
 """Methods of torch as baselines: DDP, post-local SGD and gradient accumulation."""
 
-import inspect
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -24,30 +23,7 @@ _ONE_BUCKET_MB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverDDP(Peer):
-    """Base class of methods that wrap the model in DistributedDataParallel (DDP).
-
-    Args:
-        sync_buffers: True to broadcast rank 0's buffers, such as BatchNorm's statistics, before a
-            forward pass. DDP skips this if the previous forward pass was under ``no_sync``.
-    """
-
-    sync_buffers: bool = True
-
-    def wrap(self, task: Task, *, one_bucket: bool = False) -> DistributedDataParallel:
-        """Return the task's model in DDP, with all gradients in one bucket if ``one_bucket``."""
-        options: dict[str, Any] = {}
-        if one_bucket:
-            options["bucket_cap_mb"] = _ONE_BUCKET_MB
-        if not self.sync_buffers:  # torch 2.13 renamed the argument and warns about the old name
-            known = inspect.signature(DistributedDataParallel).parameters
-            names = ("forward_sync_buffers", "broadcast_buffers")
-            options[next(name for name in names if name in known)] = False
-        return DistributedDataParallel(task.model, **options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DDP(OverDDP):
+class DDP(Peer):
     """DDP: average the gradients in every step, optionally compressed by a communication hook.
 
     Args:
@@ -72,7 +48,8 @@ class DDP(OverDDP):
     @override
     def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
         # With several buckets, gloo mixes up the PowerSGD hook's collectives of different buckets.
-        module = self.wrap(task, one_bucket=self.hook == "powersgd")
+        megabytes = _ONE_BUCKET_MB if self.hook == "powersgd" else None
+        module = DistributedDataParallel(task.model, bucket_cap_mb=megabytes)
         if self.hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(
                 None,
@@ -98,7 +75,7 @@ def _bf16(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PostLocal(OverDDP):
+class PostLocal(Peer):
     """Post-local SGD: DDP during a warm-up, then local steps and periodic averages of the models.
 
     torch's ``PeriodicModelAverager`` averages the models. After the warm-up no gradients are
@@ -116,7 +93,7 @@ class PostLocal(OverDDP):
 
     @override
     def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
-        module = self.wrap(task)
+        module = DistributedDataParallel(task.model)
         state = PostLocalSGDState(
             process_group=None,
             subgroup=None,
@@ -149,7 +126,7 @@ class _Averaging(TrainingLoop):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accumulate(OverDDP):
+class Accumulate(Peer):
     """Gradient accumulation: DDP with ``no_sync``, one optimizer step for several batches.
 
     Each worker computes gradients on ``steps`` batches. Then the optimizer steps with the mean
@@ -165,7 +142,8 @@ class Accumulate(OverDDP):
 
     @override
     def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
-        return _Accumulating(self.name, task, lr_scale, self.wrap(task), self.steps)
+        module = DistributedDataParallel(task.model)
+        return _Accumulating(self.name, task, lr_scale, module, self.steps)
 
 
 class _Accumulating(TrainingLoop):

@@ -69,26 +69,13 @@ class Ideal(Baseline):
         return _Measured(task, lr_scale, under(BSP()), local)
 
 
-class _OnIdealNetwork(Attached):
-    """BSP without its waiting time. Subclasses define the training seconds of each worker.
+class _Timed(Attached):
+    """BSP whose training seconds are those of ``clock``, without its waiting time.
 
-    These differ between workers, which nevertheless must end at the same step.
+    The seconds differ between workers, which nevertheless must end at the same step.
     """
 
     limited_clock: ClassVar[Clock] = "mean"
-
-    @override
-    def combine_seconds(self, seconds: Sequence[float]) -> float:
-        return statistics.mean(seconds)
-
-    @property
-    @override
-    def stats(self) -> Stats:
-        return replace(super().stats, wait_seconds=0.0, compute_seconds=self.seconds)
-
-
-class _Timed(_OnIdealNetwork):
-    """BSP with a known compute time, which ``clock`` returns."""
 
     def __init__(
         self, task: Task, lr_scale: float, sync: Synchronizer, clock: Callable[[], float]
@@ -101,20 +88,24 @@ class _Timed(_OnIdealNetwork):
     def seconds(self) -> float:
         return self._clock()
 
+    @override
+    def combine_seconds(self, seconds: Sequence[float]) -> float:
+        return statistics.mean(seconds)
 
-class _Measured(_OnIdealNetwork):
+    @property
+    @override
+    def stats(self) -> Stats:
+        return replace(super().stats, wait_seconds=0.0, compute_seconds=self.seconds)
+
+
+class _Measured(_Timed):
     """BSP on real processes, with a measured step time."""
 
     def __init__(
         self, task: Task, lr_scale: float, sync: Synchronizer, local: LocalTraining
     ) -> None:
-        super().__init__(task, lr_scale, sync)
+        super().__init__(task, lr_scale, sync, lambda: sync.step * local.step_seconds)
         self._local = local
-
-    @property
-    @override
-    def seconds(self) -> float:
-        return self.step * self.step_seconds
 
     @property
     @override

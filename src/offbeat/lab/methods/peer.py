@@ -40,6 +40,8 @@ class Peer(Baseline):
     simulated: ClassVar[bool] = False
     package: ClassVar[str] = "torch"
     """Name of the package that must be installed."""
+    needs_cpu: ClassVar[bool] = False
+    """True if the method trains on the CPU only."""
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -62,21 +64,18 @@ class Peer(Baseline):
         batches: Callable[[], Iterable[Any]],
         timeout_seconds: float,
     ) -> "TrainingLoop":
+        device = device_of(task.model)
+        if self.needs_cpu and device.type != "cpu":
+            raise OffbeatError(
+                f"{self.name} runs here on the CPU only, and this worker trains on {device}: start "
+                "without torchrun, or leave it out"
+            )
         with explain_failures(f"failed in the start of {self.name}"):
             return self.loop(task, lr_scale, timeout_seconds)
 
     @abstractmethod
     def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> "TrainingLoop":
         """Create the training loop. A collective."""
-
-    def require_cpu(self, task: Task) -> None:
-        """Raise OffbeatError unless the model is on the CPU."""
-        device = device_of(task.model)
-        if device.type != "cpu":
-            raise OffbeatError(
-                f"{self.name} runs here on the CPU only, and this worker trains on {device}: start "
-                "without torchrun, or leave it out"
-            )
 
 
 class TrainingLoop(Method):

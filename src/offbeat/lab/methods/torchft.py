@@ -31,11 +31,11 @@ class TorchftLocalSGD(Peer):
 
     name: ClassVar[str] = "torchft:localsgd"
     package: ClassVar[str] = "torchft"
+    needs_cpu: ClassVar[bool] = True
     period: int = setting(least=1)
 
     @override
     def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
-        self.require_cpu(task)
         from torchft.local_sgd import LocalSGD
 
         group = Group(timeout_seconds)
@@ -56,13 +56,13 @@ class TorchftDiLoCo(Peer):
 
     name: ClassVar[str] = "torchft:diloco"
     package: ClassVar[str] = "torchft"
+    needs_cpu: ClassVar[bool] = True
     period: int = setting(least=1)
     outer_lr: float = setting(0.7, above=0)
     outer_momentum: float = setting(0.9, least=0, below=1)
 
     @override
     def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
-        self.require_cpu(task)
         from torchft.local_sgd import DiLoCo
 
         group = Group(timeout_seconds)

@@ -2,6 +2,6 @@
 
 from offbeat.lab.probe.diagnosis import find_warnings
 from offbeat.lab.probe.measure import choose_pairs, probe
-from offbeat.lab.probe.result import AllReduce, Pair, Probe, Rank
+from offbeat.lab.probe.result import Pair, Probe, Rank
 
-__all__ = ["AllReduce", "Pair", "Probe", "Rank", "choose_pairs", "find_warnings", "probe"]
+__all__ = ["Pair", "Probe", "Rank", "choose_pairs", "find_warnings", "probe"]

@@ -1,4 +1,4 @@
-"""Measures the network: each pair of workers in turn, then all-reduces of all workers."""
+"""Measures the network, each pair of workers in turn."""
 
 import dataclasses
 import json
@@ -11,17 +11,15 @@ import torch.distributed as dist
 
 from offbeat.arguments import POSITIVE, require_integer, require_number
 from offbeat.errors import OffbeatError
-from offbeat.lab.probe.all_reduce import measure_all_reduce
 from offbeat.lab.probe.diagnosis import find_warnings
 from offbeat.lab.probe.pairwise import Link, serve
-from offbeat.lab.probe.result import AllReduce, Pair, Probe, Rank
+from offbeat.lab.probe.result import Pair, Probe, Rank
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.torch_backend.network_interface import interface_in_use
 from offbeat.transport.torch_backend.process_groups import backends_of
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 _ALL_PAIRS_UP_TO = 8  # number of workers up to which all pairs are measured
-_PAIR_SHARE = 0.7  # share of the time for pairs; the rest is for all-reduces
 
 
 def probe(
@@ -60,30 +58,27 @@ def probe(
     communicator = TorchCommunicator(None, timeout_seconds=timeout_seconds)
     _barrier(communicator)
     started = time.perf_counter()
-    # The payload is noise, because some network tunnels compress data. Its floats are normally
-    # distributed: random bits would include denormal numbers, which are slow to add.
-    noise = torch.randn(size_bytes // 4, generator=torch.Generator().manual_seed(seed))
+    # The payload is noise, because some network tunnels compress data.
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randint(256, (size_bytes,), dtype=torch.uint8, generator=generator)
     scratch = torch.empty_like(noise)
     order = choose_pairs(communicator.size, seed)
     measured: list[Pair] = []
     for number, (source, destination) in enumerate(order):
-        left = max(0.0, started + _PAIR_SHARE * seconds - time.perf_counter())
+        left = max(0.0, started + seconds - time.perf_counter())
         # The other workers wait in the barrier below and must not reach its time-out.
         share = min(left / (len(order) - number), timeout_seconds / 4)
         if communicator.rank == source:
-            link = Link(communicator, destination, noise.view(torch.uint8))
+            link = Link(communicator, destination, noise)
             measured.append(link.measure(share))
         elif communicator.rank == destination:
-            serve(communicator, source, scratch.view(torch.uint8))
+            serve(communicator, source, scratch)
         _barrier(communicator)
-    left = started + seconds - time.perf_counter()
-    reduced = measure_all_reduce(communicator, noise, scratch, max(0.0, left))
     local = {
         "rank": dataclasses.asdict(
             Rank(communicator.rank, socket.gethostname(), interface_in_use("gloo"))
         ),
         "pairs": [dataclasses.asdict(pair) for pair in measured],
-        "all_reduce": dataclasses.asdict(reduced) if reduced else None,
         "seconds": time.perf_counter() - started,
     }
     payloads = communicator.gather_bytes(json.dumps(local).encode(), what="results of the probe")
@@ -94,7 +89,6 @@ def probe(
         ranks=ranks,
         pairs=tuple(pairs),
         possible_pairs=communicator.size * (communicator.size - 1),
-        all_reduce=AllReduce(**results[0]["all_reduce"]),
         warnings=tuple(find_warnings(ranks, pairs)),
         seed=seed,
         seconds=results[0]["seconds"],

@@ -26,13 +26,9 @@ from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
 from offbeat.units import show_bytes
 
-PINGS = (5, 100)
-"""Minimum and maximum number of small messages from which a latency is computed."""
-PING_SHARE = 0.15
-"""Share of the available time for these small messages."""
-END = -1
-"""Request that ends a measurement."""
-
+_PINGS = (5, 100)  # least and largest number of small messages for the latency
+_PING_SHARE = 0.15  # share of the available time for these messages
+_END = -1  # request that ends a measurement
 _FIRST_BYTES = 16384
 _GROWTH = 4  # factor from one message size to the next
 _MOST_TRANSFERS = 20  # largest number of timed messages of the final size
@@ -72,15 +68,15 @@ class Link:
     def measure(self, seconds: float) -> Pair:
         """Measure latency and bandwidth in about ``seconds``."""
         self._ping()
-        deadline = time.perf_counter() + PING_SHARE * seconds
+        deadline = time.perf_counter() + _PING_SHARE * seconds
         trips: list[float] = []
-        least, most = PINGS
+        least, most = _PINGS
         while len(trips) < least or (len(trips) < most and time.perf_counter() < deadline):
             trips.append(self._ping())
-        size, times = repeat(self._transfer, self._payload.numel(), (1 - PING_SHARE) * seconds)
+        size, times = _repeat(self._transfer, self._payload.numel(), (1 - _PING_SHARE) * seconds)
         median = statistics.median(times)
         self._communicator.send(
-            self._request.fill_(END), destination=self._peer, tag=_REQUEST, what="end of the pings"
+            self._request.fill_(_END), destination=self._peer, tag=_REQUEST, what="end of the pings"
         ).wait()
         return Pair(
             source=self._communicator.rank,
@@ -96,7 +92,7 @@ class Link:
 
 
 def serve(communicator: Communicator, source: int, scratch: Tensor) -> None:
-    """Answer the requests and payloads of rank ``source`` until it sends ``END``."""
+    """Answer the requests and payloads of rank ``source`` until it sends the end."""
     request, answer = torch.zeros(2, 1, dtype=torch.int64)
 
     def listen() -> Handle[Tensor]:
@@ -111,7 +107,7 @@ def serve(communicator: Communicator, source: int, scratch: Tensor) -> None:
     while True:
         handle.wait()
         size = int(request.item())
-        if size == END:
+        if size == _END:
             return
         payload = None
         if size:
@@ -124,7 +120,7 @@ def serve(communicator: Communicator, source: int, scratch: Tensor) -> None:
             reply()
 
 
-def repeat(
+def _repeat(
     transfer: Callable[[int], float], most_bytes: int, seconds: float
 ) -> tuple[int, list[float]]:
     """Find a message size that suits the available time, and measure messages of that size.

@@ -54,28 +54,6 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class AllReduce:
-    """All-reduces among all workers, each timed until the last worker has its result.
-
-    Attributes:
-        latency_seconds: Median time of an all-reduce of 4 bytes.
-        seconds: Median time of an all-reduce of ``message_bytes``.
-        message_bytes: Size of the large all-reduces.
-        repetitions: Number of the large all-reduces.
-        algorithm_bytes_per_second: ``message_bytes / seconds``.
-        bus_bytes_per_second: 2 (N − 1) / N · ``algorithm_bytes_per_second`` with N workers. In a
-            ring all-reduce, this is the rate of each link.
-    """
-
-    latency_seconds: float
-    seconds: float
-    message_bytes: int
-    repetitions: int
-    algorithm_bytes_per_second: float
-    bus_bytes_per_second: float
-
-
-@dataclass(frozen=True)
 class Probe:
     """A measured network: the result of ``probe``.
 
@@ -83,7 +61,6 @@ class Probe:
         ranks: Workers in rank order.
         pairs: Measured links from one worker to another.
         possible_pairs: Number of all links, measured or not: N (N − 1) among N workers.
-        all_reduce: Measured all-reduces among all workers.
         warnings: One line for each anomaly; see ``find_warnings``.
         seed: Seed of the payload and, if not all pairs were measured, of the choice of pairs.
         seconds: Duration of the measurement.
@@ -92,7 +69,6 @@ class Probe:
     ranks: tuple[Rank, ...]
     pairs: tuple[Pair, ...]
     possible_pairs: int
-    all_reduce: AllReduce
     warnings: tuple[str, ...]
     seed: int
     seconds: float

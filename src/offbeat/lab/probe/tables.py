@@ -1,10 +1,10 @@
-"""Tables and lines of text that show the result of a probe, a measurement of the network."""
+"""The table that shows the result of a probe, a measurement of the network."""
 
 import statistics
 
 from offbeat.display.table import Table
 from offbeat.lab.probe.result import DIRECTIONS, Probe, rate_of
-from offbeat.units import show_bandwidth, show_bytes, show_seconds
+from offbeat.units import show_bandwidth, show_seconds
 
 
 def by_rank(result: Probe) -> Table:
@@ -37,17 +37,6 @@ def caption(result: Probe) -> str:
     return (
         f"{len(result.ranks)} workers on {hosts} host{'s' if hosts > 1 else ''}, gloo, {pairs}, "
         f"{result.seconds:.1f} s"
-    )
-
-
-def summary(result: Probe) -> str:
-    """Return a line about the measured all-reduces: latency, duration and bandwidths."""
-    measured = result.all_reduce
-    return (
-        f"all-reduce: latency {show_time(measured.latency_seconds)}; "
-        f"{show_bytes(measured.message_bytes)} in {show_time(measured.seconds)}, "
-        f"algorithm bandwidth {show_rate(measured.algorithm_bytes_per_second)}, bus bandwidth "
-        f"{show_rate(measured.bus_bytes_per_second)}"
     )
 
 

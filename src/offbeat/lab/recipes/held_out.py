@@ -53,15 +53,13 @@ class HeldOut:
         at_once = min(self.batch_size, -(-len(every) // size))
         return [every[i : i + at_once] for i in range(0, len(every), at_once)][rank::size]
 
-    def share(
-        self, model: nn.Module, rank: int = 0, size: int = 1, *, most: int | None = None
-    ) -> Share:
-        """Evaluate all batches, or the first ``most``, of worker ``rank`` among ``size`` workers.
+    def share(self, model: nn.Module, rank: int = 0, size: int = 1) -> Share:
+        """Evaluate all batches of worker ``rank`` among ``size`` workers.
 
         Training modes of the model's modules and torch's random state on the CPU do not change.
         """
         device = next(model.parameters()).device
-        chosen = self.batches(rank, size)[:most]
+        chosen = self.batches(rank, size)
         readers = self.readers if device.type == "cuda" else 0
         sums: Share = {}
         with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):

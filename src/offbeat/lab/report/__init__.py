@@ -34,7 +34,6 @@ __all__ = [
     "times_to_targets",
     "tuning",
     "without_trials",
-    "write_page",
     "write_report",
 ]
 
@@ -65,23 +64,7 @@ def write_report(results: Sequence[Result], output: Path) -> dict[str, Path]:
     with suppress(ImportError), writing(output / "plot.png"):
         plot(without_trials(results), output / "plot.png")
         paths["plot"] = output / "plot.png"
-    paths["report"] = write_page(results, output)
+    paths["report"] = output / "report.html"
+    with writing(paths["report"]):
+        paths["report"].write_text(page(results), encoding="utf-8")
     return paths
-
-
-def write_page(results: Sequence[Result], output: Path, progress: str = "") -> Path:
-    """Write ``report.html`` into the directory ``output`` and return its path.
-
-    A reader sees the old page or the new one, never a part of it.
-
-    Args:
-        results: Results so far, with at least one that is not a trial.
-        output: An existing directory.
-        progress: Progress of a comparison that still runs; see ``page``.
-    """
-    path = output / "report.html"
-    partial = path.with_name(f"{path.name}.partial")
-    with writing(path):
-        partial.write_text(page(results, progress), encoding="utf-8")
-        partial.replace(path)
-    return path

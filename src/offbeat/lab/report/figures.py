@@ -1,8 +1,6 @@
-"""Figures of a comparison: curves, and speeds relative to the ideal.
+"""Curves of the metric over training time, one for each row of a comparison.
 
-A *method* is a strategy or a baseline. A *row* is a method with its runs over the seeds. The
-*ideal* is the baseline ``ideal``: BSP timed without communication. A *peer* is a method of torch or
-another package.
+A *row* is a method (strategy or baseline) with its runs over the seeds.
 """
 
 import statistics
@@ -10,14 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offbeat.display.narrow import wrapped
 from offbeat.display.plots import INK, as_svg, colours_of, new_figure
-from offbeat.lab.report.rows import SHARES, Row, ideal_of, rows_of, targets_of
+from offbeat.lab.report.rows import Row, rows_of
 from offbeat.lab.report.tables import caption
 from offbeat.lab.results import Result
 
 _WIDTH, _FONT = 4.4, 9  # inches and points: readable at a width of 350 pixels, as on a telephone
-_WRAP = 26  # largest number of characters per line of a label
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
@@ -34,8 +30,19 @@ def curves(results: Sequence[Result]) -> str:
     """Return the curves of the metric over training time as SVG: median and range over seeds."""
     figure, axes = new_figure(_WIDTH, 3.4 + 0.18 * len(rows_of(results)), dpi=72)
     _draw_curves(axes, results, INK)
-    _draw_legend(figure, axes, "lower", columns=1)
-    _use_page_colour(axes)
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside lower left",
+        frameon=False,
+        fontsize=_FONT,
+        labelcolor=INK,
+    )
+    axes.tick_params(colors=INK, labelsize=_FONT)
+    for spine in axes.spines.values():
+        spine.set_color(INK)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set_color(INK)
+        label.set_fontsize(_FONT)
     return as_svg(figure)
 
 
@@ -86,70 +93,3 @@ def curve_of(row: Row) -> Curve:
         [min(values) for values in metrics],
         [max(values) for values in metrics],
     )
-
-
-def shares(results: Sequence[Result]) -> str | None:
-    """Return a figure of each method's speed relative to the ideal, as SVG.
-
-    The relative speed is the ideal's time to a target, divided by the method's. Each target is a
-    share of the ideal's final metric (``SHARES``). Targets that a run did not reach have no mark.
-
-    Returns:
-        The figure, or None if the ideal was not run.
-    """
-    rows = rows_of(results)
-    ideal = ideal_of(rows)
-    if ideal is None:
-        return None
-    figure, axes = new_figure(_WIDTH, 1.5 + 0.42 * len(rows), dpi=72)
-    for number, (share, target) in enumerate(targets_of(ideal).items()):
-        best = ideal.median_seconds_to(target)
-        times = [(i, row.median_seconds_to(target)) for i, row in enumerate(rows)]
-        marks = [(100 * best / seconds, i) for i, seconds in times if best and seconds]
-        axes.plot(
-            [value for value, _ in marks],
-            [i for _, i in marks],
-            "os^"[number],
-            color=f"C{number}",
-            markersize=7,
-            alpha=0.85,
-            label=f"to {100 * share:g} %",
-        )
-    axes.axvline(100, color=INK, linewidth=1, linestyle=":")
-    axes.set_xlim(left=0)
-    axes.set_xlabel("% of the ideal's speed")
-    _draw_legend(figure, axes, "upper", columns=len(SHARES))
-    _name_rows(axes, rows)
-    return as_svg(figure)
-
-
-def _draw_legend(figure: Any, axes: Any, place: str, *, columns: int) -> None:
-    """Draw the legend above ("upper") or below ("lower") the axes."""
-    figure.legend(
-        *axes.get_legend_handles_labels(),
-        loc=f"outside {place} left",
-        frameon=False,
-        fontsize=_FONT,
-        labelcolor=INK,
-        ncols=columns,
-        columnspacing=1,
-    )
-
-
-def _name_rows(axes: Any, rows: Sequence[Row]) -> None:
-    """Label the vertical axis with the rows' names, the first row at the top."""
-    axes.set_yticks(range(len(rows)), [wrapped(row.name, _WRAP) for row in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.grid(axis="x", alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    _use_page_colour(axes)
-
-
-def _use_page_colour(axes: Any) -> None:
-    """Draw text and axes in ``INK``, the text colour of the page."""
-    axes.tick_params(colors=INK, labelsize=_FONT)
-    for spine in axes.spines.values():
-        spine.set_color(INK)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set_color(INK)
-        label.set_fontsize(_FONT)

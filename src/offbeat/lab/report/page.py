@@ -1,25 +1,20 @@
-"""A self-contained HTML page of a comparison: figures, tables, configurations and the command."""
+"""A self-contained HTML page of a comparison: figure, tables, configurations and the command."""
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
-from offbeat.lab.report import figures
 from offbeat.lab.report.comparisons import differences, times_to_targets, tuning
+from offbeat.lab.report.figures import curves
 from offbeat.lab.report.tables import notes, other_metrics, table
 from offbeat.lab.results import Result, public_job
 from offbeat.lab.tuning import without_trials
 
 
-def page(results: Sequence[Result], progress: str = "") -> str:
-    """Return the HTML page of a comparison, without figures if matplotlib is not installed.
-
-    Args:
-        results: Results of the comparison.
-        progress: Line about the progress of a comparison that still runs. The page then contains
-            it and reloads itself. Empty: the comparison is complete.
-    """
+def page(results: Sequence[Result]) -> str:
+    """Return the HTML page of a comparison, without the figure if matplotlib is not installed."""
     try:
         from jinja2 import Environment
     except ImportError as error:
@@ -34,14 +29,17 @@ def page(results: Sequence[Result], progress: str = "") -> str:
     }
     source = files("offbeat.lab.report").joinpath("page.html").read_text(encoding="utf-8")
     main = table(results)
+    figure = ""
+    with suppress(ImportError):
+        figure = curves(results)
     text: str = (
         Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         .from_string(source)
         .render(
             title=f"{first.job.recipe}: methods compared",
-            progress=progress,
             caption=main.caption,
-            figures=drawings(results),
+            heading=f"{first.metric} against seconds".capitalize(),
+            figure=figure,
             table=main,
             metrics=other_metrics(results),
             notes=" ".join(notes(results)),
@@ -53,18 +51,6 @@ def page(results: Sequence[Result], progress: str = "") -> str:
         )
     )
     return text
-
-
-def drawings(results: Sequence[Result]) -> list[tuple[str, str]]:
-    """Return (title, SVG) of each figure of the page; an empty list without matplotlib."""
-    try:
-        drawn = [
-            (f"{results[0].metric} against seconds".capitalize(), figures.curves(results)),
-            ("Share of the ideal", figures.shares(results)),
-        ]
-    except ImportError:
-        return []
-    return [(title, drawing) for title, drawing in drawn if drawing is not None]
 
 
 def configurations(

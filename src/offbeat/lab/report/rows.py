@@ -39,16 +39,8 @@ class Row:
     @property
     def seconds_to_target(self) -> float | None:
         """Median training seconds to the recipe's target; None if a run did not reach it."""
-        return _median_or_none([run.time_to_target_seconds for run in self.runs])
-
-    def median_seconds_to(self, target: float) -> float | None:
-        """Return the median training seconds to ``target``, or None if a run did not reach it."""
-        return _median_or_none([run.seconds_to(target) for run in self.runs])
-
-
-def _median_or_none(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if len(known) == len(values) else None
+        known = [s for run in self.runs if (s := run.time_to_target_seconds) is not None]
+        return statistics.median(known) if len(known) == len(self.runs) else None
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:

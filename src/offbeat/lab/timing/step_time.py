@@ -143,7 +143,7 @@ def _state_restored(task: Task) -> Iterator[None]:
                 tensor.copy_(value)
 
 
-_ATTEMPTS = 3
+_ATTEMPTS, _WARMUP_STEPS, _TIMED_STEPS = 3, 5, 15
 _STEADY = 1.5  # ratio of the 90 % to the 10 % quantile up to which a measurement is accepted
 
 
@@ -162,23 +162,16 @@ class StepTime:
     high: float
 
 
-def measure_recipe(
-    name: str, *, data: Path | None = None, steps: int = 15, warmup_steps: int = 5
-) -> tuple[nn.Module, StepTime]:
+def measure_recipe(name: str, *, data: Path | None = None) -> tuple[nn.Module, StepTime]:
     """Return the model of a recipe and its step time on this machine.
 
     A step reads the batch and runs the forward pass, the backward pass and the optimizer. The
     measurement uses torch's current number of threads. If the steps differ much, it is repeated up
     to twice, and the fastest one counts.
 
-    Args:
-        name: Name of a recipe, or path of a recipe's file.
-        data: Directory of the recipe's data, if it needs one.
-        steps: Number of timed steps of a measurement (≥ 5).
-        warmup_steps: Number of untimed steps at the start.
+    ``name`` is the name of a recipe or the path of its file, and ``data`` the directory of its
+    data, if it needs one.
     """
-    if steps < 5:
-        raise ValueError(f"steps must be at least 5, got {steps}")
     recipe = find_recipe(name)
     with torch.random.fork_rng(devices=[]):
         task = recipe.build(Setup(workers=1, epochs=recipe.epochs, data=data))
@@ -188,11 +181,11 @@ def measure_recipe(
             Batches(task, make_sampler(task, 1, 0, seed=0)) for _ in repeat(None)
         )
         times = _step_times(task, batches)
-        for _ in islice(times, warmup_steps):
+        for _ in islice(times, _WARMUP_STEPS):
             pass
         attempts: list[StepTime] = []
         for _ in range(_ATTEMPTS):
-            seconds = [*islice(times, steps)]
+            seconds = [*islice(times, _TIMED_STEPS)]
             low, quarter, high = map(float, np.quantile(seconds, (0.1, 0.25, 0.9)))
             attempts.append(StepTime(quarter, low, high))
             if high <= _STEADY * low:

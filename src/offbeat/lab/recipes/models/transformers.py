@@ -65,17 +65,13 @@ class WordTransformer(CausalTransformer):
     """Transformer over words with sinusoidal positions and post-layer normalization.
 
     As in the language model of the PyTorch tutorial, the activation is ReLU, and output layer and
-    embedding do not share weights. The defaults are the settings of the SelSync paper (Tyagi &
-    Swany, arXiv 2307.07950).
+    embedding do not share weights. The model has the settings of the SelSync paper (Tyagi & Swany,
+    arXiv 2307.07950): two layers of two heads, width 200, also of the feed-forward blocks, and
+    dropout 0.2.
 
     Args:
         words: Size of the vocabulary.
         context: Maximum number of words in an input.
-        width: Size of the embedding (even).
-        hidden: Width of the feed-forward blocks.
-        layers: Number of layers.
-        heads: Number of attention heads per layer.
-        dropout: Dropout probability of embeddings, attention and blocks.
 
     The model has 107,845,735 parameters with 267,735 words (WikiText-103) and 13,828,478 with
     33,278 words (WikiText-2).
@@ -83,23 +79,13 @@ class WordTransformer(CausalTransformer):
 
     positions: Tensor
 
-    def __init__(
-        self,
-        words: int,
-        context: int,
-        *,
-        width: int = 200,
-        hidden: int = 200,
-        layers: int = 2,
-        heads: int = 2,
-        dropout: float = 0.2,
-    ) -> None:
+    def __init__(self, words: int, context: int) -> None:
         super().__init__(context)
+        width, dropout = 200, 0.2
         self.words = nn.Embedding(words, width)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, heads, hidden, dropout, batch_first=True)
-            for _ in range(layers)
+            nn.TransformerEncoderLayer(width, 2, width, dropout, batch_first=True) for _ in range(2)
         )
         self.head = nn.Linear(width, words)
         nn.init.uniform_(self.words.weight, -0.1, 0.1)
