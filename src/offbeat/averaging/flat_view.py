@@ -54,7 +54,8 @@ class FlatView:
     def add(self, values: Tensor, start: int) -> None:
         """Add ``values`` to the elements from ``start`` on, computed in the dtype of ``values``."""
         pieces = self.pieces(start, values.numel())
-        torch._foreach_add_(pieces, values.split([piece.numel() for piece in pieces]))
+        for piece, part in zip(pieces, values.split([p.numel() for p in pieces]), strict=True):
+            piece.add_(part)
 
     def write_back(self) -> None:
         """Write the changes to the tensors that are not contiguous."""

@@ -141,7 +141,7 @@ class Components:
         self.tasks.add_error = "node_group cannot be combined with data injection"
         inside = self.team.node.inside
         if self.shards is not None:
-            return NodeBuffers(inside, self.shards)
+            return NodeBuffers(inside, model)
         return NodeMean(inside, model, self.worker.optimizers)
 
     def _make_elastic(self, wire: Precision, lines: Sequence[str], min_workers: int) -> None:
