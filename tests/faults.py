@@ -10,6 +10,7 @@ A transport puts it between the workers:
     offbeat.attach(model, optimizer, strategy, group=Faulty())
 """
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -19,7 +20,7 @@ from typing_extensions import override
 from offbeat.errors import CommunicationError
 from offbeat.transport.communicator import Communicator, Wrapper
 from offbeat.transport.handle import Handle
-from offbeat.transport.operation import Operation
+from offbeat.transport.operation import Await, Operation
 
 T = TypeVar("T")
 
@@ -33,14 +34,18 @@ class Fault:
             worker. "delay": it starts ``seconds`` late. "cut": this worker's connections close
             just before it.
         rank: Rank of the worker.
-        operation: Number of the operation, from 0. Operations of twins and of set-up count.
+        operation: Number of the operation, from 0. Operations of twins and of set-up count, those
+            that only wait for another thread do not.
         seconds: Length of a delay (≥ 0).
+        background: True for an operation that a background thread starts. These are numbered
+            separately, so that the numbers are equal on all workers.
     """
 
     kind: Literal["fail", "delay", "cut"]
     rank: int
     operation: int
     seconds: float = 0.0
+    background: bool = False
 
 
 class Faults(Wrapper):
@@ -50,18 +55,23 @@ class Faults(Wrapper):
         self, inner: Communicator, faults: Iterable[Fault], counter: list[int] | None = None
     ) -> None:
         super().__init__(inner)
-        self._faults = {f.operation: f for f in faults if f.rank == inner.rank}
-        self._counter = [0] if counter is None else counter
+        self._faults = {(f.background, f.operation): f for f in faults if f.rank == inner.rank}
+        self._counter = [0, 0] if counter is None else counter
+        self._thread = threading.current_thread()
 
     @property
-    def count(self) -> int:
-        """Number of operations started so far, including those of twins."""
-        return self._counter[0]
+    def counts(self) -> tuple[int, int]:
+        """Numbers of operations of the training thread and of others, including those of twins."""
+        main, background = self._counter
+        return main, background
 
     @override
     def start(self, operation: Operation[T]) -> Handle[T]:
-        fault = self._faults.get(self._counter[0])
-        self._counter[0] += 1
+        if isinstance(operation, Await):
+            return self.inner.start(operation)
+        background = threading.current_thread() is not self._thread
+        fault = self._faults.get((background, self._counter[background]))
+        self._counter[background] += 1
         if fault is not None and fault.kind == "delay":
             self.host.sleep(fault.seconds, f"a delay before {operation.what}")
         elif fault is not None and fault.kind == "cut":

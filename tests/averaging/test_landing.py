@@ -229,7 +229,7 @@ def attempt(rank: int, text: str, options: dict[str, Any], faults: list[Fault]) 
     transport = Slow(faults)
     dist.barrier()
     sync = attach(model, optimizer, text, group=transport, timeout_seconds=5, **options)
-    counts, error, in_backward = [transport.made.count], "", False
+    counts, error, in_backward = [transport.made.counts], "", False
     try:
         for step in range(3):
             optimizer.zero_grad()
@@ -241,7 +241,7 @@ def attempt(rank: int, text: str, options: dict[str, Any], faults: list[Fault]) 
                 loss.backward()
                 in_backward = False
             optimizer.step()
-            counts.append(transport.made.count)
+            counts.append(transport.made.counts)
     except offbeat.CommunicationError as caught:
         error = str(caught)
     after = tensors_of(model, optimizer, sync)
@@ -257,12 +257,13 @@ def attempt(rank: int, text: str, options: dict[str, Any], faults: list[Fault]) 
 def every_operation(rank: int, size: int, text: str, options: dict[str, Any], kind: str) -> Any:
     """One training without a fault, and one for each operation of its second step."""
     plain = attempt(rank, text, options, [])
-    first, last = plain["counts"][1:3]
     broken = [1] if dist.get_backend() == "gloo" else list(range(size))
     seen = []
-    for operation in range(first, last):
-        faults = [Fault(kind, rank=one, operation=operation) for one in broken]  # type: ignore[arg-type]
-        seen.append((operation - first, attempt(rank, text, options, faults)))
+    for background, (first, last) in enumerate(zip(*plain["counts"][1:3], strict=True)):
+        for operation in range(first, last):
+            faults = [Fault(kind, one, operation, background=bool(background)) for one in broken]  # type: ignore[arg-type]
+            what = f"{'background ' * background}{operation - first}"
+            seen.append((what, attempt(rank, text, options, faults)))
     return plain, seen, swaps[0]
 
 
@@ -330,7 +331,7 @@ def final_mean(rank: int, size: int, operation: int) -> tuple[str, bool, int]:
     except offbeat.CommunicationError as caught:
         error = str(caught)
     after = [bits(tensor) for tensor in (*model.parameters(), *model.buffers())]
-    return error, all(map(torch.equal, before, after)), transport.made.count
+    return error, all(map(torch.equal, before, after)), transport.made.counts[0]
 
 
 @pytest.mark.usefixtures("written")

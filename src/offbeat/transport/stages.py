@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from offbeat.errors import CommunicationError
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.handle import Handle, explained
+from offbeat.transport.handle import Completed, Handle, explained
 from offbeat.transport.host import Promise
 
 T = TypeVar("T")
@@ -55,6 +55,7 @@ class Stages:
         self._communicator, self._name = communicator, name
         self._next: Promise[_Job | None] = communicator.host.promise()
         self._running = self._stopped = False
+        self._failure: Exception | None = None  # of the first operation that failed
 
     def start(
         self, first: Handle[Any], second: Callable[[Any], Handle[T]], *, what: str, like: Tensor
@@ -80,11 +81,13 @@ class Stages:
         host = self._communicator.host
         if not self._running:
             self._running = True
-            host.spawn(partial(_run, self._communicator, self._next, self._name), what=self._name)
+            host.spawn(partial(self._run, self._next), what=self._name)
         stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
         job = _Job(first, stream, second, host.promise(), host.promise())
         self._next.fulfil(job)
         self._next = job.next
+        if self._failure is not None:  # the thread may have ended
+            return _BothStages(Completed(self._failure))
         # Wait without a time limit here: each stage has one, and its error is more precise.
         return _BothStages(self._communicator.await_promise(job.started, what=what, patient=True))
 
@@ -93,6 +96,34 @@ class Stages:
         if not self._stopped:
             self._stopped = True
             self._next.fulfil(None)
+
+    def _run(self, queue: Promise[_Job | None]) -> None:
+        """Start the second stages of the queued jobs in order, until ``stop``.
+
+        After a failure, the exception is the result of this job and of all later ones.
+        """
+        communicator = self._communicator
+        while True:
+            try:
+                job = communicator.await_promise(queue, what=self._name, patient=True).wait()
+            except CommunicationError as error:  # the connections are closed
+                self._failure = error
+                while queue.fulfilled and (job := queue.result) is not None:
+                    job.started.fulfil(error)
+                    queue = job.next
+                return
+            if job is None:
+                return
+            if self._failure is None:
+                try:
+                    job.started.fulfil(_start_second(job, communicator))
+                except Exception as error:  # any exception, because the main thread waits for it
+                    error.__traceback__ = None  # it would keep the operation's tensors in memory
+                    self._failure = error
+            if self._failure is not None:
+                job.started.fulfil(self._failure)
+            queue = job.next
+            del job  # frees the tensors before the wait for the next job
 
 
 class _BothStages(Handle[T]):
@@ -118,31 +149,6 @@ class _BothStages(Handle[T]):
         if isinstance(second, Exception):
             raise explained(second)
         return second.wait()
-
-
-def _run(communicator: Communicator, queue: Promise[_Job | None], what: str) -> None:
-    """Start the second stages of the queued jobs in order, until the communicator is closed.
-
-    After a failure, the exception is the result of this job and of all later ones.
-    """
-    failure: Exception | None = None
-    while True:
-        try:
-            job = communicator.await_promise(queue, what=what, patient=True).wait()
-        except CommunicationError:
-            return
-        if job is None:
-            return
-        if failure is None:
-            try:
-                job.started.fulfil(_start_second(job, communicator))
-            except Exception as error:  # any exception, because the main thread waits for it
-                error.__traceback__ = None  # it would keep the tensors of the operation in memory
-                failure = error
-        if failure is not None:
-            job.started.fulfil(failure)
-        queue = job.next
-        del job  # frees the tensors before the wait for the next job
 
 
 def _start_second(job: _Job, communicator: Communicator) -> Handle[Any]:
