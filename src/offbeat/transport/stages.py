@@ -7,7 +7,6 @@ on all workers.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -54,6 +53,8 @@ class Stages:
     def __init__(self, communicator: Communicator, name: str) -> None:
         self._communicator, self._name = communicator, name
         self._next: Promise[_Job | None] = communicator.host.promise()
+        # The first promise, until the thread takes it. A longer life would keep all jobs in memory.
+        self._first = [self._next]
         self._running = self._stopped = False
         self._failure: Exception | None = None  # of the first operation that failed
 
@@ -81,7 +82,7 @@ class Stages:
         host = self._communicator.host
         if not self._running:
             self._running = True
-            host.spawn(partial(self._run, self._next), what=self._name)
+            host.spawn(self._run, what=self._name)
         stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
         job = _Job(first, stream, second, host.promise(), host.promise())
         self._next.fulfil(job)
@@ -97,19 +98,20 @@ class Stages:
             self._stopped = True
             self._next.fulfil(None)
 
-    def _run(self, queue: Promise[_Job | None]) -> None:
-        """Start the second stages of the queued jobs in order, until ``stop``.
+    def _run(self) -> None:
+        """Start second stages in order, until ``stop`` or until the connections are closed.
 
         After a failure, the exception is the result of this job and of all later ones.
         """
-        communicator = self._communicator
+        communicator, queue = self._communicator, self._first.pop()
         while True:
             try:
                 job = communicator.await_promise(queue, what=self._name, patient=True).wait()
-            except CommunicationError as error:  # the connections are closed
-                self._failure = error
+            except CommunicationError as error:  # a worker was lost, or the connections are closed
+                error.__traceback__ = None
+                self._failure = self._failure or error
                 while queue.fulfilled and (job := queue.result) is not None:
-                    job.started.fulfil(error)
+                    job.started.fulfil(self._failure)
                     queue = job.next
                 return
             if job is None:

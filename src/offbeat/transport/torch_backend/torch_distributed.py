@@ -300,5 +300,7 @@ class _PromiseHandle(Handle[Any]):
                     self._what, self._started, RuntimeError("no answer")
                 )
             if not self._promise.wait(min(left, SLICE_SECONDS)) and self._connections.poll():
-                raise self._connections.failure(self._what, self._started, RuntimeError(CLOSED))
+                raise self._connections.failure(
+                    self._what, self._started, RuntimeError(CLOSED), patient=self._patient
+                )
         return self._promise.result
