@@ -202,8 +202,8 @@ class Cell:
     @property
     def seeds(self) -> int:
         """Number of seeds."""
-        if self.name == "real-cnn-10Mbit":
-            return 2
+        if self.study == "real" and self.workload == "cnn":
+            return 5 if self.bandwidth in ("200Mbit/s", "50Mbit/s") else 2
         return 5 if self.study in ("headline", "real") and self.workers == WORKERS else 3
 
     @property
