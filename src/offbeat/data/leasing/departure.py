@@ -1,4 +1,8 @@
-"""Planned departure: a worker that receives SIGTERM leaves, and no step is lost or repeated."""
+"""Planned departure of a worker that receives SIGTERM in a loop over a ``LeasedLoader``.
+
+It leaves before the next batch of the loop, and no step is lost or repeated. If the loop ends in
+another way, by ``break`` or an exception, the process ends as if it were killed.
+"""
 
 import contextlib
 import logging
@@ -10,13 +14,12 @@ from types import FrameType
 
 from offbeat.data.leasing.access import is_elastic, share_model
 from offbeat.data.leasing.sampler import LeasedSampler
-from offbeat.errors import OffbeatError
 
 logger = logging.getLogger("offbeat")
 
 
 def leave(sampler: LeasedSampler) -> None:
-    """Leave an elastic training permanently, between two steps. Blocks for two view changes.
+    """Leave an elastic training permanently, before the next batch. Blocks.
 
     The workers first share a model that contains all steps of this worker. Then this worker gives
     back what it has not trained on. If that fails, the others find a lost worker.
@@ -25,7 +28,7 @@ def leave(sampler: LeasedSampler) -> None:
     try:
         share_model(sync)
         sampler.give_back()
-    except OffbeatError as error:
+    except RuntimeError as error:  # an OffbeatError, or the store is gone
         logger.warning("rank %d leaves without giving its leases back: %s", sync.rank, error)
     sync.detach()
 
