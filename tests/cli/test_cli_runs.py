@@ -194,6 +194,21 @@ def test_a_killed_worker_is_named(
     assert not [pid for pid in pids.values() if alive(pid)]
 
 
+@pytest.mark.nightly  # one that lets them save first is below
+@needs_proc
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_worker(tmp_path: Path, number: signal.Signals) -> None:
+    """Exit code 130 or 143, no traceback, and no worker is left."""
+    with training(tmp_path / "run.jsonl") as (process, pids):
+        process.send_signal(number)
+        out, err = process.communicate(timeout=LIMIT)
+        assert not [pid for pid in pids.values() if alive(pid)]
+    assert process.returncode == 128 + number
+    assert plain(err) == "interrupted; all workers have been ended\n"
+    assert "Traceback" not in out
+    assert not list(tmp_path.glob("offbeat-*")), "its temporary folder"
+
+
 SAVED = re.compile(r"  saved at step (\d+) in (\S+): --resume continues from it\n")
 
 
