@@ -24,6 +24,7 @@ from cli.commands import (
     alive,
     ended,
     one_line,
+    plain,
     started,
     training,
     until,
