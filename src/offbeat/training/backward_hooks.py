@@ -18,9 +18,6 @@ class BackwardHooks:
 
     The last bucket is not reported, because backward ends with it anyway.
 
-    Each hook costs some microseconds. If the receiver does not read the gradients, a bucket has one
-    hook, and counts as complete with the gradient of its last tensor.
-
     With gradient accumulation a step has several backward passes, and a bucket is complete during
     the last one. The hooks expect as many passes as in the last step that had any; at first, 1.
     If a step has more passes, buckets are reported too early. The receiver must therefore detect
@@ -31,7 +28,6 @@ class BackwardHooks:
         host: Receives the progress of each step's computation, which only a simulation uses.
         ready: Called with the index of each complete bucket. If it returns False, all hooks are
             removed.
-        reads: True if ``ready`` reads the gradients.
     """
 
     def __init__(
@@ -39,21 +35,18 @@ class BackwardHooks:
         buckets: Sequence[Sequence[Tensor]],
         host: Host,
         ready: Callable[[int], bool],
-        *,
-        reads: bool = True,
     ) -> None:
         self._host, self._ready = host, ready
         elements = [sum(p.numel() for p in bucket) for bucket in buckets]
-        hooked = [bucket if reads else bucket[-1:] for bucket in buckets]
-        self._bucket_of = {id(p): i for i, bucket in enumerate(hooked) for p in bucket}
-        self._sizes = [len(bucket) for bucket in hooked]
+        self._bucket_of = {id(p): i for i, bucket in enumerate(buckets) for p in bucket}
+        self._sizes = [len(bucket) for bucket in buckets]
         total = sum(elements)
         self._shares = [sum(elements[: i + 1]) / total for i in range(len(elements))]
         self._passes = 1  # expected number of backward passes in a step
         self._begin_step()
         self._hooks: list[RemovableHandle] = [
             p.register_post_accumulate_grad_hook(self._accumulated)
-            for bucket in hooked[:-1]
+            for bucket in buckets[:-1]
             for p in bucket
         ]
 

@@ -125,14 +125,14 @@ class Iteration:
         several optimizers there are none either. Backward might complete the buckets of different
         optimizers in a different order on each worker, but all workers must send in the same order.
         """
-        optimizer, reads = self._worker.optimizers[0], True
+        optimizer = self._worker.optimizers[0]
         buckets: Sequence[Sequence[Tensor]] = []
         if self.node is not None:
             buckets = optimizer.buckets if self.node.overlap else []
         elif self._worker.overlaps_backward:
-            buckets, reads = self.flow.backward_buckets(optimizer), self.flow.uses_gradients
+            buckets = self.flow.backward_buckets(optimizer)
         if len(buckets) > 1:
-            self._backward = BackwardHooks(buckets, self._host, self._bucket_ready, reads=reads)
+            self._backward = BackwardHooks(buckets, self._host, self._bucket_ready)
 
     def report_buckets(self) -> None:
         """Report the buckets of one step, for a simulated model, which has no backward pass."""
