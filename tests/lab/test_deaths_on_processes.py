@@ -105,7 +105,10 @@ def recorded(folder: Path) -> tuple[list[int], dict[int, list[float]]]:
     """Return the ids of the processes, and the samples that each one has used, by rank."""
     pids, used = list[int](), dict[int, list[float]]()
     for path in folder.glob("rank*"):
-        first, *batches = path.read_text().splitlines()
+        lines = path.read_text().splitlines()
+        if not lines:  # the process was killed after it had made the file
+            continue
+        first, *batches = lines
         pids.append(int(first))
         used[int(path.name.removeprefix("rank"))] = [float(s) for b in batches for s in b.split()]
     return pids, used
