@@ -1,6 +1,9 @@
 """Options of the test suite."""
 
 import logging
+import os
+import threading
+import time
 from collections import Counter
 
 import pytest
@@ -16,6 +19,32 @@ else:
     settings.register_profile("default", every, max_examples=30)
     settings.register_profile("nightly", every, max_examples=300)
     settings.load_profile("default")
+
+
+_lasting: set[str] = set()  # ids of the threads that belong to libraries, not to Python
+
+
+def _wait_for_ending_threads() -> None:
+    """Wait, for at most 0.2 s, until the threads have ended that have ended for Python already.
+
+    Such a thread may still free memory of MKL and hold a lock of it. A process forked then would
+    wait for this lock in its first product of matrices, for ever.
+    """
+    if not os.path.isdir("/proc/self/task"):
+        return
+    deadline = time.monotonic() + 0.2
+    while ending := (
+        set(os.listdir("/proc/self/task"))
+        - {str(thread.native_id) for thread in threading.enumerate()}
+        - _lasting
+    ):
+        if time.monotonic() > deadline:
+            _lasting.update(ending)
+            return
+        time.sleep(0.001)
+
+
+os.register_at_fork(before=_wait_for_ending_threads)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -56,7 +56,7 @@ def lease_in_processes(rank: int, size: int, live: bool) -> Any:
 
     tiny.loss = watched
     train_worker(
-        replace(JOB, workers=size, live=live, step_seconds=0.02, slow="1=2.5"), events.append
+        replace(JOB, workers=size, live=live, step_seconds=0.04, slow="1=5"), events.append
     )
     return rates, positions, events
 
@@ -68,7 +68,7 @@ def test_real_workers_follow_the_position_of_the_run(live: bool) -> None:
     With ``live``, every worker takes part in every evaluation.
     """
     results = on_processes(lease_in_processes, live, workers=3)
-    # The padding measures 13 steps before the run.
+    # The padding measures steps before the run, at position None.
     steps = [
         [position for position in positions if position is not None] for _, positions, _ in results
     ]
