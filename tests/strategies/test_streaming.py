@@ -6,6 +6,7 @@
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -222,6 +223,32 @@ def test_the_bound_is_kept_by_workers_without_a_cpu_budget(
     assert results[1][1] <= 0.05, "the slow worker does not wait"
     messages = [one for one in caplog.messages if "more often than the CPU budget" in one]
     assert len(messages) == warnings, "once on each worker"
+
+
+@pytest.mark.parametrize("slowest", [1.0, 2.0])
+def test_short_waits_keep_equal_workers_together(slowest: float) -> None:
+    """Then nearly every step sends the whole model. Beside a slow worker the others do not wait."""
+
+    def work(patience: float) -> tuple[float, float]:
+        rank = dist.get_rank()
+        model = make_wide(rank)
+        optimizer, go = wide_steps(model, rank, round(200 / (slowest if rank == 0 else 1)))
+        with attach(model, optimizer, f"streaming:parts=2,patience={patience}") as sync:
+            go()
+            stats = sync.stats
+            return stats.details["landings"] / (2 * stats.steps), stats.idle
+
+    network = Network("12Mbit/s", latency="100us")
+    compute = Compute("25ms", jitter=0.1, slowdown={0: slowest})
+    without, patient = (
+        simulate(partial(work, patience), workers=4, network=network, compute=compute).results
+        for patience in (0.0, 0.05)
+    )
+    for (passes, idle), (more_passes, more_idle) in zip(without, patient, strict=True):
+        assert idle == 0
+        assert more_idle <= 0.02
+        if slowest == 1:
+            assert more_passes > passes + 0.02
 
 
 # -- the outer gain -------------------------------------------------------------------------------

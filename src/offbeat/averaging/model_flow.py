@@ -8,7 +8,7 @@ The setting ``SharedModel.lands`` of a strategy determines the order of the call
     gradients are ready             gradients are ready             gradients are ready
       due, vote                       due, vote
     optimizers step                 optimizers step                 optimizers step
-                                      land parts of age k             land arrived parts
+                                      land parts of age k             wait, land arrived parts
       after_step                      after_step                      after_step
                                                                       launch queued parts
                                                                       due, vote
@@ -154,8 +154,8 @@ class ModelFlow(Flow):
         if not self.shared.blocking:  # with ``lands=0`` every launch has landed in ``decide``
             self.state.record_staleness(self.worker)
             if self.shared.eager:
-                team = self.worker.team
-                self._agreed.update(team, self.pipeline, view, self._pending)
+                self._wait_for_parts()
+                self._agreed.update(self.worker.team, self.pipeline, view, self._pending)
             while self._lands_now():
                 self.land()
         if self._calls_after_step:
@@ -175,6 +175,18 @@ class ModelFlow(Flow):
         if self.pipeline.changed:
             self._report()
         return synced
+
+    def _wait_for_parts(self) -> None:
+        """Wait for the parts of earlier steps and the tally, as long as the strategy allows."""
+
+        def busy() -> bool:
+            return self.pipeline.late() or (self._pending is not None and not self._pending.done())
+
+        view, worker = self.state.view, self.worker
+        view.waited, view.missed = 0.0, False
+        if worker.size > 1 and (limit := self.strategy.wait_limit(self._view(stepping=True))) > 0:
+            view.waited = worker.team.wait_while(busy, limit, f"parts at step {worker.step}")
+            view.missed = busy()
 
     def _vote_if_due(self) -> None:
         """Start a round if the strategy requests one. Only with ``lands="arrived"``.

@@ -31,6 +31,10 @@ training if no core is idle. In measurements, twice this share gave twice as man
 benefit did not exceed the cost of the slower steps.
 """
 _MOST_COST_RATIO = 4  # largest ratio of a cost to the average cost, or its inverse; more is noise
+_MOST_PATIENCE = 0.5
+_LEAST_PATIENCE = 0.25
+"""Longest wait for the parts in flight, and least allowance with which a worker waits, in steps."""
+_LEAST_WAITING = 1 / 64  # least share of the waiting allowance, after waits that were too short
 _SMOOTHING = 0.1  # weight of a new value in an exponential average
 _LEAST_STEPS = 8  # shortest measurement of the steps in a pass, in local steps
 
@@ -52,6 +56,9 @@ class RateControl:
         part_seconds: Seconds to launch and land a part, without waiting, an exponential average. 0:
             unknown.
         budget: Number of parts that may be launched now within the CPU budget. May be negative.
+        patience: Time for which this worker may wait now, in steps.
+        waiting: Share of the allowed waiting time that is used (0 to 1). It falls when waits are
+            too short.
         stepped_at: Seconds on the worker's clock at the last step boundary. None before the first.
         seen_launches: Number of launches at the last call of ``count``.
         seen_landings: Number of landings at the last call of ``count``.
@@ -66,6 +73,8 @@ class RateControl:
     step_seconds: float = 0.0
     part_seconds: float = 0.0
     budget: float = 0.0
+    patience: float = _MOST_PATIENCE
+    waiting: float = 1.0
     stepped_at: float | None = transient(default=None)
     seen_launches: int = 0
     seen_landings: int = 0
@@ -111,6 +120,25 @@ class RateControl:
         # The debt is limited, because the bound on the staleness may exceed the budget for long.
         budget = max(self.budget, -2.0 * parts) + added
         self.budget = min(budget, 1.0 + 3 * added, 2.0 * parts)
+
+    def wait_limit(self) -> float:
+        """Return the longest wait for the parts in flight at this step boundary, in seconds."""
+        return self.patience * self.step_seconds if self.patience >= _LEAST_PATIENCE else 0.0
+
+    def waited(self, seconds: float, *, missed: bool, share: float) -> None:
+        """Add the allowance of one step, and subtract the wait at this step boundary.
+
+        Args:
+            seconds: Duration of the wait.
+            missed: True if the wait was too short. Waits are then rare for a while.
+            share: Largest share of the training time that waits may take.
+        """
+        steps = seconds / self.step_seconds if self.step_seconds else 0.0
+        if missed:
+            self.waiting = max(_LEAST_WAITING, self.waiting / 4)
+        elif steps:
+            self.waiting = min(1.0, 2 * self.waiting)
+        self.patience = min(_MOST_PATIENCE, self.patience - steps + share * self.waiting)
 
     def resize(self, ages: Sequence[int], parts: int) -> None:
         """Grow the window if no part is late, shrink it if more than 1/4 of the parts are late.

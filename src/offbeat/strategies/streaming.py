@@ -33,6 +33,7 @@ _PART_BYTES = 2**22
 _LEAST_PART_BYTES = 2**16  # a model of less than twice this size has one part
 _MOST_AUTO_PARTS = 4
 _MOST_PARTS = 1024
+_PATIENCE = 0.05
 _MOMENTUM_STEPS = 50.0  # local steps in which the outer momentum decays to 1/e
 
 
@@ -96,6 +97,11 @@ class StreamingAveraging(Strategy):
     launches have not landed. The default ``wire`` is "int2". ``wire="auto"`` chooses the precision
     during training, so that a pass of the model takes about 2.5 local steps if possible.
 
+    Workers whose steps end at different times delay the means of all. So a worker also waits at the
+    end of a step until the parts of its earlier steps have arrived, but for at most half a step,
+    and in total for at most the share ``patience`` of the training. If a wait is too short, as
+    beside slower machines or on slow links, it waits more rarely.
+
     ``schedule="cyclic"``: the parts take turns, and the workers launch each part once in at most
     β = τ/2 local steps. A part lands just before its next launch. The workers wait if its mean has
     not arrived by then, so the result does not depend on the network. The default ``wire`` is
@@ -109,6 +115,8 @@ class StreamingAveraging(Strategy):
             landed part. In the eager schedule a worker with the staleness τ waits for a landing.
             This bound has priority over the window and the CPU budget, which limit launches.
         schedule: Times of launches and landings: "eager" or "cyclic".
+        patience: Largest share of the training time (0 to 0.5) for which a worker waits for parts
+            in the eager schedule. 0: it waits only at the bound of the staleness.
         outer_gain: G ≥ 1, or "auto": 1 if the local steps of Adam are corrected, which makes up
             for the same loss, and else the formula above. With 1 there is no v. Only with "auto"
             the steps of SGD are shorter.
@@ -130,6 +138,7 @@ class StreamingAveraging(Strategy):
     parts: int | Literal["auto"] = setting("auto", least=1)
     staleness: int = setting(64, least=1)
     schedule: Literal["eager", "cyclic"] = "eager"
+    patience: float = setting(_PATIENCE, least=0, most=0.5)
     outer_gain: float | Literal["auto"] = setting("auto", least=1)
 
     def __post_init__(self) -> None:
@@ -141,6 +150,9 @@ class StreamingAveraging(Strategy):
                 "staleness must be even and at least 2 with the cyclic schedule, because a cycle "
                 f"has staleness/2 steps; got {self.staleness}"
             )
+
+        if self.schedule == "cyclic" and self.patience != _PATIENCE:
+            raise ValueError("patience has no effect with the cyclic schedule: leave it out")
 
     @property
     @override
@@ -211,6 +223,11 @@ class StreamingAveraging(Strategy):
             text += ". Use a larger staleness or larger batches"
             logger.warning(text, worker.rank, self.staleness)
         return True
+
+    @override
+    def wait_limit(self, worker: WorkerView) -> float:
+        rate: RateControl = worker.state.rate
+        return rate.wait_limit() if self.patience else 0.0
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
@@ -294,6 +311,7 @@ class StreamingAveraging(Strategy):
             return
         rate = _up_to_date(worker)
         rate.step(worker.clock, worker.spent, worker.count)
+        rate.waited(worker.waited, missed=worker.missed, share=self.patience)
         rate.resize(worker.ages, worker.count)
         worker.details.update(window=rate.window, pass_steps=state.pass_steps)
         if worker.precision is None:

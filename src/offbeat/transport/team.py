@@ -4,6 +4,7 @@ In elastic training workers may be lost or join. One composition of the workers 
 each view has its own communicator.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from offbeat.transport.communicator import Communicator
 from offbeat.transport.host import Host
 from offbeat.transport.membership import Membership, View, membership_of
 from offbeat.transport.stages import Stages
+
+_POLL_SECONDS = 0.0005
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +130,16 @@ class Team:
     def sharded(self) -> bool:
         """True if each process of a node holds only one shard of the model."""
         return self.node is not None and self.node.sharded
+
+    def wait_while(self, busy: Callable[[], bool], seconds: float, what: str) -> float:
+        """Wait while ``busy()`` is True, for ``seconds`` at most. Return the time waited."""
+        began = now = self.host.now()
+        pause = max(_POLL_SECONDS, seconds / 50)
+        while busy() and now - began < seconds:
+            self.host.sleep(min(pause, began + seconds - now), what)
+            now = self.host.now()
+        self.account.waited(now - began)
+        return now - began
 
     def over_shards(self, *values: float) -> list[float]:
         """Return the sum of each value over the processes of this node, if the model is sharded.

@@ -27,17 +27,20 @@ class NodeAgreement:
     def update(
         self, team: Team, pipeline: Pipeline, view: WorkerView, pending: Round | None
     ) -> None:
-        """Agree again, and update ``view.clock`` and ``view.spent``. A collective of the node.
+        """Agree again, and update the measurements in ``view``. A collective of the node.
 
         ``view.clock`` is the latest of the workers' clocks. Each number in ``view.spent``, the
-        duration of a launch or landing, is the longest among them.
+        duration of a launch or landing, and ``view.waited`` are the longest among them.
+        ``view.missed`` is True if it is True on any of them.
         """
         spent, pipeline.state.spent = pipeline.state.spent, []
         if team.node is None:
             view.clock, view.spent = team.host.now(), spent
             return
         late = pending is None or not pending.done()
-        view.clock, least, any_late, *view.spent = team.agree(
-            team.host.now(), float(-pipeline.arrived()), float(late), *spent
+        view.clock, least, any_late, view.waited, missed, *view.spent = team.agree(
+            *(team.host.now(), float(-pipeline.arrived()), float(late)),
+            *(view.waited, float(view.missed), *spent),
         )
+        view.missed = bool(missed)
         self.parts, self.tally = round(-least), not any_late
