@@ -493,8 +493,8 @@ OVERLAPPED = [
     ("async:staleness=24,schedule=eager", "float32", "1Mbit/s"),
     ("streaming:parts=4,schedule=cyclic,staleness=16", "float32", "8Mbit/s"),
     ("streaming:parts=4", "float32", "1Gbit/s"),
-    ("streaming:parts=4", "float32", "1Mbit/s"),
-    ("streaming:parts=4", "int4", "1Mbit/s"),
+    ("streaming:parts=4,patience=0", "float32", "1Mbit/s"),
+    ("streaming:parts=4,patience=0", "int4", "1Mbit/s"),
 ]
 
 

@@ -19,10 +19,11 @@ The setting ``SharedModel.lands`` of a strategy determines the order of the call
 If ``due`` returns 0, the worker does not vote, and there is nothing to decide. The *staleness* of a
 worker is the number of its local steps since the launch of the newest landed part.
 
-With "arrived", a round is decided at the first step boundary after its tally has arrived. ``due``
-is not called before the previous round is decided and its parts are launched. When the staleness
-reaches ``SharedModel.bound``, the worker waits for tallies and parts. If neither is outstanding, it
-requests a round, even if ``due`` returns 0.
+With "arrived", a worker first waits, for ``WorkerView.wait_limit`` seconds at most, until the parts
+of its earlier steps and the tally have arrived. A round is decided at the first step boundary after
+its tally has arrived. ``due`` is not called before the previous round is decided and its parts are
+launched. When the staleness reaches ``SharedModel.bound``, the worker waits for tallies and parts.
+If neither is outstanding, it requests a round, even if ``due`` returns 0.
 
 A worker that has reached a barrier still takes part in the rounds of the others. It votes with
 ``stepping=False``, and launches and lands the same parts in the same order. So all workers start
@@ -184,8 +185,9 @@ class ModelFlow(Flow):
 
         view, worker = self.state.view, self.worker
         view.waited, view.missed = 0.0, False
-        if worker.size > 1 and (limit := self.strategy.wait_limit(self._view(stepping=True))) > 0:
-            view.waited = worker.team.wait_while(busy, limit, f"parts at step {worker.step}")
+        if worker.size > 1 and view.wait_limit:
+            what = f"parts at step {worker.step}"
+            view.waited = worker.team.wait_while(busy, view.wait_limit, what)
             view.missed = busy()
 
     def _vote_if_due(self) -> None:

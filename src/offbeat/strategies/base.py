@@ -29,7 +29,6 @@ The methods:
     averages()             what is averaged, and when a mean takes effect
     due(worker)            how many parts this worker wants to launch now; 0 requests no round
     state(worker)          the strategy's mutable state, a dataclass
-    wait_limit(worker)     how long this worker may wait for the parts in flight
     vote(worker)           numbers of this worker, which are summed over all workers
     decide(worker, tally)  how many parts to launch, equal on all workers
     outer_step(...)        coefficients of the step that moves P along the mean update
@@ -140,8 +139,8 @@ def local(**options: Any) -> Any:
 class WorkerView:
     """Data about one worker for the strategy. The flow keeps them up to date.
 
-    The strategy may write ``state``, ``lr_factor``, ``record`` and ``details``. It only reads the
-    rest.
+    The strategy may write ``state``, ``lr_factor``, ``wait_limit``, ``record`` and ``details``. It
+    only reads the rest.
 
     A value marked *common* is equal on all workers. ``decide`` must depend on common values and
     the tally only, so that all workers make the same decision.
@@ -176,8 +175,9 @@ class WorkerView:
             ``lands="arrived"``.
         spent: Duration in seconds of each launch and each landing between the last two step
             boundaries, without waits. Requires ``lands="arrived"``.
-        waited: Seconds for which this worker has waited at this step boundary because of
-            ``Strategy.wait_limit``.
+        wait_limit: Longest wait at the next step boundary, in seconds. The worker waits there until
+            all parts of earlier steps and the tally have arrived. Only with ``lands="arrived"``.
+        waited: Seconds for which this worker has waited in this way at the last step boundary.
         missed: True if this wait has ended before the parts and the tally had arrived.
         precision: The ``wire`` given to ``attach`` (common). None: ``decide`` must choose the
             precision of each launch.
@@ -207,6 +207,7 @@ class WorkerView:
     mean_squared: float = 0.0
     clock: float = transient(default=0.0)
     spent: list[float] = transient(default_factory=list)
+    wait_limit: float = 0.0
     waited: float = transient(default=0.0)
     missed: bool = transient(default=False)
     precision: Precision | None = transient(default="float32")
@@ -278,14 +279,6 @@ class Strategy(ABC):
         steps must request a round at the same local step, for example in every eighth step.
         """
         return 1.0
-
-    def wait_limit(self, worker: WorkerView) -> float:
-        """Return the longest wait at this step boundary for what is in flight, in seconds.
-
-        Only called with ``lands="arrived"``. The worker waits until all parts of earlier steps and
-        the tally have arrived. ``WorkerView.waited`` and ``WorkerView.missed`` have the result.
-        """
-        return 0.0
 
     def with_adam_correction(self) -> "Strategy":
         """Return the strategy that runs in place of this one if the steps of Adam are corrected."""

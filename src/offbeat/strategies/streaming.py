@@ -34,6 +34,7 @@ _LEAST_PART_BYTES = 2**16  # a model of less than twice this size has one part
 _MOST_AUTO_PARTS = 4
 _MOST_PARTS = 1024
 _PATIENCE = 0.05
+_MOST_PATIENT_PASS = 2.0  # steps in a pass of the model up to which a worker waits for parts
 _MOMENTUM_STEPS = 50.0  # local steps in which the outer momentum decays to 1/e
 
 
@@ -97,10 +98,10 @@ class StreamingAveraging(Strategy):
     launches have not landed. The default ``wire`` is "int2". ``wire="auto"`` chooses the precision
     during training, so that a pass of the model takes about 2.5 local steps if possible.
 
-    Workers whose steps end at different times delay the means of all. So a worker also waits at the
-    end of a step until the parts of its earlier steps have arrived, but for at most half a step,
-    and in total for at most the share ``patience`` of the training. If a wait is too short, as
-    beside slower machines or on slow links, it waits more rarely.
+    A part whose mean arrives shortly after the end of a worker's step lands, and is launched again,
+    one step later, which delays the next mean of all workers. So a worker may wait for it: for at
+    most half a step, and in total for the share ``patience`` of the training. It seldom waits after
+    waits that were too short, and never if a pass of the model takes more than two steps.
 
     ``schedule="cyclic"``: the parts take turns, and the workers launch each part once in at most
     β = τ/2 local steps. A part lands just before its next launch. The workers wait if its mean has
@@ -225,11 +226,6 @@ class StreamingAveraging(Strategy):
         return True
 
     @override
-    def wait_limit(self, worker: WorkerView) -> float:
-        rate: RateControl = worker.state.rate
-        return rate.wait_limit() if self.patience else 0.0
-
-    @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
         """Return steps per pass (∞: unknown), local step (both 0 if not stepping), ‖u‖², ‖D‖²."""
         if not worker.stepping:
@@ -311,7 +307,11 @@ class StreamingAveraging(Strategy):
             return
         rate = _up_to_date(worker)
         rate.step(worker.clock, worker.spent, worker.count)
-        rate.waited(worker.waited, missed=worker.missed, share=self.patience)
+        if self.patience:
+            rate.waited(worker.waited, missed=worker.missed, share=self.patience)
+            # A wait cannot help if the link needs longer than a step for the whole model.
+            helps = state.pass_steps <= _MOST_PATIENT_PASS
+            worker.wait_limit = rate.wait_limit() if helps else 0.0
         rate.resize(worker.ages, worker.count)
         worker.details.update(window=rate.window, pass_steps=state.pass_steps)
         if worker.precision is None:
