@@ -127,19 +127,27 @@ def test_a_worker_waits_rarely_after_waits_that_were_too_short() -> None:
     waits = []
     for _ in range(1000):
         waits.append(rate.wait_limit())
-        rate.waited(waits[-1], missed=waits[-1] > 0, share=0.05)
+        rate.count_wait(waits[-1], timed_out=waits[-1] > 0, share=0.05)
     assert waits[0] == pytest.approx(0.05), "half a step"
     assert not any(waits[1:6]), "the allowance grows again before the next wait"
     assert sum(waits) < 0.1 * (0.5 + 0.05 * 30 + 0.05 / 64 * 1000)
     assert max(waits[1:]) <= 0.05
 
 
-def test_waits_in_time_use_the_whole_allowance() -> None:
-    rate = RateControl(step_seconds=0.1, waiting=1 / 64, patience=0.0)
+def test_waits_that_are_long_enough_use_the_whole_allowance() -> None:
+    rate = RateControl(step_seconds=0.1, growth=1 / 64, allowance=0.0)
     total = 0.0
     for _ in range(4000):
         wait = min(rate.wait_limit(), 0.03)
         total += wait
-        rate.waited(wait, missed=False, share=0.05)
-    assert rate.waiting == 1.0
+        rate.count_wait(wait, timed_out=False, share=0.05)
+    assert rate.growth == 1.0
     assert total / (4000 * 0.1) == pytest.approx(0.05, rel=0.2)
+
+
+def test_a_suspended_process_waits_again_soon() -> None:
+    rate = RateControl(step_seconds=0.1)
+    rate.count_wait(60.0, timed_out=False, share=0.05)
+    for _ in range(5):
+        rate.count_wait(0.0, timed_out=False, share=0.05)
+    assert rate.wait_limit() == pytest.approx(0.03)

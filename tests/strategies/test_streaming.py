@@ -227,7 +227,7 @@ def test_the_bound_is_kept_by_workers_without_a_cpu_budget(
 
 @pytest.mark.parametrize("slowest", [1.0, 2.0])
 def test_short_waits_keep_equal_workers_together(slowest: float) -> None:
-    """Then nearly every step sends the whole model. Beside a slow worker the others do not wait."""
+    """Then nearly every step sends the whole model. The others rarely wait for a slow one."""
 
     def work(patience: float) -> tuple[float, float]:
         rank = dist.get_rank()

@@ -19,8 +19,8 @@ The setting ``SharedModel.lands`` of a strategy determines the order of the call
 If ``due`` returns 0, the worker does not vote, and there is nothing to decide. The *staleness* of a
 worker is the number of its local steps since the launch of the newest landed part.
 
-With "arrived", a worker first waits, for ``WorkerView.wait_limit`` seconds at most, until the parts
-of its earlier steps and the tally have arrived. A round is decided at the first step boundary after
+With "arrived", a worker first waits, for ``WorkerView.wait_limit`` seconds at most, until all parts
+in flight and the tally have arrived. A round is decided at the first step boundary after
 its tally has arrived. ``due`` is not called before the previous round is decided and its parts are
 launched. When the staleness reaches ``SharedModel.bound``, the worker waits for tallies and parts.
 If neither is outstanding, it requests a round, even if ``due`` returns 0.
@@ -178,17 +178,19 @@ class ModelFlow(Flow):
         return synced
 
     def _wait_for_parts(self) -> None:
-        """Wait for the parts of earlier steps and the tally, as long as the strategy allows."""
+        """Wait for all parts in flight and the tally, as long as the strategy allows."""
+        view, worker, pipeline = self.state.view, self.worker, self.pipeline
 
         def busy() -> bool:
-            return self.pipeline.late() or (self._pending is not None and not self._pending.done())
+            if pipeline.arrived() < len(pipeline.state.in_flight):
+                return True
+            return self._pending is not None and not self._pending.done()
 
-        view, worker = self.state.view, self.worker
-        view.waited, view.missed = 0.0, False
+        view.waited, view.timed_out = 0.0, False
         if worker.size > 1 and view.wait_limit:
             what = f"parts at step {worker.step}"
             view.waited = worker.team.wait_while(busy, view.wait_limit, what)
-            view.missed = busy()
+            view.timed_out = busy()
 
     def _vote_if_due(self) -> None:
         """Start a round if the strategy requests one. Only with ``lands="arrived"``.

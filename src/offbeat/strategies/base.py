@@ -176,9 +176,9 @@ class WorkerView:
         spent: Duration in seconds of each launch and each landing between the last two step
             boundaries, without waits. Requires ``lands="arrived"``.
         wait_limit: Longest wait at the next step boundary, in seconds. The worker waits there until
-            all parts of earlier steps and the tally have arrived. Only with ``lands="arrived"``.
+            all parts in flight and the tally have arrived. Only with ``lands="arrived"``.
         waited: Seconds for which this worker has waited in this way at the last step boundary.
-        missed: True if this wait has ended before the parts and the tally had arrived.
+        timed_out: True if this wait has ended before the parts and the tally had arrived.
         precision: The ``wire`` given to ``attach`` (common). None: ``decide`` must choose the
             precision of each launch.
         bits: Bits per element of a sum of updates, by precision (common). Each of N workers sends
@@ -209,7 +209,7 @@ class WorkerView:
     spent: list[float] = transient(default_factory=list)
     wait_limit: float = 0.0
     waited: float = transient(default=0.0)
-    missed: bool = transient(default=False)
+    timed_out: bool = transient(default=False)
     precision: Precision | None = transient(default="float32")
     bits: Mapping[str, float] = transient(default_factory=dict)
     record: dict[str, Any] = transient(default_factory=dict)

@@ -1,9 +1,10 @@
-"""Rate control of streaming averaging: how many parts are in flight, and at which precision.
+"""Rate control of streaming averaging: parts in flight, waits, and precision.
 
 Each worker limits the launches that it requests in two ways. The *window* is the largest number of
 parts in flight. A part is *late* if it is in flight for more steps than it would be over an idle
 link. The window shrinks if many parts are late, because the link is then full. The *CPU budget*
-limits the processor time that launching and landing take.
+limits the processor time that launching and landing take. An *allowance* limits the time for which
+the worker waits for parts in flight.
 
 A *pass* of the model is complete when every part has landed once. Each worker measures the number
 of local steps in a pass. With ``wire="auto"`` the mean over the workers determines the precision:
@@ -31,10 +32,9 @@ training if no core is idle. In measurements, twice this share gave twice as man
 benefit did not exceed the cost of the slower steps.
 """
 _MOST_COST_RATIO = 4  # largest ratio of a cost to the average cost, or its inverse; more is noise
-_MOST_PATIENCE = 0.5
-_LEAST_PATIENCE = 0.25
-"""Longest wait for the parts in flight, and least allowance with which a worker waits, in steps."""
-_LEAST_WAITING = 1 / 64  # least share of the waiting allowance, after waits that were too short
+_MOST_ALLOWANCE = 0.5  # steps: the longest wait for parts, and the allowance at the start
+_LEAST_ALLOWANCE = 0.25  # steps; with less a worker does not wait, because the wait is too short
+_LEAST_GROWTH = 1 / 64
 _SMOOTHING = 0.1  # weight of a new value in an exponential average
 _LEAST_STEPS = 8  # shortest measurement of the steps in a pass, in local steps
 
@@ -56,9 +56,9 @@ class RateControl:
         part_seconds: Seconds to launch and land a part, without waiting, an exponential average. 0:
             unknown.
         budget: Number of parts that may be launched now within the CPU budget. May be negative.
-        patience: Time for which this worker may wait now, in steps.
-        waiting: Share of the allowed waiting time that is used (0 to 1). It falls when waits are
-            too short.
+        allowance: Time for which this worker may wait for parts now, in steps.
+        growth: Factor on the growth of the allowance (1/64 to 1). It is quartered after a wait that
+            was too short, and doubled after one that was not.
         stepped_at: Seconds on the worker's clock at the last step boundary. None before the first.
         seen_launches: Number of launches at the last call of ``count``.
         seen_landings: Number of landings at the last call of ``count``.
@@ -73,8 +73,8 @@ class RateControl:
     step_seconds: float = 0.0
     part_seconds: float = 0.0
     budget: float = 0.0
-    patience: float = _MOST_PATIENCE
-    waiting: float = 1.0
+    allowance: float = _MOST_ALLOWANCE
+    growth: float = 1.0
     stepped_at: float | None = transient(default=None)
     seen_launches: int = 0
     seen_landings: int = 0
@@ -123,22 +123,24 @@ class RateControl:
 
     def wait_limit(self) -> float:
         """Return the longest wait for the parts in flight at this step boundary, in seconds."""
-        return self.patience * self.step_seconds if self.patience >= _LEAST_PATIENCE else 0.0
+        return self.allowance * self.step_seconds if self.allowance >= _LEAST_ALLOWANCE else 0.0
 
-    def waited(self, seconds: float, *, missed: bool, share: float) -> None:
-        """Add the allowance of one step, and subtract the wait at this step boundary.
+    def count_wait(self, seconds: float, *, timed_out: bool, share: float) -> None:
+        """Subtract the wait at this step boundary from the allowance, and add that of one step.
 
         Args:
             seconds: Duration of the wait.
-            missed: True if the wait was too short. Waits are then rare for a while.
+            timed_out: True if the wait was too short.
             share: Largest share of the training time that waits may take.
         """
         steps = seconds / self.step_seconds if self.step_seconds else 0.0
-        if missed:
-            self.waiting = max(_LEAST_WAITING, self.waiting / 4)
+        if timed_out:
+            self.growth = max(_LEAST_GROWTH, self.growth / 4)
         elif steps:
-            self.waiting = min(1.0, 2 * self.waiting)
-        self.patience = min(_MOST_PATIENCE, self.patience - steps + share * self.waiting)
+            self.growth = min(1.0, 2 * self.growth)
+        # A suspended process may have waited for long.
+        left = max(0.0, self.allowance - steps)
+        self.allowance = min(_MOST_ALLOWANCE, left + share * self.growth)
 
     def resize(self, ages: Sequence[int], parts: int) -> None:
         """Grow the window if no part is late, shrink it if more than 1/4 of the parts are late.

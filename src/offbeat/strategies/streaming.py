@@ -98,10 +98,11 @@ class StreamingAveraging(Strategy):
     launches have not landed. The default ``wire`` is "int2". ``wire="auto"`` chooses the precision
     during training, so that a pass of the model takes about 2.5 local steps if possible.
 
-    A part whose mean arrives shortly after the end of a worker's step lands, and is launched again,
-    one step later, which delays the next mean of all workers. So a worker may wait for it: for at
-    most half a step, and in total for the share ``patience`` of the training. It seldom waits after
-    waits that were too short, and never if a pass of the model takes more than two steps.
+    If a mean arrives shortly after the end of a step, the part lands and is launched again one step
+    later. This delays the next mean of all workers. So a worker may wait for the parts in flight:
+    for at most half a step, and in total for the share ``patience`` of the training. It seldom
+    waits after waits that were too short, and not while a pass of the model takes more than two
+    steps.
 
     ``schedule="cyclic"``: the parts take turns, and the workers launch each part once in at most
     β = τ/2 local steps. A part lands just before its next launch. The workers wait if its mean has
@@ -116,8 +117,8 @@ class StreamingAveraging(Strategy):
             landed part. In the eager schedule a worker with the staleness τ waits for a landing.
             This bound has priority over the window and the CPU budget, which limit launches.
         schedule: Times of launches and landings: "eager" or "cyclic".
-        patience: Largest share of the training time (0 to 0.5) for which a worker waits for parts
-            in the eager schedule. 0: it waits only at the bound of the staleness.
+        patience: Largest share of the training time (0 to 0.5) for which a worker waits for parts.
+            0: it waits only at the bound of the staleness. Requires the eager schedule.
         outer_gain: G ≥ 1, or "auto": 1 if the local steps of Adam are corrected, which makes up
             for the same loss, and else the formula above. With 1 there is no v. Only with "auto"
             the steps of SGD are shorter.
@@ -151,9 +152,8 @@ class StreamingAveraging(Strategy):
                 "staleness must be even and at least 2 with the cyclic schedule, because a cycle "
                 f"has staleness/2 steps; got {self.staleness}"
             )
-
         if self.schedule == "cyclic" and self.patience != _PATIENCE:
-            raise ValueError("patience has no effect with the cyclic schedule: leave it out")
+            raise ValueError("patience requires the eager schedule: leave it out")
 
     @property
     @override
@@ -308,8 +308,8 @@ class StreamingAveraging(Strategy):
         rate = _up_to_date(worker)
         rate.step(worker.clock, worker.spent, worker.count)
         if self.patience:
-            rate.waited(worker.waited, missed=worker.missed, share=self.patience)
-            # A wait cannot help if the link needs longer than a step for the whole model.
+            rate.count_wait(worker.waited, timed_out=worker.timed_out, share=self.patience)
+            # If a pass takes longer, the link is the limit, and waits do not help.
             helps = state.pass_steps <= _MOST_PATIENT_PASS
             worker.wait_limit = rate.wait_limit() if helps else 0.0
         rate.resize(worker.ages, worker.count)

@@ -132,11 +132,15 @@ class Team:
         return self.node is not None and self.node.sharded
 
     def wait_while(self, busy: Callable[[], bool], seconds: float, what: str) -> float:
-        """Wait while ``busy()`` is True, for ``seconds`` at most. Return the time waited."""
+        """Wait while ``busy()`` is True, for ``seconds`` at most. Return the time waited.
+
+        The time counts as waiting. ``what`` names the wait in a simulation's timeline. This method
+        does not notice that a worker was lost.
+        """
         began = now = self.host.now()
-        pause = max(_POLL_SECONDS, seconds / 50)
-        while busy() and now - began < seconds:
-            self.host.sleep(min(pause, began + seconds - now), what)
+        end, pause = began + seconds, max(_POLL_SECONDS, seconds / 50)
+        while busy() and now < end:
+            self.host.sleep(min(pause, end - now), what)
             now = self.host.now()
         self.account.waited(now - began)
         return now - began

@@ -29,18 +29,22 @@ class NodeAgreement:
     ) -> None:
         """Agree again, and update the measurements in ``view``. A collective of the node.
 
-        ``view.clock`` is the latest of the workers' clocks. Each number in ``view.spent``, the
-        duration of a launch or landing, and ``view.waited`` are the longest among them.
-        ``view.missed`` is True if it is True on any of them.
+        ``view.clock`` is the latest of the workers' clocks. ``view.waited`` and each number in
+        ``view.spent``, the duration of a launch or landing, are the longest among them.
+        ``view.timed_out`` is True if it is True on any of them.
         """
         spent, pipeline.state.spent = pipeline.state.spent, []
         if team.node is None:
             view.clock, view.spent = team.host.now(), spent
             return
         late = pending is None or not pending.done()
-        view.clock, least, any_late, view.waited, missed, *view.spent = team.agree(
-            *(team.host.now(), float(-pipeline.arrived()), float(late)),
-            *(view.waited, float(view.missed), *spent),
+        view.clock, least, any_late, view.waited, timed_out, *view.spent = team.agree(
+            team.host.now(),
+            float(-pipeline.arrived()),
+            float(late),
+            view.waited,
+            float(view.timed_out),
+            *spent,
         )
-        view.missed = bool(missed)
+        view.timed_out = bool(timed_out)
         self.parts, self.tally = round(-least), not any_late

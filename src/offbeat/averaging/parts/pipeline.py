@@ -139,14 +139,6 @@ class Pipeline:
             count += 1
         return count
 
-    def late(self) -> bool:
-        """Return True if a part of an earlier step has not arrived. Never blocks."""
-        parts, step = self.parts, self._worker.step
-        return any(
-            step > parts[index].launched_step and not parts[index].arrived()
-            for index in self.state.in_flight
-        )
-
     def finite(self, part: Part) -> bool:
         """Return True if all parameters and buffers of ``part`` are finite, on all shards.
 
