@@ -1,5 +1,6 @@
 """``offbeat.save`` and ``offbeat.load``: the same run after any crash, or an error on all."""
 
+import enum
 import logging
 import os
 import random
@@ -8,6 +9,7 @@ import shutil
 import signal
 import stat
 import time
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -508,7 +510,108 @@ def test_a_consensus_is_loaded_by_any_number_of_workers(
         assert torch.equal(end, expected)
 
 
+def continue_consensus(rank: int, size: int, folder: Path) -> Any:
+    """Load the consensus, take a step and save. Returns the number of steps."""
+    training = Training(rank)
+    training.load(folder)
+    training.step()
+    training.save(folder)
+    training.sync.finish()
+    return training.sync.step
+
+
+def test_workers_with_unequal_steps_continue_to_count_from_the_largest(tmp_path: Path) -> None:
+    """Otherwise they could never save at the same step again."""
+    run(save_consensus, tmp_path, workers=3)  # after 4, 3 and 2 steps
+    assert run(continue_consensus, tmp_path, workers=3) == [5] * 3
+    assert (tmp_path / "step-5.rank2.pt").exists()
+
+
+def random_after_loading(rank: int, size: int, folder: Path) -> float:
+    training = Training(rank)
+    training.load(folder)
+    training.sync.detach()
+    return torch.rand(()).item()
+
+
+def test_a_new_worker_keeps_its_own_random_numbers(tmp_path: Path) -> None:
+    """Rank 0's would give it the same dropout and the same shuffle as rank 0."""
+    run(save_consensus, tmp_path, workers=1)
+    first, second = run(random_after_loading, tmp_path, workers=2)
+    assert first != second
+
+
+def forgotten(rank: int, size: int, folder: Path) -> str:
+    """Save without loading what the directory holds."""
+    training = Training(rank)
+    training.step()
+    message = error_of(lambda: training.save(folder))[1]
+    training.sync.finish()
+    return message
+
+
+def test_more_workers_do_not_delete_the_checkpoints_of_fewer(tmp_path: Path) -> None:
+    run(two_saves, [tmp_path] * 2, workers=2)
+    held = {path.name for path in tmp_path.iterdir()}
+    for message in run(forgotten, tmp_path, workers=4):
+        assert "holds a checkpoint of step 5, this is step 1" in message
+    assert {path.name for path in tmp_path.iterdir()} == held
+
+
 # -- what can be saved, and where ----------------------------------------------------------------
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+Pair = namedtuple("Pair", "a b")
+READABLE = [
+    *(None, True, 3, 0.5, 2j, "text", b"bytes", bytearray(b"more"), torch.float16),
+    *([1, (2, 3)], {1, 2}, {"a": {"b": 1}}, OrderedDict(a=1), Counter("aab"), torch.Size([2])),
+]
+NUMPY = [np.float64(0.5), np.float32(0.5), np.int64(3), np.bool_(True), np.str_("text")]
+REFUSED = [frozenset({1}), defaultdict(int), Pair(1, 2), Color.RED, np.zeros(2)]
+
+
+def test_a_checkpoint_accepts_only_what_can_be_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "step-1.rank0.pt"
+    files.write(path, {**files.with_digest({"extra": READABLE, "numpy": NUMPY}), "id": ""})
+    files.rename(path)
+    contents = files.read(path)
+    assert contents["extra"] == READABLE
+    assert [type(value) for value in contents["extra"]] == [type(value) for value in READABLE]
+    assert contents["numpy"] == NUMPY
+    assert {type(value) for value in contents["numpy"]} == {float, int, bool, str}
+    for value in REFUSED:
+        with pytest.raises(offbeat.CheckpointError, match="and a checkpoint holds numbers"):
+            files.with_digest({"extra": [value]})
+
+
+def scaler_enabled_later(rank: int, size: int, folder: Path) -> Any:
+    """Save with a disabled scaler, load with an enabled one. Returns the error and two models."""
+    found = []
+    for enabled in (False, True):
+        model = make_model(seed=int(enabled))
+        optimizer = sgd(model)
+        sync = attach(model, optimizer, "local:period=2")
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        if enabled:
+            before = all_numbers(model).clone()
+            found = [*error_of(lambda: offbeat.load(folder, sync, scaler=scaler)), before]  # noqa: B023
+        else:
+            train_step(model, optimizer, make_batch(rank, 0))
+            offbeat.save(folder, sync, scaler=scaler)
+        sync.detach()
+    return [*found, all_numbers(model)]
+
+
+def test_an_enabled_scaler_cannot_load_a_disabled_one(tmp_path: Path) -> None:
+    ((kinds, message, before, after),) = run(scaler_enabled_later, tmp_path, workers=1)
+    assert kinds[0] == "CheckpointError"
+    assert "saved with a disabled scaler" in message
+    assert torch.equal(before, after)
+
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "multistep": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4]),

@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,6 +188,33 @@ def statistics(rank: int, size: int, folder: str) -> Any:
 def node_of(rank: int) -> Any:
     nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     return nodes[rank // 2]
+
+
+def two_checkpoints(rank: int, size: int, folder: str, loads: bool) -> int:
+    model = make_model(seed=rank)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, "local:period=1", node_group=node_of(rank))
+    step = 0
+    if loads:
+        loaded = offbeat.load(folder, sync)
+        assert loaded is not None
+        step = loaded.step
+    else:
+        for step in (1, 2):
+            train_step(model, optimizer, make_batch(rank, step))
+            offbeat.save(folder, sync)
+    sync.finish()
+    return step
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_without_the_file_of_one_process_all_load_the_checkpoint_before(
+    rank: int, tmp_path: Path
+) -> None:
+    """Another process of the node has another shard, so its file does not replace the lost one."""
+    run(two_checkpoints, str(tmp_path), False, workers=4)
+    (tmp_path / f"step-2.rank{rank}.pt").unlink()
+    assert run(two_checkpoints, str(tmp_path), True, workers=4) == [1] * 4
 
 
 def test_clipping_followers_buffers_consensus_and_checkpoints_work_in_nodes(tmp_path: Any) -> None:

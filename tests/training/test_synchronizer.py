@@ -182,6 +182,27 @@ def test_changes_between_steps_are_averaged(text: str) -> None:
         close(end, sum(own for _, _, own, _ in results) / 3, 1e-9)
 
 
+def clipped_weights(rank: int, size: int) -> Tensor:
+    """Rank 1 takes two steps more than rank 0. All clip their weights after each step."""
+    model = make_model(seed=0)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, "bsp")
+    for step in range(3 + 2 * rank):
+        train_step(model, optimizer, make_batch(rank, step))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-1, 1)
+    with sync.consensus():
+        seen = flat(model)
+    sync.finish()
+    return seen
+
+
+def test_bsp_shows_the_newest_model_although_weights_were_clipped() -> None:
+    first, second = run(clipped_weights, workers=2)
+    assert torch.equal(first, second)
+
+
 def edited_at_the_end(rank: int, size: int, text: str) -> Tensor:
     """All rates are 0, so only the edits change the models. Workers end one by one."""
     model = make_model(seed=rank)

@@ -118,9 +118,9 @@ class GradientFlow(Flow):
     @property
     @override
     def unsynced(self) -> bool:
-        if self.worker.touched:
-            return True
-        return self.state.newest if self.every_step else self.worker.step > self.state.start_step
+        if self.every_step:  # the parameters are not averaged, so other changes do not matter
+            return self.state.newest
+        return self.worker.touched or self.worker.step > self.state.start_step
 
     @property
     @override

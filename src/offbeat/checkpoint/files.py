@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from offbeat.checkpoint.state import digest
+from offbeat.checkpoint.state import digest, without_numpy
 from offbeat.errors import CheckpointError
 
 FORMAT = 1
@@ -65,14 +65,17 @@ def _matching(
 
 def common_keys(lists: Iterable[Sequence[Sequence[int]]]) -> set[CheckpointKey]:
     """Return the keys that all ``lists`` contain."""
-    return set.intersection(*({(step, repetition) for step, repetition in keys} for keys in lists))
+    sets = [{(step, repetition) for step, repetition in keys} for keys in lists]
+    return set.intersection(*sets) if sets else set()
 
 
 def with_digest(contents: dict[str, Any]) -> dict[str, Any]:
     """Return ``contents`` with the version of the format and a checksum of all values added.
 
-    Raises CheckpointError if a value cannot be saved.
+    Scalars of numpy become Python's, for example a learning rate that a schedule computed with
+    numpy. Raises CheckpointError if a value cannot be saved.
     """
+    contents = without_numpy(contents)
     return {"format": FORMAT, **contents, "digest": digest(contents, "the checkpoint")}
 
 

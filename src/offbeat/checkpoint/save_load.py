@@ -138,11 +138,13 @@ def save(
         except CheckpointError as error:
             refused = str(error)
         keys = sorted(files_of(folder, rank))
-        answer = [refused, state["of"], state["stats"]["steps"], keys, secrets.token_hex(8)]
+        steps = [state["stats"]["steps"], state.get("step")]
+        answer = [refused, state["of"], steps, keys, secrets.token_hex(8)]
         answers = boundary.gather(answer, "offbeat.save()")
         _require_all("save", [refusal for refusal, *_ in answers])
         all_keys = [keys for *_, keys, _ in answers]
-        common = common_keys(all_keys)
+        # A worker without files may be one that the earlier run did not have.
+        common = common_keys(filter(None, all_keys))
         step = _common_step(folder, answers, common)
         repetitions = [
             repetition for keys in all_keys for saved_step, repetition in keys if saved_step == step
@@ -228,6 +230,11 @@ def load(
                     f"it was saved {'without' if contents['scaler'] is None else 'with'} a scaler, "
                     "and load() was called the other way: give the same as to save()"
                 )
+            if scaler is not None and scaler.is_enabled() and not contents["scaler"]:
+                raise CheckpointError(
+                    "it was saved with a disabled scaler, and here the scaler is enabled: disable "
+                    "it, too"
+                )
             present = module.state_dict()
             require_same_tensors(
                 local_parts(present) if boundary.sharded else present, contents["model"]
@@ -249,7 +256,9 @@ def load(
         if scaler is not None:
             scaler.load_state_dict(contents["scaler"])
         sync.load_state_dict(contents["sync"])
-        set_random_states(contents["random"], boundary.device)
+        if paths[key] in files_of(folder, rank).values():
+            # Rank 0's file would give another worker the random numbers of rank 0.
+            set_random_states(contents["random"], boundary.device)
         for later, path in files_of(folder, rank).items():
             # A newer checkpoint was skipped. Its remaining files could make save() fail, because
             # save() refuses a step before that of an existing checkpoint.
@@ -275,16 +284,17 @@ def _common_step(folder: Path, answers: Sequence[Any], common: set[CheckpointKey
     """Return the step of a new checkpoint: the workers' common step, or the largest in a consensus.
 
     The second and third entries of each worker's answer are the kind of its state ("worker" or
-    "consensus") and its step. ``common`` are the checkpoints that all workers have.
+    "consensus"), and its steps in the whole training and since ``attach``. ``common`` are the
+    checkpoints that all workers have.
     """
     first = answers[0][1:3]
-    for rank, (_, of, step, *_) in enumerate(answers):
-        if [of, step] != first and (of, first[0]) != ("consensus", "consensus"):
+    for rank, (_, of, steps, *_) in enumerate(answers):
+        if [of, steps] != first and (of, first[0]) != ("consensus", "consensus"):
             raise CheckpointError(
-                f"rank {rank} saves the state of a {of} at step {step}, rank 0 that of a "
-                f"{first[0]} at step {first[1]}: all workers save at the same step"
+                f"rank {rank} saves the state of a {of} at step {steps[0]}, rank 0 that of a "
+                f"{first[0]} at step {first[1][0]}: all workers save at the same step"
             )
-    reached = max(int(step) for _, _, step, *_ in answers)
+    reached = max(int(steps[0]) for _, _, steps, *_ in answers)
     later = [saved_step for saved_step, _ in common if saved_step > reached]
     if later:
         raise CheckpointError(

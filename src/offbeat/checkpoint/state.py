@@ -9,10 +9,12 @@ dataclass, and ``load`` writes them into it.
 import copy
 import dataclasses
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from dataclasses import field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,8 +106,11 @@ def digest(values: Any, where: str = "it") -> int:
     """Return the CRC-32 checksum of plain values. It does not depend on the device of tensors.
 
     The checksum detects damage by a disk or a link, but does not protect against an attacker. It
-    takes about half a millisecond per megabyte. Raises CheckpointError if a value is not plain;
-    bytes, sets and dtypes are also allowed.
+    takes about half a millisecond per megabyte.
+
+    Raises CheckpointError if a value is not plain; bytes, sets and dtypes are also allowed.
+    Subclasses of these types are not: ``torch.load`` could not read them again without executing
+    code from the file.
     """
     crc = 0
     for piece in _pieces(values, where):
@@ -117,27 +122,38 @@ def _pieces(value: Any, where: str) -> Iterator[Any]:
     if isinstance(value, Tensor):
         yield f"tensor {value.dtype} {tuple(value.shape)};".encode()
         yield from _tensor_bytes(value.detach())
-    elif isinstance(value, Mapping):
+    elif type(value) in (dict, OrderedDict, Counter):
         yield f"dict {len(value)};".encode()
         for key, each in value.items():
             yield from _pieces(key, f"a key of {where}")
             yield from _pieces(each, f"{where}[{key!r}]")
-    elif isinstance(value, list | tuple):
+    elif type(value) in (list, tuple, torch.Size):
         yield f"list {len(value)};".encode()
         for i, each in enumerate(value):
             yield from _pieces(each, f"{where}[{i}]")
-    elif isinstance(value, set | frozenset):
+    elif type(value) is set:
         yield f"set {sorted(map(repr, value))};".encode()
-    elif isinstance(value, bytes | bytearray):
+    elif type(value) in (bytes, bytearray):
         yield b"bytes;"
         yield value
-    elif value is None or isinstance(value, bool | int | float | complex | str | torch.dtype):
+    elif value is None or type(value) in (bool, int, float, complex, str, torch.dtype):
         yield f"{value!r};".encode()
     else:
         raise CheckpointError(
             f"{where} is a {type(value).__name__}, and a checkpoint holds numbers, text, tensors "
             "and lists and dictionaries of them"
         )
+
+
+def without_numpy(value: Any) -> Any:
+    """Return plain values with the scalars of numpy replaced by Python's, in new containers."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {without_numpy(key): without_numpy(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(without_numpy, value))
+    return value
 
 
 def _tensor_bytes(value: Tensor) -> Iterator[Any]:

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
+import torch
+
 from offbeat.averaging import Flow
 from offbeat.checkpoint.state import check, digest, load, save
 from offbeat.errors import CheckpointError
@@ -37,8 +39,8 @@ def state_of(flow: Flow, stats: Stats) -> dict[str, Any]:
             "of": "worker",
             "strategy": repr(flow.strategy),
             "wire": worker.wire.precision,
-            "rank": worker.rank,
-            "size": worker.size,
+            "rank": worker.team.everyone.rank,
+            "size": worker.team.everyone.size,
             "model": worker.replica.describe(),
             "stats": dataclasses.asdict(stats),
             "step": worker.step,
@@ -99,6 +101,7 @@ def check_state(state: Any, flow: Flow, stats: Stats) -> None:
 def _require_identity(state: dict[str, Any], flow: Flow) -> None:
     worker, strategy = flow.worker, flow.strategy
     size, rank, wire = state["size"], state["rank"], state["wire"]
+    everyone = worker.team.everyone  # also the other processes of a node, which hold other shards
     if state["strategy"] != repr(strategy):
         raise CheckpointError(
             f"the state was saved under {state['strategy']}, this is {strategy!r}: attach with "
@@ -109,14 +112,14 @@ def _require_identity(state: dict[str, Any], flow: Flow) -> None:
             f"the state was saved with wire={wire!r}, this is wire={worker.wire.precision!r}: "
             "attach with the wire of the saved run"
         )
-    if size != worker.size:
+    if size != everyone.size:
         raise CheckpointError(
-            f"the state was saved by one of {size} workers, here are {worker.size}: start as many, "
-            "or load a checkpoint that was saved inside consensus(), which fits any number"
+            f"the state was saved by one of {size} workers, here are {everyone.size}: start as "
+            "many, or load a checkpoint that was saved inside consensus(), which fits any number"
         )
-    if rank != worker.rank:
+    if rank != everyone.rank:
         raise CheckpointError(
-            f"the state was saved by rank {rank}, this is rank {worker.rank}: each worker loads "
+            f"the state was saved by rank {rank}, this is rank {everyone.rank}: each worker loads "
             "what it has saved itself"
         )
 
@@ -178,13 +181,16 @@ def load_state(state: dict[str, Any], flow: Flow) -> Stats:
     """Load a state that was checked, and return its totals. A collective for a consensus.
 
     Requires that the model was loaded before. After loading the state of a consensus, all workers
-    start from rank 0's model.
+    start from rank 0's model, and continue to count from the largest number of steps.
     """
     worker = flow.worker
     totals = dict(state["stats"])
     worker.details.clear()
     worker.details.update(totals.pop("details"))
     if state["of"] == "consensus":
+        everyone = worker.team.everyone
+        steps = torch.tensor([float(totals["steps"])], device=everyone.control_device)
+        totals["steps"] = int(everyone.maximum(steps.double(), what="steps").wait().item())
         copy_rank_0(worker.team, worker.replica.everything())
         flow.start()
         worker.barrier("the start from a consensus")
