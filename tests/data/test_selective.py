@@ -142,6 +142,8 @@ def test_resumable_at_any_position(
     sampler = fresh()
     sampler.set_epoch(2)
     whole = list(sampler)
+    sampler = fresh()
+    sampler.set_epoch(2)
     stop = data.draw(st.integers(0, len(whole) - 1))
     iterator = iter(sampler)
     read = [next(iterator) for _ in range(stop)]
@@ -157,6 +159,26 @@ def test_resumable_at_any_position(
     assert exact.state_dict()["position"] == 0
     exact.set_epoch(3)
     assert len(list(exact)) == len(whole)
+
+
+@pytest.mark.parametrize("consumed", [None, 100, 112])
+def test_the_state_at_the_end_of_an_epoch_is_the_start_of_the_next(consumed: int | None) -> None:
+    """The seventh batch of 16 has 4 samples, so 7 · 16 is more than all 100."""
+    sampler = SelDPSampler(range(100), 1, 0)
+    sampler.set_epoch(3)
+    assert len(list(sampler)) == 100
+    state = sampler.state_dict(consumed)
+    assert (state["epoch"], state["position"]) == (4, 0)
+
+
+def test_an_epoch_that_was_left_does_not_change_the_state_of_the_next() -> None:
+    sampler = SelDPSampler(range(100), 1, 0)
+    iterator = iter(sampler)
+    for _ in range(50):
+        next(iterator)
+    sampler.set_epoch(1)
+    state = sampler.state_dict()
+    assert (state["epoch"], state["position"]) == (1, 0)
 
 
 def test_a_state_of_another_part_is_refused() -> None:

@@ -48,7 +48,7 @@ class SelDPSampler(Sampler[int]):
 
     Attributes:
         epoch: Number of the epoch, set by ``set_epoch``.
-        position: Number of indices drawn in this epoch so far; 0 after the last one was drawn.
+        position: Number of indices drawn in this epoch so far.
 
     Raises:
         RuntimeError: ``num_replicas`` or ``rank`` is None and no process group is initialised.
@@ -126,7 +126,7 @@ class SelDPSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which determines the shuffle. A new epoch starts at position 0."""
         if epoch != self.epoch:
-            self._resume = 0
+            self._resume = self.position = 0
         self.epoch = epoch
 
     def _own(self) -> list[int]:
@@ -157,21 +157,24 @@ class SelDPSampler(Sampler[int]):
         own = self._own()
         first, self._resume = self._resume, 0
         for offset, index in enumerate(own[first:], start=first + 1):
-            self.position = offset % len(self)
+            self.position = offset
             yield index
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Return the position of this worker. With a partition, every worker must save its own.
+
+        At the end of an epoch it is the start of the next one.
 
         Args:
             consumed: Number of samples of this epoch that were trained on. None: the number of
                 indices drawn. A DataLoader with worker processes draws indices ahead of training.
                 With such a loader, pass the number of trained batches times the batch size.
         """
-        position = self.position if consumed is None else consumed % len(self)
+        position = self.position if consumed is None else consumed
+        ended = position >= len(self)  # the last batch may be smaller than the others
         state = {
-            "epoch": self.epoch,
-            "position": position,
+            "epoch": self.epoch + ended,
+            "position": 0 if ended else position,
             "seed": self.seed,
             "num_replicas": self.num_replicas,
         }
