@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad
 
 import offbeat
-from loops import close, sgd
+from loops import close, error_of, sgd
 from offbeat import Compute, Network, simulate
 from offbeat.baselines.downpour import Downpour
 from problems import assign, flat, gradients, loss_of, make_batch, make_model, train_step
@@ -258,9 +258,9 @@ def test_the_learning_rate_is_applied_once() -> None:
 # -- which gradients are pushed -------------------------------------------------------------------
 
 
-def scaled(rank: int, size: int, unscale: bool) -> Any:
+def scaled(rank: int, size: int, unscale: bool, fused: bool) -> Any:
     model = make_model(seed=0, dtype=torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     strategy = Downpour(push_every=2, fetch_every=4)
     sync = offbeat.attach(model, optimizer, strategy, scaler=scaler, timeout_seconds=20)
@@ -281,10 +281,10 @@ def scaled(rank: int, size: int, unscale: bool) -> Any:
     return trace, flat(model), steps
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-def test_a_step_that_a_scaler_skips_is_not_pushed(unscale: bool) -> None:
+@pytest.mark.parametrize(("unscale", "fused"), [(False, False), (True, False), (False, True)])
+def test_a_step_that_a_scaler_skips_is_not_pushed(unscale: bool, fused: bool) -> None:
     """The step counts, but its overflowed gradients are not pushed."""
-    ((trace, end, steps),) = run(scaled, unscale, workers=1)
+    ((trace, end, steps),) = run(scaled, unscale, fused, workers=1)
     model = make_model(seed=0, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(8):
@@ -294,6 +294,23 @@ def test_a_step_that_a_scaler_skips_is_not_pushed(unscale: bool) -> None:
     assert end.isfinite().all()
     close(end, flat(model), atol=1e-5)
     assert steps == 8
+
+
+def overwriting(rank: int, size: int) -> Any:
+    model = make_model(seed=0)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.05, momentum=0.9, nesterov=True, foreach=True
+    )
+    sync = offbeat.attach(model, optimizer, Downpour(), timeout_seconds=20)
+    found = error_of(lambda: train_step(model, optimizer, make_batch(rank, 0)))
+    sync.detach()
+    return found
+
+
+def test_an_optimizer_that_overwrites_gradients_is_refused() -> None:
+    ((kinds, message),) = run(overwriting, workers=1)
+    assert kinds[0] == "AttachError"
+    assert "give foreach=False" in message
 
 
 def in_turn(rank: int, size: int) -> Tensor:

@@ -60,7 +60,10 @@ def test_values_are_those_of_the_cpu(strategy: str, wire: str) -> None:
     torch.testing.assert_close(there[0], here[0], rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("strategy", ["streaming", "async:schedule=eager,staleness=4"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["streaming", "async:schedule=eager,staleness=4", "easgd:period=2", "downpour", "ssp"],
+)
 def test_eager_schedules_end_alike(strategy: str) -> None:
     """Workers end with the same model, whatever was in flight at any time."""
     there = run(train, DEVICE, strategy, None, workers=2, seconds=120, start=START)

@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -760,3 +761,27 @@ def test_view_changes_release_threads_and_descriptors(times: int) -> None:
     for first, last, views in run(change_often, times, workers=3, newcomers=0):
         assert [number for number, _, _ in views] == list(range(times + 1))
         assert all(a <= b + 1 for a, b in zip(last, first, strict=True)), (first, last)
+
+
+def test_two_threads_may_find_the_same_worker_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both see the closed connection before one of them removes it."""
+    here, there = heartbeats.HeartbeatConnections(), heartbeats.HeartbeatConnections()
+    assert here.connect({1: there.address}) == []
+    there.close()
+    both, poll = threading.Barrier(2, timeout=10), heartbeats.select.poll
+
+    class Together:
+        def __init__(self) -> None:
+            self._poll = poll()
+            self.register = self._poll.register
+
+        def poll(self, timeout: float) -> Any:
+            found = self._poll.poll(1000)
+            both.wait()
+            return found
+
+    monkeypatch.setattr(heartbeats.select, "poll", Together)
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(here.dead) for _ in range(2)]
+        assert [one.result(timeout=20) for one in found] == [{1}, {1}]
+    here.close()

@@ -80,6 +80,11 @@ def test_the_factor_is_one_without_first_moments() -> None:
     assert factor_of(1.0, 0.5, (0.0, 0.999), 50, 4) == 1
 
 
+def test_the_factor_is_one_if_all_steps_were_skipped() -> None:
+    """A fused Adam then has state whose number of steps is 0."""
+    assert factor_of(0.0, 0.0, (0.9, 0.999), 0, 4) == 1
+
+
 def test_equal_gradients_give_the_factor_one() -> None:
     decay, decay_2 = 1 - 0.9**50, 1 - 0.999**50
     assert factor_of(3.0 * decay_2, 3.0 * decay**2, (0.9, 0.999), 50, 16) == pytest.approx(1.0)

@@ -142,13 +142,13 @@ DETACHED = [
 ]
 
 
-def skipped_last(rank: int, size: int, text: str) -> tuple[Tensor, Tensor, Tensor]:
+def skipped_last(rank: int, size: int, text: str, fused: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Average after the second step; rank 1 overflows in the third.
 
     Returns models before and at the end.
     """
     model = make_model(seed=rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     trace = []
     with attach(model, optimizer, text, scaler=scaler) as sync:
@@ -163,10 +163,20 @@ def skipped_last(rank: int, size: int, text: str) -> tuple[Tensor, Tensor, Tenso
     return trace[1], trace[2], flat(model)
 
 
-@pytest.mark.parametrize("text", ["local:period=2", "diloco:period=2,outer_momentum=0,outer_lr=1"])
-def test_a_skipped_step_adds_no_weight_to_the_final_mean(text: str) -> None:
-    """The final mean is over the workers with unsynchronized steps: rank 0 alone."""
-    (shared, first, end), (same, second, other) = run(skipped_last, text, workers=2)
+@pytest.mark.parametrize(
+    ("text", "fused"),
+    [
+        ("local:period=2", False),
+        ("diloco:period=2,outer_momentum=0,outer_lr=1", False),
+        ("local:period=2", True),
+    ],
+)
+def test_a_skipped_step_adds_no_weight_to_the_final_mean(text: str, fused: bool) -> None:
+    """The final mean is over the workers with unsynchronized steps: rank 0 alone.
+
+    If the optimizer is fused, the scaler lets it step, and the optimizer skips the step itself.
+    """
+    (shared, first, end), (same, second, other) = run(skipped_last, text, fused, workers=2)
     assert torch.equal(shared, same)
     assert torch.equal(second, shared), "the step was skipped"
     assert not torch.equal(first, shared)

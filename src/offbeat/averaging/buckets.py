@@ -81,6 +81,7 @@ def add_to(tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:
     """tensors ← tensors + scale · flat, in place, computed in the dtype of ``flat``."""
     with torch.no_grad():
         for tensor, part in _with_parts(tensors, flat):
+            part = part.to(tensor.device)
             if tensor.dtype == part.dtype:
                 tensor.add_(part, alpha=scale)
             else:

@@ -15,6 +15,8 @@ from offbeat.averaging.parts.landing import Landing, bucket_landing
 from offbeat.errors import AttachError
 from offbeat.transport.team import Team
 
+_COUNTERS = ("step", "mu_product")  # state that counts steps, the same on all workers
+
 
 def forget_non_finite(optimizer: Optimizer, over_shards: Callable[..., list[float]]) -> None:
     """Delete the state of each parameter whose state contains NaN or infinity.
@@ -89,7 +91,7 @@ class OptimizerState:
                 if id(parameter) not in self._names:
                     continue
                 for key, value in state.items():
-                    if not isinstance(value, Tensor) or key == "step":
+                    if not isinstance(value, Tensor) or key in _COUNTERS:
                         continue
                     if names is not None and key not in names:
                         continue

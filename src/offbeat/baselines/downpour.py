@@ -18,7 +18,21 @@ from offbeat.averaging.worker import AttachedOptimizer
 from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat.baselines.shard import Rule
 from offbeat.checkpoint.state import transient
+from offbeat.errors import AttachError
 from offbeat.strategies.base import setting
+
+
+def _require_unchanged_gradients(group: dict[str, Any]) -> None:
+    """Raise AttachError if SGD with Nesterov momentum overwrites the gradients that G needs.
+
+    Its loops over all tensors at once do, which are torch's default on a GPU.
+    """
+    on_gpu = any(parameter.is_cuda for parameter in group["params"])
+    if group.get("foreach") or (on_gpu and not group.get("fused")):
+        raise AttachError(
+            "downpour cannot read the gradients of SGD(nesterov=True, foreach=True), which "
+            "overwrites them: give foreach=False"
+        )
 
 
 @dataclass(eq=False)
@@ -103,7 +117,7 @@ class DownpourFlow(ServerFlow):
                 decay = float(group.get("weight_decay", 0.0))
                 if decay:
                     value = as_real(parameter.detach())
-                    self._gradient(parameter, value).add_(value, alpha=scale * decay)
+                    self._add(parameter, value, scale * decay)
         return False
 
     @override
@@ -115,7 +129,7 @@ class DownpourFlow(ServerFlow):
             assert gradient is not None
             gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
             sign = -1 if group.get("maximize") else 1
-            self._gradient(parameter, gradient).add_(gradient, alpha=sign * scale)
+            self._add(parameter, gradient, sign * scale)
 
     def _with_gradient(
         self, optimizer: AttachedOptimizer
@@ -125,6 +139,8 @@ class DownpourFlow(ServerFlow):
         The factor is 1 with ``server_lr``, and otherwise η/N.
         """
         for group in optimizer.optimizer.param_groups:
+            if group.get("nesterov") and group.get("foreach") is not False:
+                _require_unchanged_gradients(group)
             scale = 1.0
             if self.strategy.server_lr is None:
                 scale = float(group["lr"]) / self.worker.size
@@ -132,10 +148,11 @@ class DownpourFlow(ServerFlow):
                 if parameter.grad is not None and id(parameter) in self._offsets:
                     yield group, parameter, scale
 
-    def _gradient(self, parameter: nn.Parameter, like: Tensor) -> Tensor:
-        """Return the part of G that belongs to ``parameter``, in the shape of ``like``."""
+    def _add(self, parameter: nn.Parameter, value: Tensor, factor: float) -> None:
+        """Add ``factor · value`` to the part of G, on the CPU, that belongs to ``parameter``."""
         offset = self._offsets[id(parameter)]
-        return self.state.gradients[offset : offset + like.numel()].view(like.shape)
+        part = self.state.gradients[offset : offset + value.numel()].view(value.shape)
+        part.add_(value.to(part.device), alpha=factor)
 
     # -- requests --------------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ class RandomPart(Part):
             shifts = (mean if self._waits else mean - own).split(pieces)
             for (tensor, indices), shift in zip(chosen, shifts, strict=True):
                 new = shift if self._waits else torch.take(tensor, indices).to(shift) + shift
-                tensor.put_(indices, new.to(tensor.dtype))
+                tensor.put_(indices, new.to(tensor))
 
 
 class SPARTAFlow(ModelFlow):

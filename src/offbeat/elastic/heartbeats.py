@@ -72,14 +72,17 @@ class HeartbeatConnections:
     def dead(self) -> frozenset[int]:
         """Return the monitored workers that have ended or have called ``close``. Never blocks."""
         poll = select.poll()
-        by_descriptor = {socket_.fileno(): worker for worker, socket_ in self._sockets.items()}
+        # Other threads may call this at the same time, and also find the worker dead.
+        sockets = list(self._sockets.items())
+        by_descriptor = {socket_.fileno(): worker for worker, socket_ in sockets}
         for descriptor in by_descriptor:
             # No data are sent, so a socket is readable only once the other end is closed.
             poll.register(descriptor, select.POLLIN)
         for descriptor, _ in poll.poll(0):
             worker = by_descriptor[descriptor]
-            self._sockets.pop(worker).close()
             self._dead.add(worker)
+            if (found := self._sockets.pop(worker, None)) is not None:
+                found.close()
         return frozenset(self._dead)
 
 

@@ -184,7 +184,7 @@ class AdaptiveWire(Wire):
     def _add_errors(self, tensor: Tensor, stream: str, *, tentative: bool) -> None:
         """Move the stored errors of ``stream`` into an exact contribution."""
         errors = self._streams.pop(stream)
-        tensor.add_(errors.sent.reshape(-1)[: tensor.numel()])
+        tensor.add_(errors.sent.reshape(-1)[: tensor.numel()].to(tensor.device))
         errors.add_summed(tensor, self._team.rank)
         if tentative:
             self._sent_errors[stream] = errors

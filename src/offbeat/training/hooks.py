@@ -76,7 +76,9 @@ def hook_optimizer(
                     f"{type(optimizer).__name__} took a step without calling its closure, so its "
                     "gradients were not synchronized; call the closure outside of step()"
                 )
-            iteration.complete(index)
+            # A fused optimizer skips the step itself if a GradScaler has found an overflow.
+            overflow = getattr(optimizer, "found_inf", None)
+            iteration.complete(index, skipped=overflow is not None and bool(overflow))
 
     def before_inner(inner: Optimizer, args: Any, kwargs: Any) -> None:
         # For example SAM (sharpness-aware minimization) if the training loop calls first_step()

@@ -117,9 +117,11 @@ def factor_of(
         v: Sum of Adam's second moments, without bias correction.
         m_squared: Sum of the squares of its first moments, without bias correction.
         betas: β₁ and β₂.
-        step: Number of steps that the moments contain, at least 1.
+        step: Number of steps that the moments contain. 0 if a GradScaler has skipped all of them.
         workers: N.
     """
+    if step < 1:
+        return 1.0
     decay, decay_2 = (float(beta) ** step for beta in betas)
     v, m_squared = v / (1 - decay_2), m_squared / (1 - decay) ** 2
     beta = float(betas[0])
