@@ -401,6 +401,33 @@ def test_the_others_train_on_what_a_killed_worker_has_left(strategy: str, at: fl
         assert samples_used([record[4]])
 
 
+def train_with_consensus(epochs: int = 6) -> dict[str, Any]:
+    """Train, and enter a consensus after each epoch."""
+    model, optimizer, sync = attach(min_workers=1)
+    sampler = LeasedSampler(dataset(), 4, sync=sync)
+    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
+    first, used, means = sampler.epoch, [list[int]() for _ in range(epochs)], {}
+    for epoch in range(first, epochs):
+        sampler.set_epoch(epoch)
+        used[epoch] += train_on(model, optimizer, loader)
+        with sync.consensus():
+            means[epoch] = flat(model)
+    sync.finish()
+    return {"first": first, "used": used, "means": means}
+
+
+@pytest.mark.parametrize("at", [0.3, 0.4, 0.5, 0.6])
+def test_a_worker_that_joins_starts_from_the_epoch_of_the_others(at: float) -> None:
+    """It enters the same consensus as the others after each epoch."""
+    results = simulated(train_with_consensus, workers=3, faults=(Join(at=at),)).results
+    assert used_by(results) == Counter((e, s) for e in range(6) for s in range(SAMPLES))
+    joined = results[3]
+    assert joined["first"] >= 1
+    assert all(joined["used"][joined["first"] + 1 :])
+    for epoch, mean in joined["means"].items():
+        assert torch.equal(mean, results[0]["means"][epoch])
+
+
 def lease_and_leave(strategy: str, record: dict[int, Any], last: int) -> dict[str, Any]:
     """Train for three epochs. Worker 2 leaves after step ``last``, as after SIGTERM."""
     rank = dist.get_rank()

@@ -4,6 +4,7 @@ This module uses private attributes of ``Synchronizer``.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from offbeat.errors import AttachError, CommunicationError
 from offbeat.synchronizer import Synchronizer, require_synchronizer
@@ -36,6 +37,14 @@ def share_model(sync: Synchronizer) -> None:
         assert sync._consensus.change_view is not None
         with sync._iteration.guard:
             sync._consensus.change_view(CommunicationError("the workers share one model"))
+
+
+def share_with_joining(
+    sync: Synchronizer, save: Callable[[], Any], load: Callable[[Any], object]
+) -> None:
+    """Call ``sync.share_state``, unless this worker has taken a step. Then that is refused."""
+    if not sync._components.unfinished.steps:
+        sync.share_state(save, load)
 
 
 def require_complete_consensus(sync: Synchronizer, what: str) -> None:

@@ -12,6 +12,7 @@ from offbeat.arguments import require_integer
 from offbeat.data.leasing.access import (
     open_board,
     require_complete_consensus,
+    share_with_joining,
     synced_step_of,
     team_of,
 )
@@ -80,7 +81,7 @@ class LeasedSampler(Sampler[list[int]]):
 
         sampler = LeasedSampler(dataset, batch_size=32, sync=sync)
         loader = LeasedLoader(DataLoader(dataset, batch_sampler=sampler))
-        for epoch in range(epochs):
+        for epoch in range(sampler.epoch, epochs):
             sampler.set_epoch(epoch)
             for batch in loader:
                 ...
@@ -102,6 +103,7 @@ class LeasedSampler(Sampler[list[int]]):
     Attributes:
         sync: The synchronizer.
         epoch: Number of the epoch of the next iteration. An iteration to the end adds 1.
+            A worker that joins a training starts from the epoch that the others train on.
         batches: Number of batches that all workers use together in an epoch.
 
     Raises:
@@ -149,10 +151,11 @@ class LeasedSampler(Sampler[list[int]]):
         self._uses: dict[Lease, _Use] = {}  # chunks that are not acknowledged, in order of use
         self._reclaimed: Lease | None = None  # chunk of the next iteration; see ``reclaim``
         self._largest = 0  # largest number of a member so far
+        self._begun: int | None = None  # number of the epoch that was begun last
         self._ended = -1  # number of the last epoch whose batches were all drawn
-        self._started = False
         self._progress = 0.0
         self._counted_by_loader = False
+        share_with_joining(sync, self._training_epoch, self._start_from)
 
     # -- epochs ----------------------------------------------------------------------------------
 
@@ -174,6 +177,19 @@ class LeasedSampler(Sampler[list[int]]):
             )
         self.epoch = epoch
 
+    def _training_epoch(self) -> int:
+        """Return the epoch that was begun last, from which a worker that joins starts.
+
+        The scripts of all workers may enter ``consensus`` after each epoch. A worker that joins
+        while the others wait there has to enter this consensus, too, so it starts from the epoch
+        that they have just ended, although no chunk of it is left.
+        """
+        return self.epoch if self._begun is None else self._begun
+
+    def _start_from(self, epoch: int) -> None:
+        """Start from an epoch."""
+        self.epoch, self._progress = epoch, float(epoch)
+
     def __iter__(self) -> Iterator[list[int]]:
         """Iterate over the batches of this worker, as lists of samples. Blocks if none is ready."""
         self._again.extendleft(reversed(self._drawn))
@@ -182,7 +198,7 @@ class LeasedSampler(Sampler[list[int]]):
             lease, self._reclaimed = self._reclaimed, None
             yield from (self._draw(_Batch(lease, number)) for number in range(lease.batches))
             return
-        epoch, self._started = self.epoch, True
+        epoch = self._begun = self.epoch
         self._prefetch.begin(epoch)
         while (batch := self._next()) is not None:
             yield self._draw(batch)
@@ -349,7 +365,7 @@ class LeasedSampler(Sampler[list[int]]):
         Raises:
             ValueError: The state has other settings than this sampler, or an epoch has begun.
         """
-        if self._started:
+        if self._begun is not None:
             raise ValueError("load_state_dict() after the first epoch has begun: call it before")
         for name, value in vars(self._settings).items():
             if state[name] != value:
@@ -357,6 +373,6 @@ class LeasedSampler(Sampler[list[int]]):
                     f"the state was saved with {name}={state[name]!r}, this sampler has "
                     f"{name}={value!r}"
                 )
-        self.epoch, self._ended = state["epoch"], state["epoch"] - 1
-        self._progress = float(self.epoch)
+        self._start_from(state["epoch"])
+        self._ended = self.epoch - 1
         self._leases.resume(self.epoch, state["left"])
