@@ -575,6 +575,32 @@ def test_another_number_of_workers_continues(stop: int) -> None:
     assert [each["used"] for each in once_more] == [each["used"] for each in second]
 
 
+def save_at_step_10() -> dict[str, Any]:
+    """Save between two steps, outside of a consensus."""
+    model, optimizer, sync = attach()
+    sampler = LeasedSampler(dataset(), 4, sync=sync)
+    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
+    used: list[int] = []
+    state: dict[str, Any] = {}
+    for batch in loader:
+        used += train_on(model, optimizer, [batch])
+        if sync.step == 10:
+            state = sampler.state_dict()
+    sync.finish()
+    return {"used": [used], "state": state, "model": flat(model)}
+
+
+def test_workers_at_the_same_step_save_between_two_steps() -> None:
+    """They may be in different rounds: a worker at step 10 completes those of the others first."""
+    results = simulated(save_at_step_10, workers=3, slowdown={1: 1.5}, jitter=0.5).results
+    assert samples_used(results) == Counter(range(SAMPLES))
+    for each in results:
+        assert torch.equal(each["model"], results[0]["model"])
+        assert each["state"] == results[0]["state"]
+        left = sum(end - start for start, end in each["state"]["left"]["0"])
+        assert left == SAMPLES - 3 * 10 * 4
+
+
 def test_a_state_of_other_data_is_refused() -> None:
     def worker() -> None:
         _, _, sync = attach()

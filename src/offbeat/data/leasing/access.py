@@ -47,9 +47,22 @@ def share_with_joining(
         sync.share_state(save, load)
 
 
-def require_complete_consensus(sync: Synchronizer, what: str) -> None:
-    """Raise CheckpointError in a consensus in which a worker takes part from ``finish``."""
+def prepare_collectives(sync: Synchronizer, what: str) -> None:
+    """Let the caller ``what`` use collectives between two steps, or inside ``consensus``.
+
+    A collective. Outside of ``consensus`` it completes the operations of the strategy, because
+    workers at the same step may be in different rounds.
+
+    Raises:
+        AttachError: after ``finish`` or ``detach``, or in the middle of an iteration.
+        CheckpointError: inside a consensus in which a worker takes part from ``finish``.
+    """
+    sync._require_active(what)
     sync._consensus.require_complete(what)
+    if not sync._iteration.shows_consensus:
+        sync._iteration.require_boundary(what)
+        with sync._recorder.paused(), sync._team.account.paused(), sync._iteration.guard:
+            sync._consensus.before_save()
 
 
 def synced_step_of(sync: Synchronizer) -> int:

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 from offbeat.arguments import require_integer
 from offbeat.data.leasing.access import (
     open_board,
-    require_complete_consensus,
+    prepare_collectives,
     share_with_joining,
     synced_step_of,
     team_of,
@@ -344,9 +344,10 @@ class LeasedSampler(Sampler[list[int]]):
         state.
 
         Raises:
+            AttachError: after ``finish`` or ``detach``, or in the middle of an iteration.
             CheckpointError: inside ``consensus``, and another worker has called ``finish``.
         """
-        require_complete_consensus(self.sync, "LeasedSampler.state_dict()")
+        prepare_collectives(self.sync, "LeasedSampler.state_dict()")
         self._prefetch.settle()
         self._leases.lose(self._lost_workers())
         used = self._used_batches(self.sync.step)
