@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
 
 import offbeat
 from cells import some
@@ -21,8 +22,9 @@ from offbeat.data import LeasedLoader, LeasedSampler
 from offbeat.data.leasing.access import synced_step_of
 from offbeat.data.leasing.departure import leave
 from offbeat.elastic import membership
-from offbeat.errors import AttachError, MismatchError
+from offbeat.errors import AttachError, CommunicationError, MismatchError
 from offbeat.simulate import Join, Kill, Simulation
+from offbeat.transport.board import LocalBoard
 from problems import flat, loss_of, make_batch, make_model
 from workers import run as on_processes
 
@@ -305,6 +307,46 @@ def test_different_settings_are_found() -> None:
 
     with pytest.raises(MismatchError, match="the workers lease different data"):
         simulated(worker, workers=2)
+
+
+class LostBoard(LocalBoard):
+    """A board whose store has ended."""
+
+    @override
+    def get(self, key: str) -> str:
+        raise RuntimeError("Connection reset by peer\nException raised from …")
+
+    @override
+    def put(self, key: str, value: str) -> None:
+        self.get(key)
+
+    @override
+    def compare_set(self, key: str, expected: str, value: str) -> str:
+        return self.get(key)
+
+
+@pytest.mark.parametrize(
+    "name", ["reclaim", "give_back", "outstanding", "state_dict", "load_state_dict"]
+)
+def test_a_lost_store_is_named(name: str) -> None:
+    """At the end of the training, and for a checkpoint, as for a lease."""
+
+    def worker() -> None:
+        model, optimizer, sync = attach()
+        sampler = LeasedSampler(dataset(), 4, sync=sync)
+        state = sampler.state_dict()
+        loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
+        if name != "load_state_dict":
+            train_on(model, optimizer, [next(iter(loader))])
+        sampler._prefetch.settle()
+        sampler._leases._board = LostBoard()
+        sampler._largest = 1  # as if worker 1 was lost
+        arguments = (state,) if name == "load_state_dict" else ()
+        with pytest.raises(CommunicationError, match=r"leasing data failed: .* \(Connection reset"):
+            getattr(sampler, name)(*arguments)
+        sync.detach()
+
+    simulated(worker, workers=1)
 
 
 # -- what a mean contains ----------------------------------------------------------------------

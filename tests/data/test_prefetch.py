@@ -89,6 +89,19 @@ def test_a_silent_store_raises_a_timeout() -> None:
     prefetch.stop()
 
 
+def test_a_call_has_the_time_limit_and_the_errors_of_leases() -> None:
+    board = Silent()
+    prefetch = prefetch_from(board, timeout_seconds=0.2)
+    with pytest.raises(CommunicationTimeout, match=r"has not answered within timeout_seconds=0\.2"):
+        prefetch.call(lambda: board.add("key", 1))
+    board.release.set()
+    assert prefetch.call(lambda: board.add("key", 1)) == 2  # after the first call has ended
+    failing = Failing()
+    failing.additions = 0
+    with pytest.raises(CommunicationError, match=r"leasing data failed: .* \(Connection reset"):
+        prefetch.call(lambda: failing.add("key", 1))
+
+
 def test_nothing_is_leased_after_the_end() -> None:
     prefetch = prefetch_from(LocalBoard())
     prefetch.begin(0)

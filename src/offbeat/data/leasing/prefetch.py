@@ -1,20 +1,23 @@
 """Leases ahead of use: a background activity keeps a worker supplied with chunks.
 
 The training thread calls all public methods. At most one background activity runs at a time. It
-acknowledges finished chunks and leases new ones. So the training waits for the board only at the
-start, if a lease takes longer than the batches in hand, for a checkpoint, and at the end.
+acknowledges finished chunks and leases new ones, or runs a function for ``call``. So the training
+waits for the board only at the start, if a lease takes longer than the batches in hand, for a
+checkpoint, and at the end. It waits for ``timeout_seconds`` at most.
 """
 
 import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
+from typing import TypeVar
 
 from offbeat.data.leasing.leases import Lease, Leases
 from offbeat.errors import CommunicationError, CommunicationTimeout, OffbeatError
 from offbeat.transport.host import Promise
 from offbeat.transport.team import Team
 
+T = TypeVar("T")
 _IN_HAND = 4.0  # batches in hand last at least this many times as long as a lease takes
 _CHUNK = 2.0  # a chunk lasts at least this many times as long as a lease takes
 _STEP_SECONDS = 0.05  # assumed time of a batch until it was measured
@@ -122,6 +125,26 @@ class Prefetch:
             self._start()
             self._wait(changed)
 
+    def call(self, function: Callable[[], T]) -> T:
+        """Run ``function``, which uses the board, in the background, and return its result. Blocks.
+
+        It calls ``settle`` first, so nothing else uses the leases meanwhile.
+
+        Raises:
+            CommunicationError: The board does not answer.
+        """
+        self.settle()
+        results: list[T] = []
+        with self._lock:
+            changed: Promise[None] = self._team.host.promise()
+            self._changed, self._running = changed, True
+        self._team.host.spawn(lambda: self._call(function, results), what="leases of data")
+        self._wait(changed)
+        with self._lock:
+            if self._error is not None:
+                raise self._explained(self._error)
+        return results[0]
+
     def stop(self) -> None:
         """End the background activity, at the end of training. Never raises."""
         with self._lock:
@@ -209,6 +232,17 @@ class Prefetch:
             with self._lock:
                 self._error, self._running = error, False
                 self._notify()
+
+    def _call(self, function: Callable[[], T], results: list[T]) -> None:
+        """Append the result of ``function`` to ``results``, or store its error."""
+        error: Exception | None = None
+        try:
+            results.append(function())
+        except Exception as raised:
+            error = raised
+        with self._lock:
+            self._error, self._running = self._error or error, False
+            self._notify()
 
     def _lease(self, epoch: int) -> None:
         """Lease one chunk, or go to the next epoch if there is none."""

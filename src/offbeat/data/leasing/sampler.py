@@ -295,22 +295,23 @@ class LeasedSampler(Sampler[list[int]]):
             True if there was such a chunk.
         """
         self._acknowledge(self.sync.step + 1)  # also batches without a step
-        self._prefetch.settle()
+        self._reclaimed = self._prefetch.call(self._find_left_chunk)
+        return self._reclaimed is not None
+
+    def _find_left_chunk(self) -> Lease | None:
         self._leases.lose(self._lost_workers())
         self._leases.look_again()
         ready = self._prefetch.take_ready(self._ended)  # reclaimed after the epoch
-        self._reclaimed = ready or self._leases.reclaim(self._ended)
-        return self._reclaimed is not None
+        return ready or self._leases.reclaim(self._ended)
 
     def give_back(self) -> None:
         """Return all chunks, and what is left of those in use, before this worker leaves.
 
         Call it when the models of all workers contain all steps of this worker.
         """
-        step = self.sync.step
-        self._acknowledge(step)
-        self._prefetch.settle()
-        self._leases.give_back(self._used_batches(step))
+        self._acknowledge(self.sync.step)
+        used = self._used_batches(self.sync.step)
+        self._prefetch.call(lambda: self._leases.give_back(used))
 
     def _used_batches(self, step: int) -> dict[tuple[int, int], int]:
         """Return for each chunk in use how many of its batches were trained on up to ``step``."""
@@ -319,7 +320,8 @@ class LeasedSampler(Sampler[list[int]]):
 
     def outstanding(self) -> set[tuple[int, int, str]]:
         """Return the chunks of ended epochs that members hold; see ``Leases.outstanding``."""
-        return self._leases.outstanding(self._team.members, self._ended)
+        members, ended = self._team.members, self._ended
+        return self._prefetch.call(lambda: self._leases.outstanding(members, ended))
 
     # -- plans and checkpoints -------------------------------------------------------------------
 
@@ -348,10 +350,9 @@ class LeasedSampler(Sampler[list[int]]):
             CheckpointError: inside ``consensus``, and another worker has called ``finish``.
         """
         prepare_collectives(self.sync, "LeasedSampler.state_dict()")
-        self._prefetch.settle()
-        self._leases.lose(self._lost_workers())
+        self._prefetch.call(lambda: self._leases.lose(self._lost_workers()))
         used = self._used_batches(self.sync.step)
-        epoch, left = gather_left(self._team, self._leases, used, self.epoch)
+        epoch, left = gather_left(self._team, self._leases, self._prefetch, used, self.epoch)
         return {
             **vars(self._settings),
             "epoch": epoch,
@@ -376,4 +377,4 @@ class LeasedSampler(Sampler[list[int]]):
                 )
         self._start_from(state["epoch"])
         self._ended = self.epoch - 1
-        self._leases.resume(self.epoch, state["left"])
+        self._prefetch.call(lambda: self._leases.resume(self.epoch, state["left"]))

@@ -4,13 +4,15 @@ import json
 from collections.abc import Mapping
 
 from offbeat.data.leasing.leases import Leases
-from offbeat.data.leasing.plan import Range
+from offbeat.data.leasing.plan import Plan, Range
+from offbeat.data.leasing.prefetch import Prefetch
 from offbeat.transport.team import Team
 
 
 def gather_left(
     team: Team,
     leases: Leases,
+    prefetch: Prefetch,
     used: Mapping[tuple[int, int], int],
     epoch: int,
 ) -> tuple[int, dict[int, list[Range]]]:
@@ -18,7 +20,8 @@ def gather_left(
 
     Args:
         team: The workers.
-        leases: The leases of this worker. Nothing else uses them meanwhile.
+        leases: The leases of this worker.
+        prefetch: The background activity of this worker, which is settled.
         used: For each chunk that this worker has not acknowledged, given by its epoch and its
             number: the number of batches that this worker has trained on.
         epoch: Newest epoch of which this worker may have trained on batches.
@@ -37,15 +40,20 @@ def gather_left(
             min(report["epochs"][0] for report in reports),
             max(report["epochs"][1] for report in reports) + 1,
         )
-        own_done = [leases.done(epoch) for epoch in epochs] if team.rank == 0 else []
+
+        def read() -> tuple[list[Plan], list[list[int]]]:
+            plans = [leases.plan(epoch) for epoch in epochs]
+            return plans, [leases.done(epoch) for epoch in epochs] if team.rank == 0 else []
+
+        plans, own_done = prefetch.call(read)
         done = json.loads(_gather(team, own_done, "data that is done")[0])
     left: dict[int, list[Range]] = {}
-    for epoch, counts in zip(epochs, done, strict=True):
+    for plan, counts in zip(plans, done, strict=True):
         for report in reports:
             for number, chunk, count in report["used"]:
-                if number == epoch:
+                if number == plan.epoch:
                     counts[chunk] = max(counts[chunk], count)
-        left[epoch] = leases.plan(epoch).left(counts)
+        left[plan.epoch] = plan.left(counts)
     return min((epoch for epoch in epochs if left[epoch]), default=epochs[-1]), left
 
 
