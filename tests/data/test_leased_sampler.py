@@ -277,6 +277,11 @@ def test_mistakes_are_named() -> None:
         sampler = LeasedSampler(dataset(), 4, sync=sync)
         with pytest.raises(TypeError, match="must be a DataLoader with batch_sampler"):
             LeasedLoader(DataLoader(dataset(), batch_size=4))
+        with pytest.raises(ValueError, match="or as sampler= with batch_size=None"):
+            LeasedLoader(DataLoader(dataset(), sampler=sampler, batch_size=1))
+        disordered = DataLoader(dataset(), batch_sampler=sampler, num_workers=1, in_order=False)
+        with pytest.raises(ValueError, match="in_order=False changes the order"):
+            LeasedLoader(disordered)
         train_on(model, optimizer, plain(sampler))
         with pytest.raises(ValueError, match="epoch 0 is used up, the next one is 1"):
             sampler.set_epoch(0)

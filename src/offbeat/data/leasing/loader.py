@@ -72,6 +72,7 @@ class LeasedLoader(LeasedIterable):
 
     Raises:
         TypeError: The loader has no ``LeasedSampler``.
+        ValueError: The loader returns other batches than the sampler, or in another order.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -82,6 +83,13 @@ class LeasedLoader(LeasedIterable):
                 "loader must be a DataLoader with batch_sampler=LeasedSampler(…), got "
                 f"{type(loader).__name__} with {candidates[0]!r}"
             )
+        if found is candidates[1] and getattr(loader, "batch_size", None) is not None:
+            raise ValueError(
+                "the loader joins batches of the LeasedSampler to larger ones: pass it as "
+                "batch_sampler=, or as sampler= with batch_size=None"
+            )
+        if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+            raise ValueError("in_order=False changes the order of the batches: leave it out")
         self.loader, self.sampler = loader, found
         found.count_by_loader()
 
