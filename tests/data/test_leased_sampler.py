@@ -304,10 +304,13 @@ def test_nodes_are_refused() -> None:
     simulate(worker, workers=4, network=Network("1Gbit/s", workers_per_node=2))
 
 
-def test_different_settings_are_found() -> None:
+@pytest.mark.parametrize("name", ["batch_size", "total_batches"])
+def test_different_settings_are_found(name: str) -> None:
     def worker() -> None:
         _, _, sync = attach()
-        sampler = LeasedSampler(dataset(), 4 + dist.get_rank(), sync=sync)
+        options: dict[str, Any] = {"batch_size": 4, "total_batches": 100}
+        options[name] += dist.get_rank()
+        sampler = LeasedSampler(dataset(), sync=sync, **options)
         next(iter(sampler))
 
     with pytest.raises(MismatchError, match="the workers lease different data"):
@@ -651,9 +654,11 @@ def test_workers_at_the_same_step_save_between_two_steps() -> None:
 def test_a_state_of_other_data_is_refused() -> None:
     def worker() -> None:
         _, _, sync = attach()
-        state = {**LeasedSampler(dataset(), 4, sync=sync).state_dict(), "batch_size": 8}
-        with pytest.raises(ValueError, match="saved with batch_size=8, this sampler has"):
-            LeasedSampler(dataset(), 4, sync=sync).load_state_dict(state)
+        state = LeasedSampler(dataset(), 4, sync=sync, total_batches=9).state_dict()
+        with pytest.raises(ValueError, match="saved with batch_size=4, this sampler has"):
+            LeasedSampler(dataset(), 8, sync=sync).load_state_dict(state)
+        with pytest.raises(ValueError, match="saved with total_batches=9, this sampler has"):
+            LeasedSampler(dataset(), 4, sync=sync, total_batches=99).load_state_dict(state)
         sync.detach()
 
     simulated(worker, workers=1)

@@ -21,7 +21,7 @@ _CHUNKS = 16  # a chunk has 1/(16·N) of the batches that are left, for N worker
 
 @dataclass(frozen=True)
 class Settings:
-    """What determines the order of the samples in every epoch. Equal on all workers.
+    """What determines the samples of every epoch and their order. Equal on all workers.
 
     Attributes:
         samples: Number of samples in the dataset.
@@ -29,6 +29,7 @@ class Settings:
         shuffle: True to shuffle the samples in every epoch.
         seed: Seed of the shuffle.
         drop_last: True to leave out a smaller last batch.
+        total_batches: Number of batches in the whole training. None: no limit.
     """
 
     samples: int
@@ -36,12 +37,19 @@ class Settings:
     shuffle: bool
     seed: int
     drop_last: bool
+    total_batches: int | None = None
 
     @property
     def batches(self) -> int:
-        """Number of batches in an epoch."""
+        """Number of batches in an epoch, without ``total_batches``."""
         whole = self.samples // self.batch_size
         return whole if self.drop_last else math.ceil(self.samples / self.batch_size)
+
+    def batches_of(self, epoch: int) -> int:
+        """Return the number of batches in epoch number ``epoch``. 0 if no batch is left."""
+        if self.total_batches is None:
+            return self.batches
+        return max(0, min(self.batches, self.total_batches - epoch * self.batches))
 
     def range_of(self, batches: int) -> list[Range]:
         """Return the positions of the first ``batches`` batches of an epoch."""

@@ -134,11 +134,12 @@ class LeasedSampler(Sampler[list[int]]):
         require_integer("seed", seed, least=0)
         if total_batches is not None:
             require_integer("total_batches", total_batches, least=1)
-        self._settings = Settings(len(dataset), batch_size, shuffle, seed, drop_last)
-        self.batches, self._total_batches = self._settings.batches, total_batches
+        samples = len(dataset)
+        self._settings = Settings(samples, batch_size, shuffle, seed, drop_last, total_batches)
+        self.batches = self._settings.batches
         if not self.batches:
             dropped = " after drop_last" if drop_last else ""
-            raise ValueError(f"{len(dataset)} samples give no batch of {batch_size}{dropped}")
+            raise ValueError(f"{samples} samples give no batch of {batch_size}{dropped}")
         self.epoch = 0
         self.sync = sync
         board = open_board(sync, "LeasedSampler", lambda: self._prefetch.stop())
@@ -258,7 +259,7 @@ class LeasedSampler(Sampler[list[int]]):
         batch = self._drawn.popleft()
         lease, number = batch.lease, batch.number
         number += lease.first
-        share = lease.plan.progress(lease.chunk, number, self._batches_of(lease.epoch))
+        share = lease.plan.progress(lease.chunk, number, self._settings.batches_of(lease.epoch))
         self._progress = max(self._progress, lease.epoch + share)
         self.acknowledge()
         self._uses.setdefault(lease, _Use()).add(self.sync.step)
@@ -328,14 +329,9 @@ class LeasedSampler(Sampler[list[int]]):
     def _propose(self, epoch: int) -> Plan:
         """Return this worker's proposal for the plan of an epoch."""
         settings = self._settings
-        ranges = settings.range_of(self._batches_of(epoch))
+        ranges = settings.range_of(settings.batches_of(epoch))
         size, least = self._team.size, self._prefetch.least_chunk
         return Plan(settings, epoch, size, tuple(ranges), least)
-
-    def _batches_of(self, epoch: int) -> int:
-        if self._total_batches is None:
-            return self.batches
-        return max(0, min(self.batches, self._total_batches - epoch * self.batches))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the samples that are left, the same on all workers, for a checkpoint.
@@ -370,9 +366,9 @@ class LeasedSampler(Sampler[list[int]]):
         if self._begun is not None:
             raise ValueError("load_state_dict() after the first epoch has begun: call it before")
         for name, value in vars(self._settings).items():
-            if state[name] != value:
+            if state.get(name) != value:
                 raise ValueError(
-                    f"the state was saved with {name}={state[name]!r}, this sampler has "
+                    f"the state was saved with {name}={state.get(name)!r}, this sampler has "
                     f"{name}={value!r}"
                 )
         self._start_from(state["epoch"])
