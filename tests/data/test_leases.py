@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
+from typing_extensions import override
 
 from data.leasing import Turns
 from offbeat.data.leasing.leases import Lease, Leases
@@ -324,6 +325,30 @@ def test_what_was_used_of_a_returned_chunk_is_done() -> None:
     assert workers[2].repeated > 0
     workers[2].acknowledge(last)
     assert workers[1].done(0) == [5, 0]
+
+
+def test_only_chunks_that_were_pointed_at_are_read() -> None:
+    """Two of them, and two workers share the reading."""
+    reads: list[str] = []
+
+    class Counting(LocalBoard):
+        @override
+        def get(self, key: str) -> str:
+            reads.append(key)
+            return super().get(key)
+
+    leases = Leases(Counting(), 0, lambda epoch: plan_of(100, 1, 2, epoch))
+    for _ in range(2):
+        lease = leases.lease(0)
+        assert lease is not None
+        leases.acknowledge(lease)
+    reads.clear()
+    done = leases.done(0)
+    assert done == [3, 3] + [0] * (leases.plan(0).chunks - 2)
+    assert reads == ["cursor/0", "lease/0/0", "lease/0/1"]
+    reads.clear()
+    assert leases.done(0, 1, 2) == done[1::2]
+    assert reads == ["cursor/0", "lease/0/1"]
 
 
 def test_a_worker_taken_for_lost_cannot_acknowledge() -> None:

@@ -276,12 +276,14 @@ class Leases:
 
     # -- states ----------------------------------------------------------------------------------
 
-    def done(self, epoch: int) -> list[int]:
-        """Return for each chunk of an epoch how many of its batches, from the first, are done.
+    def done(self, epoch: int, first: int = 0, step: int = 1) -> list[int]:
+        """Return for every ``step``-th chunk from ``first`` how many of its batches are done.
 
-        All of an acknowledged chunk, and those in ``used/…``. Two round trips at most per chunk.
+        All of an acknowledged chunk, and those in ``used/…``. Two round trips at most for each of
+        these chunks. Chunks at which the cursor has not pointed are not read.
         """
         plan = self.plan(epoch)
+        pointed = int(self._board.get(f"cursor/{epoch}") or 0)
 
         def batches(chunk: int) -> int:
             state = self._board.get(f"lease/{epoch}/{chunk}")
@@ -289,7 +291,8 @@ class Leases:
                 return plan.chunk_batches(chunk)
             return self._used(epoch, chunk) if state else 0
 
-        return [batches(chunk) for chunk in range(plan.chunks)]
+        chunks = range(first, plan.chunks, step)
+        return [batches(chunk) if chunk < pointed else 0 for chunk in chunks]
 
     def _used(self, epoch: int, chunk: int) -> int:
         return int(self._board.get(f"used/{epoch}/{chunk}") or 0)

@@ -41,14 +41,17 @@ def gather_left(
             max(report["epochs"][1] for report in reports) + 1,
         )
 
-        def read() -> tuple[list[Plan], list[list[int]]]:
-            plans = [leases.plan(epoch) for epoch in epochs]
-            return plans, [leases.done(epoch) for epoch in epochs] if team.rank == 0 else []
+        def read() -> list[tuple[Plan, list[int]]]:
+            return [(leases.plan(e), leases.done(e, team.rank, team.size)) for e in epochs]
 
-        plans, own_done = prefetch.call(read)
-        done = json.loads(_gather(team, own_done, "data that is done")[0])
+        # Each worker reads a part of the chunks.
+        plans, own_done = zip(*prefetch.call(read), strict=True)
+        done = [json.loads(text) for text in _gather(team, own_done, "data that is done")]
     left: dict[int, list[Range]] = {}
-    for plan, counts in zip(plans, done, strict=True):
+    for plan, *parts in zip(plans, *done, strict=True):
+        counts = [0] * plan.chunks
+        for rank, part in enumerate(parts):
+            counts[rank :: team.size] = part
         for report in reports:
             for number, chunk, count in report["used"]:
                 if number == plan.epoch:
