@@ -571,7 +571,7 @@ READABLE = [
     *([1, (2, 3)], {1, 2}, {"a": {"b": 1}}, OrderedDict(a=1), Counter("aab"), torch.Size([2])),
 ]
 NUMPY = [np.float64(0.5), np.float32(0.5), np.int64(3), np.bool_(True), np.str_("text")]
-REFUSED = [frozenset({1}), defaultdict(int), Pair(1, 2), Color.RED, np.zeros(2)]
+REFUSED = [frozenset({1}), defaultdict(int), Pair(1, 2), Color.RED, np.zeros(2), {Path("a")}]
 
 
 def test_a_checkpoint_accepts_only_what_can_be_read_again(tmp_path: Path) -> None:

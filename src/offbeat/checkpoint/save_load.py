@@ -182,7 +182,8 @@ def load(
     skipped one to ``….damaged``.
 
     The run may have more workers than the saved run, if the checkpoint was saved inside
-    ``sync.consensus()``. A worker without a file then loads rank 0's file.
+    ``sync.consensus()``. A worker without a file then loads rank 0's file, if it can read it, with
+    rank 0's ``extra``. It keeps its own random states.
 
     Args:
         directory: Directory of the checkpoints, as given to ``save``.
@@ -291,8 +292,8 @@ def _common_step(folder: Path, answers: Sequence[Any], common: set[CheckpointKey
     for rank, (_, of, steps, *_) in enumerate(answers):
         if [of, steps] != first and (of, first[0]) != ("consensus", "consensus"):
             raise CheckpointError(
-                f"rank {rank} saves the state of a {of} at step {steps[0]}, rank 0 that of a "
-                f"{first[0]} at step {first[1][0]}: all workers save at the same step"
+                f"rank {rank} saves the state of a {of} at step {_text(*steps)}, rank 0 that of a "
+                f"{first[0]} at step {_text(*first[1])}: all workers save at the same step"
             )
     reached = max(int(steps[0]) for _, _, steps, *_ in answers)
     later = [saved_step for saved_step, _ in common if saved_step > reached]
@@ -302,6 +303,12 @@ def _common_step(folder: Path, answers: Sequence[Any], common: set[CheckpointKey
             "from it with offbeat.load(), or save to another directory"
         )
     return reached
+
+
+def _text(step: int, since_attach: int | None) -> str:
+    """Return a step of a worker as text, with its number since ``attach`` if that differs."""
+    same = since_attach in (None, step)
+    return f"{step}" if same else f"{step} ({since_attach} since attach)"
 
 
 def _exchange_keys(

@@ -108,9 +108,9 @@ def digest(values: Any, where: str = "it") -> int:
     The checksum detects damage by a disk or a link, but does not protect against an attacker. It
     takes about half a millisecond per megabyte.
 
-    Raises CheckpointError if a value is not plain; bytes, sets and dtypes are also allowed.
-    Subclasses of these types are not: ``torch.load`` could not read them again without executing
-    code from the file.
+    Raises CheckpointError if a value is not plain. Allowed are also bytes, tuples, sets, dtypes,
+    OrderedDict, Counter and torch.Size, but no other subclasses of these types: ``torch.load``
+    could not read them again without executing code from the file.
     """
     crc = 0
     for piece in _pieces(values, where):
@@ -132,6 +132,8 @@ def _pieces(value: Any, where: str) -> Iterator[Any]:
         for i, each in enumerate(value):
             yield from _pieces(each, f"{where}[{i}]")
     elif type(value) is set:
+        for each in value:
+            digest(each, f"an element of {where}")  # raises if it is not plain
         yield f"set {sorted(map(repr, value))};".encode()
     elif type(value) in (bytes, bytearray):
         yield b"bytes;"
