@@ -395,6 +395,8 @@ def test_the_digest_depends_on_shapes_types_and_names() -> None:
         values.view(2, 3).t().contiguous()
     )
     assert checkpoint.digest(values[::2][:1]) == checkpoint.digest(torch.zeros(1))
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert checkpoint.digest(conjugate) == checkpoint.digest(torch.tensor([1 - 2j]))
     different = [
         *(values, values.view(2, 3), values.double(), values.view(torch.int32), torch.empty(0)),
         *({"a": 1}, {"b": 1}, {"a": 1.0}, {"a": True}, {"a": "1"}, [1], [1, None], {}, [], None),

@@ -72,8 +72,8 @@ def check(state: Any, saved: Any, where: str) -> None:
     """Raise CheckpointError unless ``saved`` has the structure of ``state``.
 
     Dataclasses must have the same fields, and tensors the same shapes. Other values are not
-    checked: the checksum of a checkpoint has shown that Offbeat wrote them. ``where`` is the name
-    of the values in the error.
+    checked, because the checksum of a checkpoint has shown that they are those that were saved.
+    ``where`` is the name of the values in the error.
     """
     if dataclasses.is_dataclass(state):
         names = {each.name for each in saved_fields(state)}
@@ -88,7 +88,7 @@ def check(state: Any, saved: Any, where: str) -> None:
         if shape != tuple(state.shape):
             raise CheckpointError(f"{where} has the shape {shape}, here {tuple(state.shape)}")
     elif isinstance(state, list) and state and _has_structure(state[0]):
-        # A list of tensors may be empty: one of the two states may have no sums in flight.
+        # A list of tensors may be empty: the saved or the present state may have no sums in flight.
         if len(saved) != len(state) and (saved or not isinstance(state[0], Tensor)):
             raise CheckpointError(f"{where} has {len(saved)} entries, here {len(state)}")
         for i, (target, source) in enumerate(zip(state, saved, strict=False)):
@@ -161,6 +161,7 @@ def without_numpy(value: Any) -> Any:
 def _tensor_bytes(value: Tensor) -> Iterator[Any]:
     if value.layout != torch.strided:
         value = value.to_dense()
+    value = value.resolve_conj()
     flat = (torch.view_as_real(value) if value.is_complex() else value).resolve_neg()
     yield as_bytes(flat).numpy()
 
