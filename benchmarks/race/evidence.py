@@ -38,6 +38,8 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
             found[f"{name}, first settings"] = tables.first_settings(workload, folder)
         if tables.cells_of("real", workload, folder):
             found[f"{name}, real processes"] = tables.real(workload, folder)
+    if all(tables.cells_of("slower", workload, folder) for workload in WORKLOADS):
+        found["Slower links"] = tables.slower(folder)
     if tables.cells_of("wires", "mlp", folder):
         found["Few bits for all"] = tables.wires(folder)
     if any(tables.cells_of("parts", workload, folder) for workload in WORKLOADS):
@@ -49,8 +51,8 @@ def sections(folder: Path = RESULTS) -> dict[str, str]:
     for workload, name in WORKLOADS.items():
         if tables.cells_of("rates", workload, folder):
             found[f"{name}, other learning rates"] = tables.rates(workload, folder)
-    if tables.cells_of("rates", "mnist", folder):
-        found["Many workers"] = tables.rates("mnist", folder)
+    if tables.cells_of("many", "mnist", folder):
+        found["Many workers"] = tables.many(folder)
     if any(tables.cells_of("features", workload, folder) for workload in FEATURES):
         found["Other trainings"] = tables.features(folder)
     if tables.cells_of("uneven", "mlp", folder):

@@ -16,6 +16,9 @@ from offbeat.lab.compare import compare
 from offbeat.lab.launch.runners import Runner
 from offbeat.lab.results import Result, read_results
 
+NETWORK = ("bandwidth", "latency", "workers_per_node")
+"""Attributes of a cell that do not change the ideal."""
+
 
 def run(cell: Cell, data: Path = DATA, folder: Path = RESULTS) -> list[Result]:
     """Run what is missing of a cell, and return all its results."""
@@ -35,13 +38,14 @@ def run(cell: Cell, data: Path = DATA, folder: Path = RESULTS) -> list[Result]:
 
 
 def copy_ideal(cell: Cell, runner: Runner, folder: Path) -> None:
-    """Copy the ideal's runs that a cell lacks from the same cell on other links.
+    """Copy the ideal's runs that a cell lacks from the same cell on other links or without nodes.
 
-    These runs do not communicate, so they are the same on every link.
+    These runs do not communicate, so they are the same on every network.
     """
     found: dict[str, Result] = {}
     for other in CELLS:
-        if replace(other, bandwidth=cell.bandwidth, latency=cell.latency) == cell != other:
+        network = {name: getattr(cell, name) for name in NETWORK}
+        if replace(other, **network) == cell != other:
             found |= _ideals(other.path(folder))
     known = _ideals(cell.path(folder))
     if not found.keys() - known.keys():
@@ -49,7 +53,9 @@ def copy_ideal(cell: Cell, runner: Runner, folder: Path) -> None:
     with cell.path(folder).open("a", encoding="utf-8") as file:
         for key, result in found.items():
             if key not in known:
-                file.write(json.dumps(replace(result, link=str(runner)).to_dict()) + "\n")
+                job = replace(result.job, workers_per_node=cell.workers_per_node)
+                copied = replace(result, link=str(runner), job=job)
+                file.write(json.dumps(copied.to_dict()) + "\n")
 
 
 def _ideals(path: Path) -> dict[str, Result]:

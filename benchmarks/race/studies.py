@@ -1,15 +1,18 @@
 """The comparisons that the pages quote: workloads, links and methods.
 
 A *cell* is one workload on one network. Its results are in ``results/race-CELL.jsonl``. The *ideal*
-is the baseline ``ideal``, the speed-up limit. There are eleven studies:
+is the baseline ``ideal``, the speed-up limit. There are thirteen studies:
 
 - ``headline``: every method tuned with the same number of trials, five seeds, in virtual time.
 - ``real``: the main methods with the settings that ``headline`` chose, on real processes behind
   shaped links.
+- ``slower``: streaming averaging with default settings on further links, in virtual time.
 - ``wires``: every family of strategies over float32, int4 and int2, tuned alike, in virtual time.
 - ``parts``: streaming averaging with other settings, at the rate that ``headline`` chose.
 - ``rates``: streaming averaging and the ideal at several learning rates and numbers of workers. All
   take equally many steps, so more workers see more samples.
+- ``many``: streaming averaging with 16 and 64 workers, on a slow and a very fast link. The workers
+  of a node share its link.
 - ``adam``: strategies with and without longer steps of Adam.
 - ``muon``: some methods of ``headline`` with the optimizer Muon in place of AdamW, tuned alike.
 - ``features``: streaming averaging and the ideal with clipping, weight decay, LoRA and others, and
@@ -48,6 +51,8 @@ MAX_SECONDS = 60.0
 NEAR, FAR = "100us", "30ms"
 """Latencies of the links."""
 LINKS = ("1Gbit/s", "200Mbit/s", "50Mbit/s", "10Mbit/s")
+SLOWER_LINKS = ("30Mbit/s", "20Mbit/s")
+"""Links of ``slower``, between the last two of ``LINKS``."""
 
 
 @dataclass(frozen=True)
@@ -129,17 +134,26 @@ RATES = {
     ("cnn", 16): (0.5, 1, 2),
     ("transformer", 4): (0.5, 1, 2, 4),
     ("transformer", 16): (1, 2, 4),
-    ("mnist", 16): (1, 2, 4),
 }
 """Workload and number of workers → factors on the recipe's learning rate."""
 UNCORRECTED = " --adam-correction off"
 VARIANTS = {
     "cnn": ("ideal", "streaming", "streaming:outer_gain=1"),
     "transformer": ("ideal", "streaming", f"streaming{UNCORRECTED}"),
-    "mnist": ("ideal", "streaming", "streaming --wire float32"),
 }
-"""Methods of ``rates``: the ideal, the default, and the default without the outer gain, without
-longer steps of Adam, or without quantization."""
+"""Methods of ``rates``: the ideal, the default, and the default without the outer gain or without
+longer steps of Adam."""
+MANY = {
+    ("50Mbit/s", 16, 1): (4,),
+    ("50Mbit/s", 64, 1): (4, 8),
+    ("50Mbit/s", 64, 8): (8,),
+    ("100Gbit/s", 16, 1): (4,),
+    ("100Gbit/s", 64, 1): (8,),
+}
+"""Link, number of workers and workers per node of each cell of ``many`` → factors on the learning
+rate of streaming averaging."""
+MANY_IDEAL = {16: (2, 4, 8), 64: (4, 8, 16, 32)}
+"""Number of workers → factors on the learning rate of the ideal in ``many``."""
 CORRECTED = (
     *("streaming", "async:staleness=4", "local:period=4", "local:period=16"),
     f"{DILOCO},period=16,outer_lr=0.5,outer_momentum=0.6 --lr-scale 0.5",
@@ -167,7 +181,10 @@ ideal takes about 200."""
 
 @dataclass(frozen=True)
 class Cell:
-    """One workload on one network, in one study. ``speeds`` is a key of ``SPEEDS``."""
+    """One workload on one network, in one study.
+
+    ``speeds`` is a key of ``SPEEDS``. The workers of a node share its link.
+    """
 
     study: str
     workload: str
@@ -175,6 +192,7 @@ class Cell:
     latency: str = NEAR
     workers: int = WORKERS
     speeds: str | None = None
+    workers_per_node: int = 1
 
     @property
     def name(self) -> str:
@@ -182,8 +200,9 @@ class Cell:
         late = "" if self.latency == NEAR else f"-{self.latency}"
         many = "" if self.workers == WORKERS else f"-{self.workers}workers"
         uneven = "" if self.speeds is None else f"-{self.speeds}"
+        nodes = "" if self.workers_per_node == 1 else f"-{self.workers_per_node}pernode"
         link = self.bandwidth.removesuffix("/s")
-        return f"{self.study}-{self.workload}-{link}{late}{many}{uneven}"
+        return f"{self.study}-{self.workload}-{link}{late}{many}{nodes}{uneven}"
 
     @property
     def task(self) -> Workload:
@@ -202,9 +221,10 @@ class Cell:
     @property
     def seeds(self) -> int:
         """Number of seeds."""
-        if self.study == "real" and self.workload == "cnn":
-            return 5 if self.bandwidth in ("200Mbit/s", "50Mbit/s") else 2
-        return 5 if self.study in ("headline", "real") and self.workers == WORKERS else 3
+        if self.workers >= 64:  # a run takes many minutes
+            return 1
+        main = self.study in ("headline", "real", "slower") and self.workers == WORKERS
+        return 5 if main else 3
 
     @property
     def trials(self) -> int | None:
@@ -224,7 +244,7 @@ class Cell:
             ]
         if self.study == "muon":
             return ["ideal", "streaming", DILOCO, "local"]
-        if self.study == "features":
+        if self.study in ("features", "slower"):
             return ["ideal", "streaming"]
         if self.study == "uneven":
             return [*UNEVEN]
@@ -235,6 +255,14 @@ class Cell:
         if self.study == "rates":
             grid = RATES[self.workload, self.workers]
             return [at_rate(method, rate) for method in VARIANTS[self.workload] for rate in grid]
+        if self.study == "many":
+            rates = MANY[self.bandwidth, self.workers, self.workers_per_node]
+            compared = self.workers == 16 or self.bandwidth == "100Gbit/s"
+            wires = ("", " --wire float32") if compared else ("",)
+            return [
+                *(at_rate("ideal", rate) for rate in MANY_IDEAL[self.workers]),
+                *(at_rate("streaming", rate) + wire for rate in rates for wire in wires),
+            ]
         if self.study == "wires":
             return ["ideal", *(f"{one} --wire {wire}" for one in FAMILIES for wire in WIRES)]
         headline = replace(self, study="headline", workers=WORKERS)
@@ -248,7 +276,7 @@ class Cell:
 
     def job(self, data: Path) -> Job:
         """Return the settings that all runs share."""
-        job = self.task.job(data, self.workers)
+        job = replace(self.task.job(data, self.workers), workers_per_node=self.workers_per_node)
         if self.study == "muon":
             return replace(job, optimizer="muon")
         if self.study == "uneven":
@@ -282,7 +310,10 @@ class Cell:
         else:
             slow = parse_slow(self.slow, self.workers)
             compute = Compute(self.task.step_seconds, jitter=JITTER, slowdown=slow)
-            yield VirtualCluster(Network(self.bandwidth, latency=self.latency), compute)
+            network = Network(
+                self.bandwidth, latency=self.latency, workers_per_node=self.workers_per_node
+            )
+            yield VirtualCluster(network, compute)
 
 
 def at_rate(method: str, rate: float) -> str:
@@ -307,6 +338,7 @@ CELLS = (
     *(Cell("headline", name, link) for name in ("cnn", "transformer") for link in LINKS),
     *(Cell("real", name, link) for name in ("cnn", "transformer") for link in LINKS),
     Cell("real", "transformer", "200Mbit/s", workers=8),
+    *(Cell("slower", name, link) for name in ("cnn", "transformer") for link in SLOWER_LINKS),
     *(Cell("wires", "mlp", link) for link in LINKS),
     Cell("wires", "mlp", "200Mbit/s", FAR),
     *(Cell("parts", name, "50Mbit/s") for name in ("cnn", "transformer")),
@@ -314,6 +346,7 @@ CELLS = (
     Cell("muon", "transformer", "50Mbit/s"),
     *(Cell("features", name, "50Mbit/s") for name in FEATURES),
     *(Cell("rates", name, "50Mbit/s", workers=many) for name, many in RATES),
+    *(Cell("many", "mnist", link, workers=n, workers_per_node=k) for link, n, k in MANY),
     *(Cell("uneven", "mlp", "50Mbit/s", speeds=speeds) for speeds in SPEEDS),
     *(Cell(study, "mlp", "50Mbit/s") for study in ("elastic", "elastic_real")),
 )

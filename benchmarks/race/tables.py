@@ -35,6 +35,7 @@ from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat.lab.results import Result, read_results
 from offbeat.lab.timing.padding import parse_slow
 from offbeat.lab.tuning import choices
+from offbeat.units import to_bandwidth
 
 Runs = dict[int, Result]
 """Results of one method by seed."""
@@ -241,6 +242,25 @@ def real(workload: str, folder: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
+def slower(folder: Path = RESULTS) -> str:
+    """Return the table of the default settings on all links of ``headline`` and ``slower``.
+
+    *sending* is the time to send the model once in float32, in steps.
+    """
+    lines = _heading(
+        *("training", "link", "sending", "half-way", "90 %", "98 %", "end", "end − ideal")
+    )
+    for workload, name in TRAININGS.items():
+        found = {cell: first_runs(cell, folder) for cell in cells_of("headline", workload, folder)}
+        found |= {cell: runs_of(cell, folder) for cell in cells_of("slower", workload, folder)}
+        for cell in sorted(found, key=lambda cell: -to_bandwidth(cell.bandwidth)):
+            ideal, streaming = found[cell]["ideal"], found[cell]["streaming"]
+            model_bits = 8 * (next(iter(ideal.values())).model_bytes or math.nan)
+            steps = model_bits / to_bandwidth(cell.bandwidth) / cell.task.step_seconds
+            lines.append(_row(name, cell.bandwidth, f"{steps:.1f} steps", streaming, ideal))
+    return "\n".join(lines)
+
+
 def wires(folder: Path = RESULTS) -> str:
     """Return the table of all families over float32, int4 and int2: median slowdown to 98 %.
 
@@ -310,6 +330,29 @@ def rates(workload: str, folder: Path = RESULTS) -> str:
         for method, row in grid.items():
             shown = [_against(row.get(rate), ideal) for rate in columns]
             lines.append(f"| {cell.workers} | `{method}` | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def many(folder: Path = RESULTS) -> str:
+    """Return the table of many workers.
+
+    *pass* is the number of local steps in which the whole model is averaged once.
+    """
+    lines = _heading("workers", "link", "method", "a step", "pass", "90 %", "end", "end − ideal")
+    for cell in cells_of("many", "mnist", folder):
+        found, nodes = runs_of(cell, folder), cell.workers // cell.workers_per_node
+        grouped = "" if cell.workers_per_node == 1 else f" in {nodes} nodes"
+        ideal = best_of([runs for label, runs in found.items() if label.startswith("ideal")])
+        for label, runs in found.items():
+            if runs is not ideal and label.startswith("ideal"):
+                continue
+            step = statistics.fmean(run.mean_step_seconds for run in runs.values())
+            steps = statistics.fmean(run.details.get("pass_steps", 1) for run in runs.values())
+            shown = [f"{cell.workers}{grouped}", cell.bandwidth, f"`{label}`"]
+            shown += [f"{1000 * step:.1f} ms", f"{steps:.1f}"]
+            shown += [summary(slowdowns(runs, ideal, SHARE)), end(runs)]
+            shown.append("" if runs is ideal else difference_at_end(runs, ideal))
+            lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines)
 
 

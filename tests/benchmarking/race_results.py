@@ -16,7 +16,7 @@ def result(
     higher: bool = True,
     trial: str | None = None,
 ) -> Result:
-    """Return the result of a run.
+    """Return the result of a run with a model of 1 MB.
 
     Args:
         method: Strategy and options.
@@ -40,5 +40,6 @@ def result(
             for i, (seconds, metric) in enumerate(points)
         ),
         stats=(Stats(steps=len(points)),),
+        model_bytes=1_000_000,
         trial=None if trial is None else Trial(trial, 3),
     )

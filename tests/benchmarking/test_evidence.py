@@ -113,6 +113,37 @@ def test_learning_rates_are_compared_with_the_ideal_at_its_best_one(
     ]
 
 
+def test_many_workers_are_compared_with_the_best_ideal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs have two steps of 1 s. The mean over the seeds is 1 point above the given value."""
+    monkeypatch.setattr(Cell, "seeds", 3)
+    cell = Cell("many", "mnist", "50Mbit/s", workers=64, workers_per_node=8)
+    monkeypatch.setattr(tables, "CELLS", (cell,))
+    ideals = {f"ideal --lr-scale {rate}": 0.4 + 0.001 * rate for rate in (4, 8, 32)}
+    ends = {**ideals, "ideal --lr-scale 16": 0.5, "streaming --lr-scale 8": 0.48}
+    write_ends(cell, tmp_path, ends)
+    ideal, streaming = tables.many(tmp_path).splitlines()[2:]
+    assert ideal.startswith(
+        "| 64 in 8 nodes | 50Mbit/s | `ideal --lr-scale 16` | 1000.0 ms | 1.0 |"
+    )
+    assert ideal.endswith("| 51.0 % |  |")
+    assert streaming.endswith("| 49.0 % | -2.0 [-2.0, -2.0] |")
+
+
+def test_slower_links_are_sorted_by_bandwidth(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over 20 Mbit/s the model of 1 MB takes 0.4 s, which is 8 steps of 50 ms."""
+    slower = Cell("slower", "cnn", "20Mbit/s")
+    monkeypatch.setattr(tables, "CELLS", (CELL, slower))
+    write_ends(slower, folder, {"ideal": 0.5, "streaming": 0.48})
+    fast, slow = tables.slower(folder).splitlines()[2:]
+    assert fast.startswith("| CNN, SGD | 20Mbit/s | 8.0 steps |")
+    assert fast.endswith("| 49.0 % | -2.0 [-2.0, -2.0] |")
+    assert slow.startswith("| CNN, SGD | 10Mbit/s | 16.0 steps |")
+
+
 def test_training_features_have_a_row_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = Cell("features", "clipping", "50Mbit/s")
     monkeypatch.setattr(tables, "CELLS", (cell,))
