@@ -189,8 +189,9 @@ def load_state(state: dict[str, Any], flow: Flow) -> Stats:
     worker.details.update(totals.pop("details"))
     if state["of"] == "consensus":
         everyone = worker.team.everyone
-        steps = torch.tensor([float(totals["steps"])], device=everyone.control_device)
-        totals["steps"] = int(everyone.maximum(steps.double(), what="steps").wait().item())
+        steps = torch.tensor([totals["steps"]], dtype=torch.float64, device=everyone.control_device)
+        largest = everyone.maximum(steps, what="steps of the loaded consensus").wait()
+        totals["steps"] = int(largest.item())
         copy_rank_0(worker.team, worker.replica.everything())
         flow.start()
         worker.barrier("the start from a consensus")

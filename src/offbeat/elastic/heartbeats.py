@@ -75,6 +75,7 @@ class HeartbeatConnections:
         # Other threads may call this at the same time, and also find the worker dead.
         sockets = list(self._sockets.items())
         by_descriptor = {socket_.fileno(): worker for worker, socket_ in sockets}
+        by_descriptor.pop(-1, None)  # another thread has closed this socket just now
         for descriptor in by_descriptor:
             # No data are sent, so a socket is readable only once the other end is closed.
             poll.register(descriptor, select.POLLIN)
