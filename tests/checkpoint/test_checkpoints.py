@@ -371,6 +371,8 @@ def refused(rank: int, size: int, folder: Path) -> Any:
     seen["sync"] = error_of(lambda: offbeat.save(folder, sync))
     good, sync = folder / "good", training.sync
     seen["file"] = error_of(lambda: training.load(good / f"step-2.rank{rank}.pt"))
+    one = good / "step-2.rank1.pt" if rank else good
+    seen["file of one"] = error_of(lambda: training.load(one))
     seen["scheduler"] = error_of(lambda: offbeat.load(good, sync, scaler=training.scaler))
     other: Any = torch.optim.lr_scheduler.ConstantLR(sgd(make_model()))
     seen["another scheduler"] = error_of(lambda: offbeat.load(good, sync, scheduler=other))
@@ -411,6 +413,7 @@ def test_wrong_arguments_are_refused_by_all_and_change_nothing(tmp_path: Path) -
         "keep": "keep must be at least 1, got 0",
         "sync": "sync must be what offbeat.attach.. returned, got None",
         "file": "good/step-2.rank.*.pt is a file: name the directory of the checkpoints",
+        "file of one": "rank 1 cannot load, so no worker does: .*rank1.pt is a file: name the dir",
         "scheduler": "step-2.rank.*.pt: it was saved with scheduler OneCycleLR, here is none: give",
         "another scheduler": "with scheduler OneCycleLR, here is ConstantLR: give the same as to ",
         "scaler": r"it was saved with a scaler, and load\(\) was called the other way",

@@ -206,11 +206,12 @@ def load(
     """
     if has_joined(sync):  # the other workers take steps
         return None
-    folder = Path(directory)
+    folder, refused = Path(directory), None
     if folder.is_file():
-        raise CheckpointError(f"{folder} is a file: name the directory of the checkpoints")
+        refused = f"{folder} is a file: name the directory of the checkpoints"
     with step_boundary(sync, "offbeat.load()", loads=True) as boundary:
         rank = boundary.rank
+        _require_all("load", boundary.gather(refused, "offbeat.load()"))
         # A worker without a file can load rank 0's file of a consensus.
         paths = {**files_of(folder, 0), **files_of(folder, rank)}
         all_keys = _exchange_keys(folder, paths, boundary)
@@ -222,7 +223,6 @@ def load(
             "optimizer": as_list(boundary.optimizers if optimizer is None else optimizer),
             "scheduler": as_list(scheduler),
         }
-        refused = None
         try:
             for name, objects in targets.items():
                 require_same_kinds(name, contents[name], objects)
