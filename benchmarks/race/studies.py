@@ -1,7 +1,7 @@
 """The comparisons that the pages quote: workloads, links and methods.
 
 A *cell* is one workload on one network. Its results are in ``results/race-CELL.jsonl``. The *ideal*
-is the baseline ``ideal``, the speed-up limit. There are thirteen studies:
+is the baseline ``ideal``, BSP on an infinitely fast network. There are thirteen studies:
 
 - ``headline``: every method tuned with the same number of trials, five seeds, in virtual time.
 - ``real``: the main methods with the settings that ``headline`` chose, on real processes behind
@@ -170,8 +170,8 @@ EAGER = "async:schedule=eager"
 UNEVEN = ("ideal", "streaming", EAGER, "local", DILOCO, PLAIN, "async_diloco")
 """Methods of ``uneven``."""
 UNEVEN_RATE = 4
-"""Factor on the learning rate of ``elastic`` and in the first trials of ``uneven``, where the ideal
-is best."""
+"""Factor on the learning rate of ``elastic``, of ``elastic_real`` and of the first trials of
+``uneven``. With it the ideal ends best."""
 ELASTIC = ("ideal", "streaming", EAGER, "local:period=4", "bsp")
 """Methods of ``elastic`` and ``elastic_real``."""
 DIES_AT, JOINS_AT = 20, 80
