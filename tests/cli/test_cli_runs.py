@@ -63,8 +63,9 @@ def test_simulate_nodes(call: Call, tmp_path: Path) -> None:
     argv = ("simulate", "digits", "-s", "local:period=2", "--workers", "4", "--epochs", "0.2")
     told = tmp_path / "run.json"
     nodes = ("--workers-per-node", "2", "--inside", "10Gbit/s", "--json", str(told))
-    code, out, err = call(*argv, *PLACE, *nodes)
+    code, out, err = call(*argv, *PLACE, *nodes, "--jitter", "0.1")
     assert (code, err) == (0, "")
+    assert "steps varying by 10 %" in one_line(table(out))
     place = (
         "4 workers (simulated), 200 Mbit/s between nodes of 2 (10 Gbit/s, 10 us latency), 100 us"
     )

@@ -135,6 +135,7 @@ def test_a_time_limit_ends_a_leased_run() -> None:
         ({"strategy": "torch:ddp"}, "with torch:ddp"),
         ({"injection": "0.5,0.5"}, "with --injection"),
         ({"checkpoints": "nowhere", "live": True}, "with --checkpoints"),
+        ({"max_seconds": 1.0, "live": True}, "with --max-seconds in train"),
         ({"workers_per_node": 2}, "with nodes of several workers"),
     ],
 )

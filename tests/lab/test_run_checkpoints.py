@@ -149,6 +149,21 @@ def test_older_checkpoints_and_those_of_scripts(tmp_path: Path, monkeypatch: Any
 
 
 @pytest.mark.sampled
+def test_a_time_limit_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    """A run without the limit continues from there. All steps take 10 ms."""
+    job = replace(JOB, evaluations=6)
+    plain, _ = trained(job)
+    saving = replace(job, checkpoints=str(tmp_path))
+    limited, _ = trained(replace(saving, max_seconds=0.1))
+    ended = limited.stats[0].steps
+    assert 10 <= ended <= 12
+    rest, events = trained(replace(saving, resume=True))
+    assert Resumed(ended) in events
+    assert [(one.step, one.metric) for one in rest.points] == [
+        (one.step, one.metric) for one in plain.points
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

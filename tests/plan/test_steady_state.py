@@ -132,6 +132,15 @@ def test_a_run_without_enough_time_is_not_steady() -> None:
     assert 0 < window.first < window.last
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_first_step_that_takes_too_long_is_not_the_last(alone: bool) -> None:
+    """Figures need a step and the one before it."""
+    seconds = iter(range(10**6))
+    window = watch(growing(0.05), now=lambda: next(seconds), most_seconds=0.5, alone=alone)
+    assert window is not None
+    assert (window.first, window.last) == (1, 2)
+
+
 def noisy(spread: float, queue: float = 0.0) -> Iterable[tuple[float, float, float, int]]:
     random, backlog = np.random.default_rng(1), 0.0
     while True:

@@ -120,7 +120,7 @@ class LowRankMean(GradientMean):
             sizes = [t.numel() for t in group]
             parts = flat[: sum(sizes)].split(sizes)
             sums |= {id(t): part.view(t.shape) for t, part in zip(group, parts, strict=True)}
-        return [sums[id(t)] for t in tensors], flats[0][-len(numbers) :].tolist()
+        return [sums[id(t)] for t in tensors], flats[0][len(flats[0]) - len(numbers) :].tolist()
 
 
 @dataclass

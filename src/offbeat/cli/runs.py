@@ -49,10 +49,11 @@ from offbeat.lab.launch.runners import Runner, VirtualCluster
 from offbeat.lab.methods.registry import is_ideal, require_virtual
 from offbeat.lab.results import Result, writing
 from offbeat.lab.scenario import Scenario
-from offbeat.lab.timing.padding import STRAGGLERS_NEED_STEP_TIME, parse_slow
+from offbeat.lab.timing.padding import STRAGGLERS_NEED_STEP_TIME
 from offbeat.lab.timing.step_time import measure_recipe
+from offbeat.lab.train import planned_times
 from offbeat.lab.tuning import LEAST_BUDGET, untuned, with_ideal
-from offbeat.simulate import Compute, Network
+from offbeat.simulate import Network
 from offbeat.units import to_seconds
 
 _MOST_SEEDS = 1000
@@ -89,6 +90,7 @@ def simulate(job: Job, options: SimulateOptions, simulated: VirtualClusterOption
         raise ValueError(f"--timeline and --json are the same file: {timeline}")
     job = replace(
         job,
+        jitter=simulated.jitter,
         workers_per_node=simulated.workers_per_node,
         scenario=_read_scenario(simulated.scenario, job.workers),
     )
@@ -226,15 +228,8 @@ def _virtual_cluster(job: Job, bandwidth: str, options: VirtualClusterOptions) -
         inside_latency=options.inside_latency,
         per_worker_changes=scenario.bandwidths(job.workers),
     )
-    slowdown = scenario.by_rank(parse_slow(job.slow, job.workers), job.workers)
-    step_time: str | float = "1s" if options.step_time is None else options.step_time
     # Created before the slow measurement of the step time: the constructor finds mistakes.
-    compute = Compute(
-        step_time,
-        jitter=options.jitter,
-        slowdown=slowdown,
-        changes=scenario.slowdowns(job.workers),
-    )
+    compute = planned_times(job, "1s" if options.step_time is None else options.step_time)
     if options.step_time is None:
         _, step = measure_recipe(job.recipe, data=job.setup().data)
         print_step_time(job.recipe, step)

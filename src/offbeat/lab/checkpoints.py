@@ -30,7 +30,8 @@ from offbeat.lab.recipes import Task
 from offbeat.synchronizer import Synchronizer
 
 _MAY_DIFFER = {
-    *("checkpoints", "save_every", "resume", "log", "timeout_seconds", "evaluations", "data")
+    *("checkpoints", "save_every", "resume", "log", "data"),
+    *("timeout_seconds", "max_seconds", "evaluations"),
 }
 """Fields of a job that a resumed run may change."""
 
@@ -109,7 +110,7 @@ class RunCheckpoints:
         """Save a checkpoint if one is due after this step. A collective if one is due.
 
         If ``job.checkpoints`` is set, one is due every ``job.save_every`` steps or, if that is
-        None, only after step ``last``.
+        None, only after step ``last``, the last one of the run.
         """
         job, sync = self._job, self._sync
         if job.checkpoints is None or sync is None:

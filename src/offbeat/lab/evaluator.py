@@ -41,9 +41,6 @@ class Evaluator:
         emit: Function that receives the events, except evaluations returned by ``after_step``.
         number: Number of evaluations. None: the run chooses it.
         keep: Function that receives the snapshots. None: ``finish`` evaluates them.
-
-    Attributes:
-        over: True if a live evaluation has found that the training has reached ``job.max_seconds``.
     """
 
     def __init__(
@@ -67,7 +64,6 @@ class Evaluator:
         self._snapshots: list[Snapshot] = []
         self._keep = keep or self._snapshots.append
         self._passed = task.position  # step up to which evaluations were made; None: not known
-        self.over = False
 
     def _most_evaluations(self) -> int:
         """Return the largest number of evaluations from which the run may choose."""
@@ -87,7 +83,7 @@ class Evaluator:
         if self._passed is None:
             self._passed = position - 1
         evaluation = None
-        while (due := self._next_due(position)) is not None and not self.over:
+        while (due := self._next_due(position)) is not None:
             if evaluation is not None:
                 self._emit(evaluation)
             evaluation, self._passed = self._evaluate_at(due, method), due
@@ -120,16 +116,13 @@ class Evaluator:
         step = self._task.position_after(method.step)
         self._keep(Snapshot(step, method.seconds, self._replica.snapshot("cpu"), last=True))
 
-    def _evaluate_live(self, step: int, method: Method) -> Evaluation | None:
-        job, steps = self._job, self._task.steps
+    def _evaluate_live(self, step: int, method: Method) -> Evaluation:
+        steps = self._task.steps
         self._emit(Waiting("evaluating"))
         start = time.perf_counter()
         with method.consensus():
             every = gather(method.seconds, self._device, "the training seconds of all workers")
             seconds = method.combine_seconds(every)
-            self.over = job.max_seconds is not None and seconds >= job.max_seconds
-            if self.over:
-                return None
             evaluation = self._evaluate(step, seconds)
             if not self._chosen:
                 whole = seconds / step * steps

@@ -247,6 +247,7 @@ class Job:
         refused = {
             "--injection": self.injection is not None,
             "--checkpoints": self.checkpoints is not None,
+            "--max-seconds in train": self.live and self.max_seconds is not None,
             f"--sampler {self.sampler}": self.sampler != Job.sampler,
             "nodes of several workers": self.workers_per_node > 1,
             self.strategy: isinstance(parse_method(self.strategy), Peer),

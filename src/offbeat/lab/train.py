@@ -180,12 +180,15 @@ class _Worker:
             return
         for batch in self._batches(method):
             method.train(batch)
-            emit(evaluator.after_step(method) or self._step(method))
+            over = limit.is_over(method.step, method.seconds)
+            last_of_live = over and job.live  # ``finish`` evaluates this step
+            evaluation = None if last_of_live else evaluator.after_step(method)
+            emit(evaluation or self._step(method))
             if self._count is not None:
                 self._count(self._totals(method))
-            if evaluator.over or limit.is_over(method.step, method.seconds):
+            checkpoints.save_if_due(method.step if over else task.steps)
+            if over:
                 break
-            checkpoints.save_if_due(task.steps)
             if checkpoints.stop_if_requested(stop_request, task.steps):
                 return
         else:
@@ -269,12 +272,12 @@ class _Worker:
             self._padding.measure(task, lambda: self._batches())
 
     def _time_limit(self, method: Method) -> TimeLimit:
-        """Return the limit on the training time. The evaluator applies it if ``job.live``."""
+        """Return the limit on the training time."""
         job, clock = self._job, method.limited_clock
-        if job.workers_per_node > 1:  # a worker takes no step without the others of its node
+        # All workers evaluate together, or a worker takes no step without the others of its node.
+        if clock == "own" and (job.live or job.workers_per_node > 1):
             clock = "largest"
-        seconds = None if job.live else job.max_seconds
-        return TimeLimit(seconds, self._task.steps, clock=clock, device=self._device)
+        return TimeLimit(job.max_seconds, self._task.steps, clock=clock, device=self._device)
 
     def _totals(self, method: Method) -> dict[str, Any]:
         totals = method.stats.to_dict()
@@ -311,12 +314,12 @@ class _Worker:
             yield to_device(batch, self._device)
 
 
-def planned_times(job: Job, step_seconds: float) -> Compute:
-    """Return the compute times of the processes of ``job``, with steps of ``step_seconds``."""
+def planned_times(job: Job, step: float | str) -> Compute:
+    """Return the compute times of the processes of ``job``, with steps of this duration."""
     scenario = Scenario.from_json(job.scenario)
     slowdown = scenario.by_rank(parse_slow(job.slow, job.workers), job.workers)
     changes = scenario.slowdowns(job.workers)
-    return Compute(step_seconds, jitter=job.jitter, slowdown=slowdown, changes=changes)
+    return Compute(step, jitter=job.jitter, slowdown=slowdown, changes=changes)
 
 
 def import_from_current_directory() -> None:

@@ -93,7 +93,7 @@ class SteadyStateDetector:
     def ended(self, record: Record) -> bool:
         """Return True and set ``window`` if ``record`` is long enough or the time is used up."""
         steps = len(record)
-        late = self._now() > self._until
+        late = steps > 1 and self._now() > self._until  # the first step has no step before it
         if steps < self._next_check and not late:
             return False
         self._next_check = max(steps + 1, math.ceil(steps * _SPARSER))

@@ -37,7 +37,6 @@ class SimulatedWorker:
         background: True for a background activity. It must not use random numbers.
         killed: True once the worker is killed.
         result: Return value of the worker's function.
-        error: Exception raised by the worker's function; None if there was none.
         started_seconds: Virtual time at which the worker started; 0 for a background activity.
         finished_seconds: Virtual time of the end; None before.
         waits_in: Name of the operation or computation that the worker awaits; empty while it runs.
@@ -51,7 +50,6 @@ class SimulatedWorker:
         self.background = background
         self.killed = False
         self.result: Any = None
-        self.error: BaseException | None = None
         self.started_seconds = 0.0
         self.finished_seconds: float | None = None
         self.waits_in = ""
@@ -72,6 +70,7 @@ class Workers:
         self.all = [SimulatedWorker(rank, seed) for rank in range(size)]
         self._background: list[SimulatedWorker] = []
         self._current: SimulatedWorker | None = None
+        self._error: BaseException | None = None  # raised by a worker or background activity
         self._loaded: SimulatedWorker | None = None  # owner of the process's random state
         self._yielded = threading.Semaphore(0)  # released when the running worker waits or ends
         self._stopping = False
@@ -94,12 +93,8 @@ class Workers:
             self._start(worker, function, "starts")
         try:
             while self.kernel.step():
-                for worker in (*self.all, *self._background):
-                    if worker.error:
-                        worker.error.add_note(
-                            f"in simulated worker {worker.rank} at {self.kernel.now:.6f} virtual s"
-                        )
-                        raise worker.error
+                if self._error is not None:
+                    raise self._error
             if any(worker.finished_seconds is None for worker in self.all):
                 raise DeadlockError(self._describe_deadlock())
         finally:
@@ -207,7 +202,11 @@ class Workers:
         except _StoppedError:
             pass
         except BaseException as error:
-            worker.error = None if worker.killed else error
+            if not worker.killed:
+                error.add_note(
+                    f"in simulated worker {worker.rank} at {self.kernel.now:.6f} virtual s"
+                )
+                self._error = error
         if not self._stopping:
             self._yielded.release()
 
