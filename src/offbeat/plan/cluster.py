@@ -265,9 +265,8 @@ class _SingleWorker(_Workers):
             if not self.kernel.step():
                 raise DeadlockError(f"the only running worker waits for {what}, which never ends")
             self._current = worker
-            for background in self._background:
-                if background.error is not None:
-                    raise background.error
+            if self._error is not None:  # of a background activity
+                raise self._error
 
 
 def workers_for(members: Sequence[int]) -> Workers:
