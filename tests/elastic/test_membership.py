@@ -27,7 +27,6 @@ from offbeat.elastic import agreement, heartbeats, joining, membership
 from offbeat.elastic.connect import open_elastic
 from offbeat.elastic.store import SharedStore
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
-from offbeat.transport.membership import membership_of
 from offbeat.transport.torch_backend import process_groups as groups
 from transport.communicators import meet
 from workers import run
@@ -59,7 +58,7 @@ class Worker:
 
     @property
     def membership(self) -> Any:
-        return membership_of(self.communicator)
+        return self.communicator.membership
 
     def _enter(self, view: Any) -> None:
         self.communicator, self.view = view.communicator, view

@@ -41,7 +41,7 @@ class ElasticCommunicator(TorchCommunicator):
     def twin(self) -> Communicator:
         # Only the original communicator has the ``membership`` and starts view changes.
         twin = super().twin()
-        del twin.__dict__["membership"]
+        twin.membership = None
         return twin
 
     @override
