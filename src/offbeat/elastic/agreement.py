@@ -184,10 +184,6 @@ class Agreement:
             patience: Seconds to wait after the newest arrival. Then the arrived members exclude the
                 missing ones, if at least half have arrived. A minority waits ``timeout_seconds``.
             arrival: Tells the others about this worker.
-
-        Raises:
-            EndedError: The training has ended.
-            StoreLostError: The store does not answer.
         """
         store, started = self.store.within(f"view/{number}"), time.monotonic()
         others, last_arrival = set(before.members) - {self.worker}, started

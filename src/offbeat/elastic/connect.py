@@ -109,10 +109,6 @@ def open_elastic(
 
     When workers are lost or join, the others wait ``silence_seconds``, but at most
     ``timeout_seconds``, for members that do not answer.
-
-    Raises:
-        AttachError: The backend is not gloo, or this process is not a member of the group.
-        CommunicationError: A worker did not take part, or the store does not answer.
     """
     if dist.get_rank(group) < 0:
         raise AttachError("this process is not a member of the group given to attach()")

@@ -1,7 +1,6 @@
 """The team: the workers that train together, with rank, size and communicator.
 
-In elastic training workers may be lost or join. One composition of the workers is a *view*, and
-each view has its own communicator.
+In elastic training each view has its own communicator; see ``transport/membership.py``.
 """
 
 from collections.abc import Callable
