@@ -123,7 +123,7 @@ def open_elastic(
     rank, size, keys = factory.rank, factory.size, factory.new_store()
     base = without_prefixes(keys)
     root, heartbeats = SharedStore(base, location_of(base)), HeartbeatConnections()
-    first = Decision(list(range(size)), [], size)
+    first = Decision(list(range(size)), size)
 
     def begin() -> SharedStore:
         # The first member that calls this names the training. The others read the name.

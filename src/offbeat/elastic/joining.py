@@ -180,7 +180,7 @@ class Admission:
         """
         agreement, store = self._agreement, self._agreement.store
         latest = store.call(lambda: store.get("latest"), self._what)
-        number, before = -1 if latest is None else latest - 1, Decision([], [], 0)
+        number, before = -1 if latest is None else latest - 1, Decision([], 0)
         pause, longest = POLL_SECONDS
         while True:
             ended, replaced, decided = self._read(number + 1, before)

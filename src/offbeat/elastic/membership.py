@@ -88,7 +88,7 @@ class Participant:
         agreement.connect_heartbeats(members)
         membership = StoreMembership(self, number, decision)
         communicator = self._communicator(number, members, opening_seconds, membership)
-        view = View(number, members, communicator, frozenset(decision.newcomers))
+        view = View(number, members, communicator)
         try:
             agreement.call(lambda: agreement.store.put("latest", number))
             if unreachable := agreement.connect_heartbeats(members):

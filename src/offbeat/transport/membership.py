@@ -24,13 +24,11 @@ class View:
         members: Identity of each worker, by rank; ascending. The identity of a worker is its rank
             in view 0, or a new number if it joined later.
         communicator: Communicator between these members.
-        newcomers: Identities of the members that have just joined and need the model.
     """
 
     number: int
     members: tuple[int, ...]
     communicator: Communicator
-    newcomers: frozenset[int] = frozenset()
 
 
 class Membership(Protocol):
