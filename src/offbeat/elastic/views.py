@@ -340,7 +340,7 @@ class Views:
         tensors = worker.replica.everything()
         if communicator.rank == plan.source and plan.behind:
             values = {
-                "model": tensors,
+                "model": [tensor.detach() for tensor in tensors],
                 "optimizers": [
                     optimizer_values(one.optimizer, one.parameters) for one in worker.optimizers
                 ],
