@@ -13,7 +13,7 @@ from offbeat import cli
 from offbeat.cli import options, runs
 from offbeat.lab.job import Job
 from offbeat.lab.options import option_of
-from offbeat.transport import costs
+from offbeat.simulate import network
 
 APP: Any = typer.main.get_command(cli.app)
 ASKED = {one.name: one for one in dataclasses.fields(Job) if option_of(one) is not None}
@@ -68,8 +68,8 @@ def test_every_option_arrives(
 
 def test_defaults_inside_nodes_are_those_of_the_cost_model() -> None:
     """The options repeat them, because the cost model's package imports torch."""
-    assert options.NODE_BANDWIDTH == costs.NODE_BANDWIDTH
-    assert options.NODE_LATENCY == costs.NODE_LATENCY
+    assert options.NODE_BANDWIDTH == network.NODE_BANDWIDTH
+    assert options.NODE_LATENCY == network.NODE_LATENCY
 
 
 FLAGS = [name for names in flags_of("train").values() for name in names if name[0] == "-"]

@@ -533,9 +533,9 @@ def test_a_number_without_an_address_delays_no_one() -> None:
     assert [shared.count("numbers") for _ in range(3)] == [0, 1, 2]
     shared.put("address/2", "a:1")
     shared.put("address/4", "a:2")
-    requests = one.join_requests(Decision([0, 1], [], 2))
+    requests = one.join_requests(Decision([0, 1], 2))
     assert requests == ({2: "a:1", 4: "a:2"}, 5, [3])
-    decision = Decision([0, 1, 2, 4], [2, 4], 5, unannounced=[3])
+    decision = Decision([0, 1, 2, 4], 5, unannounced=[3])
     assert [decision.considers(worker) for worker in range(2, 6)] == [True, False, True, False]
     shared.put("address/3", "a:3")
     assert one.join_requests(decision) == ({3: "a:3"}, 5, [])

@@ -14,9 +14,11 @@ import offbeat
 import offbeat.nodes.detection
 from loops import Faulty, attach, bits, close, error_of, everything, sgd, trained
 from offbeat.nodes.communicator import NodeCommunicator
-from offbeat.nodes.detection import WorkerCommunicators, layout, open_nodes
+from offbeat.nodes.detection import layout, open_nodes
 from offbeat.registry import STRATEGIES
+from offbeat.transport.communicator import Communicator
 from offbeat.transport.single_process import SingleCommunicator
+from offbeat.transport.team import Node
 from problems import bsp_reference, flat, loss_of, make_batch, make_model, make_wide, train_step
 from recording import Recording
 from workers import run
@@ -507,8 +509,8 @@ class Halves(SingleCommunicator):
     def make_communicator(self, timeout_seconds: float) -> Any:
         pytest.fail("it has nodes")
 
-    def make_nodes(self, timeout_seconds: float) -> WorkerCommunicators:
-        return WorkerCommunicators(self, Halves(), SingleCommunicator())
+    def make_nodes(self, timeout_seconds: float) -> tuple[Communicator, Node]:
+        return SingleCommunicator(), Node(self, Halves())
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -1,30 +1,15 @@
 """The formulas of communication and the network they are applied to."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.simulate.network import Network
-from offbeat.transport import costs
+from offbeat.simulate.network import CollectiveKind, Network, seconds_at, sent_bytes
 
-Formula = Callable[[float, int, float, float], float]
-COLLECTIVES: list[Formula] = [
-    costs.all_reduce_seconds,
-    costs.broadcast_seconds,
-    costs.all_gather_seconds,
-    costs.all_to_all_seconds,
-]
-NAMES = [formula.__name__ for formula in COLLECTIVES]
-TRAFFIC = [
-    costs.all_reduce_bytes,
-    costs.broadcast_bytes,
-    costs.all_gather_bytes,
-    costs.all_to_all_bytes,
-]
-every_collective = pytest.mark.parametrize("formula", COLLECTIVES, ids=NAMES)
+every_collective = pytest.mark.parametrize("kind", get_args(CollectiveKind))
 
 sizes = st.floats(0, 1e12)
 rates = st.floats(1e3, 1e12)
@@ -33,40 +18,40 @@ counts = st.integers(1, 1000)
 
 
 @pytest.mark.parametrize(
-    ("name", "workers", "seconds"),
+    ("kind", "workers", "seconds"),
     [  # 1 MB at 125 MB/s: M/B = 8 ms; α = 0.1 ms
-        ("all_reduce_seconds", 2, 2 * 1 * (0.1e-3 + 4e-3)),
-        ("all_reduce_seconds", 4, 2 * 3 * (0.1e-3 + 2e-3)),
-        ("broadcast_seconds", 2, 8.1e-3),
-        ("broadcast_seconds", 4, 16.2e-3),
-        ("broadcast_seconds", 5, 24.3e-3),
-        ("broadcast_seconds", 8, 24.3e-3),
-        ("broadcast_seconds", 9, 32.4e-3),
-        ("all_gather_seconds", 2, 8.1e-3),
-        ("all_gather_seconds", 4, 24.1e-3),
-        ("all_gather_seconds", 1, 0.0),
-        ("all_to_all_seconds", 1, 0.0),
-        ("all_to_all_seconds", 2, 0.1e-3 + 1 * 4e-3),
-        ("all_to_all_seconds", 4, 0.1e-3 + 3 * 2e-3),
-        ("all_to_all_seconds", 5, 0.1e-3 + 4 * 1.6e-3),
+        ("reduce", 2, 2 * 1 * (0.1e-3 + 4e-3)),
+        ("reduce", 4, 2 * 3 * (0.1e-3 + 2e-3)),
+        ("broadcast", 2, 8.1e-3),
+        ("broadcast", 4, 16.2e-3),
+        ("broadcast", 5, 24.3e-3),
+        ("broadcast", 8, 24.3e-3),
+        ("broadcast", 9, 32.4e-3),
+        ("gather", 2, 8.1e-3),
+        ("gather", 4, 24.1e-3),
+        ("gather", 1, 0.0),
+        ("exchange", 1, 0.0),
+        ("exchange", 2, 0.1e-3 + 1 * 4e-3),
+        ("exchange", 4, 0.1e-3 + 3 * 2e-3),
+        ("exchange", 5, 0.1e-3 + 4 * 1.6e-3),
     ],
 )
-def test_collectives_cost_what_the_formulas_say(name: str, workers: int, seconds: float) -> None:
-    assert getattr(costs, name)(1e6, workers, 125e6, 1e-4) == pytest.approx(seconds)
+def test_collectives_cost_what_the_formulas_say(kind: Any, workers: int, seconds: float) -> None:
+    assert seconds_at(kind, 1e6, workers, 125e6, 1e-4) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
-    ("name", "sent"),
+    ("kind", "sent"),
     [
-        ("all_reduce_bytes", 1500.0),
-        ("broadcast_bytes", 750.0),
-        ("all_gather_bytes", 3000.0),
-        ("all_to_all_bytes", 750.0),
+        ("reduce", 1500.0),
+        ("broadcast", 750.0),
+        ("gather", 3000.0),
+        ("exchange", 750.0),
     ],
 )
-def test_workers_send_what_the_formulas_say(name: str, sent: float) -> None:
+def test_workers_send_what_the_formulas_say(kind: Any, sent: float) -> None:
     """1000 bytes among 4 workers."""
-    assert getattr(costs, name)(1000, 4) == sent
+    assert sent_bytes(kind, 1000, 4) == sent
 
 
 def test_bytes_agree_with_counting_messages() -> None:
@@ -80,8 +65,8 @@ def test_bytes_agree_with_counting_messages() -> None:
                 if target < workers:
                     has.add(target)
                     sent[source] += 1
-        assert sum(sent) / workers == pytest.approx(costs.broadcast_bytes(1, workers))
-        assert rounds == costs.broadcast_seconds(0, workers, 1.0, 1.0) == sent[0]
+        assert sum(sent) / workers == pytest.approx(sent_bytes("broadcast", 1, workers))
+        assert rounds == seconds_at("broadcast", 0, workers, 1.0, 1.0) == sent[0]
         parts = [{rank} for rank in range(workers)]  # a ring all-gather
         rounds = 0
         last = list(range(workers))
@@ -90,25 +75,23 @@ def test_bytes_agree_with_counting_messages() -> None:
             last = [last[rank - 1] for rank in range(workers)]
             for rank, piece in enumerate(last):
                 parts[rank].add(piece)
-        assert rounds == costs.all_gather_bytes(1, workers)
+        assert rounds == sent_bytes("gather", 1, workers)
         pairs: set[tuple[int, int]] = set()  # an all-to-all, in rounds of one chunk each
         rounds = 0
         while len(pairs) < workers * (workers - 1):
             rounds += 1
             pairs |= {(rank, (rank + rounds) % workers) for rank in range(workers)}
         chunks = sum(source == 0 for source, _ in pairs)
-        assert chunks / workers == pytest.approx(costs.all_to_all_bytes(1, workers))
+        assert chunks / workers == pytest.approx(sent_bytes("exchange", 1, workers))
 
 
 @pytest.mark.sampled
 @every_collective
 @settings(deadline=None, max_examples=30, derandomize=True, database=None)
 @given(size=sizes, rate=rates, latency=latencies)
-def test_one_worker_costs_nothing(
-    formula: Formula, size: float, rate: float, latency: float
-) -> None:
-    assert formula(size, 1, rate, latency) == 0
-    assert all(traffic(size, 1) == 0 for traffic in TRAFFIC)
+def test_one_worker_costs_nothing(kind: Any, size: float, rate: float, latency: float) -> None:
+    assert seconds_at(kind, size, 1, rate, latency) == 0
+    assert sent_bytes(kind, size, 1) == 0
 
 
 def test_text_and_numbers_make_the_same_network() -> None:
@@ -157,15 +140,7 @@ def test_a_collective_takes_the_slowest_link() -> None:
     assert Network("80Mbit/s", upload="800Mbit/s").collective_bytes_per_second([0, 1]) == 10e6
 
 
-@pytest.mark.parametrize(
-    ("kind", "formula"),
-    [
-        ("reduce", costs.all_reduce_seconds),
-        ("broadcast", costs.broadcast_seconds),
-        ("gather", costs.all_gather_seconds),
-        ("exchange", costs.all_to_all_seconds),
-    ],
-)
+@every_collective
 @settings(deadline=None, max_examples=30, derandomize=True, database=None)
 @given(
     size=sizes,
@@ -175,7 +150,6 @@ def test_a_collective_takes_the_slowest_link() -> None:
 )
 def test_the_network_applies_the_formula_at_its_rate(
     kind: Any,
-    formula: Formula,
     size: float,
     ranks: set[int],
     slow: dict[int, float],
@@ -184,7 +158,7 @@ def test_the_network_applies_the_formula_at_its_rate(
     """For any links the method is the function at the least of all links."""
     links = Network(1e9, "100us", upload=upload, per_worker=slow)
     bits = [slow[r] if r in slow else min(1e9, upload or 1e9) for r in ranks]
-    expected = formula(size, len(ranks), min(bits) / 8, 1e-4)
+    expected = seconds_at(kind, size, len(ranks), min(bits) / 8, 1e-4)
     assert links.collective_seconds(kind, size, ranks) == pytest.approx(expected)
 
 

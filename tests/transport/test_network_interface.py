@@ -1,9 +1,12 @@
-"""The line about the network interface in use."""
+"""The network interface in use: the line about it, and the address of this worker."""
+
+import socket
 
 import pytest
 
+from offbeat.errors import AttachError
 from offbeat.transport.torch_backend import network_interface
-from offbeat.transport.torch_backend.network_interface import interface_in_use
+from offbeat.transport.torch_backend.network_interface import gloo_address, interface_in_use
 
 
 def test_the_address_of_a_named_interface_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +24,27 @@ def test_where_addresses_cannot_be_asked_for_the_name_is_shown(
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr("socket.gethostbyname", lambda name: "10.1.2.3")
     assert interface_in_use("gloo").startswith("? (10.1.2.3; from the host's name")
+
+
+def test_the_address_of_a_worker_is_that_of_the_named_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "10.1.2.3")
+    assert gloo_address() == "127.0.0.1"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert gloo_address() == "10.1.2.3"
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_an_interface_without_an_address_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, exists: bool
+) -> None:
+    """Workers on two machines could not reach each other at 127.0.0.1."""
+    if exists:
+        addresses = {"lo": "127.0.0.1", "wg0": None}
+        monkeypatch.setattr(network_interface, "address_of", addresses.get)
+        monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "wg0")])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "wg0")
+    with pytest.raises(AttachError, match=r"GLOO_SOCKET_IFNAME names .* 'wg0', .*here: lo"):
+        gloo_address()

@@ -21,7 +21,7 @@ from offbeat.lab.options import Panel, option, option_of
 
 USUAL_LATENCY = "100us"
 USUAL_WORKERS = 4
-NODE_BANDWIDTH, NODE_LATENCY = "100Gbit/s", "10us"  # as in `offbeat.transport.costs`
+NODE_BANDWIDTH, NODE_LATENCY = "100Gbit/s", "10us"  # as in `offbeat.simulate.network`
 SHAPED_LINKS = "Limit each link, as in 200Mbit/s (Linux, root, iproute2)."
 
 

@@ -65,7 +65,6 @@ class Decision:
 
     Attributes:
         members: Identities of the members, ascending.
-        newcomers: Identities of the members that have joined and were in no earlier view.
         next_identity: Lowest identity that was unused when the decision was made. The decision
             admits or refuses every worker with a smaller identity, except the ``unannounced``.
         disconnected: Identities of the arrived members that the view excludes, because they cannot
@@ -75,7 +74,6 @@ class Decision:
     """
 
     members: list[int]
-    newcomers: list[int]
     next_identity: int
     disconnected: list[int] = field(default_factory=list)
     unannounced: list[int] = field(default_factory=list)
@@ -184,10 +182,6 @@ class Agreement:
             patience: Seconds to wait after the newest arrival. Then the arrived members exclude the
                 missing ones, if at least half have arrived. A minority waits ``timeout_seconds``.
             arrival: Tells the others about this worker.
-
-        Raises:
-            EndedError: The training has ended.
-            StoreLostError: The store does not answer.
         """
         store, started = self.store.within(f"view/{number}"), time.monotonic()
         others, last_arrival = set(before.members) - {self.worker}, started
@@ -275,7 +269,6 @@ class Agreement:
             staying = connected(unreachable, newcomers)
             decision = Decision(
                 sorted({*staying, *joining}),
-                sorted([*newcomers.intersection(staying), *joining]),
                 requests.next_identity,
                 [worker for worker in present if worker not in staying],
                 requests.unannounced,

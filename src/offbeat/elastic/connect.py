@@ -17,7 +17,6 @@ from offbeat.elastic.membership import Participant
 from offbeat.elastic.store import SharedStore, location_of, serves_store, without_prefixes
 from offbeat.errors import AttachError
 from offbeat.transport.communicator import Communicator, Transport
-from offbeat.transport.membership import membership_of
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.torch_backend.network_interface import interface_in_use
 from offbeat.transport.torch_backend.process_groups import GroupFactory, backends_of
@@ -66,7 +65,7 @@ def open_communicator(
         made = make(timeout_seconds)
         if not isinstance(made, Communicator):
             raise TypeError(f"make_communicator() must return a Communicator, got {made!r}")
-        if elastic and membership_of(made) is None:
+        if elastic and made.membership is None:
             made.close()
             raise AttachError(
                 f"{what} with min_workers: a {type(made).__name__} has no membership, so the "
@@ -110,10 +109,6 @@ def open_elastic(
 
     When workers are lost or join, the others wait ``silence_seconds``, but at most
     ``timeout_seconds``, for members that do not answer.
-
-    Raises:
-        AttachError: The backend is not gloo, or this process is not a member of the group.
-        CommunicationError: A worker did not take part, or the store does not answer.
     """
     if dist.get_rank(group) < 0:
         raise AttachError("this process is not a member of the group given to attach()")
@@ -128,7 +123,7 @@ def open_elastic(
     rank, size, keys = factory.rank, factory.size, factory.new_store()
     base = without_prefixes(keys)
     root, heartbeats = SharedStore(base, location_of(base)), HeartbeatConnections()
-    first = Decision(list(range(size)), [], size)
+    first = Decision(list(range(size)), size)
 
     def begin() -> SharedStore:
         # The first member that calls this names the training. The others read the name.

@@ -241,7 +241,7 @@ class Gathering(Transport):
     def _gather(self, agreement: Agreement, deadline: float) -> Decision:
         """Wait for the decision on view 0, and return it. Propose one if enough workers live."""
         store, heartbeats = agreement.store, agreement.heartbeats
-        started, before = time.monotonic(), Decision([], [], 0)
+        started, before = time.monotonic(), Decision([], 0)
         view, pause = store.within("view/0"), POLL_SECONDS[0]
         what = f"rank {agreement.worker}: gathering failed"
         while True:
@@ -257,9 +257,7 @@ class Gathering(Transport):
             impatient = waited >= self._patience_seconds
             least = self.workers.least if impatient else self.workers.most
             if len(alive) >= least and alive[0] == agreement.worker:
-                decision = Decision(
-                    alive, [], requests.next_identity, unannounced=requests.unannounced
-                )
+                decision = Decision(alive, requests.next_identity, unannounced=requests.unannounced)
                 store.call(partial(view.put_if_absent, "decided", vars(decision)), what)
             elif time.monotonic() > deadline:
                 raise self._timeout(agreement, len(alive), len(silent))

@@ -9,9 +9,10 @@ import os
 import select
 import socket
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from offbeat.errors import AttachError
 from offbeat.transport.torch_backend.network_interface import gloo_address
@@ -23,10 +24,11 @@ _BACKLOG = 4096  # number of connections that may wait to be accepted; the defau
 class HeartbeatConnections:
     """Detects that the processes of other workers have ended.
 
-    Each process listens on a port and never accepts a connection. The kernel completes connections
-    to this port even while the process computes or is suspended, and closes them when the process
-    ends. So neither threads nor messages are needed. A machine that loses power or its network
-    closes no connections, so its workers are not reported as dead.
+    Each process listens on a port. The kernel completes connections to this port even while the
+    process computes or is suspended, and closes them when the process ends, whether the process has
+    accepted them or not. So neither threads nor messages are needed. ``dead`` accepts connections,
+    because the kernel completes no more of them while ``_BACKLOG`` wait. A machine that loses power
+    or its network closes no connections, so its workers are not reported as dead.
 
     Attributes:
         address: Address on which this process listens, as ``host:port``.
@@ -42,13 +44,15 @@ class HeartbeatConnections:
     def __init__(self) -> None:
         if sys.platform == "win32":
             raise AttachError("min_workers and join() need Linux or macOS; leave min_workers out")
-        listener = socket.create_server((gloo_address(), 0), backlog=_BACKLOG)
-        host, port = listener.getsockname()
+        self._listener = socket.create_server((gloo_address(), 0), backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        host, port = self._listener.getsockname()
         self.address = f"{host}:{port}"
         self._sockets: dict[int, socket.socket] = {}
+        self._accepted: set[socket.socket] = set()  # connections of other workers to this one
         self._dead: set[int] = set()
         self.refused: set[int] = set()
-        self.close = weakref.finalize(self, _close, listener, self._sockets)
+        self.close = weakref.finalize(self, _close, self._listener, self._sockets, self._accepted)
         _instances.add(self)
 
     def connect(self, addresses: Mapping[int, str]) -> list[int]:
@@ -71,34 +75,61 @@ class HeartbeatConnections:
 
     def dead(self) -> frozenset[int]:
         """Return the monitored workers that have ended or have called ``close``. Never blocks."""
-        poll = select.poll()
+        self._accept()
         # Other threads may call this at the same time, and also find the worker dead.
         sockets = list(self._sockets.items())
-        by_descriptor = {socket_.fileno(): worker for worker, socket_ in sockets}
-        by_descriptor.pop(-1, None)  # another thread has closed this socket just now
-        for descriptor in by_descriptor:
-            # No data are sent, so a socket is readable only once the other end is closed.
-            poll.register(descriptor, select.POLLIN)
-        for descriptor, _ in poll.poll(0):
-            worker = by_descriptor[descriptor]
-            self._dead.add(worker)
-            if (found := self._sockets.pop(worker, None)) is not None:
-                found.close()
+        closed = _closed_by_peer([*self._accepted, *(socket_ for _, socket_ in sockets)])
+        for worker, socket_ in sockets:
+            if socket_ in closed:
+                self._dead.add(worker)
+                self._sockets.pop(worker, None)
+        for socket_ in closed:
+            self._accepted.discard(socket_)
+            socket_.close()
         return frozenset(self._dead)
+
+    def _accept(self) -> None:
+        """Accept all connections that wait. Never blocks."""
+        with _accepting:
+            while True:
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError:  # no more wait, too many files are open, or the listener is closed
+                    return
+                self._accepted.add(connection)
+                if self._listener.fileno() < 0:  # another thread has called close() meanwhile
+                    self._accepted.discard(connection)
+                    connection.close()
+
+
+def _closed_by_peer(sockets: Iterable[socket.socket]) -> set[socket.socket]:
+    """Return those ``sockets`` whose other end is closed."""
+    poll = select.poll()
+    by_descriptor = {socket_.fileno(): socket_ for socket_ in sockets}
+    by_descriptor.pop(-1, None)  # another thread has closed this socket just now
+    for descriptor in by_descriptor:
+        # No data are sent, so a socket is readable only once the other end is closed.
+        poll.register(descriptor, select.POLLIN)
+    return {by_descriptor[descriptor] for descriptor, _ in poll.poll(0)}
 
 
 _instances: "weakref.WeakSet[HeartbeatConnections]" = weakref.WeakSet()
+_accepting = threading.RLock()
+"""Held while a socket is accepted, and during a fork. So ``_close_all`` knows all sockets."""
 
 
 def _close_all() -> None:
     for instance in list(_instances):
         instance.close()
+    _accepting.release()
 
 
 # A forked child, such as a process of a DataLoader, inherits the sockets. Unless it closes them,
 # they stay open after the death of its parent.
 if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-    os.register_at_fork(after_in_child=_close_all)
+    os.register_at_fork(
+        before=_accepting.acquire, after_in_parent=_accepting.release, after_in_child=_close_all
+    )
 
 
 def find_unreachable(addresses: Mapping[int, str]) -> list[int]:
@@ -151,8 +182,13 @@ def _result(connection: socket.socket, seconds: float) -> int:
     return connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
 
 
-def _close(listener: socket.socket, connections: dict[int, socket.socket]) -> None:
+def _close(
+    listener: socket.socket,
+    connections: dict[int, socket.socket],
+    accepted: set[socket.socket],
+) -> None:
     listener.close()
-    for connection in connections.values():
+    for connection in [*connections.values(), *accepted]:
         connection.close()
     connections.clear()
+    accepted.clear()

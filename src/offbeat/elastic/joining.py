@@ -1,8 +1,8 @@
 """Joining: a new process becomes a worker of an elastic training that is already running.
 
-A *view* is one composition of the workers, its *members*. The members communicate through a shared
-store, usually that of their ``torch.distributed`` process group. The new process connects to this
-store, writes its address, and waits until the members have decided on a view that contains it.
+The new process connects to the store of the training, usually that of the ``torch.distributed``
+process group. It writes its address, and waits until the members of the current view have decided
+on a view that contains it; see ``elastic/agreement.py``.
 """
 
 import os
@@ -177,16 +177,10 @@ class Admission:
         """Request a view change, and open the view that admits this worker. Blocks.
 
         ``deadline`` is a time of ``time.monotonic``.
-
-        Raises:
-            EndedError: The training has ended.
-            CommunicationTimeout: The members did not begin another view in time.
-            CommunicationError: The view that admits this worker could not be opened, and no later
-                view either.
         """
         agreement, store = self._agreement, self._agreement.store
         latest = store.call(lambda: store.get("latest"), self._what)
-        number, before = -1 if latest is None else latest - 1, Decision([], [], 0)
+        number, before = -1 if latest is None else latest - 1, Decision([], 0)
         pause, longest = POLL_SECONDS
         while True:
             ended, replaced, decided = self._read(number + 1, before)

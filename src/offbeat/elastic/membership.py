@@ -1,8 +1,8 @@
 """Membership of real processes: opens a view, and changes to the next one.
 
-A *view* is one composition of the workers, its *members*. ``elastic/agreement.py`` describes the
-protocol by which the workers decide on the members of the next view. This module opens the
-communicator of a view that was decided, and requests another view if that fails.
+``elastic/agreement.py`` describes the protocol by which the workers decide on the members of the
+next view. This module opens the communicator of a view that was decided, and requests another view
+if that fails.
 """
 
 import itertools
@@ -41,7 +41,7 @@ class ElasticCommunicator(TorchCommunicator):
     def twin(self) -> Communicator:
         # Only the original communicator has the ``membership`` and starts view changes.
         twin = super().twin()
-        del twin.__dict__["membership"]
+        twin.membership = None
         return twin
 
     @override
@@ -82,15 +82,13 @@ class Participant:
     def enter(self, number: int, decision: Decision, opening_seconds: float) -> View:
         """Open view ``number``: connect to its members. A collective of the members.
 
-        Raises:
-            CommunicationError: A member did not take part within ``opening_seconds``.
-            StoreLostError: The store does not answer.
+        Fails if a member does not take part within ``opening_seconds``.
         """
         agreement, members = self.agreement, tuple(decision.members)
         agreement.connect_heartbeats(members)
         membership = StoreMembership(self, number, decision)
         communicator = self._communicator(number, members, opening_seconds, membership)
-        view = View(number, members, communicator, frozenset(decision.newcomers))
+        view = View(number, members, communicator)
         try:
             agreement.call(lambda: agreement.store.put("latest", number))
             if unreachable := agreement.connect_heartbeats(members):
@@ -107,12 +105,7 @@ class Participant:
         return view
 
     def enter_as_newcomer(self, number: int, decision: Decision) -> View:
-        """Open view ``number``, which admits this worker. If that fails, try the next views.
-
-        Raises:
-            EndedError: The training has ended.
-            CommunicationError: This worker cannot join.
-        """
+        """Open view ``number``, which admits this worker. If that fails, try the next views."""
         try:
             return self.enter(number, decision, self.silence_seconds)
         except StoreLostError:
@@ -158,10 +151,6 @@ class Participant:
             view: Number of the view that has ended or could not be opened.
             before: Decision on view ``view``.
             step: Number of steps that this worker has taken; None if it was in no view yet.
-
-        Raises:
-            EndedError: The training has ended.
-            CommunicationError: This worker cannot continue.
         """
         started, patience = time.monotonic(), self.silence_seconds
         arrival = Arrival(step is None, [])

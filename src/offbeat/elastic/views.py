@@ -258,9 +258,7 @@ class Views:
     def begin(self) -> None:
         """Begin the view that the team has entered: steps 2 and 3 of the module. A collective.
 
-        Raises:
-            CommunicationError: The view failed, so that another view change is needed.
-            MismatchError: The settings of this worker differ from those of the others.
+        After a CommunicationError another view change is needed.
         """
         worker, team, iteration = self._worker, self._worker.team, self.iteration
         assert iteration is not None
@@ -342,7 +340,7 @@ class Views:
         tensors = worker.replica.everything()
         if communicator.rank == plan.source and plan.behind:
             values = {
-                "model": tensors,
+                "model": [tensor.detach() for tensor in tensors],
                 "optimizers": [
                     optimizer_values(one.optimizer, one.parameters) for one in worker.optimizers
                 ],

@@ -182,7 +182,10 @@ class LaunchStore:
         return None if place is None else int(place[1])
 
     def has_finished(self, process: str) -> bool:
-        """Return True if a process has finished the training. True also if that is unknown."""
+        """Return True if a process has finished the training.
+
+        True also if that is unknown, so that no failure is hidden.
+        """
 
         def find(store: SharedStore) -> bool:
             training, rank = store.get(process) or (None, None)

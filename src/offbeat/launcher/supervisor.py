@@ -2,30 +2,17 @@
 
 import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from offbeat.launcher.output import Outputs, report
 from offbeat.launcher.signals import Interruption, signal_name
 from offbeat.launcher.worker import Starter, Worker
 
+if TYPE_CHECKING:
+    from offbeat.launcher.store import LaunchStore
+
 _POLL_SECONDS = 0.05
 _ASK_SECONDS = 0.5  # time between two reads of the store, while a worker does not train yet
-
-
-class Training(Protocol):
-    """What the supervisor has to know about the training, as ``LaunchStore`` provides it."""
-
-    def training_has_ended(self) -> bool:
-        """Return True if the training has ended. False also if that is unknown."""
-
-    def rank_of(self, process: str) -> int | None:
-        """Return the rank with which a process trains. None if it does not, or that is unknown."""
-
-    def has_finished(self, process: str) -> bool:
-        """Return True if a process has finished the training.
-
-        True also if that is unknown, so that no failure is hidden.
-        """
 
 
 class Supervisor:
@@ -45,7 +32,7 @@ class Supervisor:
         workers: list[Worker],
         starter: Starter,
         variables: Mapping[str, str],
-        training: Training,
+        training: "LaunchStore",
         interruption: Interruption,
         grace_seconds: float,
     ) -> None:

@@ -9,9 +9,9 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
-from offbeat.launcher.forking import AVAILABLE, ForkServer, prepare_worker
+from offbeat.launcher.forking import AVAILABLE, ForkedProcess, ForkServer, prepare_worker
 from offbeat.launcher.script import FINAL
 from offbeat.launcher.signals import signal_name
 
@@ -20,6 +20,7 @@ _FORGET_SECONDS = 60.0  # a worker that has lived this long has recovered from i
 _SCRIPT = "offbeat.launcher.script"
 PRELOADED = "offbeat.launcher.preloaded"
 """Module that imports what almost every script needs."""
+Process: TypeAlias = "ForkedProcess | subprocess.Popen[bytes]"
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,6 @@ class Program:
     def argv(self) -> list[str]:
         """Return the arguments of ``offbeat.launcher.script``."""
         return ["module" if self.is_module else "script", self.target, *self.arguments]
-
-
-class Process(Protocol):
-    """A running or ended process of a worker, as ``subprocess.Popen`` and ``ForkedProcess``."""
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-
-    def poll(self) -> int | None:
-        """Return the exit status (negative after a signal), or None while the process runs."""
-
-    def wait(self) -> int:
-        """Wait for the end of a killed process."""
 
 
 class Starter:

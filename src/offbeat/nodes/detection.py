@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal
 
 import torch.distributed as dist
@@ -25,22 +25,6 @@ from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 NodeGroup = dist.ProcessGroup | Literal["auto"]
 
 
-@dataclass(frozen=True, eq=False)
-class WorkerCommunicators:
-    """The communicators of one worker in a node.
-
-    Attributes:
-        everyone: Communicator of all workers of all nodes.
-        inside: Communicator of the workers of this worker's node.
-        across: Communicator of the workers that have the same position in their nodes as this
-            worker, one of each node. It has the same ``host`` object as ``inside``.
-    """
-
-    everyone: Communicator
-    inside: Communicator
-    across: Communicator
-
-
 def open_nodes(
     group: dist.ProcessGroup | Transport | None,
     node_group: NodeGroup,
@@ -51,8 +35,12 @@ def open_nodes(
     """Detect the nodes and open their communicators. A collective of ``group``.
 
     ``group`` and ``node_group`` are those of ``attach``. With "auto" the environment variables of
-    torchrun determine the nodes. A custom transport must have ``make_nodes(timeout_seconds)``,
-    which returns ``WorkerCommunicators``, and requires "auto".
+    torchrun determine the nodes.
+
+    A custom transport must have ``make_nodes(timeout_seconds)``, and requires "auto". That method
+    returns a communicator across nodes, and the ``Node`` of this process. The communicator connects
+    the workers that have the same position in their nodes, one of each node. It has the same
+    ``host`` object as ``Node.inside``.
 
     Returns:
         A communicator between nodes, and this worker's node. If ``sharded``, the communicator
@@ -97,10 +85,10 @@ def _open_by_transport(
         )
     if node_group != "auto":
         raise AttachError(f'node_group must be "auto" with this transport, got {node_group!r}')
-    communicators: WorkerCommunicators = make(timeout_seconds)
-    if communicators.inside.size == 1:
-        return communicators.everyone, None
-    return _node_of(communicators, sharded=sharded)
+    across, node = make(timeout_seconds)
+    if node.inside.size == 1:
+        return node.everyone, None
+    return _with_labels(across, Node(node.everyone, node.inside, sharded))
 
 
 def _open_groups(
@@ -124,18 +112,18 @@ def _open_groups(
             counterparts = GroupFactory.among(group, [members[place] for members in nodes])
             across = TorchCommunicator(counterparts, timeout_seconds=seconds, host=host)
         on_failure.callback(across.close)
-        opened = _node_of(WorkerCommunicators(everyone, inside, across), sharded=sharded)
+        opened = _with_labels(across, Node(everyone, inside, sharded))
         on_failure.pop_all()
         return opened
 
 
-def _node_of(communicators: WorkerCommunicators, *, sharded: bool) -> tuple[Communicator, Node]:
+def _with_labels(across: Communicator, node: Node) -> tuple[Communicator, Node]:
     """Return the communicator between nodes, and the node; see ``open_nodes``."""
-    inside = LabelledCommunicator(communicators.inside, "inside the node")
-    between = LabelledCommunicator(communicators.across, "between nodes")
-    if sharded:
-        return between, Node(communicators.everyone, inside, sharded=True)
-    return NodeCommunicator(between, inside.twin()), Node(communicators.everyone, inside)
+    between = LabelledCommunicator(across, "between nodes")
+    node = replace(node, inside=LabelledCommunicator(node.inside, "inside the node"))
+    if node.sharded:
+        return between, node
+    return NodeCommunicator(between, node.inside.twin()), node
 
 
 def node_ranks(

@@ -1,7 +1,6 @@
 """Averaging of gradients and buffers over the workers of a node, in every step.
 
-A *node* is a group of workers, usually on one machine, that acts as one worker towards other nodes.
-Its workers hold equal models, or shards of one model.
+The workers of a node hold equal models, or shards of one model.
 """
 
 from collections.abc import Sequence

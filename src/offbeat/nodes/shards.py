@@ -1,8 +1,8 @@
 """Models that ``fully_shard`` (FSDP2) has sharded over the workers of a node.
 
-A *node* is a group of workers, usually on one machine. Inside it torch gathers parameters and
-reduces gradients. Across nodes, each worker averages its local shard of every parameter with its
-*counterparts*, the workers of other nodes that hold the same shard.
+Inside a node torch gathers parameters and reduces gradients. Across nodes, each worker averages its
+local shard of every parameter with its *counterparts*, the workers of other nodes that hold the
+same shard.
 """
 
 import sys

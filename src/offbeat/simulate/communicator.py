@@ -19,7 +19,6 @@ from offbeat.simulate.network import CollectiveKind
 from offbeat.transport.board import Board, LocalBoard
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
-from offbeat.transport.membership import Membership
 from offbeat.transport.operation import (
     Await,
     Broadcast,
@@ -89,8 +88,6 @@ class SimulatedCommunicator(Communicator):
             that never ends leads to a ``DeadlockError``.
 
     Attributes:
-        membership: Agreement with the other workers on who takes part in the training. None for
-            twins, subgroups, and communicators outside a training.
         boards: Boards of the training by name, shared by all workers.
     """
 
@@ -108,7 +105,6 @@ class SimulatedCommunicator(Communicator):
         self.cluster, self.member, self.group, self._context = cluster, member, group, context
         self.rank, self.size = group.members.index(member), len(group.members)
         self.timeout_seconds = timeout_seconds
-        self.membership: Membership | None = None
         self.boards: dict[str, LocalBoard] = {}
         self.host: SimulatedHost = SimulatedHost(cluster, member) if host is None else host
         self._twins = 0

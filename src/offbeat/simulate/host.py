@@ -23,23 +23,13 @@ class SimulatedPromise(Promise[Any]):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.signal = Signal()
-        self._result: Any = None
 
     @override
     def fulfil(self, result: Any) -> None:
-        self._result = result
+        super().fulfil(result)
         self.signal.fire()
-
-    @property
-    @override
-    def fulfilled(self) -> bool:
-        return self.signal.happened
-
-    @property
-    @override
-    def result(self) -> Any:
-        return self._result
 
 
 class SimulatedHost(Host):

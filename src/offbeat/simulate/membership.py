@@ -75,7 +75,7 @@ class MembershipService:
             CommunicationError: The newcomer was not admitted within the time-out.
         """
         if member < self.cluster.size:
-            return self._open(member, self._number + 1, frozenset())[1]
+            return self._open(member, self._number + 1)[1]
         waiting = self._joining[member] = _Waiting(Signal())
         if self._ended:
             raise EndedError(f"worker {member} cannot join: training has ended")
@@ -147,8 +147,7 @@ class MembershipService:
         """End view ``number`` if a member waits. Does nothing if the view has ended already."""
         if number != self._view or not self._arrived:
             return
-        newcomers = frozenset(self._joining)
-        members = tuple(sorted({*self._arrived, *newcomers}))
+        members = tuple(sorted({*self._arrived, *self._joining}))
         self._group, self._view = self.cluster.connections.open(members), number + 1
         waiting = self._arrived | self._joining
         self._arrived, self._joining = {}, {}
@@ -156,13 +155,13 @@ class MembershipService:
 
         def begin() -> None:
             for member, request in waiting.items():
-                request.opened = self._open(member, context, newcomers)
+                request.opened = self._open(member, context)
                 request.signal.fire()
 
         kernel = self.cluster.workers.kernel
         kernel.at(kernel.now + NOTICE_SECONDS, begin, f"view {number + 1} begins")
 
-    def _open(self, member: int, context: int, newcomers: frozenset[int]) -> _Opened:
+    def _open(self, member: int, context: int) -> _Opened:
         """Return the current view and its communicator for ``member``."""
         communicator = SimulatedCommunicator(
             self.cluster,
@@ -173,7 +172,7 @@ class MembershipService:
             self._timeout_seconds,
         )
         communicator.boards = self._boards
-        view = View(self._view, self._group.members, communicator, newcomers)
+        view = View(self._view, self._group.members, communicator)
         communicator.membership = SimulatedMembership(self, member, view)
         return view, communicator
 

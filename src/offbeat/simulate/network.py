@@ -1,60 +1,82 @@
 """The network of a simulated cluster: links, and the durations of messages and collectives.
 
-The durations follow the formulas of ``transport/costs.py``. They use these symbols: latency α in
-seconds, bandwidth B in bytes per second, tensor size M in bytes. One message takes α + M/B.
+Symbols: latency α in seconds, bandwidth B in bytes per second, tensor size M in bytes, number of
+workers N. Adding tensors takes no time. Sources of the formulas:
+
+* Messages, α + M/B each: Hockney, "The communication challenge for MPP", Parallel Computing
+  20(3), 1994.
+* All-reduce: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+  workstations", JPDC 69(2), 2009. They show that no all-reduce sends fewer bytes than the ring.
+* Broadcast: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in
+  MPICH", IJHPCA 19(1), 2005.
+* All-gather and all-to-all: all messages are sent at the same time, as in gloo's all-to-all and in
+  grouped messages of NCCL.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from offbeat.arguments import require_integer, require_mapping
-from offbeat.transport.costs import (
-    NODE_BANDWIDTH,
-    NODE_LATENCY,
-    all_gather_bytes,
-    all_gather_seconds,
-    all_reduce_bytes,
-    all_reduce_seconds,
-    all_to_all_bytes,
-    all_to_all_seconds,
-    broadcast_bytes,
-    broadcast_seconds,
-)
 from offbeat.units import to_bandwidth, to_seconds
+
+NODE_BANDWIDTH, NODE_LATENCY = "100Gbit/s", "10us"
+"""Default bandwidth and latency of the network between the processes of one node (machine)."""
 
 CollectiveKind = Literal["reduce", "broadcast", "gather", "exchange"]
 """The kinds are, in this order: all-reduce, broadcast, all-gather, all-to-all."""
 
 
-class _Formulas(NamedTuple):
-    """Costs of one kind of collective.
+def seconds_at(
+    kind: CollectiveKind,
+    size_bytes: float,
+    workers: int,
+    bytes_per_second: float,
+    latency_seconds: float,
+) -> float:
+    """Return the duration of a collective in which each flow has B bytes per second.
 
-    Attributes:
-        seconds: Duration, as a function of M, number of workers, B and α.
-        sent_bytes: Bytes sent by each worker, as a function of M and number of workers.
-        direct: True if every worker of a node sends to other nodes. False for a ring: only one
-            worker of a node sends to the next node.
+    * All-reduce: 2(N−1)·(α + M/(N·B)). A ring does N−1 steps of reduce-scatter and N−1 steps of
+      all-gather. In each step every worker sends one N-th of the tensor.
+    * Broadcast: ⌈log₂ N⌉·(α + M/B). In each step of a binomial tree every worker that has the
+      tensor sends it to one that lacks it, until all have it.
+    * All-gather: α + (N−1)·M/B. Every worker sends its tensor to all others at the same time.
+    * All-to-all: α + (N−1)·M/(N·B). Every worker sends M/N bytes to each of the others at the same
+      time.
+
+    With one worker the duration is 0.
     """
-
-    seconds: Callable[[float, int, float, float], float]
-    sent_bytes: Callable[[float, int], float]
-    direct: bool
-
-
-_COLLECTIVES: dict[CollectiveKind, _Formulas] = {
-    "reduce": _Formulas(all_reduce_seconds, all_reduce_bytes, direct=False),
-    "broadcast": _Formulas(broadcast_seconds, broadcast_bytes, direct=True),
-    "gather": _Formulas(all_gather_seconds, all_gather_bytes, direct=True),
-    "exchange": _Formulas(all_to_all_seconds, all_to_all_bytes, direct=True),
-}
+    if workers == 1:
+        return 0.0
+    match kind:
+        case "reduce":
+            chunk_bytes = size_bytes / workers
+            return 2 * (workers - 1) * (latency_seconds + chunk_bytes / bytes_per_second)
+        case "broadcast":
+            rounds = (workers - 1).bit_length()
+            return rounds * (latency_seconds + size_bytes / bytes_per_second)
+        case "gather":
+            return latency_seconds + (workers - 1) * size_bytes / bytes_per_second
+        case "exchange":
+            part_bytes = size_bytes / workers
+            return latency_seconds + (workers - 1) * part_bytes / bytes_per_second
 
 
 def sent_bytes(kind: CollectiveKind, size_bytes: float, workers: int) -> float:
-    """Return the bytes that a worker sends in a collective, as the mean over the workers."""
-    return _COLLECTIVES[kind].sent_bytes(size_bytes, workers)
+    """Return the bytes that a worker sends in a collective, as the mean over the workers.
+
+    These are 2(N−1)/N·M in an all-reduce, (N−1)·M in an all-gather, and (N−1)/N·M in a broadcast
+    and an all-to-all.
+    """
+    match kind:
+        case "reduce":
+            return 2 * (workers - 1) / workers * size_bytes
+        case "gather":
+            return (workers - 1) * size_bytes
+        case "broadcast" | "exchange":
+            return (workers - 1) / workers * size_bytes
 
 
 @dataclass(frozen=True, init=False)
@@ -231,11 +253,12 @@ class Network:
             ranks: Ranks of the workers.
             sharing: Number of such collectives that use the links of the nodes at the same time.
         """
-        formula, _, direct = _COLLECTIVES[kind]
-        # A ring has one flow over the link of a node. Otherwise each worker of a node has one.
-        flows = max(Counter(map(self.node, ranks)).values(), default=1) if direct else 1
+        # A ring enters and leaves a node once, so it has one flow over the link of a node. In the
+        # other collectives each worker of a node has one.
+        ring = kind == "reduce"
+        flows = 1 if ring else max(Counter(map(self.node, ranks)).values(), default=1)
         rate = self.collective_bytes_per_second(ranks, flows=flows, sharing=sharing)
-        return formula(size_bytes, len(ranks), rate, self.latency_of(ranks))
+        return seconds_at(kind, size_bytes, len(ranks), rate, self.latency_of(ranks))
 
 
 def _read_links(name: str, bandwidths: Mapping[int, str | float]) -> dict[int, float]:

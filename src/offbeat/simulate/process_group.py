@@ -17,10 +17,11 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from offbeat.nodes.detection import WorkerCommunicators
 from offbeat.simulate.communicator import SimulatedCommunicator
+from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
 from offbeat.transport.operation import Sum
+from offbeat.transport.team import Node
 
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], object]] = {
     dist.ReduceOp.SUM: Tensor.add_,
@@ -69,20 +70,18 @@ class SimulatedGroup(dist.ProcessGroup):
         self._communicator, self.make_communicator = communicator, make
         self.cluster = communicator.cluster
 
-    def make_nodes(self, timeout_seconds: float) -> WorkerCommunicators:
+    def make_nodes(self, timeout_seconds: float) -> tuple[Communicator, Node]:
         """Open the communicators inside and across the nodes that the ``Network`` defines.
 
-        ``offbeat.attach(..., node_group="auto")`` calls this method.
+        ``offbeat.attach(..., node_group="auto")`` calls this method; see ``open_nodes``.
         """
         everyone = self.make_communicator(timeout_seconds)
         workers = everyone.cluster.network.workers_per_node
         node, local_rank = divmod(everyone.rank, workers)
         first = node * workers
-        return WorkerCommunicators(
-            everyone,
-            inside=everyone.subgroup(range(first, first + workers)),
-            across=everyone.subgroup(range(local_rank, everyone.size, workers), sharing=workers),
-        )
+        inside = everyone.subgroup(range(first, first + workers))
+        across = everyone.subgroup(range(local_rank, everyone.size, workers), sharing=workers)
+        return across, Node(everyone, inside)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name that ``torch.distributed.get_backend`` shows."""

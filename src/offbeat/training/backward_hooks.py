@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.transport.costs import FORWARD_SHARE
 from offbeat.transport.host import Host
+
+_FORWARD_SHARE = 1 / 3  # of a step's computation; the backward pass takes twice as long
 
 
 class BackwardHooks:
@@ -69,8 +70,8 @@ class BackwardHooks:
     def _report(self) -> bool:
         """Report the next bucket. Returns False if the hooks were removed."""
         # ``progress`` counts passes (one forward and one backward computation) and their fractions.
-        before_backward = self._passes - 1 + FORWARD_SHARE
-        progress = before_backward + (1 - FORWARD_SHARE) * self._shares[self._next]
+        before_backward = self._passes - 1 + _FORWARD_SHARE
+        progress = before_backward + (1 - _FORWARD_SHARE) * self._shares[self._next]
         self._host.computed(progress / self._passes)
         continues = self._ready(self._next)
         self._next += 1

@@ -7,7 +7,7 @@ workers take part. On one communicator all workers start the same collectives in
 """
 
 from abc import ABC, abstractmethod
-from typing import Protocol, TypeVar, final
+from typing import Any, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -48,12 +48,15 @@ class Communicator(ABC):
         size: Number of workers.
         timeout_seconds: Time limit of an operation, except those started with ``patient=True``.
         host: Clock and background threads of this worker.
+        membership: The ``Membership`` of the communicator's view (``transport/membership.py``);
+            None if the training is not elastic.
     """
 
     rank: int
     size: int
     timeout_seconds: float
     host: Host
+    membership: Any = None  # its type would make the imports circular
 
     @property
     def control_device(self) -> torch.device:

@@ -16,25 +16,29 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.001
 
 
-class Promise(ABC, Generic[T]):
+class Promise(Generic[T]):
     """A future: a result that one thread of a worker will pass to another.
 
-    ``Communicator.await_promise`` waits for it.
+    ``Communicator.await_promise`` waits for it. ``Host.promise`` returns a subclass that wakes the
+    waiting thread.
     """
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._results: list[T] = []
+
     def fulfil(self, result: T) -> None:
         """Set the result. Called once."""
+        self._results.append(result)
 
     @property
-    @abstractmethod
     def fulfilled(self) -> bool:
         """True once the result is set."""
+        return bool(self._results)
 
     @property
-    @abstractmethod
     def result(self) -> T:
         """The result. Must not be read before ``fulfilled`` is True."""
+        return self._results[0]
 
 
 class Host(ABC):
@@ -103,23 +107,13 @@ class ThreadPromise(Promise[T]):
     """A promise between real threads."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._event = threading.Event()
-        self._results: list[T] = []
 
     @override
     def fulfil(self, result: T) -> None:
-        self._results.append(result)
+        super().fulfil(result)
         self._event.set()
-
-    @property
-    @override
-    def fulfilled(self) -> bool:
-        return self._event.is_set()
-
-    @property
-    @override
-    def result(self) -> T:
-        return self._results[0]
 
     def wait(self, seconds: float) -> bool:
         """Block for at most ``seconds``. Return True if the promise is fulfilled."""

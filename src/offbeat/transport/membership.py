@@ -5,7 +5,7 @@ ends the current view with all its operations. The next view starts with a new c
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from offbeat.errors import OffbeatError
 from offbeat.transport.communicator import Communicator
@@ -24,13 +24,11 @@ class View:
         members: Identity of each worker, by rank; ascending. The identity of a worker is its rank
             in view 0, or a new number if it joined later.
         communicator: Communicator between these members.
-        newcomers: Identities of the members that have just joined and need the model.
     """
 
     number: int
     members: tuple[int, ...]
     communicator: Communicator
-    newcomers: frozenset[int] = frozenset()
 
 
 class Membership(Protocol):
@@ -75,19 +73,3 @@ class Membership(Protocol):
             ended: True if all members have reached the end of training. From then on no worker can
                 join, and ``next_view`` raises EndedError.
         """
-
-
-@runtime_checkable
-class HasMembership(Protocol):
-    """A communicator with a ``membership`` attribute.
-
-    Attributes:
-        membership: Membership of the communicator's view; None if the training is not elastic.
-    """
-
-    membership: Membership | None
-
-
-def membership_of(communicator: Communicator) -> Membership | None:
-    """Return ``communicator.membership``, or None if there is no such attribute."""
-    return communicator.membership if isinstance(communicator, HasMembership) else None

@@ -1,7 +1,6 @@
 """The team: the workers that train together, with rank, size and communicator.
 
-In elastic training workers may be lost or join. One composition of the workers is a *view*, and
-each view has its own communicator.
+In elastic training each view has its own communicator; see ``transport/membership.py``.
 """
 
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import torch
 from offbeat.transport.accounting import Account, Accounting
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.host import Host
-from offbeat.transport.membership import Membership, View, membership_of
+from offbeat.transport.membership import Membership, View
 from offbeat.transport.stages import Stages
 
 _POLL_SECONDS = 0.0005
@@ -75,15 +74,14 @@ class Team:
         if account is None:
             account = Account(1 if node is None or node.sharded else node.inside.size)
         self.account = account
-        membership = membership_of(communicator)
-        if membership is None:
+        if communicator.membership is None:
             self._set_view(View(0, tuple(range(communicator.size)), communicator))
         else:
-            self._set_view(membership.view)
+            self._set_view(communicator.membership.view)
 
     def _set_view(self, view: View) -> None:
         self.view, self.members = view.number, view.members
-        self.membership: Membership | None = membership_of(view.communicator)
+        self.membership: Membership | None = view.communicator.membership
         self.communicator = Accounting(view.communicator, self.account)
         self.stages = Stages(view.communicator, "second stages of sums")
 

@@ -193,8 +193,8 @@ class TrainingLoop(Method):
 def worker_address() -> str:
     """Return the IPv4 address at which the other workers reach this one.
 
-    It is the address of the network interface that the variable ``GLOO_SOCKET_IFNAME`` names (on
-    Linux only). Otherwise it is the address from which packets to ``MASTER_ADDR`` are sent.
+    It is the address of the network interface that the variable ``GLOO_SOCKET_IFNAME`` names (not
+    on Windows). Otherwise it is the address from which packets to ``MASTER_ADDR`` are sent.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface and (address := address_of(interface)):

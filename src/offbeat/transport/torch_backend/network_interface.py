@@ -6,7 +6,10 @@ They are shown to the user, because a wrong interface is a frequent reason for s
 import os
 import socket
 import struct
+import sys
 from types import ModuleType
+
+from offbeat.errors import AttachError
 
 fcntl: ModuleType | None
 try:
@@ -14,7 +17,8 @@ try:
 except ImportError:  # on Windows, where this module does not find addresses of interfaces
     fcntl = None
 
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+# Number of the request for the IPv4 address of an interface: on Linux, and on macOS and BSD.
+_SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921
 
 
 def address_of(interface: str) -> str | None:
@@ -30,13 +34,27 @@ def address_of(interface: str) -> str | None:
 
 
 def gloo_address() -> str:
-    """Return the IPv4 address to which gloo binds, or 127.0.0.1 if it cannot be determined."""
+    """Return the IPv4 address to which gloo binds.
+
+    Without ``GLOO_SOCKET_IFNAME`` it is the address to which this host's name resolves, or
+    127.0.0.1 if it does not resolve.
+
+    Raises:
+        AttachError: ``GLOO_SOCKET_IFNAME`` names an interface without an IPv4 address.
+    """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    try:
-        address = address_of(named) if named else socket.gethostbyname(socket.gethostname())
-    except OSError:  # the host's name does not resolve
-        address = None
-    return address or "127.0.0.1"
+    if not named:
+        try:
+            return socket.gethostbyname(socket.gethostname())
+        except OSError:
+            return "127.0.0.1"
+    if address := address_of(named):
+        return address
+    usable = [name for _, name in socket.if_nameindex() if address_of(name)]
+    raise AttachError(
+        f"GLOO_SOCKET_IFNAME names the network interface {named!r}, which does not exist or has "
+        f"no IPv4 address: name an interface with one (here: {', '.join(usable) or 'none found'})"
+    )
 
 
 def interface_in_use(backend: str) -> str:

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ _POLL_SECONDS = 0.0005, 0.05  # pauses between reads of the store: the first, an
 _MARGIN_SECONDS = 1.0  # delay with which gloo may notice its time limit
 _STORE_SECONDS = 1.0  # longest wait for the store to accept that key
 _NOTICE_SECONDS = 0.2  # delay with which the end of a member may be noticed after gloo has failed
+Group: TypeAlias = Any
+"""A torch process group. Torch does not annotate all of its methods."""
 _numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 """For each set of members (global ranks), the counter that makes the keys of their groups unique.
 
@@ -44,24 +46,6 @@ def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
     """
     devices = dist.BackendConfig(dist.get_backend(group)).get_device_backend_map()
     return {device: str(backend) for device, backend in devices.items()}
-
-
-class Group(Protocol):
-    """The methods of a torch process group that Offbeat uses."""
-
-    allreduce: Any
-    broadcast: Any
-    allgather: Any
-    alltoall_base: Any
-    send: Any
-    recv: Any
-    set_timeout: Any
-
-    def rank(self) -> int:
-        """Return the rank of this worker."""
-
-    def size(self) -> int:
-        """Return the number of workers."""
 
 
 class OpeningError(RuntimeError):
@@ -185,11 +169,10 @@ class GroupFactory:
             # With ``lost``, the calling thread polls the store while gloo uses it, so each needs
             # its own connection to the store.
             store = self.store if self.lost is None else self.store.clone()
-            return cast(Group, dist.ProcessGroupGloo(store, self.rank, self.size, limit))
-        group = dist.new_group(
+            return dist.ProcessGroupGloo(store, self.rank, self.size, limit)
+        return dist.new_group(
             self._members, timeout=limit, backend=backend, use_local_synchronization=True
         )
-        return cast(Group, group)
 
     def _in_thread(self, make: Callable[[], Group], timeout_seconds: float) -> Group:
         """Call ``make`` in a thread, and return its result. Abandon the thread if a member ends.
@@ -273,7 +256,7 @@ def close_connections(group: Group) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
-                work = group.recv([torch.zeros(1, device="cpu")], peer, _UNUSED_TAG)
+                work = group.recv([torch.zeros(1, device="cpu")], peer, _UNUSED_TAG)  # type: ignore[attr-defined]
                 work.wait(timedelta(milliseconds=1))
 
 
