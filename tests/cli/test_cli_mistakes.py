@@ -206,6 +206,8 @@ SIMULATION = [
             "compare digits -s local:perid=8 --tune 3",
             r"local has no setting 'perid' \(did you mean 'period'\?\); it .*",
         ),
+        ("compare digits -s '' --tune 3", NO_STRATEGY.replace("nope", "")),
+        ("compare digits -s ''", NO_STRATEGY.replace("nope", "")),
         ("compare digits -s bsp --tune 3 --wire int8", "--wire int8: ideal cannot honour it, .*"),
         ("compare digits -s bsp --max-steps 0", "max_steps must be at least 1, got 0"),
         ("train digits --max-seconds 0", "max_seconds must be positive and finite, got 0.0"),

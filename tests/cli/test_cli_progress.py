@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from lab.test_report import make
 from offbeat.cli import progress
-from offbeat.lab.events import Evaluation, EvaluationCount, Start, Step, Waiting
+from offbeat.lab.events import Evaluation, EvaluationCount, Resumed, Start, Step, Waiting
 from offbeat.lab.job import Job
 
 
@@ -69,44 +70,149 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     monkeypatch.undo()
 
 
-def test_the_clock_estimates_the_remaining_time(seconds: list[float]) -> None:
-    """All runs count alike, without those skipped; not before a twentieth of a run is done."""
+def test_the_clock_estimates_the_remaining_time(
+    seconds: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All runs count alike, without those skipped; not in the first 5 s after the first step."""
     with progress.Bar(4) as bar:
         bar.skip(make("bsp", [(1, 0.5)]))
         bar.start(Job("digits", "local:period=8", 2))
         assert bar.clock() == "run 2 of 4, 0:00:00 so far"
         bar.event(Start(100, 400))
-        seconds[0] += 10
-        bar.event(Step(4, 0.5))
-        assert bar.clock() == "run 2 of 4, 0:00:10 so far"
-        bar.event(Step(50, 0.5))
-        assert bar.clock() == "run 2 of 4, 0:00:10 so far, about 50 s left"
-        bar.event(Step(100, 1.0))
+        seconds[0] += 7
+        bar.event(Step(1, 0.1))
+        seconds[0] += 4
+        bar.event(Step(26, 0.5))
+        assert bar.clock() == "run 2 of 4, 0:00:11 so far"
+        seconds[0] += 6
+        bar.event(Step(51, 1.0))
+        assert bar.clock() == "run 2 of 4, 0:00:17 so far, about 50 s left"
+        assert "step 51 of 100, waiting 0%, sending 0 bit/s, about 50 s left for all runs\n" in (
+            capsys.readouterr().out
+        )
+        bar.event(Step(100, 2.0))
         seconds[0] += 10
         bar.event(Evaluation(50, 0.5, 0.5, {}))  # of an earlier step, after the training
-        assert bar.clock() == "run 2 of 4, 0:00:20 so far, about 40 s left"
+        assert bar.clock() == "run 2 of 4, 0:00:27 so far, about 40 s left"
         bar.start(Job("digits", "diloco", 2))
-        assert bar.clock() == "run 3 of 4, 0:00:20 so far, about 40 s left"
+        assert bar.clock() == "run 3 of 4, 0:00:27 so far, about 40 s left"
         bar.start(Job("digits", "streaming", 2))
         bar.event(Start(2, 400))
         seconds[0] += 3600
         bar.event(Step(2, 0.5))
-        assert bar.clock() == "run 4 of 4, 1:00:20 so far"
+        assert bar.clock() == "run 4 of 4, 1:00:27 so far"
 
 
 def test_the_clock_of_one_run_and_of_a_tuned_comparison(seconds: list[float]) -> None:
     with progress.Bar() as bar:
         bar.start(Job("digits", "bsp", 2))
         bar.event(Start(4, 400))
-        seconds[0] += 30
         bar.event(Step(1, 0.5))
-        assert bar.clock() == "0:00:30 so far, about 2 min left"
+        seconds[0] += 30
+        bar.event(Step(2, 1.0))
+        assert bar.clock() == "0:00:30 so far, about 1 min left"
     with progress.Bar(10, at_most=True) as bar:
         bar.start(Job("digits", "bsp", 2))
         bar.event(Start(4, 400))
+        bar.event(Step(1, 0.5))
         seconds[0] += 30
-        bar.event(Step(4, 0.5))
-        assert bar.clock() == "run 1 of at most 10, 0:00:30 so far, at most about 4 min left"
+        bar.event(Step(4, 2.0))
+        assert bar.clock() == "run 1 of at most 10, 0:00:30 so far, at most about 6 min left"
+
+
+@pytest.mark.parametrize(
+    ("job", "resumed", "left"),
+    [
+        (Job("digits", "bsp", 2), False, "about 50 s left"),
+        (Job("digits", "bsp", 2), True, "about 50 s left"),
+        (Job("digits", "bsp", 2, max_seconds=60.0), False, "about 40 s left"),
+        (Job("digits", "bsp", 2, max_seconds=60.0), True, "about 40 s left"),
+        (Job("digits", "torch:ddp", 2), False, "about 50 s left"),
+    ],
+)
+def test_time_left_counts_from_the_first_step_to_the_earliest_end(
+    job: Job, resumed: bool, left: str, seconds: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run has taken steps before. The waiting time of torch's DDP is unknown."""
+    with progress.Bar() as bar:
+        bar.start(job)
+        bar.event(Start(700, 400))
+        if resumed:
+            bar.event(Resumed(99))
+            bar.event(Evaluation(50, 5.0, 0.5, {}))  # stored in the checkpoint
+        seconds[0] += 20
+        bar.event(Step(100, 10.0))
+        seconds[0] += 10
+        capsys.readouterr()
+        bar.event(Step(200, 20.0))
+        assert bar.clock() == f"0:00:30 so far, {left}"
+        seconds[0] += 0.5
+        bar.event(Step(201, 20.05))
+    measured = "" if job.strategy == "torch:ddp" else "waiting 0%, sending 0 bit/s, "
+    assert capsys.readouterr().out == f"{job.strategy}  step 200 of 700, {measured}{left}\n"
+
+
+def test_a_line_tells_of_the_time_since_the_line_before(
+    seconds: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The wall-clock time per step is twice the training time, because of evaluations."""
+    with progress.Bar() as bar:
+        bar.start(Job("digits", "bsp", 2))
+        bar.event(Start(1000, 400))
+        for number in range(1, 162):
+            loss = 1 / number if number % 2 else None
+            sent = 100_000 * max(0, number - 81)
+            bar.event(Step(number, number / 8, number / 32, sent, loss))
+            seconds[0] += 0.25
+    assert capsys.readouterr().out.splitlines() == [
+        "bsp  step 41 of 1000, loss 0.02439, waiting 25%, sending 0 bit/s, about 4 min left",
+        "bsp  step 81 of 1000, loss 0.01235, waiting 25%, sending 0 bit/s, about 4 min left",
+        "bsp  step 121 of 1000, loss 0.008264, waiting 25%, sending 6.4 Mbit/s, about 4 min left",
+        "bsp  step 161 of 1000, loss 0.006211, waiting 25%, sending 6.4 Mbit/s, about 3 min left",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (59, "59 s"),
+        (59.6, "1 min"),
+        (3500, "58 min"),
+        (3599, "1.0 h"),
+        (1e6, "277.8 h"),
+    ],
+)
+def test_a_duration_has_one_unit(seconds: float, text: str) -> None:
+    assert progress.show_duration(seconds) == text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_has_the_line_below_the_bar(
+    terminal: bool, seconds: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It disappears at the end of the run. Without a terminal it is printed.
+
+    On a terminal the clock above the bar has the time left, and only the clock.
+    """
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=terminal, width=120, color_system=None)
+    monkeypatch.setattr(progress, "console", console)
+    line = "step 2 of 10, loss 0.5, waiting 0%, sending 0 bit/s"
+    with progress.Bar() as bar:
+        bar.start(Job("digits", "bsp", 2))
+        bar.event(Start(10, 400))
+        bar.event(Step(1, 0.1, 0.0, 0, 0.5))
+        seconds[0] += 16.0
+        bar.event(Step(2, 0.2, 0.0, 0, 0.5))
+        bar._progress.refresh()
+        rows = re.split(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]", screen.getvalue())
+        wanted = [line, "0:00:16 so far, about 2 min left"]
+        if not terminal:
+            wanted = [f"bsp  {line}, about 2 min left"]
+        assert {*wanted} <= {row.rstrip() for row in rows}
+        assert bar._progress.line == line * terminal
+    assert bar._progress.line == ""
 
 
 def test_skipped_runs_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,10 +79,40 @@ def test_each_epoch_has_a_new_shuffle_of_the_same_structure() -> None:
     assert epoch(12, 3, 0, seed=1)[0] != first[0]
 
 
-def test_a_state_of_other_workers_is_refused() -> None:
-    sampler = SelDPSampler(range(10), 2, 0)
-    with pytest.raises(ValueError, match="num_replicas=2, this sampler has num_replicas=3"):
-        SelDPSampler(range(10), 3, 0).load_state_dict(sampler.state_dict())
+OTHER_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"seed": 1}, "seed=0, this sampler has seed=1"),
+    ({"num_replicas": 3}, "num_replicas=2, this sampler has num_replicas=3"),
+    ({"shuffle": False}, "shuffle=True, this sampler has shuffle=False"),
+    ({"drop_last": True}, "drop_last=False, this sampler has drop_last=True"),
+    ({"dataset": range(12)}, "samples=10, this sampler has samples=12"),
+]
+
+
+@pytest.mark.parametrize(("other", "message"), OTHER_SETTINGS)
+def test_a_state_of_another_order_is_refused(other: dict[str, Any], message: str) -> None:
+    settings = {"dataset": range(10), "num_replicas": 2, "rank": 0}
+    state = SelDPSampler(**settings).state_dict()
+    with pytest.raises(ValueError, match=f"the state was saved with {message}"):
+        SelDPSampler(**(settings | other)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("partition", [None, [range(0, 4), range(4, 10)]])
+def test_a_state_of_an_earlier_version_loads(partition: Any) -> None:
+    """It has only seed, number of workers and part."""
+    sampler = SelDPSampler(range(10), 2, 0, partition=partition)
+    iterator = iter(sampler)
+    read = [next(iterator) for _ in range(3)]
+    state = sampler.state_dict()
+    earlier = {"epoch", "position", "seed", "num_replicas", "part"}
+    other = SelDPSampler(range(10), 2, 0, partition=partition)
+    other.load_state_dict({name: state[name] for name in state if name in earlier})
+    assert read + list(other) == list(sampler)
+
+
+def test_a_part_may_belong_to_a_larger_dataset() -> None:
+    """Then the order of the part is the same."""
+    state = SelDPSampler(range(10), 1, 0, partition=[range(4)]).state_dict()
+    SelDPSampler(range(12), 1, 0, partition=[range(4)]).load_state_dict(state)
 
 
 @st.composite

@@ -44,6 +44,14 @@ def test_the_target_of_a_loss_is_divided_by_the_share() -> None:
     assert found.rows[0][1] == "2.0 s [100 %]"
 
 
+def test_a_negative_metric_has_no_targets() -> None:
+    """A share of it would be better than the metric itself, whether higher or lower is better."""
+    for recipe in ("digits", "stdlib-lm"):
+        runs = [make(name, [(1, -4.0), (2, -2.0)], recipe=recipe) for name in ("ideal", "bsp")]
+        assert report.times_to_targets(runs) is None
+        assert report.times_to_targets([make("ideal", [(1, 0.0)], recipe=recipe)]) is None
+
+
 # Differences
 
 

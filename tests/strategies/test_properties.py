@@ -185,6 +185,37 @@ class Overflowing(torch.amp.GradScaler):
         super().__init__("cpu", init_scale=2.0**10, growth_interval=1000)
 
 
+def warming_up(rank: int, size: int, batches: list[int]) -> list[list[bool]]:
+    """Return of each step whether it had a mean, in one list for each of two epochs."""
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    sync = attach(model, optimizer, "local:period=4,warmup_steps=6")
+    epochs, means = [], 0
+    for epoch in range(2):
+        seen = []
+        for step in range(batches[rank]):
+            train_step(model, optimizer, make_batch(rank, 100 * epoch + step))
+            seen.append(sync.stats.syncs > means)
+            means = sync.stats.syncs
+        epochs.append(seen)
+        with sync.consensus():
+            pass
+    sync.finish()
+    return epochs
+
+
+@pytest.mark.parametrize("batches", [[5, 5], [3, 5]])
+def test_a_warm_up_ends_on_all_workers_at_once(batches: list[int]) -> None:
+    """Otherwise a worker with fewer steps would request means that the others do not.
+
+    The first epoch has 5 means. The sixth mean, in the first step of the second epoch, ends the
+    warm-up. The next one follows four steps later.
+    """
+    for rank, epochs in enumerate(run(warming_up, batches, workers=2)):
+        steps = batches[rank]
+        assert epochs == [[True] * steps, [True, False, False, False, True][:steps]]
+
+
 def scale(rank: int, size: int, text: str) -> dict[str, Any]:
     model = make_model(seed=rank, dtype=torch.float32)
     optimizer = OPTIMIZERS[kind_for(text)](model.parameters())

@@ -168,6 +168,10 @@ def life(rank: int, size: int) -> Any:
     errors += communicating()
     static = DistributedDataParallel(make_model(0), static_graph=True)
     errors.append(error_of(lambda: attach(static, sgd(static), offbeat.BSP())))
+    several = [DistributedDataParallel(make_model(rank), static_graph=i == 1) for i in range(3)]
+    whole = nn.Sequential(*several)
+    errors.append(error_of(lambda: attach(whole, sgd(whole), offbeat.BSP())))
+    found += [reduces(rank, several[i]) for i in (0, 2)]
     alone = dist.new_group([rank], use_local_synchronization=True)
     for group, inner in ((alone, None), (None, alone)):
         model = make_model(rank)
@@ -183,19 +187,19 @@ def life(rank: int, size: int) -> Any:
 
 
 def test_a_wrapper_reduces_again_after_the_end() -> None:
-    """Wrappers of other models reduce all the time.
+    """Wrappers of other models reduce all the time, and those of a model that attach refuses.
 
     Options that cannot be switched off are refused on every worker.
     """
     for found, late, errors in run(life, workers=2):
-        assert found == [True, False, True, True]
+        assert found == [True, False, True, True, True, True]
         assert late[0][0] == "AttachError"
         assert "in the middle of the training" in late[1]
         assert "it is a DTensor, divided among workers" in errors[0][1]
         for _, text in errors[1:3]:
             assert "communicates in its step by itself" in text
-        assert "static_graph" in errors[3][1]
-        assert [text for _, text in errors[4:]] == ["nothing was raised"] * 2
+        assert all("static_graph" in text for _, text in errors[3:5])
+        assert [text for _, text in errors[5:]] == ["nothing was raised"] * 2
 
 
 def documented(rank: int, size: int) -> Any:

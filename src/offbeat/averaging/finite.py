@@ -1,7 +1,7 @@
 """Policy for non-finite contributions: raise, warn, or exclude the worker from the mean.
 
-In a *round* all workers decide together what to average. Each worker sends a *vote*, which also
-reports whether its contribution contains NaN or infinity. The sum of the votes is the *tally*.
+The vote of a worker in a round (``rounds.py``) reports whether its contribution contains NaN or
+infinity.
 """
 
 import logging

@@ -4,10 +4,8 @@ The training loop reports events: gradients are ready, or a step has ended. The 
 strategy and communicates with the other workers. ``ModelFlow`` averages models. ``GradientFlow``
 averages gradients. A strategy that declares a ``CustomFlow`` supplies its own subclass of ``Flow``.
 
-In a *round* all workers decide together what to average, if anything. Each worker sends a *vote*,
-and all workers receive the sum of the votes, the *tally*. Every worker must start the same
-collectives in the same order. Therefore a worker that waits at a *barrier*, where all workers wait
-for each other, still votes in the rounds of the workers that take steps (``wait_for_all``).
+Every worker must start the same collectives in the same order. Therefore a worker that waits at a
+barrier still votes in the rounds of the workers that take steps (``wait_for_all``).
 
 ``offbeat.strategies.base`` explains the terms.
 """

@@ -1,9 +1,8 @@
 """FedAvg, federated averaging: local steps, then the mean of the models of some workers.
 
 A *round* is a number of steps that ends with such a mean. A random *draw* selects the workers whose
-models are averaged. A *consensus* replaces all local models by their mean, temporarily to evaluate
-the mean, or finally when training ends (``finish``). It is not a round. At the end of a round and
-before a consensus each worker sends a *vote*, a few numbers that include its weight.
+models are averaged. A consensus is not a round. At the end of a round and before a consensus each
+worker sends a *vote*, a few numbers that include its weight.
 """
 
 import math

@@ -33,7 +33,7 @@ from offbeat.lab.results import Result
 from offbeat.units import show_seconds
 
 _LINE_SECONDS = 10.0  # between two lines about a run, if the output is not a terminal
-_LEAST_DONE = 0.05  # runs that have to be done before the remaining time is estimated
+_LEAST_SECONDS = 5.0  # time from the first step to the first estimate of the time left
 
 _BESIDE_NAME = 58  # columns for bar, steps and metric
 
@@ -41,14 +41,16 @@ _BESIDE_NAME = 58  # columns for bar, steps and metric
 class Bar:
     """A context manager that shows the progress of several runs, one after the other.
 
-    A terminal shows a clock, a bar for the current run and the line of a ``ProgressLine``. The
-    clock has the number of the run, the time since the beginning and an estimate of the remaining
-    time, which assumes that all runs take equally long. Both times include evaluations and the
-    start of workers.
+    A terminal shows a clock, a bar for the current run, and a line about the run. The clock has the
+    number of the run, the time since the beginning, and an estimate of the time left. Both times
+    include evaluations. The estimate assumes that all runs take equally long, and that training
+    continues at the mean speed since the first step. The line has rank 0's share of time spent
+    waiting and its rate of sending since the line before, except for baselines, which do not
+    measure them.
 
     If the output is not a terminal, a line with the clock is printed for each of several runs, the
-    line of the ``ProgressLine`` every 10 s, and a line for each evaluation. The seconds of an
-    evaluation are training seconds, as in the tables.
+    line about the run every 10 s, with the time left, and a line for each evaluation. The seconds
+    of an evaluation are training seconds, as in the tables.
 
     Args:
         runs: Number of runs, including those that will be skipped.
@@ -60,10 +62,13 @@ class Bar:
         self._started = self._skipped = self._unreported = 0
         self._progress = _ClockAndBar()
         self._progress.clock = self.clock
-        self._name = self._metric = self._value = self._last = ""
+        self._name = self._metric = self._value = self._last = self._loss = ""
         self._task: Any = None
-        self._job: Job | None = None
-        self._line: ProgressLine | None = None
+        self._measures = True  # False if the current run does not measure waiting and sending
+        self._limit = math.inf  # of the current run, in seconds of training
+        self._share = 0.0  # share of the current run that is done
+        self._first: tuple[float, float] | None = None  # time and runs done, at the first step
+        self._reported: tuple[float, Step] | None = None  # time and step of the newest line
         self._began = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -83,10 +88,13 @@ class Bar:
             self._progress.remove_task(self._task)
             if console.is_terminal and self._last:
                 self._print(self._last)
-        self._job, self._progress.line = job, ""
+        self._progress.line = ""
+        self._measures = not is_baseline(job.strategy)
+        self._limit = job.max_seconds or math.inf
         self._metric = find_recipe(job.recipe).metric
         self._name = f"{job.label} seed {job.seed}" if job.seed else job.label
-        self._value = self._last = ""
+        self._value = self._last = self._loss = ""
+        self._share, self._reported = 0.0, None
         self._started += 1
         self._task = self._progress.add_task(
             self._name, total=None, steps="", metric="starting the workers"
@@ -117,22 +125,24 @@ class Bar:
         parts = [f"{timedelta(seconds=round(elapsed))} so far"]
         if self._runs > 1:
             parts.insert(0, f"run {max(1, self._skipped + self._started)} of {self._most()}")
-        return ", ".join(parts + self._time_left(self._done()))
+        return ", ".join(parts + self._time_left())
 
-    def _time_left(self, done: float) -> list[str]:
-        """Return text about the time left, if known. ``done``: runs done, not those skipped."""
-        left = self._runs - self._skipped - done
-        if done < _LEAST_DONE or left <= 0:
+    def _time_left(self) -> list[str]:
+        """Return text about the time left, if known."""
+        if self._first is None:
             return []
-        text = show_time_left((time.monotonic() - self._began) * left / done)
+        began, before = self._first
+        seconds = time.monotonic() - began
+        done = self._done()
+        left = self._runs - self._skipped - done
+        if seconds < _LEAST_SECONDS or done <= before or left <= 0:
+            return []
+        text = show_time_left(seconds * left / (done - before))
         return [f"at most {text}" if self._at_most else text]
 
     def _done(self) -> float:
         """Return the number of runs done, without those skipped; a fraction for the current one."""
-        tasks = self._progress.tasks
-        if not tasks:
-            return 0.0
-        return self._started - 1 + tasks[-1].completed / (tasks[-1].total or math.inf)
+        return self._started - 1 + self._share
 
     def event(self, event: Event) -> None:
         """Show the progress that an event of the run reports."""
@@ -140,11 +150,8 @@ class Bar:
             case Start():
                 self._progress.update(self._task, total=event.steps)
                 self._update(0)
-                assert self._job is not None
-                period = 1.0 if console.is_terminal else _LINE_SECONDS
-                self._line = ProgressLine(self._job, event.steps, period)
             case Step():
-                self._update(event.step)
+                self._update(event.step, event.seconds)
                 self._show_line(event)
             case Waiting():
                 self._progress.update(self._task, metric=f"{event.what} …")
@@ -152,7 +159,7 @@ class Bar:
                 diverged = " (diverged)" if event.diverged else ""
                 self._value = f"{self._metric} {event.metric:.4f}{diverged}"
                 self._last = f"step {event.step}, {event.seconds:.1f} s of training: {self._value}"
-                self._update(event.step)
+                self._update(event.step, event.seconds)
                 if not console.is_terminal:
                     self._print(self._last)
             case EvaluationCount() if event.evaluations < MAX_EVALUATIONS:
@@ -173,20 +180,41 @@ class Bar:
                 self._print(f"no checkpoint was saved at the end: {event.why}")
 
     def _show_line(self, step: Step) -> None:
-        line = None if self._line is None else self._line.update(step)
-        if line is None:
+        """Show a line such as "step 120 of 2700, loss 0.43, …", if it is due."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now, self._done()
+        if step.loss is not None:
+            self._loss = f"loss {step.loss:.4g}"
+        if self._reported is None:
+            self._reported = now, step
             return
+        then, before = self._reported
+        if now < then + (1.0 if console.is_terminal else _LINE_SECONDS):
+            return
+        self._reported = now, step
+        parts = [f"step {step.step} of {round(self._progress.tasks[-1].total or 0)}", self._loss]
+        seconds = step.seconds - before.seconds
+        if seconds > 0 and self._measures:
+            waited = step.wait_seconds - before.wait_seconds
+            sent = step.payload_bytes - before.payload_bytes
+            parts += [f"waiting {waited / seconds:.0%}", f"sending {show_rate(sent / seconds)}"]
         if console.is_terminal:
-            self._progress.line = line
+            self._progress.line = ", ".join(filter(None, parts))
         else:
-            self._print(line)
+            for_all = " for all runs" * (self._runs > 1)
+            parts += [text + for_all for text in self._time_left()]
+            self._print(", ".join(filter(None, parts)))
 
-    def _update(self, step: int) -> None:
+    def _update(self, step: int, seconds: float = 0.0) -> None:
+        """Show a number of steps, after a time of training."""
         # Evaluations follow the training, with smaller numbers of steps.
         task = self._progress.tasks[-1]
         done = max(step, round(task.completed))
         steps = f"{done}/{round(task.total)} steps" if task.total else ""
         self._progress.update(self._task, completed=done, steps=steps, metric=self._value)
+        of_steps, of_time = done / (task.total or math.inf), seconds / self._limit
+        self._share = min(1.0, max(self._share, of_steps, of_time))
 
     def _print(self, text: str) -> None:
         console.print(f"{self._name}  {text}", soft_wrap=True)
@@ -222,56 +250,6 @@ class _ClockAndBar(Progress):
         yield from super().get_renderables()
         if self.line:
             yield Text(self.line, style="dim", no_wrap=True, overflow="ellipsis")
-
-
-class ProgressLine:
-    """Describes the progress of one run in a line of text.
-
-    The share of time spent waiting and the rate of sending are those of rank 0 since the line
-    before. They are left out for baselines, which do not measure them. The time left is wall-clock
-    time, with evaluations. It assumes that the run continues at its mean speed since the first
-    update.
-
-    Args:
-        job: Configuration of the run.
-        steps: Number of steps of each worker.
-        period_seconds: Least wall-clock time between two lines.
-    """
-
-    def __init__(self, job: Job, steps: int, period_seconds: float) -> None:
-        self._job, self._steps, self._period = job, steps, period_seconds
-        self._first: tuple[float, Step] | None = None  # wall-clock time, step
-        self._last: tuple[float, Step] | None = None  # of the newest line
-        self._loss = ""
-
-    def update(self, step: Step) -> str | None:
-        """Return a line such as "step 120 of 2700, loss 0.43, …", or None if it is not due."""
-        now = time.monotonic()
-        if step.loss is not None:
-            self._loss = f"loss {step.loss:.4g}"
-        if self._first is None or self._last is None:
-            self._first = self._last = now, step
-            return None
-        if now < self._last[0] + self._period:
-            return None
-        before, self._last = self._last[1], (now, step)
-        parts = [f"step {step.step} of {self._steps}", self._loss]
-        seconds = step.seconds - before.seconds
-        if seconds > 0 and not is_baseline(self._job.strategy):
-            waited = step.wait_seconds - before.wait_seconds
-            sent = step.payload_bytes - before.payload_bytes
-            parts += [f"waiting {waited / seconds:.0%}", f"sending {show_rate(sent / seconds)}"]
-        start, first = self._first
-        done = self._done(step)
-        since_first = done - self._done(first)
-        if since_first > 0:
-            parts.append(show_time_left((now - start) * (1 - done) / since_first))
-        return ", ".join(filter(None, parts))
-
-    def _done(self, step: Step) -> float:
-        """Return the share of the run that is done, in [0, 1]."""
-        limit = self._job.max_seconds or math.inf
-        return min(1.0, max(step.step / self._steps, step.seconds / limit))
 
 
 def show_time_left(seconds: float) -> str:

@@ -175,24 +175,33 @@ class SelDPSampler(Sampler[int]):
         state = {
             "epoch": self.epoch + ended,
             "position": 0 if ended else position,
-            "seed": self.seed,
-            "num_replicas": self.num_replicas,
+            **self._settings(),
         }
         if self._part is not None:
             state["part"] = zlib.crc32(self._part.data)
         return state
 
+    def _settings(self) -> dict[str, Any]:
+        """Return what determines the order of the indices, besides the rank and the partition."""
+        settings = {
+            "seed": self.seed,
+            "num_replicas": self.num_replicas,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
+        return settings if self._part is not None else {**settings, "samples": len(self.dataset)}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration continue from the saved position. Later iterations are complete.
 
         Raises:
-            ValueError: The state has another seed, number of workers, or part.
+            ValueError: The state has other settings, another number of samples, or another part.
         """
-        for name in ("seed", "num_replicas"):
-            if state[name] != getattr(self, name):
+        for name, value in self._settings().items():
+            saved = state.get(name, value)  # states of earlier versions lack some settings
+            if saved != value:
                 raise ValueError(
-                    f"the state was saved with {name}={state[name]}, this sampler has "
-                    f"{name}={getattr(self, name)}"
+                    f"the state was saved with {name}={saved!r}, this sampler has {name}={value!r}"
                 )
         part = None if self._part is None else zlib.crc32(self._part.data)
         if state.get("part") != part:

@@ -87,7 +87,7 @@ _FIRST = {
 
 def with_ideal(methods: Sequence[str]) -> list[str]:
     """Return the methods in the order of tuning: the ideal first, added if missing."""
-    ideals = [text for text in methods if is_ideal(text.split(maxsplit=1)[0])]
+    ideals = [text for text in methods if is_ideal(" ".join(text.split()[:1]))]
     return [*(ideals or ["ideal"]), *(text for text in methods if text not in ideals)]
 
 
@@ -96,7 +96,7 @@ def untuned(text: str) -> str:
 
     Example: ``local --wire int8`` becomes ``local:period=8 --wire int8``.
     """
-    strategy, *options = text.split()
+    strategy, *options = text.split() or [""]
     name, _, settings = strategy.partition(":")
     given = [one for one in settings.split(",") if one]
     fixed = {one.partition("=")[0] for one in given}

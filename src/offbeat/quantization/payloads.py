@@ -1,13 +1,8 @@
 """Payloads of a quantized sum: number of bits sent, encoding, and addition.
 
 A *payload* is a tensor of bytes with quantized numbers. N workers divide a tensor into N *chunks*
-of equal length, in whole blocks; zeros fill the end. A quantized sum has two stages
-(``two_stage_sum.py``):
-
-1. Worker k receives chunk k from every worker and adds up what it receives.
-2. Worker k sends the sum of chunk k to all workers.
-
-A sum of updates over few workers takes a single stage instead (``uses_single_stage``).
+of equal length, in whole blocks; zeros fill the end. ``two_stage_sum.py`` describes the two stages
+of a sum. A sum of updates over few workers takes a single stage instead (``uses_single_stage``).
 """
 
 from collections.abc import Sequence

@@ -51,9 +51,8 @@ class _BlankCodec(Codec):
 class BlankStageCodecs(StageCodecs):
     """Replaces ``StageCodecs``, the codecs of the two stages of a quantized sum.
 
-    In the first stage worker k receives chunk k of every worker's tensor. In the second it sends
-    the sum of these chunks to all workers. The methods return payloads and quantization errors as
-    blank tensors of the right size, or return their arguments. They neither read nor change values.
+    The methods return payloads and quantization errors as blank tensors of the right size, or
+    return their arguments. They neither read nor change values.
     """
 
     def __init__(self, precision: str) -> None:

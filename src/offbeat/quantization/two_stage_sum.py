@@ -14,11 +14,9 @@ A background thread starts the second stages, in the order in which the sums wer
 independent of other collectives.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
-from typing_extensions import override
 
 from offbeat.quantization.decoding import LazyVector, PayloadVector
 from offbeat.quantization.kernels import BLOCK
@@ -63,66 +61,50 @@ class ErrorFeedback:
         self._saved.clear()
 
 
-@dataclass(eq=False)
-class TwoStageSum(Handle[LazyVector]):
-    """A quantized sum in progress. ``start`` starts it.
+def start_sum(
+    payload: Tensor,
+    team: Team,
+    twin: Communicator,
+    codecs: StageCodecs,
+    errors: ErrorFeedback,
+    like: LazyVector,
+    *,
+    contribute: bool,
+    what: str,
+    tentative: bool = False,
+) -> Handle[LazyVector]:
+    """Start both stages of a sum. The first one sends one chunk of ``payload`` to each worker.
 
-    Attributes:
+    Args:
+        payload: First-stage payload of this worker.
         team: The workers.
         twin: Communicator of the second stages, without accounting.
         codecs: Codecs of both stages.
         errors: Quantization errors of the stream.
         like: Vector with the length, dtype and device of the sum.
         contribute: False if this worker sends zeros.
-        tentative: True if ``Wire.undo`` may follow, which restores the errors.
         what: Name of the operation in errors.
+        tentative: True if ``Wire.undo`` may follow, which restores the errors.
     """
 
-    team: Team
-    twin: Communicator
-    codecs: StageCodecs
-    errors: ErrorFeedback
-    like: LazyVector
-    contribute: bool
-    tentative: bool
-    what: str
-    _both: Handle[list[Tensor]] | None = None
-    _result: PayloadVector | None = None
-
-    def start(self, payload: Tensor) -> None:
-        """Start the first stage: send one chunk of ``payload`` to each worker."""
-        team, blocks = self.team, self.errors.summed.numel() // BLOCK
-        exchange = Exchange(what=self.what, tensor=payload)
-        # Count both stages now, because the step in which the second one starts may vary.
-        team.account.sent(exchange.sent_bytes(team.rank, team.host.scale))
-        team.account.sent(blocks * self.codecs.second.block_bytes)
-        first = team.uncounted.start(exchange)
-        both = team.stages.start(first, self._start_second, what=self.what, like=payload)
-        self._both = team.communicator.timed(both)
-
-    def _start_second(self, received: Tensor) -> Handle[list[Tensor]]:
+    def start_second(received: Tensor) -> Handle[list[Tensor]]:
         """Add up this worker's chunk and send the sum to all workers. Runs in the background."""
-        errors = self.errors.summed
-        if self.tentative:
-            self.errors.save("summed", self.codecs)
-        if self.contribute or bool(received.any()):
-            payload = self.codecs.reduce(received, self.team.size, errors)
+        if tentative:
+            errors.save("summed", codecs)
+        if contribute or bool(received.any()):
+            second = codecs.reduce(received, team.size, errors.summed)
         else:
             # All workers sent zeros. Send zeros, too, and keep the errors for a later sum.
-            payload = self.codecs.zero_payload(self.codecs.second_payload(errors))
-        return self.twin.gather(payload, what=self.what)
+            second = codecs.zero_payload(codecs.second_payload(errors.summed))
+        return twin.gather(second, what=what)
 
-    @override
-    def done(self) -> bool:
-        return self._both is None or self._both.done()
-
-    @override
-    def wait(self) -> PayloadVector:
-        if self._result is None:
-            assert self._both is not None
-            chunks, elements = self._both.wait(), self.errors.summed.numel()
-            self._result = PayloadVector(
-                self.codecs.second, [[payload] for payload in chunks], elements, self.like
-            )
-            self._both = None  # frees the payloads
-        return self._result
+    elements = errors.summed.numel()
+    exchange = Exchange(what=what, tensor=payload)
+    # Count both stages now, because the step in which the second one starts may vary.
+    team.account.sent(exchange.sent_bytes(team.rank, team.host.scale))
+    team.account.sent(elements // BLOCK * codecs.second.block_bytes)
+    first = team.uncounted.start(exchange)
+    both = team.communicator.timed(team.stages.start(first, start_second, what=what, like=payload))
+    return both.then(
+        lambda chunks: PayloadVector(codecs.second, [[chunk] for chunk in chunks], elements, like)
+    )

@@ -1,9 +1,8 @@
 """The wire: sums tensors over the workers, exactly or quantized with error feedback.
 
 *Error feedback* means that the quantization error of one sum is added to the next sum of the same
-tensor. A quantized sum takes two stages (``two_stage_sum.py``): each worker adds up one chunk of
-the tensor, then sends the sum of its chunk to all workers. Both stages quantize. Two kinds of sums
-differ in the place where the errors are stored:
+tensor. A quantized sum takes two stages, which both quantize (``two_stage_sum.py``). Two kinds of
+sums differ in the place where the errors are stored:
 
 - ``sum``: the wire stores the errors of both stages.
 - ``sum_updates``: the caller keeps the errors of the first stage in its model, and the wire stores
@@ -15,7 +14,6 @@ import math
 from typing import Any, get_args
 
 from torch import Tensor
-from typing_extensions import override
 
 from offbeat.arguments import Precision as Precision
 from offbeat.arguments import require_choice
@@ -23,7 +21,7 @@ from offbeat.quantization.decoding import LazyVector, PayloadVector, TensorVecto
 from offbeat.quantization.kernels import BLOCK, kernels
 from offbeat.quantization.payloads import StageCodecs, uses_single_stage
 from offbeat.quantization.placeholder_codecs import BlankStageCodecs
-from offbeat.quantization.two_stage_sum import ErrorFeedback, TwoStageSum
+from offbeat.quantization.two_stage_sum import ErrorFeedback, start_sum
 from offbeat.transport.handle import Handle
 from offbeat.transport.team import Team
 
@@ -73,10 +71,7 @@ class Wire:
         return 0
 
     def measurements(self, step: int, *, stepping: bool) -> tuple[float, ...]:
-        """Return measurements, which the worker sends with its vote. Here: none.
-
-        A *round* is a common decision of all workers on what to sum next. Each worker sends a
-        *vote*, a list of numbers, and all receive the sum of the votes.
+        """Return measurements, which the worker sends with its vote in a round. Here: none.
 
         Args:
             step: Number of local steps so far.
@@ -137,8 +132,23 @@ class Wire:
             payload = codecs.encode(tensor, errors.sent)
         else:
             payload = codecs.zero_payload(codecs.first_payload(errors.sent.numel(), tensor.device))
-        total = self._start(payload, codecs, errors, vector, contribute, tentative, what)
-        return _DecodedSum(total, tensor)
+        total = start_sum(
+            payload,
+            self._team,
+            self._twin,
+            codecs,
+            errors,
+            vector,
+            contribute=contribute,
+            tentative=tentative,
+            what=what,
+        )
+
+        def decode(encoded: LazyVector) -> Tensor:
+            encoded.read(tensor)
+            return tensor
+
+        return total.then(decode)
 
     def sum_updates(
         self,
@@ -181,7 +191,16 @@ class Wire:
         errors = self._errors_of(stream, update, codecs, second_stage_only=True)
         size, chunk = self._team.size, errors.summed.numel()
         payload = self._encode_update(update, codecs, size, chunk, contribute)
-        total = self._start(payload, codecs, errors, update, contribute, False, what)
+        total = start_sum(
+            payload,
+            self._team,
+            self._twin,
+            codecs,
+            errors,
+            update,
+            contribute=contribute,
+            what=what,
+        )
         chunks = [[part] for part in codecs.chunks(payload, size)]
         return UpdateSum(total, PayloadVector(codecs.first, chunks, chunk, update))
 
@@ -212,22 +231,6 @@ class Wire:
         if contribute:
             return codecs.encode_update(update, chunks, chunk)
         return codecs.zero_payload(codecs.first_payload(chunks * chunk, update.device))
-
-    def _start(
-        self,
-        payload: Tensor,
-        codecs: StageCodecs,
-        errors: ErrorFeedback,
-        like: LazyVector,
-        contribute: bool,
-        tentative: bool,
-        what: str,
-    ) -> TwoStageSum:
-        started = TwoStageSum(
-            self._team, self._twin, codecs, errors, like, contribute, tentative, what
-        )
-        started.start(payload)
-        return started
 
     def _codecs_for(self, vector: LazyVector, precision: Precision) -> StageCodecs | None:
         """Return the codecs for a sum of ``vector``, or None if the sum is exact."""
@@ -298,22 +301,3 @@ class Wire:
             stream: ErrorFeedback(errors["sent"].clone(), errors["summed"].clone())
             for stream, errors in state.items()
         }
-
-
-class _DecodedSum(Handle[Tensor]):
-    """A quantized sum in progress. ``wait`` decodes it into ``result``."""
-
-    def __init__(self, total: TwoStageSum, result: Tensor) -> None:
-        self._total: TwoStageSum | None = total
-        self._result = result
-
-    @override
-    def done(self) -> bool:
-        return self._total is None or self._total.done()
-
-    @override
-    def wait(self) -> Tensor:
-        if self._total is not None:
-            self._total.wait().read(self._result)
-            self._total = None  # frees the payloads
-        return self._result

@@ -155,7 +155,7 @@ class WorkerView:
         state: The object that ``state()`` returned.
         lr_factor: Factor on the learning rates in this worker's next steps of SGD optimizers.
         count: Number of parts (common).
-        launches: Number of launches in this view.
+        launches: Number of launches in this view (common, except with ``lands="arrived"``).
         landings: Number of landings in this view.
         rounds: Number of rounds since the last round that launched a part (common). In ``decide``
             this number includes the current round.

@@ -22,7 +22,8 @@ class LocalSGD(Strategy):
 
     Args:
         period: H, steps between two means (≥ 1).
-        warmup_steps: Number of initial steps that are each followed by a mean (≥ 0).
+        warmup_steps: Number of initial steps that are each followed by a mean (≥ 0). A step that
+            only some of the workers take counts too.
         optimizer_state: "average" also averages the optimizers' state at each mean. "local" leaves
             it different on each worker.
 
@@ -42,5 +43,7 @@ class LocalSGD(Strategy):
 
     @override
     def due(self, worker: WorkerView) -> float:
-        period = 1 if worker.step <= self.warmup_steps else self.period
-        return float(worker.since_launch >= period)
+        # In the warm-up each step has a mean. The number of means is equal on all workers, also if
+        # they have taken different numbers of steps.
+        warming_up = worker.start_step + worker.launches < self.warmup_steps
+        return float(worker.since_launch >= (1 if warming_up else self.period))

@@ -91,9 +91,14 @@ class DDPSuppressor:
         if world is not None:
             attach_group = group if isinstance(group, dist.ProcessGroup) else world
             self._members = dist.get_process_group_ranks(attach_group)
-            for wrapper in _instances(DistributedDataParallel):
-                if hasattr(wrapper, "reducer") and self._concerns(wrapper):
-                    self._handle(wrapper)
+            existing = [
+                wrapper
+                for wrapper in _instances(DistributedDataParallel)
+                if hasattr(wrapper, "reducer") and self._concerns(wrapper)
+            ]
+            # Check all wrappers first: an error must leave every wrapper active.
+            for wrapper in [each for each in existing if self._must_switch_off(each)]:
+                self._suppress(wrapper)
         self._hooks.append(register_module_module_registration_hook(self._registered))
 
     def _concerns(self, module: nn.Module) -> bool:
@@ -113,20 +118,21 @@ class DDPSuppressor:
 
         def first_forward(wrapper: DistributedDataParallel, args: object) -> None:
             hook.remove()  # only the first forward pass, after the wrapper's constructor has ended
-            self._handle(wrapper)
+            if self._must_switch_off(wrapper):
+                self._suppress(wrapper)
 
         hook = module.register_forward_pre_hook(first_forward, prepend=True)
         self._hooks.append(hook)
 
-    def _handle(self, wrapper: DistributedDataParallel) -> None:
-        """Switch the wrapper off, leave it active, or raise."""
+    def _must_switch_off(self, wrapper: DistributedDataParallel) -> bool:
+        """Return False if the wrapper stays active. Raise if neither is possible."""
         ranks = dist.get_process_group_ranks(wrapper.process_group)
         common = set(ranks) & set(self._members)
         if len(ranks) == 1:
-            return
+            return False
         if len(common) == 1:
             require_repeatable(self._strategy, self._wire)
-            return
+            return False
         if set(ranks) != set(self._members):
             raise AttachError(
                 f"the model is inside a DistributedDataParallel over ranks {_shown(ranks)}, and "
@@ -145,6 +151,9 @@ class DDPSuppressor:
                     f"the model is inside a DistributedDataParallel with {name}, whose reduction "
                     "cannot be switched off: do not use it, or attach without the wrapper"
                 )
+        return True
+
+    def _suppress(self, wrapper: DistributedDataParallel) -> None:
         logger.info("DistributedDataParallel around the attached model is switched off")
         self._suppressed.append(wrapper)
         _switch_off(wrapper)

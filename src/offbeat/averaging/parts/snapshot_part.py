@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from offbeat.averaging.buckets import add_to, unpack
 from offbeat.averaging.parts.landing import Landing, bucket_landing, land
 from offbeat.averaging.parts.part import Part, Tensors
 from offbeat.quantization.wire import Precision, Wire
-from offbeat.strategies.base import Outer
 from offbeat.transport.handle import Handle
 from offbeat.transport.team import Team
 
@@ -51,23 +51,11 @@ class SnapshotPart(Part):
         wire: Wire,
         parameters: Tensors,
         *,
-        name: str,
         anchored: bool = False,
         keeps_steps: bool = True,
-        outer: Outer | None = None,
-        buffers: Tensors = tuple,
-        step: int = 0,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            team,
-            wire,
-            parameters,
-            name=name,
-            buffers=buffers,
-            outer=outer,
-            step=step,
-            share_bucket=wire.exact,
-        )
+        super().__init__(team, wire, parameters, share_bucket=wire.exact, **options)
         self._keeps_steps = keeps_steps
         dtype = None if self._outer.dtype is None else getattr(torch, self._outer.dtype)
         self.keeps_base = anchored or not self._outer.plain or not wire.exact

@@ -6,7 +6,7 @@ quantization error remains in x − P, and the next launch sends it.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,14 +15,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.averaging.flat_view import Difference
-from offbeat.averaging.parts.part import Part, Tensors
+from offbeat.averaging.parts.part import Part
 from offbeat.quantization.base import piece_elements
 from offbeat.quantization.decoding import LazyVector, TensorVector, UpdateSum
 from offbeat.quantization.kernels import Kernels, kernels_for
-from offbeat.quantization.wire import Precision, Wire
-from offbeat.strategies.base import Outer
+from offbeat.quantization.wire import Precision
 from offbeat.transport.handle import Completed, Handle
-from offbeat.transport.team import Team
 
 Squares = NDArray[np.float64]
 """‖D‖² and ‖u‖², each summed over the pieces of one bucket that have landed so far."""
@@ -57,18 +55,8 @@ class UpdatePart(Part):
     momentum: float = 0.0
     lookahead: float = 0.0
 
-    def __init__(
-        self,
-        team: Team,
-        wire: Wire,
-        parameters: Tensors,
-        *,
-        name: str,
-        outer: Outer | None = None,
-        buffers: Tensors = tuple,
-        step: int = 0,
-    ) -> None:
-        super().__init__(team, wire, parameters, name=name, buffers=buffers, outer=outer, step=step)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.keeps_base = True
         for bucket in self.buckets[: self.parameter_buckets]:
             self.base.append(bucket.copy_parameters())

@@ -32,13 +32,16 @@ def times_to_targets(results: Sequence[Result], *, ranges: bool = True) -> Table
     best time. If none did, it is "never".
 
     Returns:
-        The table, or None if the comparison has no run of the ideal, or one that diverged.
+        The table. None if the comparison has no run of the ideal, or one that diverged, or if the
+        ideal's final metric is not positive, such as a log-likelihood.
     """
     rows = rows_of(results)
     ideal = ideal_of(rows)
     if ideal is None or DIVERGED in failures_in(ideal.runs):
         return None
     targets = targets_of(ideal)
+    if not targets:
+        return None
     cells = [
         (row.name, *(_time_to(row, ideal, target, ranges=ranges) for target in targets.values()))
         for row in rows

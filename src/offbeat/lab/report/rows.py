@@ -108,7 +108,10 @@ def targets_of(ideal: Row) -> dict[float, float]:
     """Return the target value of the metric for each share in ``SHARES``.
 
     It is share · m if higher is better, else m / share, where m is the ideal's median final metric.
+    If m is not positive there are no targets, because they would be better than m.
     """
     final = statistics.median(run.final for run in ideal.runs)
+    if final <= 0:
+        return {}
     up = ideal.runs[0].higher_is_better
     return {share: share * final if up else final / share for share in SHARES}
