@@ -271,8 +271,8 @@ class _Worker:
     def _time_limit(self, method: Method) -> TimeLimit:
         """Return the limit on the training time. The evaluator applies it if ``job.live``."""
         job, clock = self._job, method.limited_clock
-        if job.workers_per_node > 1:  # a worker takes no step without the others of its node
-            clock = "largest"
+        if job.workers_per_node > 1 or job.injection is not None:
+            clock = "largest"  # a worker takes no step without the others
         seconds = None if job.live else job.max_seconds
         return TimeLimit(seconds, self._task.steps, clock=clock, device=self._device)
 
