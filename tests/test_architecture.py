@@ -207,7 +207,7 @@ def test_the_layers_are_the_ones_of_the_design() -> None:
         return {unit for unit, _ in units_imported(ROOT / name)}
 
     assert {"transport", "strategies"} <= imported("averaging/parts/part.py")
-    assert "training" in imported("synchronizer.py")
+    assert "training/assembly" in imported("synchronizer.py")
     assert "synchronizer" in imported("checkpoint/save_load.py")
     assert "torch.distributed.PrefixStore" in dict(
         uses(ROOT / "transport" / "torch_backend" / "process_groups.py")

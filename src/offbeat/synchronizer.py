@@ -23,7 +23,6 @@ from offbeat.checkpoint.synchronizer_state import (
 from offbeat.errors import AttachError, CheckpointError
 from offbeat.telemetry import Stats
 from offbeat.training.assembly import Components
-from offbeat.training.background import BackgroundTasks
 
 
 class Synchronizer:
@@ -329,14 +328,16 @@ def _normal_mode() -> torch.inference_mode:
     return torch.inference_mode(False)
 
 
-def background_tasks_of(sync: Synchronizer) -> BackgroundTasks:
-    """Return the background tasks of ``sync``, to which a component can add a task.
+def components_of(sync: Synchronizer, what: str) -> Components:
+    """Return the components of ``sync``. ``what`` names the caller.
 
-    A background task exchanges messages, such as training samples, with other workers. The strategy
-    takes no part in it.
+    Raises:
+        TypeError: ``sync`` is not a ``Synchronizer``.
+        AttachError: after ``finish`` or ``detach``.
     """
     require_synchronizer(sync)
-    return sync._components.tasks
+    sync._require_active(what)
+    return sync._components
 
 
 def snapshot_of(sync: Synchronizer) -> list[Tensor]:

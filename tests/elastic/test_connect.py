@@ -1,16 +1,12 @@
-"""Opening a communicator through a custom transport, and the team over it."""
+"""Opening a communicator through a custom transport."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from offbeat.elastic.connect import open_communicator
-from offbeat.elastic.membership import ElasticSingle
 from offbeat.errors import AttachError
-from offbeat.transport.membership import View
 from offbeat.transport.single_process import SingleCommunicator
-from offbeat.transport.team import Team
 
 
 class Custom:
@@ -36,10 +32,3 @@ def test_a_transport_must_return_a_communicator() -> None:
 def test_elastic_training_needs_a_membership() -> None:
     with pytest.raises(AttachError, match="a test with min_workers: a SingleCommunicator has no"):
         open_communicator(Custom(SingleCommunicator()), 5.0, what="a test", elastic=True)
-
-
-def test_a_twin_of_a_team_has_its_view_but_no_membership() -> None:
-    communicator: Any = ElasticSingle()
-    communicator.membership = SimpleNamespace(view=View(3, (5,), communicator))
-    twin = Team(communicator).twin()
-    assert (twin.view, twin.members, twin.identity, twin.membership) == (3, (5,), 5, None)

@@ -77,6 +77,8 @@ def test_mistakes_behind_a_strategy_are_one_line(text: str, message: str) -> Non
         ("bsp --wire int3", "wire must be .*"),
         ("bsp --lr-scale nan", "lr-scale must be positive and finite, got nan"),
         ("bsp --injection 2", "injection must be .*"),
+        ("streaming --injection 1,1", "data injection with streaming: .*; use BSP, LocalSGD, .*"),
+        ("easgd --injection 0.5,0.5", "data injection with easgd: its workers do not wait .*"),
         ("bsp --optimizer lion", "optimizer must be None, .*, got 'lion'"),
         ("local:period=8,optimizer_state=mean", "optimizer_state must be .*, got .mean."),
         ("async:optimizer_state=average", "async has no setting 'optimizer_state'; .*"),

@@ -77,6 +77,16 @@ def test_each_worker_ends_by_its_own_clock(evaluations: int, slow: int) -> None:
     assert found.seconds == pytest.approx(4, abs=0.1)
 
 
+def test_workers_that_exchange_samples_end_together() -> None:
+    """By the largest clock: steps of 1 s and 2 s, so 4 s have passed after the second step."""
+    place = VirtualCluster(NETWORK, Compute("1s", slowdown={1: 2.0}))
+    job = replace(JOB, strategy="local:period=100", max_seconds=3.5, injection="0.5,0.5")
+    found = run_and_record(job, lambda event: None, place)
+    steps = {one.steps for one in found.stats}
+    assert len(steps) == 1
+    assert steps <= {2, 3, 4}  # the workers know the result of a comparison one step later
+
+
 def ends_together(rank: int, size: int, clock: Clock) -> tuple[int, int]:
     """Steps take 1 s, or 2 s on rank 1. Return the last step, for 200 steps and for 500."""
     found = []

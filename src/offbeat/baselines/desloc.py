@@ -135,7 +135,7 @@ class DesLoc(Strategy):
 
     @override
     def averages(self) -> CustomFlow:
-        return CustomFlow(_flow_of, self._check_run)
+        return CustomFlow(_flow_of, self._check_run, blocking=True)
 
     def _check_run(self, workers: int, optimizers: Sequence[Optimizer]) -> None:
         """Raise unless these workers can train with the strategy; see ``CustomFlow``."""

@@ -180,7 +180,9 @@ class FedAvg(Strategy):
     @override
     def averages(self) -> CustomFlow:
         return CustomFlow(
-            lambda strategy, worker: FedAvgFlow(strategy, worker, SharedModel()), self._check_run
+            lambda strategy, worker: FedAvgFlow(strategy, worker, SharedModel()),
+            self._check_run,
+            blocking=True,
         )
 
     def _check_run(self, workers: int, optimizers: Sequence[Optimizer]) -> None:

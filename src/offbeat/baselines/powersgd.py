@@ -195,4 +195,4 @@ class PowerSGD(Strategy):
 
     @override
     def averages(self) -> CustomFlow:
-        return CustomFlow(PowerSGDFlow)
+        return CustomFlow(PowerSGDFlow, blocking=True)

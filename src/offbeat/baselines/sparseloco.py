@@ -191,7 +191,9 @@ class SparseLoCo(Strategy):
     @override
     def averages(self) -> CustomFlow:
         shared = SharedModel(outer=Outer(self.outer_lr))
-        return CustomFlow(lambda strategy, worker: SparseLoCoFlow(strategy, worker, shared))
+        return CustomFlow(
+            lambda strategy, worker: SparseLoCoFlow(strategy, worker, shared), blocking=True
+        )
 
     @override
     def due(self, worker: WorkerView) -> float:

@@ -181,7 +181,9 @@ class SPARTA(Strategy):
     @override
     def averages(self) -> CustomFlow:
         shared = SharedModel(parts=self.turns, lands=self.overlap)
-        return CustomFlow(lambda strategy, worker: SPARTAFlow(strategy, worker, shared))
+        return CustomFlow(
+            lambda strategy, worker: SPARTAFlow(strategy, worker, shared), blocking=shared.blocking
+        )
 
     @override
     def decide(self, worker: WorkerView, tally: Tally) -> Launch:

@@ -1,13 +1,12 @@
 """Distribution of training samples among workers: samplers, partitions, and data injection."""
 
 from offbeat.data.describe import PartitionTable, describe_partition
-from offbeat.data.injection import DataInjection
+from offbeat.data.injection import DataInjection, injected_batch_size
 from offbeat.data.leasing.loader import LeasedLoader
 from offbeat.data.leasing.sampler import LeasedSampler
 from offbeat.data.leasing.stream import LeasedStream
 from offbeat.data.partition import partition_by_label, partition_dirichlet
 from offbeat.data.selective import SelDPSampler
-from offbeat.data.senders import injected_batch_size
 
 __all__ = [
     "DataInjection",

@@ -1,32 +1,30 @@
-"""Data injection: in each step some workers send some of their samples to all other workers."""
+"""Data injection: in each step some workers send some of their samples to all other workers.
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+In each step the workers exchange samples in one collective. They therefore take their steps
+together: a worker that waits for samples does nothing else. With a strategy whose workers do not
+wait for each other, two workers could block each other. Such strategies are refused.
+"""
+
+import copy
+import io
+import math
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
-import torch.distributed as dist
+import numpy as np
+import torch
+from torch import Tensor
 
-from offbeat.arguments import require_integer
-from offbeat.data.conversation import Key, Response
-from offbeat.data.exchange import Exchange
-from offbeat.data.samples import Parcel, count_samples, join, take
-from offbeat.data.senders import draw_samples, draw_senders, require_fraction
-from offbeat.elastic.connect import open_communicator
-from offbeat.errors import MismatchError, OffbeatError
-from offbeat.synchronizer import Synchronizer, background_tasks_of
-from offbeat.training.checks.compatibility import require_timeout
-from offbeat.transport.handle import Handle, explained
-from offbeat.transport.team import Team
+from offbeat.arguments import require_integer, require_number
+from offbeat.errors import AttachError, MismatchError
+from offbeat.synchronizer import Synchronizer, components_of
+from offbeat.training.checks.compatibility import require_blocking
 
+Tensors = dict[str, Tensor]
+"""The tensors of a batch by their paths, such as ``batch[0]``."""
 
-@dataclass
-class _Loaded:
-    """A batch that was loaded ahead of its step, and the requests to other workers, by rank."""
-
-    key: Key
-    batch: Any
-    responses: dict[int, Handle[Response]]
+_SENDERS, _SAMPLES = 4, 5  # generators are seeded by (seed, purpose, …); these are purposes
+_NOTHING, _ENDED = b"-", b""  # messages of a worker without samples, and of one without a batch
 
 
 class DataInjection:
@@ -41,56 +39,40 @@ class DataInjection:
     A sender sends the same samples to all workers, and trains on them, too. ``injected_batch_size``
     computes a b' that compensates for the added samples.
 
-    The samples of the next batch are in flight while the model computes. A worker waits for a
-    sender that has not loaded its batch of the step yet. A sender sends nothing if it will load no
-    batch for the step, because it has reached ``consensus()`` or ``finish()``, or because its
-    loader has ended. So workers may take different numbers of steps.
-
-    If all workers take the same number of steps before each ``consensus()``, the batches do not
-    depend on the speed of the workers. Otherwise a worker may continue without the samples of a
-    sender that is blocked in its strategy, because the two could wait for each other forever (see
-    ``data/exchange.py``).
-
-    Without ``sync``, call ``close`` at the end, or use the object as a context manager. If the
-    loaders have different lengths, also call ``pause()``, a barrier of ``torch.distributed`` and
-    ``resume()`` on all workers between epochs. Otherwise the step numbers of the workers diverge.
+    All workers take their batches together, and wait for each other in each step. When the loader
+    of one worker ends, the iteration ends on all workers at this step, and a batch that another
+    worker has just loaded is dropped. A loop that is left early, as with ``break``, or that calls
+    ``consensus()``, must do so on all workers at the same step. Otherwise the other workers wait
+    for ``timeout_seconds`` and raise a ``CommunicationTimeout``.
 
     Args:
         loader: Iterable of batches that can be iterated repeatedly, such as a DataLoader. A batch
-            consists of tensors and lists of numbers or strings, each with one entry per sample.
-            Tuples, lists, dictionaries, named tuples and dataclasses may contain them. Batches of
-            all workers have the same structure, dtypes and shapes except for the number of samples.
+            consists of tensors with the samples in dimension 0. Tuples, lists and dictionaries may
+            contain them, nested to any depth. Batches of all workers have the same structure,
+            dtypes and shapes except for the number of samples.
         alpha: Fraction α of workers that send in each step, in (0, 1].
         beta: Fraction β of its batch that each sender sends, in (0, 1].
-        sync: Synchronizer of the training, from ``attach``. Its workers exchange samples, its
-            ``stats.details`` include the totals, and its ``finish`` ends data injection. None: data
-            injection without a strategy.
-        group: Process group of the workers, if ``sync`` is None. None: the default group.
+        sync: Synchronizer of the training, from ``attach``. Its workers exchange samples. The
+            strategy lets workers wait for each mean, such as ``BSP``, ``LocalSGD``, ``SelSync``,
+            ``FedAvg``, or ``DiLoCo`` without ``overlap``.
         seed: Seed of all random choices, equal on all workers.
-        dimension: Dimension of the tensors that counts samples (≥ 0).
-        timeout_seconds: Longest time to wait for another worker (> 0). With ``sync``, the time-out
-            of the synchronizer applies instead.
-
-    Attributes:
-        loader: The wrapped loader.
-        samples_received: Number of samples received from other workers so far.
-        bytes_received: Number of bytes of these samples.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of its range, or both ``sync`` and ``group`` are given.
-        AttachError: There is no process group, the synchronizer is finished, or it was attached
-            with ``node_group`` or ``min_workers``.
+        ValueError: An argument is out of its range.
+        AttachError: The strategy does not let workers wait for each mean. Or the synchronizer is
+            finished, or was attached with ``node_group`` or ``min_workers``.
         MismatchError: Another worker has other settings.
 
     The constructor is a collective.
 
-    *Communication*: in each step each sender sends its samples to the N − 1 other workers, in the
-    background. ``sync.stats.details`` has the totals ``injected_samples`` (received),
-    ``injected_bytes_received``, ``injected_samples_sent`` and ``injected_bytes_sent``. *Memory*:
-    the next batch, and the samples to send until all workers have requested them.
+    *Communication*: in each step one all-gather, before the batch is returned. ``payload_bytes``
+    does not include it, but the time counts as waiting. ``sync.stats.details`` has the totals
+    ``injected_samples`` (received), ``injected_bytes_received``, ``injected_samples_sent`` and
+    ``injected_bytes_sent``: the bytes of the samples, counted once per receiver. *Memory*: the
+    samples of all senders of one step.
 
-    *Differs from the paper*: workers need not be at the same step.
+    *Differs from the paper*: batch sizes are rounded.
 
     Source: Tyagi & Swany, arXiv 2307.07950, data injection for non-IID data, and Equation 3.
     """
@@ -101,237 +83,108 @@ class DataInjection:
         alpha: float,
         beta: float,
         *,
-        sync: Synchronizer | None = None,
-        group: dist.ProcessGroup | None = None,
+        sync: Synchronizer,
         seed: int = 0,
-        dimension: int = 0,
-        timeout_seconds: float = 300.0,
     ) -> None:
-        require_fraction("alpha", alpha)
-        require_fraction("beta", beta)
+        _require_fraction("alpha", alpha)
+        _require_fraction("beta", beta)
         require_integer("seed", seed, least=None)
-        require_integer("dimension", dimension, least=0)
         if not isinstance(loader, Iterable) or isinstance(loader, Iterator):
             raise TypeError(
                 "loader must be an iterable of batches that can be iterated again, such as a "
                 f"DataLoader, got {type(loader).__name__}"
             )
-        self.loader = loader
-        self.alpha, self.beta, self.seed, self.dimension = alpha, beta, seed, dimension
-        self.samples_received = self.bytes_received = 0
-        self._counted = [0, 0, 0, 0]  # totals that are already in ``_details``
-        self._step = 0  # number of the next batch to load, counted since the last barrier
-        self._epoch = -1  # number of the current iteration over the loader
-        self._loaded: _Loaded | None = None
-        self._resumed: Key | None = None
-        self._closed = False
-        self._synced = sync is not None
-        self._details: dict[str, Any] = {}
-        self._exchange: Exchange | None = None
-        self._steps_taken: Callable[[], int] = lambda: 0
-        if sync is None:
-            require_timeout(timeout_seconds)
-            self._team = Team(open_communicator(group, timeout_seconds, what="DataInjection()"))
-        else:
-            if group is not None:
-                raise ValueError("give sync or group, not both: the synchronizer has a group")
-            tasks = background_tasks_of(sync)
-            tasks.add(self)
-            self._team, self._details = tasks.team.twin(), tasks.details
-            self._steps_taken = tasks.step
-        steps = self._agree()
-        if self._team.size > 1:
-            self._exchange = Exchange(self._team)
-            own = steps[self._team.rank]
-            out_of_phase = [rank for rank, taken in enumerate(steps) if taken != own]
-            self._exchange.start_at(0, None, out_of_phase)
+        self._components = components_of(sync, "DataInjection()")
+        team = self._components.team
+        require_blocking(self._components.strategy, "data injection")
+        given = {"node_group": team.node, "min_workers": self._components.views}
+        for option, value in given.items():
+            if value is not None:
+                raise AttachError(f"{option} cannot be combined with data injection")
+        self.loader, self._sync = loader, sync
+        self.alpha, self.beta, self.seed = alpha, beta, seed
+        self._step = 0
+        # Without accounting, because the strategy does not send the samples.
+        self._communicator = team.uncounted.twin()
+        self._require_equal_settings()
 
-    def _agree(self) -> list[int]:
-        """Compare the settings of all workers. Return the number of steps that each has taken."""
-        names = ("alpha", "beta", "seed", "dimension")
-        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+    def _require_equal_settings(self) -> None:
+        own = ", ".join(f"{name}={value!r}" for name, value in self._settings().items())
         what = "comparison of data injection"
-        text = f"{settings}\n{self._steps_taken()}".encode()
-        gathered = self._team.uncounted.gather_bytes(text, what=what)
-        lines = [text.decode().split("\n") for text in gathered]
-        for rank, (other, _) in enumerate(lines):
-            if other != lines[0][0]:
+        first, *others = self._communicator.gather_bytes(own.encode(), what=what)
+        for rank, other in enumerate(others, start=1):
+            if other != first:
                 raise MismatchError(
-                    f"data injection: rank {rank} has {other}, rank 0 has {lines[0][0]}"
+                    f"data injection: rank {rank} has {other.decode()}, rank 0 has {first.decode()}"
                 )
-        return [int(steps) for _, steps in lines]
 
-    # -- totals ----------------------------------------------------------------------------------
-
-    @property
-    def samples_sent(self) -> int:
-        """Number of samples sent to other workers so far, counted once per receiver."""
-        return 0 if self._exchange is None else self._exchange.samples_sent
-
-    @property
-    def bytes_sent(self) -> int:
-        """Number of bytes of the samples sent so far."""
-        return 0 if self._exchange is None else self._exchange.bytes_sent
+    def _settings(self) -> dict[str, Any]:
+        return {"alpha": self.alpha, "beta": self.beta, "seed": self.seed}
 
     def __len__(self) -> int:
         """Number of batches of the loader, if the loader has a length."""
         return len(self.loader)  # type: ignore[arg-type]
 
-    # -- batches ---------------------------------------------------------------------------------
-
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the loader's batches, extended by samples of other workers."""
-        if self._closed:
-            raise OffbeatError("this DataInjection is closed: create a new one")
-        if self._exchange is None:
-            return iter(self.loader)
-        return self._inject(self._exchange)
+        components_of(self._sync, "iterating over DataInjection")
+        return iter(self.loader) if self._communicator.size == 1 else self._inject()
 
-    def _inject(self, exchange: Exchange) -> Iterator[Any]:
-        self._epoch += 1
-        epoch = self._epoch
-        if not self._synced:
-            exchange.end_epoch(-1)
-        own = iter(self.loader)
-        try:
-            self._loaded = self._load(own, exchange)
-            while self._loaded is not None:
-                current = self._loaded
-                self._loaded = self._load(own, exchange)
-                yield self._complete(current, exchange)
-        finally:
-            if epoch == self._epoch:  # False if a newer iteration over the loader has begun
-                self._loaded = None
-                if not self._synced:
-                    exchange.end_epoch(epoch)
+    def _inject(self) -> Iterator[Any]:
+        for batch in self.loader:
+            extended = self._exchange(batch)
+            if extended is None:
+                return
+            yield extended
+        self._gather(_ENDED)
 
-    def _load(self, own: Iterator[Any], exchange: Exchange) -> _Loaded | None:
-        """Load the next batch, offer samples of it, and request samples. None at the end."""
-        try:
-            batch = next(own)
-        except StopIteration:
-            if not self._synced:
-                exchange.end_epoch(self._epoch)
+    def _gather(self, payload: bytes) -> list[bytes]:
+        """Return the message of every worker. A collective. Blocks."""
+        components, now = self._components, self._communicator.host.now
+        what = f"injected samples at step {components.worker.step + 1}"
+        started = now()
+        with components.iteration.guard:
+            payloads = self._communicator.gather_bytes(payload, what=what)
+        components.team.account.waited(now() - started)
+        return payloads
+
+    def _exchange(self, batch: Any) -> Any | None:
+        """Return the extended batch. None if the loader of another worker has ended."""
+        rank, size = self._communicator.rank, self._communicator.size
+        own, payload, sent = _tensors(batch, "batch"), _NOTHING, list[Tensors]()
+        samples = _count_samples(own)
+        senders = draw_senders(self.seed, self._step, size, self.alpha)
+        if rank in senders:
+            drawn = draw_samples(self.seed, self._step, rank, samples, self.beta)
+            rows = {path: _take(tensor, drawn) for path, tensor in own.items()}
+            payload, sent = _encode(rows), [rows] * (size - 1)
+        payloads = self._gather(payload)
+        if _ENDED in payloads:
             return None
-        key = self._next_key(exchange)
-        rank = self._team.rank
-        senders = draw_senders(self.seed, key, self._team.size, self.alpha)
-        exchange.publish(key, self._parcel(key, batch) if rank in senders else None)
-        others = [sender for sender in senders if sender != rank]
-        responses = {other: exchange.request(other, key, self._epoch) for other in others}
-        return _Loaded(key, batch, responses)
-
-    def _next_key(self, exchange: Exchange) -> Key:
-        if self._resumed is not None:
-            key, self._resumed = self._resumed, None
-            return key
         self._step += 1
-        return exchange.barriers, self._step - 1
+        received = [_decode(payloads[other], other, own) for other in senders if other != rank]
+        self._count(sent, "injected_samples_sent", "injected_bytes_sent")
+        self._count(received, "injected_samples", "injected_bytes_received")
+        joined = [_join(tensor, [rows[path] for rows in received]) for path, tensor in own.items()]
+        return _replace(batch, iter(joined))
 
-    def _parcel(self, key: Key, batch: Any) -> Parcel | None:
-        samples = count_samples(batch, self.dimension)
-        if samples == 0:
-            return None
-        chosen = draw_samples(self.seed, key, self._team.rank, samples, self.beta)
-        return take(batch, chosen, self.dimension)
-
-    def _complete(self, loaded: _Loaded, exchange: Exchange) -> Any:
-        """Wait for the requested samples, and return the batch extended by them."""
-        parcels = []
-        for rank, handle in loaded.responses.items():
-            if not handle.done():
-                exchange.report_blocked(rank, loaded.key)
-            response = handle.wait()
-            if isinstance(response, Exception):
-                raise explained(response)
-            if response is not None:
-                parcels.append((rank, response))
-        joined = join(loaded.batch, parcels, self.dimension)
-        self.samples_received += joined.samples
-        self.bytes_received += joined.values_bytes
-        self._count()
-        return joined.batch
-
-    def _count(self) -> None:
-        """Add the increase of the totals since the last call to ``sync.stats.details``."""
-        totals = {
-            "injected_samples": self.samples_received,
-            "injected_bytes_received": self.bytes_received,
-            "injected_samples_sent": self.samples_sent,
-            "injected_bytes_sent": self.bytes_sent,
-        }
-        for (name, total), before in zip(totals.items(), self._counted, strict=True):
-            self._details[name] = self._details.get(name, 0) + total - before
-        self._counted = list(totals.values())
-
-    # -- background task of the synchronizer -----------------------------------------------------
-
-    def set_blocking(self, blocking: bool) -> None:
-        """Handle the start (True) or end of a call in which the strategy may block."""
-        if self._exchange is not None:
-            self._exchange.set_blocking(blocking)
-
-    def pause(self) -> None:
-        """Report that this worker has reached a *barrier*, where all workers wait for each other.
-
-        If there is a ``sync``, it calls this method.
-        """
-        if self._exchange is not None:
-            self._exchange.pause(self._steps_taken())
-
-    def resume(self) -> None:
-        """Leave a barrier. Step numbers restart at 0. All workers must call this equally often."""
-        if self._exchange is not None:
-            self._exchange.resume()
-            self._step = 0
-
-    def finish(self) -> None:
-        """End data injection on this worker. Called by ``sync.finish()``. May be called again.
-
-        Blocks until the background threads of all other workers have responded. The other workers
-        may continue to train.
-
-        Raises:
-            CommunicationError: Another worker is lost.
-        """
-        self._closed = True
-        if self._exchange is not None:
-            self._exchange.close()
-            self._count()
-        if not self._synced:
-            self._team.close()
-
-    def close(self) -> None:
-        """Call ``finish``, and ignore errors of Offbeat, such as the loss of another worker."""
-        with contextlib.suppress(OffbeatError):
-            self.finish()
-
-    def __enter__(self) -> "DataInjection":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def _count(self, parcels: Iterable[Tensors], samples: str, bytes: str) -> None:
+        """Add the samples in ``parcels`` and their bytes to two totals of ``stats.details``."""
+        details = self._components.worker.details
+        details.update({name: details.get(name, 0) for name in (samples, bytes)})
+        for rows in parcels:
+            details[samples] += _count_samples(rows)
+            details[bytes] += sum(tensor.nbytes for tensor in rows.values())
 
     # -- checkpoints -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings and the position in the sequence of steps, as plain values.
+        """Return the settings and the number of steps so far, as plain values.
 
         All workers must save their states at the same step. The position in the dataset is not
         included; save it with the sampler.
         """
-        exchange = self._exchange
-        pending = None if self._loaded is None else list(self._loaded.key)
-        return {
-            "alpha": self.alpha,
-            "beta": self.beta,
-            "seed": self.seed,
-            "dimension": self.dimension,
-            "barriers": 0 if exchange is None else exchange.barriers,
-            "step": self._step,
-            "pending": pending,
-            "out_of_phase": [] if exchange is None else exchange.out_of_phase,
-        }
+        return {**self._settings(), "step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a ``state_dict()``. Call before the first iteration.
@@ -339,13 +192,151 @@ class DataInjection:
         Raises:
             ValueError: The state was saved with other settings.
         """
-        for name in ("alpha", "beta", "seed", "dimension"):
-            if state[name] != getattr(self, name):
+        for name, value in self._settings().items():
+            if state[name] != value:
                 raise ValueError(
                     f"the state was saved with {name}={state[name]}, this DataInjection has "
-                    f"{name}={getattr(self, name)}"
+                    f"{name}={value}"
                 )
         self._step = state["step"]
-        self._resumed = None if state["pending"] is None else (*state["pending"],)
-        if self._exchange is not None:
-            self._exchange.start_at(state["barriers"], self._resumed, state["out_of_phase"])
+
+
+# -- random choices --------------------------------------------------------------------------------
+
+
+def injected_batch_size(batch_size: int, alpha: float, beta: float, workers: int) -> int:
+    """Return the batch size b' for a loader whose batches have about b samples after injection.
+
+    This is Equation 3 of the paper, rounded to the nearest integer and at least 1:
+
+        b' = max(1, ⌊b / (1 + α·β·N) + ½⌋)
+
+    In each step there are S = ⌈α·N⌉ senders, which send k = max(1, ⌊β·b' + ½⌋) samples each. After
+    injection a batch has B = b' + S·k samples. On a sender it has only B − k, because a sender
+    does not receive its own samples. B differs from b, because α·N, b' and k are rounded.
+
+    Example: for b = 32, α = β = 1/2 and N = 10, b' is 9 and B is 9 + 5·5 = 34. A sender has 29
+    samples, and the mean over the workers is 31.5.
+
+    Args:
+        batch_size: Desired number b of samples per step (≥ 1).
+        alpha: Fraction α of workers that send, in (0, 1].
+        beta: Fraction β of its own samples that each sender sends, in (0, 1].
+        workers: Number of workers N (≥ 1).
+
+    Raises:
+        TypeError: An argument is not a number.
+        ValueError: An argument is out of its range.
+
+    Source: Tyagi & Swany, arXiv 2307.07950, Equation 3.
+    """
+    _require_fraction("alpha", alpha)
+    _require_fraction("beta", beta)
+    for name, value in (("batch_size", batch_size), ("workers", workers)):
+        require_integer(name, value, least=1)
+    return max(1, math.floor(_clean(batch_size / (1 + alpha * beta * workers)) + 0.5))
+
+
+def count_to_send(samples: int, beta: float) -> int:
+    """Return how many of its ``samples`` a sender sends: β·samples, rounded, and at least 1."""
+    return min(samples, max(1, math.floor(_clean(beta * samples) + 0.5)))
+
+
+def draw_senders(seed: int, step: int, workers: int, alpha: float) -> list[int]:
+    """Draw the ⌈α·N⌉ senders of a step. The ranks are ascending, and equal on all workers."""
+    return _draw(workers, math.ceil(_clean(alpha * workers)), seed, _SENDERS, step)
+
+
+def draw_samples(seed: int, step: int, rank: int, samples: int, beta: float) -> list[int]:
+    """Draw the samples that sender ``rank`` sends in a step: positions in its batch, ascending."""
+    return _draw(samples, count_to_send(samples, beta), seed, _SAMPLES, step, rank)
+
+
+def _draw(population: int, count: int, seed: int, purpose: int, *numbers: int) -> list[int]:
+    # The 0 keeps the draws with which the published results were made.
+    random = np.random.default_rng([seed % 2**64, purpose, 0, *numbers])
+    drawn: list[int] = np.sort(random.choice(population, count, replace=False)).tolist()
+    return drawn
+
+
+def _clean(value: float) -> float:
+    return round(value, 9)  # 0.07 · 100 becomes 7 instead of 7.000000000000001
+
+
+def _require_fraction(name: str, value: object) -> None:
+    require_number(name, value)
+    if not 0 < value <= 1:  # type: ignore[operator]  # it is a number
+        raise ValueError(f"{name} must be above 0 and at most 1, got {value}")
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+def _tensors(batch: Any, path: str) -> Tensors:
+    if isinstance(batch, Tensor):
+        return {path: batch}
+    if not isinstance(batch, MutableMapping | list | tuple):
+        raise TypeError(
+            f"{path} is a {type(batch).__name__}: data injection takes batches of tensors, in "
+            "tuples, lists and dictionaries"
+        )
+    children = batch.items() if isinstance(batch, MutableMapping) else enumerate(batch)
+    found: Tensors = {}
+    for key, child in children:
+        found.update(_tensors(child, f"{path}[{key!r}]"))
+    return found
+
+
+def _replace(batch: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return a copy of ``batch`` with other tensors, in the order of ``_tensors``."""
+    if isinstance(batch, Tensor):
+        return next(tensors)
+    if isinstance(batch, MutableMapping):
+        copied = copy.copy(batch)  # keeps the other attributes of a subclass of dict
+        copied.update({key: _replace(child, tensors) for key, child in batch.items()})
+        return copied
+    children = [_replace(child, tensors) for child in batch]
+    return type(batch)(*children) if hasattr(batch, "_fields") else type(batch)(children)
+
+
+def _count_samples(tensors: Tensors) -> int:
+    shapes = {path: list(tensor.shape) for path, tensor in tensors.items()}
+    counts = {tuple(shape[:1]) for shape in shapes.values()}
+    if len(counts) != 1 or () in counts:
+        raise ValueError(
+            f"a batch needs tensors with one entry per sample in dimension 0, got shapes {shapes}"
+        )
+    return int(counts.pop()[0])
+
+
+def _take(tensor: Tensor, drawn: list[int]) -> Tensor:
+    index = torch.tensor(drawn, dtype=torch.int64, device=tensor.device)
+    return tensor.detach().index_select(0, index).cpu()
+
+
+def _encode(rows: Tensors) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(rows, buffer)
+    return buffer.getvalue()
+
+
+def _decode(payload: bytes, sender: int, own: Tensors) -> Tensors:
+    """Return the samples of worker ``sender``, which must have the structure of ``own``."""
+    rows: Tensors = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    if _describe(rows) != _describe(own):
+        raise MismatchError(
+            f"rank {sender} sent samples of {_describe(rows)}; this rank has {_describe(own)}: "
+            "data injection needs batches with the same structure, dtypes and shapes on all "
+            "workers, except for the number of samples"
+        )
+    return rows
+
+
+def _describe(tensors: Tensors) -> str:
+    shapes = {path: ", ".join(["*", *map(str, t.shape[1:])]) for path, t in tensors.items()}
+    return ", ".join(f"{path}: {t.dtype} of shape [{shapes[path]}]" for path, t in tensors.items())
+
+
+def _join(own: Tensor, pieces: Iterable[Tensor]) -> Tensor:
+    joined = torch.cat([own, *(piece.to(own.device) for piece in pieces)])
+    return joined.pin_memory() if own.is_pinned() else joined

@@ -196,11 +196,16 @@ class Job:
             task = recipe.build(self.setup())
             if recipe.file is not None:
                 try_out(recipe, task)
-        correct = self.adam_correction == "on"
-        check_run(self.strategy, self.workers, task.optimizer, adam_correction=correct)
-        self.sampler_for(task, 0)
         if self.injection is not None:
             parse_injection(self.injection)
+        check_run(
+            self.strategy,
+            self.workers,
+            task.optimizer,
+            adam_correction=self.adam_correction == "on",
+            injection=self.injection is not None,
+        )
+        self.sampler_for(task, 0)
         return task
 
     def _check_checkpoints(self) -> None:
@@ -215,8 +220,8 @@ class Job:
             raise ValueError("checkpoints need a run with live=True, which evaluates as it trains")
         if self.injection is not None:
             raise ValueError(
-                "--checkpoints with --injection: samples in flight between workers are not part of "
-                "a run's checkpoint; leave one of them out"
+                "--checkpoints with --injection: a run's checkpoint does not contain the state of "
+                "data injection; leave one of them out"
             )
         saved = any(all_files(Path(self.checkpoints)))
         if self.resume and not saved:

@@ -274,8 +274,9 @@ class _Worker:
     def _time_limit(self, method: Method) -> TimeLimit:
         """Return the limit on the training time."""
         job, clock = self._job, method.limited_clock
-        # All workers evaluate together, or a worker takes no step without the others of its node.
-        if clock == "own" and (job.live or job.workers_per_node > 1):
+        # All workers evaluate together, or a worker takes no step without others.
+        together = job.live or job.injection is not None or job.workers_per_node > 1
+        if clock == "own" and together:
             clock = "largest"
         return TimeLimit(job.max_seconds, self._task.steps, clock=clock, device=self._device)
 

@@ -26,7 +26,6 @@ from offbeat.nodes.gradients import NodeBuffers, NodeMean
 from offbeat.quantization.wire import Precision
 from offbeat.strategies import Strategy
 from offbeat.telemetry import Stats
-from offbeat.training.background import BackgroundTasks
 from offbeat.training.iteration import Iteration
 from offbeat.training.stats_recorder import StatsRecorder
 from offbeat.transport.handle import Handle
@@ -242,9 +241,8 @@ class PlaceholderTraining:
             node = NodeMean(team.node.inside, model, optimizers)
         elif team.node is not None:
             node = _AveragedGradients()
-        tasks = BackgroundTasks(team, worker.details, lambda: worker.step)
         flow = flow_of(strategy, worker)
-        self._iteration = Iteration(flow, worker, tasks, self._completed, node)
+        self._iteration = Iteration(flow, worker, self._completed, node)
         self._recorder = StatsRecorder(worker, None)
         flow.start()
         self._iteration.watch_backward()

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,8 @@ class Gradients:
     """
 
     every_step: bool = True
+    blocking: ClassVar[bool] = True
+    """True, because workers wait for each mean."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,10 @@ class CustomFlow:
             an ``offbeat.averaging.Flow``.
         check: Function that receives the number of workers and the optimizers of one worker, and
             raises ValueError or AttachError if they cannot train with the strategy.
+        blocking: True if all workers take their steps together: a worker waits for the others only
+            in operations that all workers start in the same step.
     """
 
     make: Callable[[Any, Any], Any]
     check: Callable[[int, Any], object] = lambda workers, optimizers: None
+    blocking: bool = False

@@ -22,7 +22,6 @@ from offbeat.nodes.gradients import NodeBuffers, NodeMean
 from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Strategy
-from offbeat.training.background import BackgroundTasks
 from offbeat.training.checks.compatibility import repeatable
 from offbeat.training.checks.consistency import (
     copy_rank_0,
@@ -107,12 +106,11 @@ class Components:
         worker = self.worker = Worker(team, replica, optimizers, opened, non_finite)
         worker.scaled = scaler is not None and scaler.is_enabled()
         self.recorder = StatsRecorder(worker, log)
-        self.tasks = BackgroundTasks(team, worker.details, lambda: self.recorder.stats.steps)
         flow = flow_of(strategy, worker)
         node = self._open_node(model)
-        self.iteration = Iteration(flow, worker, self.tasks, self._completed, node)
+        self.iteration = Iteration(flow, worker, self._completed, node)
         loading = LoadDetection(model, worker, self.iteration)
-        self.consensus = Consensus(worker, self.iteration, self.tasks, shards, loading)
+        self.consensus = Consensus(worker, self.iteration, shards, loading)
         self.views: Views | None = None
         if not self.joined:
             flow.start()
@@ -138,7 +136,6 @@ class Components:
     def _open_node(self, model: nn.Module) -> NodeBuffers | None:
         if self.team.node is None:
             return None
-        self.tasks.add_error = "node_group cannot be combined with data injection"
         inside = self.team.node.inside
         if self.shards is not None:
             return NodeBuffers(inside, model)
@@ -157,7 +154,6 @@ class Components:
         views.iteration, views.report_seconds = self.iteration, self.recorder.exclude_time
         self.consensus.change_view = self.iteration.recover = views
         self.iteration.guard.elastic = True
-        self.tasks.add_error = "min_workers cannot be combined with data injection"
         if self.joined:
             with self.team.account.paused():
                 views.join()
@@ -217,7 +213,6 @@ class Components:
         self.at_end.clear()
         self.unfinished.cancel()
         self.iteration.close()
-        self.tasks.close()
         if self.consensus.distance is not None:
             self.consensus.distance.close(together=together)
         for hook in self.hooks:

@@ -18,7 +18,6 @@ from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.votes import Round
 from offbeat.errors import AttachError, CheckpointError, CommunicationError, EndedError
 from offbeat.nodes.shards import Shards
-from offbeat.training.background import BackgroundTasks
 from offbeat.training.checks.compatibility import require_usable
 from offbeat.training.checks.consistency import copy_rank_0, require_consistency
 from offbeat.training.checks.loading import LoadDetection
@@ -120,13 +119,11 @@ class Consensus:
         self,
         worker: Worker,
         iteration: Iteration,
-        tasks: BackgroundTasks,
         shards: Shards | None,
         loading: LoadDetection,
     ) -> None:
         self._worker, self._iteration = worker, iteration
-        self._tasks, self._shards = tasks, shards
-        self._loading = loading
+        self._shards, self._loading = shards, loading
         self._progress = Progress(worker, iteration.flow.strategy)
         iteration.accept_loaded = self.accept_loaded
         self.followers = FollowerModules(worker.team)
@@ -198,13 +195,11 @@ class Consensus:
 
     def _wait_for_all(self, *, finishing: bool) -> Round:
         """Wait at a barrier until no worker takes a step. Returns the last round."""
-        self._tasks.pause()
         if self._shards is not None:
             self._shards.reshard()
         last = self._iteration.wait_for_all(finishing=finishing)
         if self.distance is not None:
             self.distance.pause()
-        self._tasks.resume()
         return last
 
     def before_save(self) -> None:
@@ -261,7 +256,7 @@ class Consensus:
         self.note_parameters()
 
     def finish(self) -> None:
-        """Replace the model by the mean permanently, and end background tasks. A collective."""
+        """Replace the model by the mean permanently. A collective."""
         self._progress.warn_if_not_counted()
         try:
             self._retry(self._finish)
@@ -271,7 +266,6 @@ class Consensus:
             if not self.ended:
                 raise
         self._iteration.flow.check.report_excluded()
-        self._tasks.finish()
 
     def _finish(self) -> None:
         team, self.ended = self._worker.team, False

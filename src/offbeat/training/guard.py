@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from offbeat.errors import CommunicationError, OffbeatError
-from offbeat.training.background import BackgroundTasks
 
 
 class Guard:
@@ -46,22 +45,3 @@ class Guard:
         if error is not None and not (self.elastic and isinstance(error, CommunicationError)):
             self.failure = error
             self.on_failure()
-
-
-class StepGuard:
-    """The guard around a part of a training step that may block. It notifies background tasks."""
-
-    def __init__(self, guard: Guard, tasks: BackgroundTasks) -> None:
-        self._guard, self._tasks = guard, tasks
-
-    def __enter__(self) -> None:
-        if self._guard.failure is not None:
-            self._guard.__enter__()  # raises
-        if self._tasks.any:
-            self._tasks.set_blocking(True)
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self._guard.__exit__(kind, error, traceback)
-        if self._tasks.any:
-            self._tasks.set_blocking(False)

@@ -18,9 +18,8 @@ from offbeat.averaging import AttachedOptimizer, Flow, Worker
 from offbeat.averaging.votes import Round
 from offbeat.errors import AttachError, CommunicationError
 from offbeat.nodes.gradients import NodeBuffers
-from offbeat.training.background import BackgroundTasks
 from offbeat.training.backward_hooks import BackwardHooks
-from offbeat.training.guard import Guard, StepGuard
+from offbeat.training.guard import Guard
 
 
 class Recovery(Protocol):
@@ -55,7 +54,6 @@ class Iteration:
     Args:
         flow: Runs the strategy.
         worker: This worker.
-        tasks: Notified when this worker may block.
         completed: Called after each iteration, with True if the workers synchronized in it.
         node: Averages inside the node. None: this worker is a node by itself.
 
@@ -76,7 +74,6 @@ class Iteration:
         self,
         flow: Flow,
         worker: Worker,
-        tasks: BackgroundTasks,
         completed: Callable[[bool], None],
         node: NodeBuffers | None = None,
     ) -> None:
@@ -87,7 +84,6 @@ class Iteration:
         self.guard = Guard()
         self.model_monitors: list[Callable[[], None]] = []
         self.gradient_monitors: list[Callable[[AttachedOptimizer, float, bool], None]] = []
-        self._step_guard = StepGuard(self.guard, tasks)
         self._host = worker.team.host
         self.recover: Recovery | None = None
         self._failure: CommunicationError | None = None  # raised during backward, handled later
@@ -176,7 +172,7 @@ class Iteration:
         if self.node is None or not self.active or index in self._averaged:
             return
         self.require_own_model("a training step")
-        with self._step_guard:
+        with self.guard:
             self._count_computing()
             self.node.average(index)
         self._averaged.add(index)
@@ -215,7 +211,7 @@ class Iteration:
             )
         if self.node is not None:
             self.average_in_node(index)
-        with self._step_guard:
+        with self.guard:
             self._count_computing()
             self._order.append(index)
             count = len(worker.optimizers)
@@ -267,7 +263,7 @@ class Iteration:
         if not self.active:
             return
         worker = self._worker
-        with self._step_guard:
+        with self.guard:
             if not skipped:
                 self._skipped = False
                 self.flow.optimizer_stepped(worker.optimizers[index])

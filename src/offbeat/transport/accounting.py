@@ -65,7 +65,7 @@ class Account:
 class Accounting(Wrapper):
     """A communicator that counts the bytes and the waiting time of its operations.
 
-    A twin (second communicator) adds to the same account. Background tasks use ``inner`` instead,
+    A twin (second communicator) adds to the same account. Background threads use ``inner`` instead,
     so that their waits are not counted.
 
     Args:

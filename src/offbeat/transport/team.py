@@ -47,7 +47,6 @@ class Team:
 
     Args:
         communicator: Communicator between the workers in the first view of this worker.
-        account: Totals to which bytes and waits are added; None creates new totals.
         node: Node of this process; None if the process is a worker by itself.
 
     Attributes:
@@ -63,17 +62,9 @@ class Team:
 
     communicator: Accounting
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        *,
-        account: Account | None = None,
-        node: Node | None = None,
-    ) -> None:
+    def __init__(self, communicator: Communicator, *, node: Node | None = None) -> None:
         self.node = node
-        if account is None:
-            account = Account(1 if node is None or node.sharded else node.inside.size)
-        self.account = account
+        self.account = Account(1 if node is None or node.sharded else node.inside.size)
         if communicator.membership is None:
             self._set_view(View(0, tuple(range(communicator.size)), communicator))
         else:
@@ -173,18 +164,8 @@ class Team:
 
     @property
     def uncounted(self) -> Communicator:
-        """The communicator without accounting, for background tasks."""
+        """The communicator without accounting, for background threads and data injection."""
         return self.communicator.inner
-
-    def twin(self) -> "Team":
-        """Return a team of the same workers with a second communicator and the same account.
-
-        Two threads of a worker can each use one of the teams; see ``Communicator.twin``. The second
-        team has no ``membership``, and its ``view`` is always 0. A collective.
-        """
-        team = Team(self.communicator.inner.twin(), account=self.account, node=self.node)
-        team.view, team.members = self.view, self.members
-        return team
 
     def close(self, *, together: bool = False) -> None:
         """Close the communicators of this team and of its node; see ``Communicator.close``."""

@@ -13,6 +13,7 @@ from offbeat.lab.methods.torchft import TorchftDiLoCo, TorchftLocalSGD
 from offbeat.registry import parse_strategy, read_settings
 from offbeat.strategies import Strategy
 from offbeat.strategies.base import CustomFlow
+from offbeat.training.checks.compatibility import require_blocking
 from offbeat.training.learning_rate.adam_correction import require_correctable
 
 PEERS: tuple[type[Peer], ...] = (
@@ -63,7 +64,14 @@ def is_elastic(text: str) -> bool:
     return isinstance(method, Strategy) and not isinstance(method.averages(), CustomFlow)
 
 
-def check_run(text: str, workers: int, optimizer: Optimizer, *, adam_correction: bool) -> None:
+def check_run(
+    text: str,
+    workers: int,
+    optimizer: Optimizer,
+    *,
+    adam_correction: bool,
+    injection: bool,
+) -> None:
     """Raise ValueError if the method that ``text`` names cannot train with these settings."""
     method = parse_method(text)
     if isinstance(method, Baseline):
@@ -72,6 +80,8 @@ def check_run(text: str, workers: int, optimizer: Optimizer, *, adam_correction:
     try:
         if isinstance(averages, CustomFlow):
             averages.check(workers, [optimizer])
+        if injection:
+            require_blocking(method, "data injection")
         if adam_correction:
             require_correctable([optimizer])
     except AttachError as error:
