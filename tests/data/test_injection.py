@@ -576,6 +576,24 @@ def test_the_state_of_other_settings_is_refused() -> None:
     offbeat.simulate(work, workers=1)
 
 
+def test_workers_at_different_steps_are_refused() -> None:
+    """A worker has loaded no state, another one that of step 2. An integer α equals 1.0."""
+
+    def work() -> str:
+        _, _, sync = make(offbeat.BSP())
+        rank = dist.get_rank()
+        injection = DataInjection([torch.zeros(2)], 1 if rank else 1.0, 0.5, sync=sync)
+        if rank:
+            injection.load_state_dict({**injection.state_dict(), "step": 2})
+        with pytest.raises(offbeat.MismatchError) as found:
+            list(injection)
+        return str(found.value)
+
+    first, second = offbeat.simulate(work, workers=2).results
+    assert first.startswith("data injection: rank 1 is at step 2, rank 0 at step 0: ")
+    assert second.startswith("data injection: rank 0 is at step 0, rank 1 at step 2: ")
+
+
 # -- what goes wrong ------------------------------------------------------------------------------
 
 

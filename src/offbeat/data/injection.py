@@ -23,8 +23,9 @@ from offbeat.training.checks.compatibility import require_blocking
 Tensors = dict[str, Tensor]
 """The tensors of a batch by their paths, such as ``batch[0]``."""
 
-_SENDERS, _SAMPLES = 4, 5  # generators are seeded by (seed, purpose, …); these are purposes
-_NOTHING, _ENDED = b"-", b""  # messages of a worker without samples, and of one without a batch
+_SENDERS, _SAMPLES = 4, 5  # generators are seeded by (seed, purpose, 0, …); these are purposes
+_ENDED = b""  # message of a worker without a batch; others begin with the step
+_STEP_BYTES = 8
 
 
 class DataInjection:
@@ -66,11 +67,11 @@ class DataInjection:
 
     The constructor is a collective.
 
-    *Communication*: in each step one all-gather, before the batch is returned. ``payload_bytes``
-    does not include it, but the time counts as waiting. ``sync.stats.details`` has the totals
-    ``injected_samples`` (received), ``injected_bytes_received``, ``injected_samples_sent`` and
-    ``injected_bytes_sent``: the bytes of the samples, counted once per receiver. *Memory*: the
-    samples of all senders of one step.
+    *Communication*: in each step one message of each worker to all others, before the batch is
+    returned. ``payload_bytes`` does not include it, but the time counts as waiting.
+    ``sync.stats.details`` has the totals ``injected_samples`` (received),
+    ``injected_bytes_received``, ``injected_samples_sent`` and ``injected_bytes_sent``. What a
+    sender sends counts once for each receiver. *Memory*: the samples of all senders of one step.
 
     *Differs from the paper*: batch sizes are rounded.
 
@@ -119,7 +120,7 @@ class DataInjection:
                 )
 
     def _settings(self) -> dict[str, Any]:
-        return {"alpha": self.alpha, "beta": self.beta, "seed": self.seed}
+        return {"alpha": float(self.alpha), "beta": float(self.beta), "seed": int(self.seed)}
 
     def __len__(self) -> int:
         """Number of batches of the loader, if the loader has a length."""
@@ -151,18 +152,27 @@ class DataInjection:
     def _exchange(self, batch: Any) -> Any | None:
         """Return the extended batch. None if the loader of another worker has ended."""
         rank, size = self._communicator.rank, self._communicator.size
-        own, payload, sent = _tensors(batch, "batch"), _NOTHING, list[Tensors]()
+        own, sent = _tensors(batch, "batch"), list[Tensors]()
+        payload = self._step.to_bytes(_STEP_BYTES, "big")
         samples = _count_samples(own)
         senders = draw_senders(self.seed, self._step, size, self.alpha)
         if rank in senders:
             drawn = draw_samples(self.seed, self._step, rank, samples, self.beta)
             rows = {path: _take(tensor, drawn) for path, tensor in own.items()}
-            payload, sent = _encode(rows), [rows] * (size - 1)
+            payload, sent = payload + _encode(rows), [rows] * (size - 1)
         payloads = self._gather(payload)
         if _ENDED in payloads:
             return None
+        for other, message in enumerate(payloads):
+            if (step := int.from_bytes(message[:_STEP_BYTES], "big")) != self._step:
+                raise MismatchError(
+                    f"data injection: rank {other} is at step {step}, rank {rank} at step "
+                    f"{self._step}: load checkpoints of the same step on all workers"
+                )
         self._step += 1
-        received = [_decode(payloads[other], other, own) for other in senders if other != rank]
+        received = [
+            _decode(payloads[other][_STEP_BYTES:], other, own) for other in senders if other != rank
+        ]
         self._count(sent, "injected_samples_sent", "injected_bytes_sent")
         self._count(received, "injected_samples", "injected_bytes_received")
         joined = [_join(tensor, [rows[path] for rows in received]) for path, tensor in own.items()]
@@ -225,7 +235,7 @@ def injected_batch_size(batch_size: int, alpha: float, beta: float, workers: int
         workers: Number of workers N (≥ 1).
 
     Raises:
-        TypeError: An argument is not a number.
+        TypeError: An argument is not a number, or not an integer.
         ValueError: An argument is out of its range.
 
     Source: Tyagi & Swany, arXiv 2307.07950, Equation 3.
@@ -253,7 +263,7 @@ def draw_samples(seed: int, step: int, rank: int, samples: int, beta: float) -> 
 
 
 def _draw(population: int, count: int, seed: int, purpose: int, *numbers: int) -> list[int]:
-    # The 0 keeps the draws with which the published results were made.
+    # With the 0 the draws are those with which the published results were made.
     random = np.random.default_rng([seed % 2**64, purpose, 0, *numbers])
     drawn: list[int] = np.sort(random.choice(population, count, replace=False)).tolist()
     return drawn

@@ -44,16 +44,18 @@ class HeartbeatConnections:
     def __init__(self) -> None:
         if sys.platform == "win32":
             raise AttachError("min_workers and join() need Linux or macOS; leave min_workers out")
-        self._listener = socket.create_server((gloo_address(), 0), backlog=_BACKLOG)
-        self._listener.setblocking(False)
-        host, port = self._listener.getsockname()
-        self.address = f"{host}:{port}"
         self._sockets: dict[int, socket.socket] = {}
         self._accepted: set[socket.socket] = set()  # connections of other workers to this one
         self._dead: set[int] = set()
         self.refused: set[int] = set()
-        self.close = weakref.finalize(self, _close, self._listener, self._sockets, self._accepted)
-        _instances.add(self)
+        with _accepting:
+            listener = socket.create_server((gloo_address(), 0), backlog=_BACKLOG)
+            self.close = weakref.finalize(self, _close, listener, self._sockets, self._accepted)
+            _instances.add(self)
+        listener.setblocking(False)
+        self._listener = listener
+        host, port = listener.getsockname()
+        self.address = f"{host}:{port}"
 
     def connect(self, addresses: Mapping[int, str]) -> list[int]:
         """Connect to other workers, and return those that cannot be reached.
@@ -115,7 +117,7 @@ def _closed_by_peer(sockets: Iterable[socket.socket]) -> set[socket.socket]:
 
 _instances: "weakref.WeakSet[HeartbeatConnections]" = weakref.WeakSet()
 _accepting = threading.RLock()
-"""Held while a socket is accepted, and during a fork. So ``_close_all`` knows all sockets."""
+"""Held while a socket is created or accepted, and during a fork, so that a child closes it."""
 
 
 def _close_all() -> None:
