@@ -11,8 +11,8 @@ is the baseline ``ideal``, BSP on an infinitely fast network. There are thirteen
 - ``parts``: streaming averaging with other settings, at the rate that ``headline`` chose.
 - ``rates``: streaming averaging and the ideal at several learning rates and numbers of workers. All
   take equally many steps, so more workers see more samples.
-- ``many``: streaming averaging with 16 and 64 workers, on a slow and a very fast link. The workers
-  of a node share its link.
+- ``many``: streaming averaging with 16, 64 and 256 workers, on a slow and a very fast link. The
+  workers of a node share its link.
 - ``adam``: strategies with and without longer steps of Adam.
 - ``muon``: some methods of ``headline`` with the optimizer Muon in place of AdamW, tuned alike.
 - ``features``: streaming averaging and the ideal with clipping, weight decay, LoRA and others, and
@@ -117,6 +117,8 @@ RIVALS = {
     "transformer": ("bsp", "powersgd", "sparseloco", "sparta", "desloc"),
 }
 """Further methods of ``headline`` at 50 Mbit/s: ``bsp`` with tuned precision, and baselines."""
+REAL_RIVALS = {"cnn": ("powersgd", "sparseloco"), "transformer": ("local", "bsp")}
+"""Best methods of ``headline`` at 50 Mbit/s, which run in ``real``, too, without torch's code."""
 PEERS = {"local": "torch:postlocal,period={period}", "bsp --wire float32": "torch:ddp"}
 """Method of ``headline`` → torch's own code for it, which runs in its place on real processes."""
 LEAST_PERIOD = 2
@@ -144,16 +146,26 @@ VARIANTS = {
 """Methods of ``rates``: the ideal, the default, and the default without the outer gain or without
 longer steps of Adam."""
 MANY = {
-    ("50Mbit/s", 16, 1): (4,),
-    ("50Mbit/s", 64, 1): (4, 8),
-    ("50Mbit/s", 64, 8): (8,),
-    ("100Gbit/s", 16, 1): (4,),
-    ("100Gbit/s", 64, 1): (8,),
+    ("mnist", "50Mbit/s", 16, 1): (4,),
+    ("mnist", "50Mbit/s", 64, 1): (4, 8),
+    ("mnist", "50Mbit/s", 64, 8): (8,),
+    ("mnist", "50Mbit/s", 256, 8): (8,),
+    ("mnist", "100Gbit/s", 16, 1): (4,),
+    ("mnist", "100Gbit/s", 64, 1): (8,),
+    ("cnn", "50Mbit/s", 16, 1): (1,),
+    ("transformer", "50Mbit/s", 16, 1): (1, 2),
 }
-"""Link, number of workers and workers per node of each cell of ``many`` → factors on the learning
-rate of streaming averaging."""
-MANY_IDEAL = {16: (2, 4, 8), 64: (4, 8, 16, 32)}
-"""Number of workers → factors on the learning rate of the ideal in ``many``."""
+"""Workload, link, number of workers and workers per node of each cell of ``many`` → factors on the
+learning rate of streaming averaging."""
+MANY_IDEAL = {
+    ("mnist", 16): (2, 4, 8),
+    ("mnist", 64): (4, 8, 16, 32),
+    ("mnist", 256): (8, 16, 32),
+    ("cnn", 16): (1,),
+    ("transformer", 16): (2,),
+}
+"""Workload and number of workers → factors on the learning rate of the ideal in ``many``. The only
+factor of a workload is the ideal's best in ``rates``."""
 CORRECTED = (
     *("streaming", "async:staleness=4", "local:period=4", "local:period=16"),
     f"{DILOCO},period=16,outer_lr=0.5,outer_momentum=0.6 --lr-scale 0.5",
@@ -223,6 +235,8 @@ class Cell:
         """Number of seeds."""
         if self.workers >= 64:  # a run takes many minutes
             return 1
+        if self.study == "many":
+            return 3 if self.workload == "mnist" else 5
         main = self.study in ("headline", "real", "slower") and self.workers == WORKERS
         return 5 if main else 3
 
@@ -256,11 +270,11 @@ class Cell:
             grid = RATES[self.workload, self.workers]
             return [at_rate(method, rate) for method in VARIANTS[self.workload] for rate in grid]
         if self.study == "many":
-            rates = MANY[self.bandwidth, self.workers, self.workers_per_node]
-            compared = self.workers == 16 or self.bandwidth == "100Gbit/s"
-            wires = ("", " --wire float32") if compared else ("",)
+            few = self.workers == 16 or self.bandwidth == "100Gbit/s"
+            wires = ("", " --wire float32") if few and self.workload == "mnist" else ("",)
+            rates = MANY[self.workload, self.bandwidth, self.workers, self.workers_per_node]
             return [
-                *(at_rate("ideal", rate) for rate in MANY_IDEAL[self.workers]),
+                *(at_rate("ideal", rate) for rate in MANY_IDEAL[self.workload, self.workers]),
                 *(at_rate("streaming", rate) + wire for rate in rates for wire in wires),
             ]
         if self.study == "wires":
@@ -271,8 +285,13 @@ class Cell:
         if self.study == "parts":
             rate = _rate(chosen["streaming"])
             return ["ideal" + _rate(chosen["ideal"]), *(one + rate for one in PARTS)]
-        methods = HEADLINE if self.workers == WORKERS else FEW
-        return [_real(method, chosen[method]) for method in methods]
+        if self.workers != WORKERS:
+            return [_real(method, chosen[method]) for method in FEW]
+        rivals = REAL_RIVALS.get(self.workload, ()) if self.bandwidth == "50Mbit/s" else ()
+        return [
+            *(_real(method, chosen[method]) for method in HEADLINE),
+            *(chosen[method].label for method in rivals),
+        ]
 
     def job(self, data: Path) -> Job:
         """Return the settings that all runs share."""
@@ -346,7 +365,7 @@ CELLS = (
     Cell("muon", "transformer", "50Mbit/s"),
     *(Cell("features", name, "50Mbit/s") for name in FEATURES),
     *(Cell("rates", name, "50Mbit/s", workers=many) for name, many in RATES),
-    *(Cell("many", "mnist", link, workers=n, workers_per_node=k) for link, n, k in MANY),
+    *(Cell("many", name, link, workers=n, workers_per_node=k) for name, link, n, k in MANY),
     *(Cell("uneven", "mlp", "50Mbit/s", speeds=speeds) for speeds in SPEEDS),
     *(Cell(study, "mlp", "50Mbit/s") for study in ("elastic", "elastic_real")),
 )

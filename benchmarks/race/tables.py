@@ -18,6 +18,7 @@ from benchmarks.race.studies import (
     EAGER,
     FAMILIES,
     FEATURES,
+    MANY_IDEAL,
     PLAIN,
     RATES,
     UNCORRECTED,
@@ -25,7 +26,6 @@ from benchmarks.race.studies import (
     UNEVEN_RATE,
     VARIANTS,
     WIRES,
-    WORKERS,
     WORKLOADS,
     Cell,
     at_rate,
@@ -162,7 +162,7 @@ def expectations(folder: Path = RESULTS) -> str:
     """Return the table of what the default settings reach, and the best other method when tuned.
 
     Times are slowdowns to 90 %. With four workers the results are those of ``headline``, with more
-    those of ``rates``, which has no other methods.
+    those of ``many``, which has no other methods.
     """
     lines = _heading(
         *("training", "workers", "link", "default settings", "end − ideal"),
@@ -178,14 +178,13 @@ def expectations(folder: Path = RESULTS) -> str:
             shown += [NAMES[best], *_time_and_end(tuned[best], ideal)]
             shown.append(summary(slowdowns(tuned[DDP], ideal, SHARE)))
             lines.append(f"| {name} | {cell.workers} | {cell.bandwidth} | {' | '.join(shown)} |")
-        for cell in cells_of("rates", workload, folder):
-            if cell.workers != WORKERS:
-                found, factors = runs_of(cell, folder), RATES[workload, cell.workers]
-                ideal = best_of([found[at_rate("ideal", rate)] for rate in factors])
-                rate = next(rate for rate in factors if found[at_rate("ideal", rate)] is ideal)
-                shown = _time_and_end(found[at_rate("streaming", rate)], ideal)
-                row = f"| {name} | {cell.workers} | {cell.bandwidth} | {' | '.join(shown)} |"
-                lines.append(f"{row} | | | |")
+        for cell in cells_of("many", workload, folder):
+            found, factors = runs_of(cell, folder), MANY_IDEAL[workload, cell.workers]
+            ideal = best_of([found[at_rate("ideal", rate)] for rate in factors])
+            rate = next(rate for rate in factors if found[at_rate("ideal", rate)] is ideal)
+            shown = _time_and_end(found[at_rate("streaming", rate)], ideal)
+            row = f"| {name} | {cell.workers} | {cell.bandwidth} | {' | '.join(shown)} |"
+            lines.append(f"{row} | | | |")
     return "\n".join(lines)
 
 

@@ -191,6 +191,22 @@ def test_expectations_are_those_of_the_first_settings(folder: Path) -> None:
     assert row.endswith(f" | DDP | {three} | {level} | {three} |")
 
 
+def test_expectations_of_many_workers_are_those_at_the_ideals_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cell, "seeds", 3)
+    cell = Cell("many", "transformer", "50Mbit/s", workers=16)
+    monkeypatch.setattr(tables, "CELLS", (cell,))
+    write_ends(
+        cell,
+        tmp_path,
+        {"ideal --lr-scale 2": 0.5, "streaming": 0.45, "streaming --lr-scale 2": 0.48},
+    )
+    (row,) = tables.expectations(tmp_path).splitlines()[2:]
+    assert row.startswith("| Transformer, AdamW | 16 | 50Mbit/s | ")
+    assert row.endswith(" | -2.0 [-2.0, -2.0] | | | | |")
+
+
 def test_a_section_without_a_table_is_refused(folder: Path) -> None:
     sections = evidence.sections(folder)
     with pytest.raises(ValueError, match="no section 'What to expect'"):
