@@ -150,7 +150,8 @@ def test_a_training_is_told_and_recorded_while_it_runs(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Lines with loss, waiting, sent data and time left; `watch` shows the same run."""
-    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
+    for name in ("_LINE_SECONDS", "_LEAST_SECONDS"):
+        monkeypatch.setattr(progress, name, 0.0)
     records = ("--records", str(tmp_path / "run.jsonl"))
     code, out, err = call("train", "digits", *SHORT, "--evaluations", "1", *records)
     assert (code, err) == (0, "")

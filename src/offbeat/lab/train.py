@@ -1,9 +1,7 @@
 """The training loop of an experiment: one worker trains a recipe with a method and emits events.
 
 A *recipe* builds the task: model, data, optimizer. A *method* is a strategy of this package or a
-baseline to compare with. An *evaluation* uses the mean of the workers' models at that step. Each
-worker stores a snapshot of its model there, and the workers evaluate the snapshots after the
-training. With ``Job.live`` they evaluate during the training instead, inside a consensus.
+baseline to compare with.
 
 ``train_worker`` runs one worker in an existing process group. ``python -m offbeat.lab.train JSON``
 joins a new process group and then calls ``train_worker``.
@@ -181,8 +179,8 @@ class _Worker:
         for batch in self._batches(method):
             method.train(batch)
             over = limit.is_over(method.step, method.seconds)
-            last_of_live = over and job.live  # ``finish`` evaluates this step
-            evaluation = None if last_of_live else evaluator.after_step(method)
+            evaluated_later = over and job.live  # by ``evaluator.finish``
+            evaluation = None if evaluated_later else evaluator.after_step(method)
             emit(evaluation or self._step(method))
             if self._count is not None:
                 self._count(self._totals(method))
@@ -275,8 +273,7 @@ class _Worker:
         """Return the limit on the training time."""
         job, clock = self._job, method.limited_clock
         # All workers evaluate together, or a worker takes no step without others.
-        together = job.live or job.injection is not None or job.workers_per_node > 1
-        if clock == "own" and together:
+        if clock == "own" and (job.live or job.injection is not None or job.workers_per_node > 1):
             clock = "largest"
         return TimeLimit(job.max_seconds, self._task.steps, clock=clock, device=self._device)
 
