@@ -87,7 +87,7 @@ _FIRST = {
 
 def with_ideal(methods: Sequence[str]) -> list[str]:
     """Return the methods in the order of tuning: the ideal first, added if missing."""
-    ideals = [text for text in methods if is_ideal(" ".join(text.split()[:1]))]
+    ideals = [text for text in methods if is_ideal((text.split() or [""])[0])]
     return [*(ideals or ["ideal"]), *(text for text in methods if text not in ideals)]
 
 
