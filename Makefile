@@ -36,7 +36,7 @@ $(VENV)/.docs: $(VENV)/.demo
 	touch $@
 
 demo: $(VENV)/.demo  ## train digits under five strategies on 4 workers, about 3 minutes
-	@link="$$($(BIN)/python -m offbeat.lab.launch.cluster 100Mbit/s)"; \
+	@link="$$($(BIN)/python -m offbeat_lab.launch.cluster 100Mbit/s)"; \
 	set -- $(BIN)/offbeat compare digits --workers 4 --output $(DEMO) $$link \
 	  -s bsp -s local:period=8 -s selsync:target_lssr=0.9 -s async:staleness=32 -s streaming; \
 	echo "$$*"; "$$@"

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import ROOT
-from offbeat.lab.launch.cluster import Cluster
 from offbeat.units import to_bandwidth
+from offbeat_lab.launch.cluster import Cluster
 
 
 def run(

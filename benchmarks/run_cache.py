@@ -21,11 +21,11 @@ import torch
 
 import offbeat
 from benchmarks.harness import RESULTS
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.recipes import mnist
 from offbeat.simulate import Compute, Network
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import VirtualCluster
+from offbeat_lab.recipes import mnist
 
 WORKERS = 8
 SEEDS = (0, 1, 2)

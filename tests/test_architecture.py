@@ -20,10 +20,13 @@ from typing import Any
 import pytest
 
 import offbeat
+import offbeat_lab
 from cells import nightly
 
 ROOT = Path(offbeat.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
+LAB = Path(offbeat_lab.__file__).parent
+LAB_MODULES = sorted(LAB.rglob("*.py"))
 
 # From the bottom up. A module imports only from levels below, or from its own unit: a file or
 # folder of the package. A file inside a folder is a unit of its own if it is listed.
@@ -49,7 +52,7 @@ LEVELS = [
     {"plan"},
     {"__init__"},
     {"launcher"},
-    {"lab", "integrations"},
+    {"integrations"},
     {"cli"},
 ]
 # A strategy decides with numbers alone, so that it reads like the paper and needs no tensors to be
@@ -73,12 +76,13 @@ NETWORKS_THREADS_AND_CLOCKS = {
     "time",
 }
 PRIVATE_ALLOWED = {"simulate/process_group.py"}  # the default process group needs one
+LABORATORY_ALLOWED = {"cli"}
 LOCKS_ALLOWED = {"baselines/shard.py"}  # called by the background threads of a server
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
 
 def relative(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
+    return path.relative_to(ROOT if path.is_relative_to(ROOT) else LAB.parent).as_posix()
 
 
 @functools.cache
@@ -180,9 +184,20 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
+def test_the_library_imports_nothing_of_the_laboratory() -> None:
+    wrong = [
+        f"{relative(path)}:{line} imports {name}"
+        for path in MODULES
+        if unit_of_path(path) not in LABORATORY_ALLOWED
+        for name, line in imports(tree_of(path), typing_too=True)
+        if within(name, "offbeat_lab")
+    ]
+    assert wrong == []
+
+
 def test_there_is_no_circle_of_imports() -> None:
     """Not between any two modules, those of one package included; type checking alone counts."""
-    modules = {module_name(path): path for path in MODULES}
+    modules = {module_name(path): path for path in [*MODULES, *LAB_MODULES]}
 
     def imported(path: Path) -> set[str]:
         found = set()
@@ -339,7 +354,7 @@ def test_all_is_every_public_name() -> None:
         *nightly(
             [
                 "from offbeat import *; simulate.__name__, data.SelDPSampler; "
-                "from offbeat.lab import *; recipe, Task"
+                "from offbeat_lab import *; recipe, Task"
             ]
         ),
     ],
@@ -353,7 +368,7 @@ def test_names_are_there_in_whatever_order_modules_are_imported(code: str) -> No
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     """As of any other module."""
-    for package in ("offbeat", "offbeat.lab"):
+    for package in ("offbeat", "offbeat_lab"):
         with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'no_such'"):
             _ = importlib.import_module(package).no_such
 
@@ -428,7 +443,7 @@ def test_no_constructor_swallows_typos() -> None:
 def test_modules_begin_with_a_sentence_about_themselves() -> None:
     wrong = [
         f"{relative(path)}:1"
-        for path in MODULES
+        for path in [*MODULES, *LAB_MODULES]
         if not (ast.get_docstring(tree_of(path)) or "").partition("\n")[0].endswith(".")
     ]
     assert wrong == []
@@ -437,7 +452,7 @@ def test_modules_begin_with_a_sentence_about_themselves() -> None:
 def test_all_modules_import() -> None:
     """Also those that no other test imports."""
     pytest.importorskip("typer")
-    for path in MODULES:
-        if unit_of_path(path) == "integrations" and importlib.util.find_spec(path.stem) is None:
+    for path in [*MODULES, *LAB_MODULES]:
+        if path.parent.name == "integrations" and importlib.util.find_spec(path.stem) is None:
             continue  # tests/frameworks needs its package
         importlib.import_module(module_name(path))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from offbeat.lab.job import Job
-from offbeat.lab.launch import processes
 from offbeat.launcher import forking
+from offbeat_lab.job import Job
+from offbeat_lab.launch import processes
 
 WITHOUT_UNIX = """
 import importlib, os, pkgutil, select, signal, socket, sys, tempfile

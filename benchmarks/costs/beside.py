@@ -22,9 +22,9 @@ from torch import nn
 import offbeat
 from benchmarks.harness import Result
 from benchmarks.processes import run
-from offbeat.lab.launch.cores import share_cores
-from offbeat.lab.recipes import stdlib_lm
-from offbeat.lab.recipes.models import transformers
+from offbeat_lab.launch.cores import share_cores
+from offbeat_lab.recipes import stdlib_lm
+from offbeat_lab.recipes.models import transformers
 
 STEPS = {"cnn": 40, "lm": 20}  # in a block
 WARM_UP = 2  # blocks in which rate control settles

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
 from offbeat.averaging.buckets import BUCKET_BYTES
-from offbeat.lab.launch.cluster import Cluster
 from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.transport.team import Team
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
+from offbeat_lab.launch.cluster import Cluster
 
 MILLIONS = 10
 WORKERS = 4

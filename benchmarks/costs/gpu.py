@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import offbeat
 from benchmarks.harness import Result
 from benchmarks.processes import run
-from offbeat.lab.recipes.models.transformers import ByteTransformer, next_token_loss
+from offbeat_lab.recipes.models.transformers import ByteTransformer, next_token_loss
 
 CONTEXT, BATCH = 512, 8
 SIZE = {"width": 768, "layers": 16, "heads": 12}

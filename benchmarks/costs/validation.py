@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from benchmarks.harness import Result, interleave, machine, save_json
 from benchmarks.processes import run
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import ShapedLinks, VirtualCluster
 from offbeat.simulate import Compute, Network
 from offbeat.units import to_bandwidth
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import ShapedLinks, VirtualCluster
 
 STRATEGIES = ("bsp", "local:period=8", "selsync:target_lssr=0.9", "async:staleness=16")
 WORKERS = 4

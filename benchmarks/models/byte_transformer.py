@@ -6,12 +6,12 @@ larger. So a run takes seconds.
 
 import torch
 
-from offbeat.lab import Task, recipe
-from offbeat.lab.recipes.datasets import TensorData
-from offbeat.lab.recipes.held_out import HeldOut
-from offbeat.lab.recipes.models.transformers import ByteTransformer, next_token_loss
-from offbeat.lab.recipes.schedules import warmup_cosine
-from offbeat.lab.recipes.stdlib_lm import bits_per_byte, load
+from offbeat_lab import Task, recipe
+from offbeat_lab.recipes.datasets import TensorData
+from offbeat_lab.recipes.held_out import HeldOut
+from offbeat_lab.recipes.models.transformers import ByteTransformer, next_token_loss
+from offbeat_lab.recipes.schedules import warmup_cosine
+from offbeat_lab.recipes.stdlib_lm import bits_per_byte, load
 
 CONTEXT = 64
 

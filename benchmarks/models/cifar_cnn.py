@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offbeat.lab import Task, accuracy, recipe
-from offbeat.lab.recipes.datasets import TensorData
-from offbeat.lab.recipes.schedules import warmup_cosine
+from offbeat_lab import Task, accuracy, recipe
+from offbeat_lab.recipes.datasets import TensorData
+from offbeat_lab.recipes.schedules import warmup_cosine
 
 
 @functools.cache

@@ -6,10 +6,10 @@ It is for hundreds of runs; the convolutions of the recipe ``digits`` take seven
 import torch
 from torch import nn
 
-from offbeat.lab import Task, accuracy, recipe
-from offbeat.lab.recipes.datasets import TensorData, shift_images
-from offbeat.lab.recipes.digits import load
-from offbeat.lab.recipes.schedules import warmup_cosine
+from offbeat_lab import Task, accuracy, recipe
+from offbeat_lab.recipes.datasets import TensorData, shift_images
+from offbeat_lab.recipes.digits import load
+from offbeat_lab.recipes.schedules import warmup_cosine
 
 
 @recipe(metric="test accuracy", target=0.97, epochs=16)

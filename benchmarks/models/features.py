@@ -12,8 +12,8 @@ from byte_transformer import CONTEXT, task
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
 
-from offbeat.lab import recipe
-from offbeat.lab.recipes.models.transformers import ByteTransformer, next_token_loss
+from offbeat_lab import recipe
+from offbeat_lab.recipes.models.transformers import ByteTransformer, next_token_loss
 
 PRETRAINING_STEPS = 200
 RANK = 4

@@ -7,10 +7,10 @@ directory of the IDX files.
 import torch
 from torch import nn
 
-from offbeat.lab import Task, accuracy, recipe
-from offbeat.lab.recipes.datasets import TensorData
-from offbeat.lab.recipes.mnist import load
-from offbeat.lab.recipes.schedules import warmup_cosine
+from offbeat_lab import Task, accuracy, recipe
+from offbeat_lab.recipes.datasets import TensorData
+from offbeat_lab.recipes.mnist import load
+from offbeat_lab.recipes.schedules import warmup_cosine
 
 
 @recipe(metric="test accuracy", target=0.9, epochs=0.16)

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from offbeat.lab import Task, accuracy, recipe
-from offbeat.lab.recipes import digits, mnist
-from offbeat.lab.recipes.classification import classification_task
-from offbeat.lab.recipes.datasets import TensorData, shift_images
-from offbeat.lab.recipes.schedules import warmup_cosine
+from offbeat_lab import Task, accuracy, recipe
+from offbeat_lab.recipes import digits, mnist
+from offbeat_lab.recipes.classification import classification_task
+from offbeat_lab.recipes.datasets import TensorData, shift_images
+from offbeat_lab.recipes.schedules import warmup_cosine
 
 FEW = 1600
 FEW_DIGITS = 160

@@ -30,9 +30,9 @@ from benchmarks.papers.runs import (
     saved,
 )
 from benchmarks.run_cache import Row, grouped
-from offbeat.lab.job import Job
-from offbeat.lab.recipes import find_recipe
-from offbeat.lab.samplers import Batches
+from offbeat_lab.job import Job
+from offbeat_lab.recipes import find_recipe
+from offbeat_lab.samplers import Batches
 
 NAME = "choices"
 SAMPLERS = ("seldp", "defdp")

@@ -19,8 +19,8 @@ from torch import nn
 
 from benchmarks.papers.runs import TASKS, save
 from offbeat.data import SelDPSampler
-from offbeat.lab.job import Job
-from offbeat.lab.recipes import Task, find_recipe
+from offbeat_lab.job import Job
+from offbeat_lab.recipes import Task, find_recipe
 
 NAME = "costs"
 BATCHES = (8, 32, 128, 512, 2048)

@@ -25,9 +25,9 @@ from benchmarks.papers.discrepancy import DIGITS, recording_worker
 from benchmarks.papers.runs import TASKS, parser_for, path_of, save, saved
 from benchmarks.run_cache import spread
 from offbeat import BSP, SelSync
-from offbeat.lab.job import Job
-from offbeat.lab.recipes import find_recipe
-from offbeat.lab.samplers import Batches
+from offbeat_lab.job import Job
+from offbeat_lab.recipes import find_recipe
+from offbeat_lab.samplers import Batches
 
 NAME = "densities"
 WORKERS, STEPS, LOOKS = 8, 480, (120, 240, 480)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import offbeat
 from benchmarks.harness import IMAGES, Result, save_json
 from offbeat import Strategy
-from offbeat.lab.recipes import digits
+from offbeat_lab.recipes import digits
 
 STALENESS = (2, 4, 8, 16, 32)
 WORKERS = (2, 4, 8, 16)

@@ -16,7 +16,7 @@ from itertools import combinations
 from benchmarks.harness import IMAGES, MNIST, Result, save_page
 from benchmarks.run_cache import SEEDS, Row, RunCache, grouped, run, spread
 from offbeat.display.plots import colours_of
-from offbeat.lab.job import Job
+from offbeat_lab.job import Job
 
 INJECTIONS = (None, "0.5,0.5", "0.75,0.75")
 FEDAVG = "fedavg:rounds_per_epoch=4,steps_per_epoch=94"

@@ -15,10 +15,10 @@ from typing import Any
 
 from benchmarks.harness import CIFAR10, IMAGES, MNIST, RESULTS, machine
 from benchmarks.run_cache import SEEDS, Row, RunCache, grouped, run_at, spread
-from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.recipes import find_recipe
 from offbeat.simulate import Compute, Network
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import VirtualCluster
+from offbeat_lab.recipes import find_recipe
 
 MODELS = Path(__file__).parents[1] / "models" / "papers.py"
 JITTER = 0.05

@@ -7,7 +7,7 @@ from benchmarks.harness import RESULTS
 from benchmarks.race.studies import HEADLINE
 from benchmarks.race.tables import NAMES, cells_of, differences, runs_of
 from offbeat.display.plots import colours_of, new_figure
-from offbeat.lab.report.intervals import interval_of
+from offbeat_lab.report.intervals import interval_of
 
 
 def draw(workload: str, path: Path, folder: Path = RESULTS) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from benchmarks.harness import DATA, RESULTS
 from benchmarks.race.studies import CELLS, Cell, select
-from offbeat.lab.compare import compare
-from offbeat.lab.launch.runners import Runner
-from offbeat.lab.results import Result, read_results
+from offbeat_lab.compare import compare
+from offbeat_lab.launch.runners import Runner
+from offbeat_lab.results import Result, read_results
 
 NETWORK = ("bandwidth", "latency", "workers_per_node")
 """Attributes of a cell that do not change the ideal."""

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 
-from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
-from offbeat.lab.results import Result
+from offbeat_lab.report.intervals import MIN_SEEDS, interval_of
+from offbeat_lab.results import Result
 
 Corners = Sequence[tuple[float, float]]
 """Corners of a curve: seconds and the best metric so far, negated if lower is better."""

@@ -31,16 +31,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS
-from offbeat.lab.job import LEASED, Job
-from offbeat.lab.launch.runners import Runner, ShapedLinks, VirtualCluster
-from offbeat.lab.recipes import find_recipe
-from offbeat.lab.results import read_results
-from offbeat.lab.scenario import Scenario, ScenarioEvent
-from offbeat.lab.timing.padding import parse_slow
-from offbeat.lab.tuning import choices
 from offbeat.registry import parse_strategy
 from offbeat.simulate import Compute, Network
 from offbeat.units import to_bandwidth
+from offbeat_lab.job import LEASED, Job
+from offbeat_lab.launch.runners import Runner, ShapedLinks, VirtualCluster
+from offbeat_lab.recipes import find_recipe
+from offbeat_lab.results import read_results
+from offbeat_lab.scenario import Scenario, ScenarioEvent
+from offbeat_lab.timing.padding import parse_slow
+from offbeat_lab.tuning import choices
 
 WORKERS, TRIALS, EVALUATIONS, JITTER = 4, 8, 20, 0.05
 REAL_STEP_SECONDS = 0.05

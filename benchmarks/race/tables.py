@@ -30,12 +30,12 @@ from benchmarks.race.studies import (
     Cell,
     at_rate,
 )
-from offbeat.lab.job import Job
-from offbeat.lab.report.intervals import MIN_SEEDS, interval_of
-from offbeat.lab.results import Result, read_results
-from offbeat.lab.timing.padding import parse_slow
-from offbeat.lab.tuning import choices
 from offbeat.units import to_bandwidth
+from offbeat_lab.job import Job
+from offbeat_lab.report.intervals import MIN_SEEDS, interval_of
+from offbeat_lab.results import Result, read_results
+from offbeat_lab.timing.padding import parse_slow
+from offbeat_lab.tuning import choices
 
 Runs = dict[int, Result]
 """Results of one method by seed."""

@@ -14,8 +14,8 @@ from benchmarks.harness import machine
 from benchmarks.soak.plan import Case, case
 from benchmarks.soak.runner import working_folder
 from benchmarks.soak.soak import POLICIES, Soak, table
-from offbeat.lab.launch.cluster import Cluster
 from offbeat.quantization.kernels import kernels
+from offbeat_lab.launch.cluster import Cluster
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.soak.processes import Scene
 from benchmarks.soak.records import FINISHED, FIRST_STEP, JOINING
-from offbeat.lab.launch.cluster import Cluster
+from offbeat_lab.launch.cluster import Cluster
 
 _START_SECONDS = 30.0
 _CHANGE_SECONDS = 20.0

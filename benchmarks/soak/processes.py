@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.soak.plan import Case
 from benchmarks.soak.records import Progress, Run
 from benchmarks.soak.worker import Rendezvous, main, serve_store
-from offbeat.lab.launch.cluster import Cluster
+from offbeat_lab.launch.cluster import Cluster
 
 # torch resolves the name of every connection. Without this an unreachable name server blocks it
 # for 5 s.

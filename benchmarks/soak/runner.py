@@ -15,7 +15,7 @@ from benchmarks.soak.faults import FAULTS, undo
 from benchmarks.soak.plan import Case
 from benchmarks.soak.processes import Scene, node_count, rendezvous, start
 from benchmarks.soak.records import CONNECTED, Progress, Report, Run
-from offbeat.lab.launch.cluster import Cluster
+from offbeat_lab.launch.cluster import Cluster
 
 _START_SECONDS = 30.0
 HANG_SECONDS = 30.0

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from offbeat.lab.events import Evaluation
-from offbeat.lab.job import Job
-from offbeat.lab.results import Result, Trial
 from offbeat.telemetry import Stats
+from offbeat_lab.events import Evaluation
+from offbeat_lab.job import Job
+from offbeat_lab.results import Result, Trial
 
 
 def result(

@@ -8,8 +8,8 @@ from benchmarks.race import studies
 from benchmarks.race.run import main, run
 from benchmarks.race.studies import CELLS, Cell, Workload, select
 
-from offbeat.lab.job import Job
-from offbeat.lab.results import read_results
+from offbeat_lab.job import Job
+from offbeat_lab.results import read_results
 
 
 def test_words_choose_cells() -> None:

@@ -12,9 +12,9 @@ from cli.commands import COMMAND, LIMIT, Call, plain, started, until
 from cli.test_cli_reports import SAVED
 from disks import fill, small_disk
 from offbeat.cli import runs
-from offbeat.lab import report
-from offbeat.lab.results import read_results
 from offbeat.simulate import Simulation
+from offbeat_lab import report
+from offbeat_lab.results import read_results
 
 VIRTUAL = ("--step-time", "20ms", "-n", "2")
 RUN = Simulation(1.0, [], [], 0.0, [], [], {})

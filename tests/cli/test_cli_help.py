@@ -9,8 +9,8 @@ import pytest
 
 from cli.commands import Call, ended
 from offbeat.cli import commands, elastic, lists, network, runs, watch
-from offbeat.lab.methods.base import SAVING
-from offbeat.lab.options import Panel
+from offbeat_lab.methods.base import SAVING
+from offbeat_lab.options import Panel
 
 HELP = """
 import contextlib, io, json, sys

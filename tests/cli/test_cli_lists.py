@@ -9,9 +9,9 @@ import pytest
 from cli.commands import Call
 from offbeat.arguments import range_of
 from offbeat.cli import view
-from offbeat.lab.methods.registry import BASELINES
-from offbeat.lab.recipes import RECIPES
 from offbeat.registry import STRATEGIES
+from offbeat_lab.methods.registry import BASELINES
+from offbeat_lab.recipes import RECIPES
 
 
 def test_recipes_are_listed(call: Call) -> None:

@@ -14,8 +14,8 @@ import offbeat
 from cli.commands import COMMAND, Call, ended
 from offbeat import cli
 from offbeat.cli import runs
-from offbeat.lab.job import Job
-from offbeat.lab.recipes import RECIPES
+from offbeat_lab.job import Job
+from offbeat_lab.recipes import RECIPES
 
 COMMANDS = (
     *("train", "simulate", "compare", "report", "watch", "run", "store"),

@@ -12,8 +12,8 @@ import pytest
 from cli.commands import Call, plain
 from offbeat.cli import network, runs
 from offbeat.errors import OffbeatError
-from offbeat.lab.recipes import RECIPES, Setup, Task
 from offbeat.registry import STRATEGIES
+from offbeat_lab.recipes import RECIPES, Setup, Task
 
 HUGE = "1" + 15 * "0"
 NET = "plan --parameters 25M --step-time 1ms --bandwidth 1gbit"

@@ -17,11 +17,11 @@ import torch.multiprocessing as mp
 from cli.commands import LIMIT, Call, one_line, plain, started
 from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, StreamingAveraging, cli
 from offbeat.cli import network
-from offbeat.lab import probe as probing
-from offbeat.lab.launch.cluster import Cluster
-from offbeat.lab.probe import Pair
-from offbeat.lab.timing.step_time import StepTime
 from offbeat.registry import parse_strategy
+from offbeat_lab import probe as probing
+from offbeat_lab.launch.cluster import Cluster
+from offbeat_lab.probe import Pair
+from offbeat_lab.timing.step_time import StepTime
 
 NETWORKED = shlex.split("plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit")
 SUGGESTED = {

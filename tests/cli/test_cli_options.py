@@ -11,9 +11,9 @@ from torch.distributed.run import get_args_parser
 from cli.commands import Call
 from offbeat import cli
 from offbeat.cli import options, runs
-from offbeat.lab.job import Job
-from offbeat.lab.options import option_of
 from offbeat.simulate import network
+from offbeat_lab.job import Job
+from offbeat_lab.options import option_of
 
 APP: Any = typer.main.get_command(cli.app)
 ASKED = {one.name: one for one in dataclasses.fields(Job) if option_of(one) is not None}

@@ -23,7 +23,7 @@ from torch.distributed.run import get_args_parser
 from cli.commands import Call, ended
 from offbeat import cli
 from offbeat.cli import elastic, launcher, network, runs
-from offbeat.lab.launch.cluster import Cluster
+from offbeat_lab.launch.cluster import Cluster
 from pages import ROOT, SHELL, Block, blocks_in, code_on, files_of
 
 BLOCKS = [one for one in blocks_in(*SHELL) if one.way != "file"]

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from lab.test_report import make
 from offbeat.cli import progress
-from offbeat.lab.events import Evaluation, EvaluationCount, Resumed, Start, Step, Waiting
-from offbeat.lab.job import Job
+from offbeat_lab.events import Evaluation, EvaluationCount, Resumed, Start, Step, Waiting
+from offbeat_lab.job import Job
 
 
 def shown(bar: progress.Bar) -> tuple[str, float, float | None, str]:

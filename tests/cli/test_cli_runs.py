@@ -32,12 +32,12 @@ from cli.commands import (
 )
 from offbeat.cli import progress, runs
 from offbeat.errors import OffbeatError
-from offbeat.lab.events import Evaluation, Event
-from offbeat.lab.job import Job
-from offbeat.lab.launch import runners
-from offbeat.lab.launch.cluster import Cluster, run_cleanup
-from offbeat.lab.timing.step_time import StepTime
 from offbeat.launcher import forking
+from offbeat_lab.events import Evaluation, Event
+from offbeat_lab.job import Job
+from offbeat_lab.launch import runners
+from offbeat_lab.launch.cluster import Cluster, run_cleanup
+from offbeat_lab.timing.step_time import StepTime
 from pages import code_on
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
@@ -112,7 +112,7 @@ def test_no_thread_of_gloo_is_left_when_a_launched_process_exits() -> None:
 import os
 import torch
 from offbeat.cli.launcher import real_workers
-from offbeat.lab.job import Job
+from offbeat_lab.job import Job
 
 with real_workers(Job("digits", workers=1), None, lambda: None):
     import torch.distributed.nn.functional

@@ -18,7 +18,7 @@ import time
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from offbeat.lab import Task, accuracy, recipe, warmup_cosine
+from offbeat_lab import Task, accuracy, recipe, warmup_cosine
 
 def loss(model, batch):
     time.sleep(0.025)

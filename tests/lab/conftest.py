@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lab import tiny
-from offbeat.lab.recipes.models import resnet, sequential_cnns
-from offbeat.lab.recipes.models.resnet import ResNet
+from offbeat_lab.recipes.models import resnet, sequential_cnns
+from offbeat_lab.recipes.models.resnet import ResNet
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,13 +13,13 @@ import workers
 from lab import tiny
 from offbeat import Stats
 from offbeat.errors import CommunicationError
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.events import End, Evaluation, Event, Step
-from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import Loopback
-from offbeat.lab.methods.registry import BASELINES, parse_method, require_virtual
-from offbeat.lab.timing import step_time
-from offbeat.lab.train import train_worker
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.events import End, Evaluation, Event, Step
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import Loopback
+from offbeat_lab.methods.registry import BASELINES, parse_method, require_virtual
+from offbeat_lab.timing import step_time
+from offbeat_lab.train import train_worker
 
 METHODS = (
     "bsp",

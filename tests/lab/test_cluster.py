@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from offbeat.lab.launch import cluster as lab
-from offbeat.lab.launch.cluster import Cluster, _run
+from offbeat_lab.launch import cluster as lab
+from offbeat_lab.launch.cluster import Cluster, _run
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
 

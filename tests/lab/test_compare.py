@@ -10,12 +10,12 @@ import pytest
 
 from offbeat import Compute, Network, Stats
 from offbeat.errors import OffbeatError
-from offbeat.lab import compare as lab
-from offbeat.lab import report
-from offbeat.lab.events import End, Evaluation, EvaluationCount, Event, Start
-from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import Loopback, Runner, VirtualCluster
-from offbeat.lab.results import Result, read_results
+from offbeat_lab import compare as lab
+from offbeat_lab import report
+from offbeat_lab.events import End, Evaluation, EvaluationCount, Event, Start
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import Loopback, Runner, VirtualCluster
+from offbeat_lab.results import Result, read_results
 
 STRATEGIES = ("bsp", "local:period=4")
 JOB = Job("digits", "bsp", 2, epochs=0.5, seed=5, evaluations=24)

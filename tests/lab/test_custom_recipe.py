@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from offbeat import Compute, Network
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import Loopback, VirtualCluster
-from offbeat.lab.recipes import Setup, find_recipe
-from offbeat.lab.timing.step_time import measure_recipe
 from offbeat.plan.placeholder_model import shapes_of
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import Loopback, VirtualCluster
+from offbeat_lab.recipes import Setup, find_recipe
+from offbeat_lab.timing.step_time import measure_recipe
 from pages import code_on
 
 CODE = code_on("comparing", "def spirals")
@@ -114,7 +114,7 @@ def with_end(body: str) -> str:
 MISTAKES = [
     ("x = (", r"{file}, line 1: it cannot be run: SyntaxError: .*"),
     ("import no_such_module", r"{file}, line 1: .*: No module named 'no_such_module'"),
-    ("x = 1", r"spirals.py has no recipe: mark a function f\(setup\) with @offbeat.lab.recipe.*"),
+    ("x = 1", r"spirals.py has no recipe: mark a function f\(setup\) with @offbeat_lab.recipe.*"),
     (CODE.replace("nn.Linear(2, 64)", "nn.Linear(3, 64)"), r"{file}, line \d+: loss: Runtime.*"),
     (CODE.replace('"accuracy": 1', '"top-1": 1'), r"{file}: evaluate gives top-1, but .*accuracy'"),
     (CODE.replace("batch[1])", "batch[1]).item()", 1), r"{file}: loss: TypeError: it must be .*"),

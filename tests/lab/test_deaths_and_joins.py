@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from lab import tiny
 from offbeat import Compute, Network
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.evaluation import average_over_workers
-from offbeat.lab.job import LEASED, Job
-from offbeat.lab.launch.elastic import _combined
-from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.results import Result
-from offbeat.lab.scenario import Scenario, ScenarioEvent
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.evaluation import average_over_workers
+from offbeat_lab.job import LEASED, Job
+from offbeat_lab.launch.elastic import _combined
+from offbeat_lab.launch.runners import VirtualCluster
+from offbeat_lab.results import Result
+from offbeat_lab.scenario import Scenario, ScenarioEvent
 from worlds import simulated
 
 WORKERS, EPOCHS, SAMPLES, BATCH = 4, 10, 96, 4

@@ -11,13 +11,13 @@ import pytest
 
 from cli.commands import alive
 from lab.test_cluster import needs_namespaces
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.events import Event, Start, Step
-from offbeat.lab.job import LEASED, Job
-from offbeat.lab.launch import processes
-from offbeat.lab.launch.processes import WorkerError
-from offbeat.lab.launch.runners import Loopback, ShapedLinks
-from offbeat.lab.scenario import Scenario, ScenarioEvent
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.events import Event, Start, Step
+from offbeat_lab.job import LEASED, Job
+from offbeat_lab.launch import processes
+from offbeat_lab.launch.processes import WorkerError
+from offbeat_lab.launch.runners import Loopback, ShapedLinks
+from offbeat_lab.scenario import Scenario, ScenarioEvent
 
 WORKERS, EPOCHS, SAMPLES, BATCH = 3, 16, 96, 4
 DEATH, JOIN = 0.6, 0.8  # seconds
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
-from offbeat.lab import HeldOut, Task, recipe
+from offbeat_lab import HeldOut, Task, recipe
 
 def record(*values):
     if dist.is_initialized():  # not in the process that evaluates

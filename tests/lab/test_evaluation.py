@@ -13,9 +13,10 @@ from cells import some
 from lab import tiny
 from offbeat import Compute, LocalSGD, Network, attach, parse_strategy, simulate
 from offbeat.errors import CommunicationError
-from offbeat.lab import evaluator
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.evaluation import (
+from offbeat.synchronizer import snapshot_of
+from offbeat_lab import evaluator
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.evaluation import (
     affordable_evaluations,
     average_over_workers,
     evaluate_together,
@@ -23,16 +24,15 @@ from offbeat.lab.evaluation import (
     gather,
     storable_evaluations,
 )
-from offbeat.lab.events import Evaluation, EvaluationCount, Event, Waiting
-from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.methods.base import Attached
-from offbeat.lab.recipes import find_recipe
-from offbeat.lab.recipes.base import Setup
-from offbeat.lab.recipes.datasets import TensorData
-from offbeat.lab.recipes.held_out import HeldOut, accuracy
-from offbeat.lab.results import Result
-from offbeat.synchronizer import snapshot_of
+from offbeat_lab.events import Evaluation, EvaluationCount, Event, Waiting
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import VirtualCluster
+from offbeat_lab.methods.base import Attached
+from offbeat_lab.recipes import find_recipe
+from offbeat_lab.recipes.base import Setup
+from offbeat_lab.recipes.datasets import TensorData
+from offbeat_lab.recipes.held_out import HeldOut, accuracy
+from offbeat_lab.results import Result
 from workers import run as on_processes
 from worlds import run
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from offbeat import Stats
-from offbeat.lab.events import (
+from offbeat_lab.events import (
     End,
     Evaluation,
     EvaluationCount,

@@ -11,11 +11,11 @@ import pytest
 
 from cli.commands import alive, until
 from offbeat.errors import OffbeatError
-from offbeat.lab.job import Job
-from offbeat.lab.launch import fork_server
-from offbeat.lab.train import encode
 from offbeat.launcher import forking
 from offbeat.launcher.forking import ForkedProcess
+from offbeat_lab.job import Job
+from offbeat_lab.launch import fork_server
+from offbeat_lab.train import encode
 
 pytestmark = pytest.mark.skipif(not forking.AVAILABLE, reason="workers are forks on Linux")
 

@@ -10,15 +10,15 @@ import torch
 
 from lab import tiny
 from offbeat import Compute, Network, Stats
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.events import End, Evaluation, Start
-from offbeat.lab.job import LEASED, Job
-from offbeat.lab.launch.runners import Loopback, VirtualCluster
-from offbeat.lab.methods.ideal import summed_speeds
-from offbeat.lab.recipes import Setup
-from offbeat.lab.results import Result
-from offbeat.lab.scenario import Process, Scenario, ScenarioEvent
-from offbeat.lab.timing import step_time
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.events import End, Evaluation, Start
+from offbeat_lab.job import LEASED, Job
+from offbeat_lab.launch.runners import Loopback, VirtualCluster
+from offbeat_lab.methods.ideal import summed_speeds
+from offbeat_lab.recipes import Setup
+from offbeat_lab.results import Result
+from offbeat_lab.scenario import Process, Scenario, ScenarioEvent
+from offbeat_lab.timing import step_time
 
 
 def test_a_result_has_the_seconds_of_the_end() -> None:

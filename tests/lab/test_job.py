@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from offbeat.lab.job import Job
+from offbeat_lab.job import Job
 
 JOB = Job("digits", "bsp", 2)
 

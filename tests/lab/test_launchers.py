@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.commands import ended, started
-from offbeat.lab.launch.cluster import Cluster
+from offbeat_lab.launch.cluster import Cluster
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "launchers"
 

@@ -8,13 +8,13 @@ import torch
 
 from lab import tiny
 from offbeat import Compute, Network
-from offbeat.lab import evaluator
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.events import End, Evaluation, Event, Start, Step
-from offbeat.lab.job import LEASED, Job
-from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.results import Result
-from offbeat.lab.train import train_worker
+from offbeat_lab import evaluator
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.events import End, Evaluation, Event, Start, Step
+from offbeat_lab.job import LEASED, Job
+from offbeat_lab.launch.runners import VirtualCluster
+from offbeat_lab.results import Result
+from offbeat_lab.train import train_worker
 from workers import run as on_processes
 
 WORKERS = 4

@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from lab import tiny
 from offbeat import Compute, Network
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.results import Result
-from offbeat.lab.timing.time_limit import Clock, TimeLimit
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import VirtualCluster
+from offbeat_lab.results import Result
+from offbeat_lab.timing.time_limit import Clock, TimeLimit
 from worlds import run as on_workers
 
 NETWORK = Network("100Mbit/s", latency="1ms")

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from lab import tiny
 from lab.test_report import make
 from offbeat import Compute, simulate
-from offbeat.lab import report
-from offbeat.lab.recipes import Setup
-from offbeat.lab.timing import padding
-from offbeat.lab.timing.padding import PaddedLoss, parse_slow
 from offbeat.units import show_seconds
+from offbeat_lab import report
+from offbeat_lab.recipes import Setup
+from offbeat_lab.timing import padding
+from offbeat_lab.timing.padding import PaddedLoss, parse_slow
 
 
 class Clock:

@@ -9,11 +9,11 @@ import pytest
 
 import workers
 from lab import tiny
-from offbeat.lab.events import Evaluation, Event
-from offbeat.lab.job import Job
-from offbeat.lab.launch import processes
-from offbeat.lab.methods.registry import PEERS
-from offbeat.lab.train import train_worker
+from offbeat_lab.events import Evaluation, Event
+from offbeat_lab.job import Job
+from offbeat_lab.launch import processes
+from offbeat_lab.methods.registry import PEERS
+from offbeat_lab.train import train_worker
 
 H = 3
 LOCAL = f"local:period={H}"

@@ -13,8 +13,8 @@ import pytest
 from lab.test_cluster import needs_namespaces, on_nodes
 from offbeat.display.table import Table
 from offbeat.errors import CommunicationError, OffbeatError
-from offbeat.lab.launch.cluster import Cluster
-from offbeat.lab.probe import (
+from offbeat_lab.launch.cluster import Cluster
+from offbeat_lab.probe import (
     Pair,
     Probe,
     Rank,
@@ -23,14 +23,14 @@ from offbeat.lab.probe import (
     measure,
     probe,
 )
-from offbeat.lab.probe.tables import by_rank, caption
+from offbeat_lab.probe.tables import by_rank, caption
 from workers import run
 
 WORKER = """
 import json, sys
 import torch
 import torch.distributed as dist
-from offbeat.lab.probe import probe
+from offbeat_lab.probe import probe
 rank, size, folder, seconds = json.loads(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{folder}/r", rank=rank, world_size=size)

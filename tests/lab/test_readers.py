@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 import offbeat
 from offbeat import Compute, Network
 from offbeat.errors import OffbeatError
-from offbeat.lab.events import Evaluation
-from offbeat.lab.job import Job
-from offbeat.lab.methods.registry import parse_method
-from offbeat.lab.recipes.cifar_files import read_archive, read_batch
-from offbeat.lab.recipes.mnist import read_idx
-from offbeat.lab.recipes.wikitext import read_words, windows
-from offbeat.lab.results import Result, read_results
-from offbeat.lab.samplers import parse_injection
 from offbeat.simulate import Straggler
 from offbeat.telemetry import Stats
 from offbeat.units import to_bandwidth, to_count, to_seconds
+from offbeat_lab.events import Evaluation
+from offbeat_lab.job import Job
+from offbeat_lab.methods.registry import parse_method
+from offbeat_lab.recipes.cifar_files import read_archive, read_batch
+from offbeat_lab.recipes.mnist import read_idx
+from offbeat_lab.recipes.wikitext import read_words, windows
+from offbeat_lab.results import Result, read_results
+from offbeat_lab.samplers import parse_injection
 
 
 def returns(attempt: Callable[[], object]) -> bool:

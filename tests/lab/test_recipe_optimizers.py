@@ -12,12 +12,12 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 import offbeat
 from lab import tiny
 from offbeat import Compute, Network
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.recipes import Setup, find_recipe
-from offbeat.lab.recipes.models.transformers import ByteTransformer
-from offbeat.lab.recipes.optimizers import MuonWithAdamW, with_optimizer
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import VirtualCluster
+from offbeat_lab.recipes import Setup, find_recipe
+from offbeat_lab.recipes.models.transformers import ByteTransformer
+from offbeat_lab.recipes.optimizers import MuonWithAdamW, with_optimizer
 
 PLACE = VirtualCluster(Network("1Gbit/s"), Compute("10ms"))
 JOB = Job("tiny", "bsp", 2, evaluations=tiny.STEPS)
@@ -153,7 +153,7 @@ def test_the_schedule_of_a_recipe_moves_the_rates_of_both_groups(name: str) -> N
 CUSTOM = """
 import torch
 from torch import nn
-from offbeat.lab import Task, accuracy, recipe
+from offbeat_lab import Task, accuracy, recipe
 
 @recipe(metric="accuracy", target=0.9, epochs=1)
 def custom(setup):

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lab.standins import write_idx, write_idx_files
 from offbeat import Compute, Network
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.recipes import Setup, digits, find_recipe, mnist, stdlib_lm
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import VirtualCluster
+from offbeat_lab.recipes import Setup, digits, find_recipe, mnist, stdlib_lm
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from lab.standins import (
     write_cifar,
     write_text,
 )
-from offbeat.lab.recipes import Setup, cifar, wikitext
-from offbeat.lab.recipes.cifar_files import CIFAR10, CIFAR100, load, read_archive, read_batch
-from offbeat.lab.recipes.datasets import TensorData, load_batches
+from offbeat_lab.recipes import Setup, cifar, wikitext
+from offbeat_lab.recipes.cifar_files import CIFAR10, CIFAR100, load, read_archive, read_batch
+from offbeat_lab.recipes.datasets import TensorData, load_batches
 
 LABELS = [3, 9, 0]
 
@@ -101,7 +101,7 @@ def test_no_function_named_in_a_file_is_called(tmp_path: Path, protocol: int) ->
         "numpy._core.multiarray\nfromfile",
         "builtins\neval",
         "__builtin__\nlist",
-        "offbeat.lab.recipes.cifar_files\nload",
+        "offbeat_lab.recipes.cifar_files\nload",
     ],
 )
 def test_names_other_than_arrays_are_rejected(tmp_path: Path, named: str) -> None:

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from lab.standins import write_cifar, write_text
-from offbeat.lab.recipes import RECIPES, Setup, Task, find_recipe
-from offbeat.lab.recipes.datasets import TensorData
-from offbeat.lab.recipes.held_out import accuracy
-from offbeat.lab.recipes.models.resnet import resnet18, resnet50, resnet101
-from offbeat.lab.recipes.models.sequential_cnns import small_cnn, vgg11
-from offbeat.lab.recipes.models.transformers import ByteTransformer, WordTransformer
-from offbeat.lab.recipes.schedules import decay_at, decay_every
-from offbeat.lab.train import choose_backend
+from offbeat_lab.recipes import RECIPES, Setup, Task, find_recipe
+from offbeat_lab.recipes.datasets import TensorData
+from offbeat_lab.recipes.held_out import accuracy
+from offbeat_lab.recipes.models.resnet import resnet18, resnet50, resnet101
+from offbeat_lab.recipes.models.sequential_cnns import small_cnn, vgg11
+from offbeat_lab.recipes.models.transformers import ByteTransformer, WordTransformer
+from offbeat_lab.recipes.schedules import decay_at, decay_every
+from offbeat_lab.train import choose_backend
 
 # With another head for another number of classes, as published for 1000: 11,689,512
 # or 25,557,032 or 44,549,160 in torchvision, whose first layer has 7×7 weights in place of 3×3.

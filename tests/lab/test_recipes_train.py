@@ -8,12 +8,12 @@ import pytest
 
 from lab.standins import write_cifar, write_idx_files, write_text
 from offbeat import Compute, Network
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.recipes import RECIPES, Setup, Task, stdlib_lm
-from offbeat.lab.recipes.custom import first_samples
-from offbeat.lab.recipes.held_out import HeldOut
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import VirtualCluster
+from offbeat_lab.recipes import RECIPES, Setup, Task, stdlib_lm
+from offbeat_lab.recipes.custom import first_samples
+from offbeat_lab.recipes.held_out import HeldOut
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from offbeat import Stats
-from offbeat.lab import report
-from offbeat.lab.events import Evaluation
-from offbeat.lab.job import Job
-from offbeat.lab.recipes import find_recipe
-from offbeat.lab.results import Result
+from offbeat_lab import report
+from offbeat_lab.events import Evaluation
+from offbeat_lab.job import Job
+from offbeat_lab.recipes import find_recipe
+from offbeat_lab.results import Result
 
 NO_MORE: dict[str, float] = {}
 PNG = b"\x89PNG\r\n\x1a\n"

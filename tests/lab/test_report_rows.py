@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 
 from lab.test_report import make
-from offbeat.lab import report
-from offbeat.lab.report.figures import curve_of
-from offbeat.lab.report.intervals import interval_of
-from offbeat.lab.report.rows import rows_of
+from offbeat_lab import report
+from offbeat_lab.report.figures import curve_of
+from offbeat_lab.report.intervals import interval_of
+from offbeat_lab.report.rows import rows_of
 
 # Arrivals
 

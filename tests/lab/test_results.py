@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from offbeat.lab import report
-from offbeat.lab.results import Result, read_results
+from offbeat_lab import report
+from offbeat_lab.results import Result, read_results
 
 SAVED = Path(__file__).with_name("results.jsonl")  # two real runs, one not
 SAVED_TABLE = """\

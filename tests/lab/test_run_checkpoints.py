@@ -14,18 +14,18 @@ from lab import tiny
 from offbeat import Compute, Network
 from offbeat.checkpoint import save_load as checkpoint
 from offbeat.errors import OffbeatError
-from offbeat.lab import checkpoints
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.events import (
+from offbeat_lab import checkpoints
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.events import (
     EvaluationCount,
     Event,
     Resumed,
     Start,
     Step,
 )
-from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.results import Result
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import VirtualCluster
+from offbeat_lab.results import Result
 
 STEPS = 30
 JOB = Job(

@@ -3,10 +3,10 @@
 import pytest
 
 from offbeat import Compute, Network, Stats
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.events import End, Evaluation, Event, Start
-from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import (
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.events import End, Evaluation, Event, Start
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import (
     Loopback,
     Runner,
     ShapedLinks,

@@ -19,13 +19,13 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from offbeat import Compute, LinearScalingWarmup, Network
-from offbeat.lab.compare import run_and_record
-from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import VirtualCluster
-from offbeat.lab.recipes import Task
-from offbeat.lab.recipes.datasets import TensorData, as_samples
-from offbeat.lab.recipes.held_out import HeldOut
-from offbeat.lab.samplers import Batches, make_partition, make_sampler, parse_injection
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import VirtualCluster
+from offbeat_lab.recipes import Task
+from offbeat_lab.recipes.datasets import TensorData, as_samples
+from offbeat_lab.recipes.held_out import HeldOut
+from offbeat_lab.samplers import Batches, make_partition, make_sampler, parse_injection
 
 
 def task(samples: int = 60, steps: int = 7) -> Task:

@@ -16,13 +16,13 @@ import offbeat
 from lab.test_cluster import needs_namespaces
 from offbeat import Compute, Network, simulate
 from offbeat.errors import OffbeatError
-from offbeat.lab.events import Event, Start, to_json
-from offbeat.lab.job import Job
-from offbeat.lab.launch import runners
-from offbeat.lab.launch.cluster import _run
-from offbeat.lab.launch.processes import Change, _Run
-from offbeat.lab.launch.runners import ShapedLinks
-from offbeat.lab.scenario import Process, Scenario, ScenarioEvent
+from offbeat_lab.events import Event, Start, to_json
+from offbeat_lab.job import Job
+from offbeat_lab.launch import runners
+from offbeat_lab.launch.cluster import _run
+from offbeat_lab.launch.processes import Change, _Run
+from offbeat_lab.launch.runners import ShapedLinks
+from offbeat_lab.scenario import Process, Scenario, ScenarioEvent
 
 MEMBERS = """
 [[event]]

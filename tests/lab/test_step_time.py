@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lab import tiny
-from offbeat.lab.recipes import Setup
-from offbeat.lab.timing import step_time
+from offbeat_lab.recipes import Setup
+from offbeat_lab.timing import step_time
 
 
 def test_the_state_is_restored_after_an_error() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offbeat.errors import CommunicationTimeout
-from offbeat.lab.launch.stop_request import StopRequest
+from offbeat_lab.launch.stop_request import StopRequest
 
 SOON: Any = {"last": 9, "seconds": 0.1}
 

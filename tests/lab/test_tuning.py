@@ -10,13 +10,13 @@ import pytest
 from lab.test_report import make
 from offbeat import Stats
 from offbeat.errors import OffbeatError
-from offbeat.lab import report
-from offbeat.lab.compare import compare
-from offbeat.lab.events import End, Evaluation, Event, Start
-from offbeat.lab.job import MOST_SEED, Job
-from offbeat.lab.launch.runners import Loopback
-from offbeat.lab.results import Result, Trial, read_results
-from offbeat.lab.tuning import choices, score_of, tune, tuning_seed, without_trials
+from offbeat_lab import report
+from offbeat_lab.compare import compare
+from offbeat_lab.events import End, Evaluation, Event, Start
+from offbeat_lab.job import MOST_SEED, Job
+from offbeat_lab.launch.runners import Loopback
+from offbeat_lab.results import Result, Trial, read_results
+from offbeat_lab.tuning import choices, score_of, tune, tuning_seed, without_trials
 
 JOB = Job("digits", "bsp", 2)
 SEED = MOST_SEED  # of trials, for a comparison that begins with seed 0

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offbeat.lab.recipes import RECIPES, Setup, Task
-from offbeat.lab.recipes.base import Recipe
-from offbeat.lab.recipes.datasets import TensorData
-from offbeat.lab.recipes.held_out import HeldOut
-from offbeat.lab.samplers import Batches, make_sampler
+from offbeat_lab.recipes import RECIPES, Setup, Task
+from offbeat_lab.recipes.base import Recipe
+from offbeat_lab.recipes.datasets import TensorData
+from offbeat_lab.recipes.held_out import HeldOut
+from offbeat_lab.samplers import Batches, make_sampler
 
 STEPS = 9
 LR = 0.03

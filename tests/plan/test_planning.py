@@ -14,12 +14,12 @@ from offbeat import (
     parse_strategy,
     plan,
 )
-from offbeat.lab.timing.step_time import measure_recipe
 from offbeat.plan.placeholder_model import shapes_of
 from offbeat.plan.planning import check_arguments
 from offbeat.plan.recommend import LOST_STEPS
 from offbeat.plan.result import HEADINGS, Plan
 from offbeat.plan.suggest import IDLE_LIMIT, evaluate, suggest_streaming
+from offbeat_lab.timing.step_time import measure_recipe
 
 # 4 workers, 100 MB, 1 Gbit/s, 100 us, 100 ms a step: a mean takes 1.2 s
 CASE: dict[str, Any] = dict(parameters="25M", step_time="100ms", workers=4, bandwidth="1Gbit/s")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cells import nightly
 from loops import attach
-from offbeat.lab.launch.cluster import Cluster
+from offbeat_lab.launch.cluster import Cluster
 from problems import flat, make_wide, wide_loss, wide_step
 from worlds import run
 

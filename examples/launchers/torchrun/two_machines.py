@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from offbeat.lab.launch.cluster import Cluster
+from offbeat_lab.launch.cluster import Cluster
 
 SECONDS = 240  # for all of it
 SCRIPT = str(Path(__file__).parents[2] / "train_selsync.py")

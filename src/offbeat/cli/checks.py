@@ -6,10 +6,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from offbeat.cli.options import VirtualClusterOptions
-from offbeat.lab.job import Job
-from offbeat.lab.methods.registry import parse_method
-from offbeat.lab.recipes import Task
 from offbeat.strategies import Strategy
+from offbeat_lab.job import Job
+from offbeat_lab.methods.registry import parse_method
+from offbeat_lab.recipes import Task
 
 _PICTURES = (".png", ".pdf", ".svg")
 

@@ -22,7 +22,7 @@ from offbeat.cli.options import (
     VirtualClusterOptions,
     with_options,
 )
-from offbeat.lab.job import Job
+from offbeat_lab.job import Job
 
 _SAVING = ("checkpoints", "save_every", "resume")  # only `train` offers them
 
@@ -42,7 +42,7 @@ def implemented_in(
         @wraps(function)
         def command(*args: Options.args, **values: Options.kwargs) -> None:
             if loads_files:
-                importlib.import_module("offbeat.lab.train").import_from_current_directory()
+                importlib.import_module("offbeat_lab.train").import_from_current_directory()
             implementation = importlib.import_module(f"offbeat.cli.{module}")
             getattr(implementation, function.__name__)(*args, **values)
 

@@ -22,15 +22,15 @@ from offbeat.cli.checks import require_file
 from offbeat.cli.options import RunOptions
 from offbeat.cli.view import console
 from offbeat.errors import OffbeatError
-from offbeat.lab.job import LEASED, Job
-from offbeat.lab.launch.cores import share_cores
-from offbeat.lab.launch.runners import ExternalLauncher, Loopback, Runner, ShapedLinks
-from offbeat.lab.methods.registry import is_elastic
-from offbeat.lab.scenario import Scenario
-from offbeat.lab.train import choose_backend
 from offbeat.launcher.launch import Launch, launch
 from offbeat.launcher.worker import PRELOADED, Program
 from offbeat.units import to_bandwidth, to_seconds
+from offbeat_lab.job import LEASED, Job
+from offbeat_lab.launch.cores import share_cores
+from offbeat_lab.launch.runners import ExternalLauncher, Loopback, Runner, ShapedLinks
+from offbeat_lab.methods.registry import is_elastic
+from offbeat_lab.scenario import Scenario
+from offbeat_lab.train import choose_backend
 
 
 def is_launched() -> bool:
@@ -93,7 +93,7 @@ def train_elastic(job: Job, bandwidth: str | None) -> NoReturn:
         raise ValueError(f"--elastic with {job.strategy}: a baseline needs all its workers")
     text = json.dumps(asdict(job))
     settings = Launch(
-        program=Program("offbeat.lab.elastic", (text,), True, (PRELOADED, "offbeat.lab.train")),
+        program=Program("offbeat_lab.elastic", (text,), True, (PRELOADED, "offbeat_lab.train")),
         workers=str(job.workers),
         here=job.workers,
         store="127.0.0.1:0",

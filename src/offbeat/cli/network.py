@@ -18,16 +18,16 @@ from offbeat.cli.options import USUAL_LATENCY, USUAL_WORKERS, PlanOptions
 from offbeat.cli.view import console, print_narrow_table, print_step_time, print_table
 from offbeat.display.table import Table
 from offbeat.errors import OffbeatError
-from offbeat.lab import probe as probing
-from offbeat.lab.job import Job
-from offbeat.lab.methods.registry import is_baseline
-from offbeat.lab.probe import tables
-from offbeat.lab.recipes import find_recipe
-from offbeat.lab.timing.step_time import measure_recipe
 from offbeat.plan import Plan
 from offbeat.plan import plan as make_plan
 from offbeat.plan.planning import check_arguments
 from offbeat.plan.result import SPEED_UP_MEANS
+from offbeat_lab import probe as probing
+from offbeat_lab.job import Job
+from offbeat_lab.methods.registry import is_baseline
+from offbeat_lab.probe import tables
+from offbeat_lab.recipes import find_recipe
+from offbeat_lab.timing.step_time import measure_recipe
 
 _MOST_WORKERS = 10_000
 _PROBED = ("workers", "bandwidth", "latency", "inside", "inside_latency")

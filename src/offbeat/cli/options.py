@@ -16,8 +16,8 @@ import typer
 import typer.core
 
 from offbeat.arguments import Precision, types_of
-from offbeat.lab.job import Job
-from offbeat.lab.options import Panel, option, option_of
+from offbeat_lab.job import Job
+from offbeat_lab.options import Panel, option, option_of
 
 USUAL_LATENCY = "100us"
 USUAL_WORKERS = 4

@@ -13,8 +13,9 @@ from rich.text import Text
 from typing_extensions import override
 
 from offbeat.cli.view import console
-from offbeat.lab.evaluation import MAX_EVALUATIONS
-from offbeat.lab.events import (
+from offbeat.units import show_seconds
+from offbeat_lab.evaluation import MAX_EVALUATIONS
+from offbeat_lab.events import (
     Evaluation,
     EvaluationCount,
     Event,
@@ -25,12 +26,11 @@ from offbeat.lab.events import (
     Stopped,
     Waiting,
 )
-from offbeat.lab.job import Job
-from offbeat.lab.methods.registry import is_baseline
-from offbeat.lab.probe.tables import show_rate
-from offbeat.lab.recipes import find_recipe
-from offbeat.lab.results import Result
-from offbeat.units import show_seconds
+from offbeat_lab.job import Job
+from offbeat_lab.methods.registry import is_baseline
+from offbeat_lab.probe.tables import show_rate
+from offbeat_lab.recipes import find_recipe
+from offbeat_lab.results import Result
 
 _LINE_SECONDS = 10.0  # between two lines about a run, if the output is not a terminal
 _LEAST_SECONDS = 5.0  # time from the first step to the first estimate of the time left

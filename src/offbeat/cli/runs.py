@@ -1,6 +1,6 @@
 """Implementations of the commands ``train``, ``simulate`` and ``compare``.
 
-``offbeat.lab.job`` explains the terms.
+``offbeat_lab.job`` explains the terms.
 """
 
 import contextlib
@@ -42,19 +42,19 @@ from offbeat.cli.view import (
     print_path,
     print_step_time,
 )
-from offbeat.lab import compare as comparison
-from offbeat.lab import report
-from offbeat.lab.job import Job
-from offbeat.lab.launch.runners import Runner, VirtualCluster
-from offbeat.lab.methods.registry import is_ideal, require_virtual
-from offbeat.lab.results import Result, writing
-from offbeat.lab.scenario import Scenario
-from offbeat.lab.timing.padding import STRAGGLERS_NEED_STEP_TIME
-from offbeat.lab.timing.step_time import measure_recipe
-from offbeat.lab.train import planned_times
-from offbeat.lab.tuning import LEAST_BUDGET, untuned, with_ideal
 from offbeat.simulate import Network
 from offbeat.units import to_seconds
+from offbeat_lab import compare as comparison
+from offbeat_lab import report
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import Runner, VirtualCluster
+from offbeat_lab.methods.registry import is_ideal, require_virtual
+from offbeat_lab.results import Result, writing
+from offbeat_lab.scenario import Scenario
+from offbeat_lab.timing.padding import STRAGGLERS_NEED_STEP_TIME
+from offbeat_lab.timing.step_time import measure_recipe
+from offbeat_lab.train import planned_times
+from offbeat_lab.tuning import LEAST_BUDGET, untuned, with_ideal
 
 _MOST_SEEDS = 1000
 

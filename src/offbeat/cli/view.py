@@ -9,8 +9,8 @@ from rich.text import Text
 
 from offbeat.display.narrow import narrow
 from offbeat.display.table import Table
-from offbeat.lab.timing.step_time import StepTime
 from offbeat.units import show_seconds
+from offbeat_lab.timing.step_time import StepTime
 
 console = Console(markup=False, emoji=False)  # paths may have brackets and colons
 WIDER = "a wider terminal shows them"

@@ -18,7 +18,7 @@ from rich.live import Live
 from offbeat.cli.progress import show_duration, show_time_left
 from offbeat.cli.view import console, print_table, rendered
 from offbeat.display.table import Table
-from offbeat.lab.probe.tables import show_rate
+from offbeat_lab.probe.tables import show_rate
 
 _LOOK_SECONDS = 1.0  # between two looks at the files
 _PRINT_SECONDS = 10.0  # between two tables, if the output is not a terminal

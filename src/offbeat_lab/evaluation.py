@@ -1,0 +1,169 @@
+"""Evaluation of a model by all workers together, and the number of evaluations of a run.
+
+An evaluation uses the mean of the workers' models at one step. Each worker stores a *snapshot* of
+its model at this step. The workers average and evaluate the snapshots after the run, so that an
+evaluation does not change the training.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from offbeat.averaging.buckets import as_real, pack_mixed, staging_dtype, unpack
+from offbeat.errors import CommunicationError, OffbeatError
+from offbeat_lab.events import Evaluation
+from offbeat_lab.recipes.held_out import HeldOut
+
+MAX_EVALUATIONS = 24
+"""Largest number of evaluations, if the job does not set the number."""
+SNAPSHOT_BYTES = 2**30
+"""Limit on the memory of a worker's snapshots, if the job does not set the number."""
+SHARE = 0.1
+"""Limit on the time of all evaluations together, as a share of the training time."""
+FREE_SECONDS = 3.0
+"""Seconds that all evaluations together may take even if this exceeds ``SHARE``."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one worker contributes to an evaluation.
+
+    Attributes:
+        step: Number of steps.
+        seconds: Training seconds of this worker at this step.
+        tensors: This worker's tensors in host memory, as ``Method.snapshot`` returns them.
+        last: True at the end of the run, where the model is the same on all workers.
+    """
+
+    step: int
+    seconds: float
+    tensors: list[Tensor]
+    last: bool = False
+
+
+def evenly(steps: int, number: int) -> set[int]:
+    """Return up to ``number`` evenly spaced steps: ``evenly(10, 2)`` is ``{5, 10}``."""
+    number = min(number, steps)
+    return {round(steps * (i + 1) / number) for i in range(number)}
+
+
+def storable_evaluations(steps: int, snapshot_bytes: int) -> int:
+    """Return how many evaluations a run of ``steps`` steps can store snapshots for.
+
+    At least 1: the evaluation at the end needs no snapshot.
+    """
+    return min(steps, MAX_EVALUATIONS, 1 + SNAPSHOT_BYTES // snapshot_bytes)
+
+
+def affordable_evaluations(evaluation_seconds: float, training_seconds: float, most: int) -> int:
+    """Return how many of ``most`` evaluations a run can afford, at least 1.
+
+    The evaluations together may take a tenth of ``training_seconds``, the training time of the
+    whole run, or 3 s if that is longer. The number is a divisor of ``most``. If ``most`` ≤
+    ``steps``, ``evenly(steps, number)`` is therefore a subset of ``evenly(steps, most)``.
+    """
+    budget = max(SHARE * training_seconds, FREE_SECONDS)
+    numbers = (n for n in range(most, 0, -1) if most % n == 0)
+    return next((n for n in numbers if n * evaluation_seconds <= budget), 1)
+
+
+def average_over_workers(tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Combine the workers' snapshots in place, as a consensus combines models. A collective.
+
+    Floating-point and complex tensors become their mean (half types are summed in float32), and
+    signed integers become their maximum. All other tensors become those of rank 0.
+
+    Args:
+        tensors: The snapshot of this worker, in host memory.
+        device: A device whose tensors the communication backend can send.
+
+    Raises:
+        CommunicationError: a worker failed or took longer than the time-out.
+    """
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, group in by_type.items():
+        elements = sum(as_real(tensor).numel() for tensor in group)
+        flat = torch.empty(elements, dtype=staging_dtype(group[0]))
+        pack_mixed(group, flat)
+        flat = flat.to(device)
+        averaged = dtype.is_floating_point or dtype.is_complex
+        with explain_failures("waited for the mean of the models"):
+            if averaged:
+                dist.all_reduce(flat)
+            elif dtype.is_signed:
+                dist.all_reduce(flat, dist.ReduceOp.MAX)
+            else:
+                dist.broadcast(flat, src=0)
+        unpack(flat.cpu(), group, dist.get_world_size() if averaged else 1)
+
+
+def evaluate_together(
+    evaluate: HeldOut, model: nn.Module, device: torch.device
+) -> dict[str, float]:
+    """Return the metrics of a model that is the same on all workers. A collective.
+
+    Each worker evaluates its share of the held-out batches. All workers return the same values.
+
+    Raises:
+        CommunicationError: a worker failed or took longer than the time-out.
+    """
+    share = evaluate.share(model, dist.get_rank(), dist.get_world_size())
+    return evaluate.combine(gather(share, device, "the shares of an evaluation"))
+
+
+def evaluation_of(
+    model: nn.Module, metrics: dict[str, float], metric: str, step: int, seconds: float
+) -> Evaluation:
+    """Return the event of an evaluation of ``model``. ``metric`` is that of the recipe."""
+    # Not the buffers: an attention mask can hold -inf.
+    finite = all(bool(p.detach().isfinite().all()) for p in model.parameters())
+    return Evaluation(step, seconds, metrics[metric], metrics, finite)
+
+
+def gather(value: Any, device: torch.device, what: str) -> list[Any]:
+    """Return the values of all workers, in rank order. A collective.
+
+    ``value`` has a type that JSON can represent. The communication backend can send tensors on
+    ``device``. ``what`` describes the values in the error message.
+
+    Raises:
+        CommunicationError: a worker failed or took longer than the time-out.
+    """
+    data = bytearray(json.dumps(value).encode())
+    text = torch.frombuffer(data, dtype=torch.uint8).to(device)
+    lengths = [torch.zeros_like(text[:1], dtype=torch.int64) for _ in range(dist.get_world_size())]
+    with explain_failures(f"waited for {what}"):
+        dist.all_gather(lengths, torch.tensor([len(text)], device=device))
+        longest = max(int(length) for length in lengths)
+        texts = [text.new_zeros(longest) for _ in lengths]
+        dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
+    return [
+        json.loads(text[: int(length)].cpu().numpy().tobytes())
+        for text, length in zip(texts, lengths, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def explain_failures(what: str) -> Iterator[None]:
+    """Convert errors of torch and other packages to a CommunicationError that names the rank.
+
+    ``what`` follows the rank in the message, such as "failed in batch 3 of torch:ddp".
+    """
+    try:
+        yield
+    except OffbeatError:
+        raise
+    except (RuntimeError, TimeoutError) as error:
+        text = " ".join(str(error).split())
+        raise CommunicationError(
+            f"rank {dist.get_rank()} {what}: {text}. If it waited for the others, one of them has "
+            "failed or took longer than the time-out, which --timeout raises"
+        ) from error

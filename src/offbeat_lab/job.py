@@ -1,0 +1,388 @@
+"""``Job``: the settings of a training run, as used on the command line, by workers and in results.
+
+A *method* is what a run trains with: a strategy of this package or a *baseline* to compare with. A
+*peer* is a baseline of torch or another package, which runs its own code. A *runner* runs jobs on
+real or simulated workers.
+
+The command line builds its help from the fields of ``Job``. To show help quickly, this module
+imports torch and other slow modules only inside its methods.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from offbeat.arguments import (
+    OptimizerName,
+    Precision,
+    check_settings,
+    setting,
+    types_of,
+)
+from offbeat_lab.options import Panel, flag_pairs, method_options, option, option_of
+
+if TYPE_CHECKING:
+    from torch.utils.data import Sampler
+
+    from offbeat_lab.methods.base import Baseline
+    from offbeat_lab.recipes import Setup, Task
+
+MOST_WORKERS = 1000
+LEASED = "leased"
+"""Value of ``Job.partition`` with which faster workers take more of the data."""
+MOST_SEED = 4_000_000  # worker r uses the seed 1000 · seed + r, which must fit into 32 bits
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run: recipe, method, number of workers and other settings.
+
+    A field that is declared with ``option`` is also a command-line option, explained by its help
+    text. The other fields:
+
+    - ``step_seconds``: time that a real worker needs to compute a step; it sleeps for the rest of
+      that time (see ``timing.padding``). None: step times are not controlled. It has no effect in
+      the simulator.
+    - ``jitter``, ``slow``: artificial stragglers, for which steps take longer. Real workers require
+      ``step_seconds``.
+    - ``scenario``: deaths and joins of workers, and changes of speeds and bandwidths, as JSON text
+      (see ``lab.scenario``). On real workers, speeds require ``step_seconds``. The runner of the
+      job carries out all but the speeds of real workers.
+    - ``live``: True to evaluate during the training, inside a consensus. The metric is known at
+      once, but what is in flight lands early. Runs with checkpoints require it.
+    - ``workers_per_node``: number of workers of each simulated node.
+    """
+
+    recipe: str = option(
+        Panel.TRAINED,
+        "A name in `offbeat recipes`, or path/to/file.py.",
+        default=dataclasses.MISSING,
+    )
+    strategy: str = option(
+        Panel.STRATEGIES,
+        "Strategy or baseline, as in `offbeat strategies`.",
+        "--strategy",
+        "-s",
+        default="bsp",
+        metavar="METHOD",
+    )
+    workers: int = option(
+        Panel.WORKERS, "Number of workers.", "--workers", "-n", default=4, least=1
+    )
+    epochs: float | None = option(
+        Panel.TRAINED,
+        "Passes over the data, by all workers together.",
+        unset="the recipe's",
+        above=0,
+    )
+    seed: int = option(Panel.TRAINED, "Seed of all random choices.", default=0, least=0)
+    data: str | None = option(
+        Panel.TRAINED, "Data directory, if the recipe needs one.", is_path=True
+    )
+    evaluations: int | None = option(
+        Panel.OUTPUT,
+        "Number of evaluations, evenly spaced.",
+        unset="24, or fewer if slow or large",
+        least=1,
+    )
+    max_steps: int | None = option(
+        Panel.LIMITS, "Stop after this many steps of each worker.", least=1
+    )
+    max_seconds: float | None = option(Panel.LIMITS, "Stop after this training time.", above=0)
+    jitter: float = setting(0.0, least=0)
+    slow: str | None = None
+    scenario: str | None = None
+    step_seconds: float | None = setting(None, above=0)
+    live: bool = False
+    workers_per_node: int = setting(1, least=1)
+    # Not --log, because torchrun has options that begin with it.
+    log: str | None = option(
+        Panel.OUTPUT, "JSON lines of every step, one file per worker.", "--records", is_path=True
+    )
+    checkpoints: str | None = option(
+        Panel.OUTPUT, "Directory of the run's checkpoints.", is_path=True
+    )
+    save_every: int | None = option(
+        Panel.OUTPUT, "Steps between checkpoints.", unset="at the end and on Ctrl-C", least=1
+    )
+    resume: bool = option(
+        Panel.OUTPUT, "Continue from the newest complete checkpoint.", "--resume", default=False
+    )
+    timeout_seconds: float = option(
+        Panel.LIMITS,
+        "Seconds for an operation between workers.",
+        "--timeout",
+        default=120.0,
+        above=0,
+    )
+    lr_scale: float = option(
+        Panel.STRATEGIES,
+        "Factor on the recipe's learning rate.",
+        "--lr-scale",
+        default=1.0,
+        metavar="FACTOR",
+        above=0,
+        of_method=True,
+    )
+    partition: str | None = option(
+        Panel.TRAINED,
+        "label:K (K labels per worker), dirichlet:A, or leased (faster workers take more).",
+        metavar="KIND",
+    )
+    sampler: str = option(
+        Panel.STRATEGIES,
+        "Data of a worker: seldp (all), defdp (1/N), distributed (1/N, new each epoch).",
+        default="seldp",
+        metavar="NAME",
+        of_method=True,
+    )
+    injection: str | None = option(
+        Panel.STRATEGIES,
+        "In a step, a share A of the workers sends a share B of its batch.",
+        metavar="A,B",
+        of_method=True,
+    )
+    wire: Precision | None = option(
+        Panel.STRATEGIES,
+        "Precision of what is sent: float32, bfloat16, int8, int4, int2, auto.",
+        metavar="NAME",
+        unset="float32; int2 for streaming",
+        of_method=True,
+    )
+    adam_correction: Literal["on", "off"] | None = option(
+        Panel.STRATEGIES,
+        "Lengthen local steps of Adam.",
+        unset="on if models are averaged",
+        of_method=True,
+    )
+    optimizer: OptimizerName | None = option(
+        Panel.STRATEGIES,
+        "sgd, adamw, muon (AdamW for all but hidden matrices).",
+        metavar="NAME",
+        unset="the recipe's",
+        of_method=True,
+    )
+
+    def setup(self) -> "Setup":
+        """Return the argument of the recipe's ``build``."""
+        from offbeat_lab.recipes import Setup, find_recipe
+
+        recipe = find_recipe(self.recipe)
+        epochs = recipe.epochs if self.epochs is None else self.epochs
+        data = Path(self.data) if self.data else None
+        return Setup(self.workers, epochs, self.seed, data, self.optimizer)
+
+    def check(self, task: "Task | None" = None) -> "Task":
+        """Find mistakes before a worker starts, and return the task.
+
+        Args:
+            task: A task already built with the same recipe, data and workers. None: build it. A
+                job with its own optimizer builds it in any case, because its model may not fit.
+        """
+        from offbeat_lab.methods.registry import check_run
+        from offbeat_lab.recipes import find_recipe
+        from offbeat_lab.recipes.custom import try_out
+        from offbeat_lab.samplers import parse_injection
+
+        check_settings(self)
+        self._check_bounds()
+        self.check_method()
+        self._check_checkpoints()
+        self._check_leases()
+        recipe = find_recipe(self.recipe)
+        recipe.check_data(self.data)
+        if task is None or self.optimizer is not None:
+            task = recipe.build(self.setup())
+            if recipe.file is not None:
+                try_out(recipe, task)
+        if self.injection is not None:
+            parse_injection(self.injection)
+        check_run(
+            self.strategy,
+            self.workers,
+            task.optimizer,
+            adam_correction=self.adam_correction == "on",
+            injection=self.injection is not None,
+        )
+        self.sampler_for(task, 0)
+        return task
+
+    def _check_checkpoints(self) -> None:
+        from offbeat.checkpoint.files import all_files
+
+        if self.checkpoints is None:
+            if self.save_every is not None or self.resume:
+                flag = "--resume" if self.resume else "--save-every"
+                raise ValueError(f"{flag} needs --checkpoints, the directory of the checkpoints")
+            return
+        if not self.live:
+            raise ValueError("checkpoints need a run with live=True, which evaluates as it trains")
+        if self.injection is not None:
+            raise ValueError(
+                "--checkpoints with --injection: a run's checkpoint does not contain the state of "
+                "data injection; leave one of them out"
+            )
+        saved = any(all_files(Path(self.checkpoints)))
+        if self.resume and not saved:
+            raise ValueError(f"--resume: {self.checkpoints} holds no checkpoint, leave it out")
+        if saved and not self.resume:
+            raise ValueError(
+                f"--checkpoints {self.checkpoints}: a run was saved there already; continue it "
+                "with --resume, or name another directory"
+            )
+
+    def _check_leases(self) -> None:
+        from offbeat_lab.methods.peer import Peer
+        from offbeat_lab.methods.registry import is_elastic, is_ideal, parse_method
+        from offbeat_lab.scenario import Scenario
+
+        if Scenario.from_json(self.scenario).elastic:
+            known = is_elastic(self.strategy) or is_ideal(self.strategy)
+            reasons = {
+                "others take over data, so add --partition leased": self.partition != LEASED,
+                f"{self.strategy} needs all its workers": not known,
+                "leave --max-seconds out, and set --epochs": self.max_seconds is not None,
+            }
+            for reason, given in reasons.items():
+                if given:
+                    raise ValueError(f"--scenario with deaths or joins: {reason}")
+        if self.partition != LEASED:
+            return
+        refused = {
+            "--injection": self.injection is not None,
+            "--checkpoints": self.checkpoints is not None,
+            "--max-seconds in train": self.live and self.max_seconds is not None,
+            f"--sampler {self.sampler}": self.sampler != Job.sampler,
+            "nodes of several workers": self.workers_per_node > 1,
+            self.strategy: isinstance(parse_method(self.strategy), Peer),
+        }
+        for what, given in refused.items():
+            if given:
+                raise ValueError(
+                    f"--partition leased with {what}: the workers take different numbers of steps; "
+                    "leave one of them out"
+                )
+
+    def _check_bounds(self) -> None:
+        from offbeat.training.checks.compatibility import require_timeout
+        from offbeat_lab.timing.padding import parse_slow
+
+        parse_slow(self.slow, self.workers)
+        if self.workers % self.workers_per_node:
+            raise ValueError(
+                f"workers={self.workers} do not fill nodes of workers_per_node="
+                f"{self.workers_per_node}"
+            )
+        if self.workers > MOST_WORKERS:
+            raise ValueError(f"workers must be at most {MOST_WORKERS}, got {self.workers}")
+        if self.seed > MOST_SEED:
+            raise ValueError(f"seed must be at most {MOST_SEED}, got {self.seed}")
+        require_timeout(self.timeout_seconds, "timeout")
+
+    def check_method(self) -> None:
+        """Raise unless the strategy or baseline supports the settings of this job."""
+        from offbeat.errors import AttachError
+        from offbeat.training.checks.compatibility import require_abilities
+        from offbeat_lab.methods.base import Baseline
+        from offbeat_lab.methods.registry import parse_method
+
+        method = parse_method(self.strategy)
+        if isinstance(method, Baseline):
+            self._check_refused(method)
+            method.require()
+            return
+        wire = self.wire or method.default_wire
+        try:
+            require_abilities(
+                method,
+                wire=wire,
+                adam_correction=self.adam_correction == "on",
+                nodes=self.workers_per_node > 1,
+            )
+        except AttachError as error:  # on the command line, this is a wrong argument
+            raise ValueError(str(error)) from None
+
+    def _check_refused(self, method: "Baseline") -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in method.refused and value != field.default:
+                option = option_of(field)
+                assert option is not None
+                raise ValueError(
+                    f"{option.flag(field.name)} {value}: {method.name} cannot honour it, "
+                    "leave it out"
+                )
+
+    @property
+    def label(self) -> str:
+        """Strategy and ``options`` in the text form that ``under`` accepts."""
+        return " ".join([self.strategy, *self.options])
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options of the method that differ from the default, such as ``--wire int8``."""
+        return tuple(
+            f"{option.flag(field.name)} {str(getattr(self, field.name)).removesuffix('.0')}"
+            for field, option in method_options(Job).items()
+            if getattr(self, field.name) not in (field.default, self._implied(field.name))
+        )
+
+    def _implied(self, name: str) -> object:
+        """Return the strategy's default for the field ``wire``; None for other fields."""
+        from offbeat.strategies import Strategy
+        from offbeat_lab.methods.registry import parse_method
+
+        if name != "wire":
+            return None
+        try:
+            method = parse_method(self.strategy)
+        except (ValueError, TypeError):  # the custom strategy of an old result
+            return None
+        return method.default_wire if isinstance(method, Strategy) else None
+
+    def under(self, text: str) -> "Job":
+        """Return a copy of this job with another method.
+
+        Example: ``job.under("local:period=8 --wire int8 --lr-scale 2")``.
+
+        ``text`` is a strategy or a baseline, followed by some of ``method_options`` with values.
+        """
+        strategy, *words = text.split() or [""]
+        options = method_options(Job).items()
+        fields = {option.flag(field.name): field for field, option in options}
+        types, values = types_of(Job), dict[str, Any]()
+        for flag, value in flag_pairs(text, words):
+            if flag not in fields:
+                raise ValueError(
+                    f"in {text!r}: {flag} cannot be given to one strategy; {', '.join(fields)} can"
+                )
+            name = fields[flag].name
+            if name in values:
+                raise ValueError(f"in {text!r}: {flag} is given twice")
+            values[name] = value
+            if types[name] is float:
+                try:
+                    values[name] = float(value)
+                except ValueError:
+                    raise ValueError(f"in {text!r}: {flag} must be a number") from None
+        return dataclasses.replace(self, strategy=strategy, **values)
+
+    def sampler_for(self, task: "Task", rank: int) -> "Sampler[int]":
+        """Return the sampler of worker ``rank``. With leased data: one with equal shares."""
+        from offbeat_lab.samplers import make_sampler
+
+        leased = self.partition == LEASED
+        return make_sampler(
+            task,
+            self.workers,
+            rank,
+            seed=self.seed,
+            kind="distributed" if leased else self.sampler,
+            partition=None if leased else self.partition,
+        )
+
+
+def method_fields() -> frozenset[str]:
+    """Return the names of the fields of ``Job`` that a comparison can set for each method."""
+    return frozenset(field.name for field in method_options(Job))

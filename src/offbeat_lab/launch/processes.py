@@ -1,0 +1,301 @@
+"""Runs a job on worker processes of this machine: starts, monitors and ends the processes."""
+
+import contextlib
+import math
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+from offbeat.errors import OffbeatError
+from offbeat.launcher import forking
+from offbeat.launcher.forking import ForkedProcess
+from offbeat.launcher.store import keep_store
+from offbeat_lab.events import Event, NotSaved, Start, Stopped, from_json
+from offbeat_lab.job import Job
+from offbeat_lab.launch import fork_server
+from offbeat_lab.launch.cluster import Cluster, run_cleanup
+from offbeat_lab.launch.elastic import evaluate, read_files
+from offbeat_lab.launch.stop_request import StopRequest
+from offbeat_lab.scenario import Scenario
+from offbeat_lab.train import encode
+
+_SAVING_SECONDS = 10.0  # time that workers have to save and exit after a signal
+_POLL_SECONDS = 0.05  # longest time until the end of a worker is noticed
+_GRACE_SECONDS = 8.0  # longest wait for the other workers' errors after one worker has failed
+
+
+Worker: TypeAlias = "ForkedProcess | subprocess.Popen[bytes]"
+Change: TypeAlias = tuple[float, Callable[[], object]]
+"""Seconds since the event ``Start``, and a function that changes something then."""
+
+
+class WorkerError(OffbeatError):
+    """A worker process failed or was killed."""
+
+
+def run_job(
+    job: Job,
+    on_event: Callable[[Event], None],
+    cluster: Cluster | None = None,
+    changes: Sequence[Change] = (),
+) -> None:
+    """Run ``job`` on one process per worker and end every process before returning or raising.
+
+    The process of a worker that dies in the job's scenario is killed at that time, and one of a
+    worker that joins is started then.
+
+    On Ctrl-C or SIGTERM during the training of a job with checkpoints, the workers get 10 s to save
+    a last checkpoint. ``on_event`` then receives ``Stopped``, or ``NotSaved`` with the reason.
+
+    Args:
+        job: Configuration of the run.
+        on_event: Function that receives the events of rank 0; see ``train_worker``.
+        cluster: Emulated network with a node for each worker. None: use the loopback interface.
+        changes: Further changes during the training. Those after its end are not made.
+
+    Raises:
+        OffbeatError: On Windows, where worker processes are not supported.
+        WorkerError: A worker failed, or was killed and does not die in the scenario. The message
+            has its rank and its error.
+    """
+    if sys.platform == "win32":
+        raise OffbeatError(
+            "worker processes need Linux or macOS; on Windows use offbeat simulate or "
+            "offbeat compare --simulate"
+        )
+    with _temporary_folder() as folder:
+        path = None if job.checkpoints is None else f"{folder}/stop"
+        elastic = Scenario.from_json(job.scenario).elastic
+        with contextlib.ExitStack() as stack:
+            read, write = os.pipe()
+            events = stack.enter_context(open(read, "rb", buffering=0))
+            out = stack.enter_context(open(write, "wb", buffering=0))
+            run = _Run(events, on_event, Path(folder), cluster)
+            try:
+                if elastic:
+                    changes = [*changes, *_start_elastic(job, run, out)]
+                else:
+                    nowhere = stack.enter_context(open(os.devnull, "wb"))
+                    for rank in range(job.workers):
+                        argument = encode(job, rank, f"{folder}/rendezvous", path)
+                        run.start(rank, argument, out if rank == 0 else nowhere)
+                run.wait(changes)
+            except BaseException as error:
+                if path is not None and not isinstance(error, Exception):  # a signal
+                    run.save_and_stop(StopRequest(path, job.workers))
+                raise
+            finally:
+                run_cleanup(run.kill)
+        if elastic:
+            evaluate(job, *read_files(folder), on_event)
+
+
+def _start_elastic(job: Job, run: "_Run", out: IO[bytes]) -> list[Change]:
+    """Start the first workers of a job whose workers die and join.
+
+    The workers gather at a store in this process. The worker that has rank 0 in the training
+    writes its events. After its death this is another one.
+
+    Returns the deaths and joins.
+    """
+    listen = partial(keep_store, port=0)
+    cluster = run.cluster
+    store = listen("127.0.0.1") if cluster is None else cluster.call_on_switch(listen)
+    run.store = store
+    variables = {
+        "OFFBEAT_STORE": f"{store.host}:{store.port}",
+        "OFFBEAT_WORKERS": str(job.workers),
+    }
+    processes = Scenario.from_json(job.scenario).processes(job.workers)
+
+    def start(rank: int) -> None:
+        argument = encode(job, rank, f"{run.folder}/rendezvous{rank}", folder=str(run.folder))
+        run.start(rank, argument, out, node=processes[rank].worker, variables=variables)
+
+    for rank in range(job.workers):
+        start(rank)
+    ranks = range(len(processes))
+    joins = [(processes[rank].start, partial(start, rank)) for rank in ranks[job.workers :]]
+    return [*joins, *((processes[rank].end, partial(run.end, rank)) for rank in ranks)]
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="offbeat-")
+    try:
+        yield folder
+    finally:
+        run_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+class _Run:
+    """The worker processes of one job.
+
+    Args:
+        events: Read end of the pipe to which rank 0 writes its events.
+        on_event: Function that receives the events.
+        folder: Folder for the standard error of each worker.
+        cluster: Emulated network. None: use the loopback interface.
+    """
+
+    def __init__(
+        self,
+        events: IO[bytes],
+        on_event: Callable[[Event], None],
+        folder: Path,
+        cluster: Cluster | None,
+    ) -> None:
+        self._events, self._on_event, self.folder = events, on_event, folder
+        self.cluster = cluster
+        self._workers: list[Worker] = []
+        self._ended: set[int] = set()  # ranks of the workers that ``end`` has killed
+        self.store: Any = None  # its server lives as long as this object
+        self._buffer = b""
+        os.set_blocking(events.fileno(), False)
+
+    def start(
+        self,
+        rank: int,
+        argument: str,
+        out: IO[bytes],
+        *,
+        node: int | None = None,
+        variables: Mapping[str, str] = {},
+    ) -> None:
+        """Start the worker with the next rank: on the cluster, or else by a fork if possible.
+
+        ``node`` is by default ``rank``. ``variables`` are added to the environment of the worker.
+        """
+        cluster = self.cluster
+        argv = [sys.executable, "-m", "offbeat_lab.train", argument]
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        interface = loopback if cluster is None else cluster.interface
+        environment = {**os.environ, **variables, "GLOO_SOCKET_IFNAME": interface}
+        if cluster is not None:
+            argv = cluster.command(rank if node is None else node, argv)
+        with open(self.folder / f"stderr{rank}", "wb") as errors:
+            if cluster is None and forking.AVAILABLE:
+                worker: Worker = fork_server.fork_worker(
+                    argument, environment, out.fileno(), errors.fileno()
+                )
+            else:
+                worker = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=errors,
+                    env=environment,
+                    preexec_fn=forking.prepare_worker,
+                )
+        self._workers.append(worker)
+
+    def end(self, rank: int) -> None:
+        """Kill a worker, whose end is then not a failure."""
+        if self._workers[rank].poll() is None:
+            self._ended.add(rank)
+            _kill(self._workers[rank])
+
+    def _poll(self) -> list[int | None]:
+        """Return the exit status of each worker, 0 if ``end`` has killed it. None: it runs."""
+        statuses = [worker.poll() for worker in self._workers]
+        return [0 if s is not None and r in self._ended else s for r, s in enumerate(statuses)]
+
+    def _read(self) -> list[bytes]:
+        """Return the complete lines that have arrived. Never blocks."""
+        while chunk := self._events.read(1 << 16):
+            self._buffer += chunk
+        *lines, self._buffer = self._buffer.split(b"\n")
+        return lines
+
+    def wait(self, changes: Sequence[Change]) -> None:
+        """Pass on events until all workers have ended or, after a failure, for at most 8 s.
+
+        Raises WorkerError if a worker failed, and the error of a change.
+        """
+        deadline: float | None = None
+        due, start = sorted(changes, key=itemgetter(0)), math.inf
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._events, selectors.EVENT_READ)
+            while True:
+                # Poll before reading: all lines of a worker that has ended here are read below.
+                statuses = self._poll()
+                left = start + due[0][0] - time.monotonic() if due else _POLL_SECONDS
+                selector.select(timeout=max(0.0, min(left, _POLL_SECONDS)))
+                for line in self._read():
+                    event = from_json(line)
+                    if isinstance(event, Start):
+                        start = time.monotonic()
+                    self._on_event(event)
+                while due and time.monotonic() >= start + due[0][0]:
+                    due.pop(0)[1]()
+                if all(status == 0 for status in statuses):
+                    return
+                if any(statuses):
+                    deadline = deadline or time.monotonic() + _GRACE_SECONDS
+                    killed = any(status is not None and status < 0 for status in statuses)
+                    if killed or None not in statuses or time.monotonic() > deadline:
+                        raise _failure(statuses, self.folder)
+
+    def save_and_stop(self, request: StopRequest) -> None:
+        """Ask all workers to save a checkpoint of the same step and exit. Wait at most 10 s."""
+        deadline = time.monotonic() + _SAVING_SECONDS
+        if not self._workers or request.request(_SAVING_SECONDS) is None:
+            return
+        saved = False
+        while time.monotonic() < deadline:
+            statuses = self._poll()
+            for line in self._read():
+                # The signal may have interrupted `wait` between two reads of one line.
+                with contextlib.suppress(ValueError, KeyError):
+                    event = from_json(line)
+                    saved = saved or isinstance(event, Stopped)
+                    self._on_event(event)
+            if None not in statuses or any(statuses):
+                break
+            time.sleep(0.02)
+        if not saved:
+            statuses = self._poll()
+            reason = str(_failure(statuses, self.folder)) if any(statuses) else ""
+            limit = f"not all workers saved within {_SAVING_SECONDS:g} s"
+            self._on_event(NotSaved(reason or limit))
+
+    def kill(self) -> None:
+        """Kill the workers that still run, and wait until all have ended."""
+        for worker in self._workers:
+            _kill(worker)
+        for worker in self._workers:
+            worker.wait()
+
+
+def _kill(worker: Worker) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker.pid, signal.SIGKILL)
+
+
+def _failure(statuses: list[int | None], folder: Path) -> WorkerError:
+    """Return the error of a worker that was killed, or else of the failed worker of lowest rank.
+
+    The text for a killed worker is the signal. Otherwise it is the last line on standard error that
+    begins with "error: ", which ``train.main`` writes (other packages may write further lines).
+    Without such a line it is the last line of all, or the exit status.
+    """
+    for rank, status in enumerate(statuses):
+        if status is not None and status < 0:
+            return WorkerError(f"worker {rank} was ended by {signal.Signals(-status).name}")
+    for rank, status in enumerate(statuses):
+        if status:
+            lines = (folder / f"stderr{rank}").read_text(errors="replace").strip().splitlines()
+            errors = [line for line in lines if line.startswith("error: ")] or lines
+            last = errors[-1].removeprefix("error: ") if errors else f"exit status {status}"
+            return WorkerError(f"worker {rank} failed: {last}")
+    return WorkerError("a worker failed")

@@ -1,0 +1,205 @@
+"""Base classes of *peers*: training methods of torch and other packages.
+
+A peer runs the code of its package, not offbeat's. It trains a *task*: model, optimizer, loss, data
+and schedule. ``Peer`` holds the settings of the method, and ``TrainingLoop`` runs the training.
+"""
+
+import importlib.util
+import os
+import socket
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from offbeat.arguments import check_settings
+from offbeat.averaging import Replica
+from offbeat.errors import OffbeatError
+from offbeat.strategies import Strategy
+from offbeat.synchronizer import Synchronizer
+from offbeat.telemetry import Stats
+from offbeat.transport.torch_backend.network_interface import address_of
+from offbeat_lab.evaluation import explain_failures
+from offbeat_lab.methods.base import Baseline, Method
+from offbeat_lab.recipes import Task
+from offbeat_lab.recipes.base import device_of
+from offbeat_lab.timing.step_time import now
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer(Baseline):
+    """Settings of a method of torch or another package. It runs on real processes only."""
+
+    simulated: ClassVar[bool] = False
+    package: ClassVar[str] = "torch"
+    """Name of the package that must be installed."""
+    needs_cpu: ClassVar[bool] = False
+    """True if the method trains on the CPU only."""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @classmethod
+    @override
+    def require(cls) -> None:
+        if importlib.util.find_spec(cls.package) is None:
+            raise ImportError(
+                f"{cls.name} needs the package {cls.package}: "
+                f"pip install {cls.package}, or 'offbeat[peers]' for all of them"
+            )
+
+    @override
+    def start(
+        self,
+        task: Task,
+        lr_scale: float,
+        under: Callable[[Strategy], Synchronizer],
+        batches: Callable[[], Iterable[Any]],
+        timeout_seconds: float,
+    ) -> "TrainingLoop":
+        device = device_of(task.model)
+        if self.needs_cpu and device.type != "cpu":
+            raise OffbeatError(
+                f"{self.name} runs here on the CPU only, and this worker trains on {device}: start "
+                "without torchrun, or leave it out"
+            )
+        with explain_failures(f"failed in the start of {self.name}"):
+            return self.loop(task, lr_scale, timeout_seconds)
+
+    @abstractmethod
+    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> "TrainingLoop":
+        """Create the training loop. A collective."""
+
+
+class TrainingLoop(Method):
+    """An ordinary training loop around a model, timed with the wall clock.
+
+    Args:
+        name: Name of the method, for error messages.
+        task: The task.
+        lr_scale: Factor on the learning rate.
+        module: The task's model, or a wrapper of it such as DDP.
+
+    Attributes:
+        differ: True if the parameters may differ between workers. Evaluations and the end of the
+            training then use the mean of the parameters.
+    """
+
+    differ = False
+
+    def __init__(self, name: str, task: Task, lr_scale: float, module: nn.Module) -> None:
+        self._name, self._task, self._lr_scale, self._module = name, task, lr_scale, module
+        trainable = [p for p in task.model.parameters() if p.requires_grad]
+        self._replica = Replica(task.model, trainable)
+        self._step, self._seconds, self._began = 0, 0.0, self._now()
+
+    @property
+    @override
+    def step(self) -> int:
+        return self._step
+
+    @property
+    @override
+    def seconds(self) -> float:
+        return self._seconds
+
+    @property
+    @override
+    def stats(self) -> Stats:
+        """Steps and seconds. The waiting time and bytes sent are unknown, and zero here."""
+        return Stats(steps=self._step, details={"seconds": self._seconds})
+
+    @override
+    def train(self, batch: Any) -> None:
+        with explain_failures(f"failed in batch {self._step + 1} of {self._name}"):
+            batches = self._learn(batch)
+        self._step += 1
+        self._seconds = time.perf_counter() - self._began
+        for _ in range(batches):
+            self._task.advance()
+
+    def _learn(self, batch: Any) -> int:
+        """Train on a batch.
+
+        Returns the number of batches whose gradients the optimizer has applied in this call. It is
+        0 if the optimizer took no step.
+        """
+        self._task.loss(self._module, batch).backward()
+        self._take_step()
+        return 1
+
+    def _take_step(self) -> None:
+        """Clip the gradient if required, and step the optimizer at the scaled learning rate."""
+        task = self._task
+        with task.scaled_lr(self._lr_scale):
+            if task.clip_norm is not None:
+                nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
+            self._optimize()
+
+    def _optimize(self) -> None:
+        self._task.optimizer.step()
+
+    @override
+    def snapshot(self) -> list[Tensor]:
+        began = self._now()
+        copies = self._replica.snapshot("cpu")
+        self._began += self._now() - began
+        return copies
+
+    @override
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        began = self._now()
+        local = self._replica.snapshot()
+        self._average("an evaluation")
+        try:
+            yield
+        finally:
+            self._replica.restore(local)
+            self._began += self._now() - began
+
+    @override
+    def finish(self) -> None:
+        before = self._now()
+        self._average("the end")
+        self._seconds += self._now() - before
+        with explain_failures(f"failed in the end of {self._name}"):
+            self._close()
+
+    def _average(self, when: str) -> None:
+        """Average the parameters if they may differ, and copy the buffers of rank 0."""
+        with explain_failures(f"failed in {when} of {self._name}"), torch.no_grad():
+            if self.differ:
+                for _, parameter in self._replica.parameters:
+                    dist.all_reduce(parameter.data)
+                    parameter.div_(dist.get_world_size())
+            for buffer in self._task.model.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def _close(self) -> None:
+        """Release the resources of the method. A collective."""
+
+    def _now(self) -> float:
+        return now(device_of(self._task.model))
+
+
+def worker_address() -> str:
+    """Return the IPv4 address at which the other workers reach this one.
+
+    It is the address of the network interface that the variable ``GLOO_SOCKET_IFNAME`` names (not
+    on Windows). Otherwise it is the address from which packets to ``MASTER_ADDR`` are sent.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface and (address := address_of(interface)):
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Connecting a UDP socket sends nothing; it only selects the route.
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
+        return str(probe.getsockname()[0])

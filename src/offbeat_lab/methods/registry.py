@@ -1,0 +1,95 @@
+"""Parsing of methods: strategies such as ``local:period=8`` and baselines to compare with."""
+
+from torch.optim import Optimizer
+
+from offbeat.arguments import did_you_mean
+from offbeat.errors import AttachError
+from offbeat.registry import parse_strategy, read_settings
+from offbeat.strategies import Strategy
+from offbeat.strategies.base import CustomFlow
+from offbeat.training.checks.compatibility import require_blocking
+from offbeat.training.learning_rate.adam_correction import require_correctable
+from offbeat_lab.methods.accelerate import AccelerateLocalSGD
+from offbeat_lab.methods.base import Baseline
+from offbeat_lab.methods.ddp import DDP, Accumulate, PostLocal
+from offbeat_lab.methods.ideal import IDEAL, Ideal
+from offbeat_lab.methods.peer import Peer
+from offbeat_lab.methods.torchft import TorchftDiLoCo, TorchftLocalSGD
+
+PEERS: tuple[type[Peer], ...] = (
+    DDP,
+    PostLocal,
+    Accumulate,
+    TorchftLocalSGD,
+    TorchftDiLoCo,
+    AccelerateLocalSGD,
+)
+BASELINES: dict[str, type[Baseline]] = {Ideal.name: Ideal, **{kind.name: kind for kind in PEERS}}
+PREFIXES = tuple(dict.fromkeys(kind.name.partition(":")[0] + ":" for kind in PEERS))
+"""Prefixes of the names of peers, such as ``torch:``."""
+
+
+def parse_method(text: str) -> Strategy | Baseline:
+    """Return the strategy or baseline that ``text`` names, with its settings."""
+    if not is_baseline(text):
+        return parse_strategy(text)
+    name, _, settings = text.strip().partition(",")
+    if name not in BASELINES:
+        raise ValueError(
+            f"unknown baseline {name!r}{did_you_mean(name, BASELINES)}; there are "
+            f"{', '.join(BASELINES)}, with settings as in torch:ddp,hook=bf16"
+        )
+    kind = BASELINES[name]
+    return kind(**read_settings(kind, name, settings, text, separator=","))
+
+
+def is_baseline(text: str) -> bool:
+    """Return True if ``text`` names a baseline. Its settings may be invalid."""
+    return is_ideal(text) or is_peer(text)
+
+
+def is_ideal(text: str) -> bool:
+    """Return True if ``text`` names the baseline ``ideal``. Its settings may be invalid."""
+    return text.strip().replace(":", ",").partition(",")[0] == IDEAL
+
+
+def is_peer(text: str) -> bool:
+    """Return True if ``text`` begins with a peer's prefix. The rest may be invalid."""
+    return text.strip().startswith(PREFIXES)
+
+
+def is_elastic(text: str) -> bool:
+    """Return True if the method that ``text`` names continues when workers die and join."""
+    method = parse_method(text)
+    return isinstance(method, Strategy) and not isinstance(method.averages(), CustomFlow)
+
+
+def check_run(
+    text: str,
+    workers: int,
+    optimizer: Optimizer,
+    *,
+    adam_correction: bool,
+    injection: bool,
+) -> None:
+    """Raise ValueError if the method that ``text`` names cannot train with these settings."""
+    method = parse_method(text)
+    if isinstance(method, Baseline):
+        return
+    averages = method.averages()
+    try:
+        if isinstance(averages, CustomFlow):
+            averages.check(workers, [optimizer])
+        if injection:
+            require_blocking(method, "data injection")
+        if adam_correction:
+            require_correctable([optimizer])
+    except AttachError as error:
+        raise ValueError(str(error)) from None
+
+
+def require_virtual(text: str) -> None:
+    """Raise ValueError unless the method that ``text`` names can run in the simulator."""
+    method = parse_method(text)
+    if isinstance(method, Baseline) and not method.simulated:
+        raise ValueError(f"{text} runs its own code on real processes, not on simulated workers")

@@ -1,0 +1,157 @@
+"""The training data of each worker: sampler, partition, batches, settings of data injection."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
+
+from offbeat.arguments import did_you_mean
+from offbeat.data import SelDPSampler, partition_by_label, partition_dirichlet
+from offbeat_lab.recipes import Task
+
+_KINDS = ("seldp", "defdp", "distributed")
+
+
+def make_sampler(
+    task: Task,
+    workers: int,
+    rank: int,
+    *,
+    seed: int,
+    kind: str = "seldp",
+    partition: str | None = None,
+) -> Sampler[int]:
+    """Return the sampler of worker ``rank``.
+
+    Args:
+        task: Task that has the samples.
+        workers: Number of workers.
+        rank: Rank of the worker.
+        seed: Seed of the order and of the partition.
+        kind: ``seldp``: each worker reads all samples and starts at a different place. ``defdp``:
+            each of N workers reads a fixed 1/N of the samples. ``distributed``: torch's
+            ``DistributedSampler``, which gives a worker a different 1/N in every epoch.
+        partition: Partition of the samples among the workers, such as ``label:2``; see
+            ``make_partition``. Requires ``seldp``. None: no partition.
+    """
+    if kind not in _KINDS:
+        raise ValueError(
+            f"sampler must be seldp, defdp or distributed, got {kind!r}{did_you_mean(kind, _KINDS)}"
+        )
+    if partition is not None and kind != "seldp":
+        raise ValueError(
+            f"sampler {kind!r} with partition {partition!r}, which decides what a worker reads: "
+            "leave one of them out"
+        )
+    if kind == "distributed" and partition is None:
+        return DistributedSampler(task.samples, workers, rank, seed=seed)
+    parts = None
+    if partition is not None:
+        parts = make_partition(partition, task, workers, seed)
+    elif kind == "defdp":
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(task.samples), generator=generator, device="cpu")
+        parts = [part.numpy() for part in order.tensor_split(workers)]
+    return SelDPSampler(task.samples, workers, rank, seed=seed, partition=parts)
+
+
+def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:
+    """Return the sample indices of each worker.
+
+    ``text`` is ``label:K`` for K labels per worker, or ``dirichlet:A`` for shares of each label
+    that are drawn from a Dirichlet distribution with parameter A.
+    """
+    kind, _, value = text.partition(":")
+    labels = task.samples.labels
+    if kind not in ("label", "dirichlet"):
+        raise ValueError(f"partition must be label:K, dirichlet:A or leased, got {text!r}")
+    if labels is None or labels.dim() != 1:
+        raise ValueError("a partition needs data with one label per sample; this recipe has none")
+    try:
+        if kind == "label":
+            return partition_by_label(labels, workers, int(value), seed)
+        return partition_dirichlet(labels, workers, float(value), seed)
+    except ValueError as error:
+        raise ValueError(f"partition {text!r}: {error}") from None
+
+
+class Batches(Iterable[tuple[Tensor, ...]]):
+    """The batches of one worker for a whole run of ``task.steps`` steps.
+
+    One iteration passes over the samples as often as necessary.
+
+    Args:
+        task: Task that has the samples.
+        sampler: Sampler of this worker. It has a length and ``set_epoch``.
+        size: Number of samples per batch. None: the task's batch size.
+        readers: Number of processes that load batches in advance.
+        done: Number of batches to skip, because a resumed run has already trained on them.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        sampler: Sampler[int],
+        *,
+        size: int | None = None,
+        readers: int = 0,
+        done: int = 0,
+    ) -> None:
+        self._task, self._sampler, self._done = task, sampler, done
+        size = task.batch_size if size is None else size
+        total = len(sampler)  # type: ignore[arg-type]  # all samplers above have a length
+        self._grouped = _SkippingSampler(BatchSampler(sampler, size, drop_last=total > size))
+        self._loader = DataLoader(
+            task.samples, batch_size=None, sampler=self._grouped, num_workers=readers
+        )
+
+    def __len__(self) -> int:
+        return self._task.steps
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        count, (epoch, self._grouped.skip) = self._done, divmod(self._done, len(self._grouped))
+        while True:
+            self._sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            # A DataLoader draws from torch's global generator when an epoch starts. A checkpoint
+            # inside an epoch contains the generator's state after this draw. When the epoch is
+            # resumed, a second draw must not change the state.
+            with torch.random.fork_rng(devices=[], enabled=self._grouped.skip > 0):
+                batches = iter(self._loader)
+            for batch in batches:
+                if count == self._task.steps:
+                    return
+                count += 1
+                yield batch
+            epoch += 1
+
+
+class _SkippingSampler(Sampler[list[int]]):
+    """Yields batches of indices. The next iteration, and no later one, omits the first ``skip``."""
+
+    def __init__(self, inner: BatchSampler) -> None:
+        self._inner, self.skip = inner, 0
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        skip, self.skip = self.skip, 0
+        return itertools.islice(iter(self._inner), skip, None)
+
+
+def parse_injection(text: str) -> tuple[float, float]:
+    """Return α and β from text such as ``0.5,0.5``.
+
+    In each step of data injection, a share α of the workers sends a share β of its batch to the
+    other workers.
+    """
+    try:
+        alpha, beta = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"injection must be ALPHA,BETA as in 0.5,0.5, got {text!r}") from None
+    if not (0 < alpha <= 1 and 0 < beta <= 1):
+        raise ValueError(f"injection needs two numbers above 0 and up to 1, got {text!r}")
+    return alpha, beta

@@ -1,0 +1,400 @@
+"""The training loop of an experiment: one worker trains a recipe with a method and emits events.
+
+A *recipe* builds the task: model, data, optimizer. A *method* is a strategy of this package or a
+baseline to compare with.
+
+``train_worker`` runs one worker in an existing process group. ``python -m offbeat_lab.train JSON``
+joins a new process group and then calls ``train_worker``.
+"""
+
+import json
+import logging
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
+
+from offbeat.attach import attach
+from offbeat.data import DataInjection, injected_batch_size
+from offbeat.errors import EndedError, OffbeatError
+from offbeat.simulate import Compute
+from offbeat.strategies import BSP, Strategy
+from offbeat.synchronizer import Synchronizer
+from offbeat_lab.checkpoints import EventLog, RunCheckpoints
+from offbeat_lab.evaluation import Snapshot, gather
+from offbeat_lab.evaluator import Evaluator
+from offbeat_lab.events import (
+    End,
+    Event,
+    Start,
+    Step,
+    Waiting,
+    stats_of,
+    to_json,
+)
+from offbeat_lab.job import LEASED, Job
+from offbeat_lab.launch.cores import share_cores
+from offbeat_lab.launch.elastic import WorkerFiles
+from offbeat_lab.launch.stop_request import StopRequest
+from offbeat_lab.leased import LeasedBatches
+from offbeat_lab.methods.base import Attached, Baseline, Elastic, Method
+from offbeat_lab.methods.ideal import SharedIdeal
+from offbeat_lab.methods.registry import is_ideal, parse_method
+from offbeat_lab.recipes import Task, find_recipe
+from offbeat_lab.recipes.datasets import to_device
+from offbeat_lab.samplers import Batches, parse_injection
+from offbeat_lab.scenario import Scenario
+from offbeat_lab.timing.padding import STRAGGLERS_NEED_STEP_TIME, PaddedLoss, parse_slow
+from offbeat_lab.timing.time_limit import TimeLimit
+
+
+def choose_backend() -> str:
+    """Return the backend to pass to ``init_process_group`` before calling ``train_worker``.
+
+    ``"nccl"`` if torch supports NCCL and this machine has a GPU for each of its workers
+    (``LOCAL_WORLD_SIZE``, by default 1); otherwise ``"gloo"``, and ``train_worker`` trains on the
+    CPU. All machines of a run must use the same backend.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local
+    return "nccl" if enough and dist.is_nccl_available() else "gloo"
+
+
+def worker_device() -> torch.device:
+    """Return the device of this worker: with NCCL the GPU of its local rank, otherwise the CPU."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", dist.get_node_local_rank())
+    return torch.device("cpu")
+
+
+def train_worker(
+    job: Job,
+    emit: Callable[[Event], None],
+    stop_request: StopRequest | None = None,
+    *,
+    rank: int | None = None,
+    keep: Callable[[Snapshot], object] | None = None,
+    count: Callable[[dict[str, Any]], object] | None = None,
+    ideal_steps: Iterator[tuple[float, int]] | None = None,
+) -> None:
+    """Run ``job`` on this worker. A collective.
+
+    Rank 0 emits these events:
+
+    - ``Start``, a ``Step`` for each step, every ``Evaluation`` in the order of the steps, ``End``;
+      with ``job.live``, an ``Evaluation`` replaces the ``Step`` after which it takes place;
+    - ``Waiting`` before longer work other than training, such as an evaluation;
+    - ``EvaluationCount`` when the run chooses its number of evaluations, unless the job sets it;
+    - ``Resumed``, followed by the events in the checkpoint, if the job continues a run;
+    - ``Stopped`` instead of ``End`` if the run is asked to stop early.
+
+    Args:
+        job: Configuration of the run.
+        emit: Function that receives the events on rank 0. Other ranks do not call it.
+        stop_request: Object through which the run can be asked to stop early. Requires
+            ``job.checkpoints``.
+        rank: Number of this process, for its seed and its step times. None: its rank.
+        keep: Function that receives this worker's snapshots, the last one at the end. The run then
+            has no evaluations and no ``End``, and its workers may die and join. None: the workers
+            evaluate together.
+        count: Function that receives this worker's totals after each step and at the end.
+        ideal_steps: Steps of ``SharedIdeal``, with which this worker, the only one, trains. None:
+            train with the job's method.
+    """
+    rank = dist.get_rank() if rank is None else rank
+    worker = _Worker(job, emit, rank, keep, count, ideal_steps)
+    try:
+        worker.run(stop_request)
+    except EndedError:
+        if keep is None or worker.method is not None:
+            raise  # otherwise this worker was to join when the others had finished
+
+
+class _Worker:
+    """One worker of a run."""
+
+    def __init__(
+        self,
+        job: Job,
+        emit: Callable[[Event], None],
+        rank: int,
+        keep: Callable[[Snapshot], object] | None,
+        count: Callable[[dict[str, Any]], object] | None,
+        ideal_steps: Iterator[tuple[float, int]] | None,
+    ) -> None:
+        self._rank, self._keep, self._count, self._ideal_steps = rank, keep, count, ideal_steps
+        self.method: Method | None = None
+        self._emit = EventLog(lambda event: emit(event) if self._reports() else None)
+        self._job, self._device = job, worker_device()
+        # With the baseline ideal, several workers have equal shares.
+        self._leases = job.partition == LEASED and not (
+            is_ideal(job.strategy) and ideal_steps is None
+        )
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._recipe = find_recipe(job.recipe)
+        self._emit(Waiting("loading the data"))
+        self._task = self._recipe.build(job.setup())
+        if job.max_steps is not None:  # the learning-rate schedule still covers all steps
+            self._task.steps = min(self._task.steps, job.max_steps)
+        self._task.model.to(self._device)
+        self._padding: PaddedLoss | None = None
+        self._read_loss_at = 0.0
+
+    def _reports(self) -> bool:
+        """Return True on rank 0. If that worker dies, another one gets this rank."""
+        method = self.method
+        if isinstance(method, Elastic):
+            return method.sync.rank == 0
+        return (dist.get_rank() if self._keep is None else self._rank) == 0
+
+    def run(self, stop_request: StopRequest | None) -> None:
+        job, task, emit = self._job, self._task, self._emit
+        emit(Waiting("connecting to the other workers"))
+        self._control_step_times()
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(job.seed * 1000 + self._rank)  # ranks draw different augmentation and dropout
+        if self._leases:
+            task.position = 0
+        method = self.method = self._start_method()
+        emit(Start(task.steps, sum(p.nbytes for p in task.model.parameters())))
+        checkpoints = RunCheckpoints(job, task, method, emit)
+        number = checkpoints.resume() or job.evaluations
+        evaluator = Evaluator(
+            job, task, self._recipe.metric, self._device, emit, number, self._keep
+        )
+        limit = self._time_limit(method)
+        if checkpoints.stop_if_requested(stop_request, task.steps):
+            return
+        for batch in self._batches(method):
+            method.train(batch)
+            over = limit.is_over(method.step, method.seconds)
+            evaluated_later = over and job.live  # by ``evaluator.finish``
+            evaluation = None if evaluated_later else evaluator.after_step(method)
+            emit(evaluation or self._step(method))
+            if self._count is not None:
+                self._count(self._totals(method))
+            checkpoints.save_if_due(method.step if over else task.steps)
+            if over:
+                break
+            if checkpoints.stop_if_requested(stop_request, task.steps):
+                return
+        else:
+            evaluator.data_ended(method)
+        emit(Waiting("finishing"))
+        method.finish()
+        if self._count is not None:
+            self._count(self._totals(method))
+        if self._keep is not None:
+            return evaluator.keep_last(method)
+        totals = gather(self._totals(method), self._device, "the totals of all workers")
+        emit(Waiting("evaluating"))
+        evaluator.finish(method)
+        emit(End(tuple(map(stats_of, totals)), method.step_seconds))
+
+    def _step(self, method: Method) -> Step:
+        """Return the event of the step that the method has taken.
+
+        Reading the loss may wait for a GPU. It is read only in runs whose speed is not compared
+        with that of others (``job.live``), and there once per second.
+        """
+        stats, loss = method.stats, None
+        if self._job.live and method.loss is not None and time.monotonic() >= self._read_loss_at:
+            loss = float(method.loss)
+            self._read_loss_at = time.monotonic() + 1
+        position = self._task.position_after(method.step)
+        return Step(position, method.seconds, stats.wait_seconds, stats.payload_bytes, loss)
+
+    def _start_method(self) -> Method:
+        """Attach the job's strategy, or start its baseline."""
+        job, task = self._job, self._task
+        corrects = None if job.adam_correction is None else job.adam_correction == "on"
+
+        def attach_strategy(strategy: Strategy) -> Synchronizer:
+            return attach(
+                task.model,
+                task.optimizer,
+                strategy,
+                node_group="auto" if job.workers_per_node > 1 else None,
+                wire=job.wire,
+                adam_correction=corrects,
+                log=job.log,
+                non_finite="warn",  # a run that diverges is a result, and tuning continues after it
+                timeout_seconds=job.timeout_seconds,
+                min_workers=None if self._keep is None else 1,
+            )
+
+        if self._ideal_steps is not None:
+            sync = attach_strategy(BSP())
+            return SharedIdeal(
+                task, job.lr_scale, sync, workers=job.workers, steps=self._ideal_steps
+            )
+        chosen = parse_method(job.strategy)
+        if isinstance(chosen, Baseline):
+            return chosen.start(
+                task, job.lr_scale, attach_strategy, self._batches, job.timeout_seconds
+            )
+        sync = attach_strategy(chosen)
+        if isinstance(task.scheduler, LRScheduler):
+            sync.share_state(task.scheduler.state_dict, task.load_scheduler)
+        if self._keep is not None:
+            if self._padding is not None:
+                sync.share_state(self._padding.state, self._padding.load)
+            return Elastic(task, job.lr_scale, sync)
+        return Attached(task, job.lr_scale, sync)
+
+    def _control_step_times(self) -> None:
+        """If ``job`` controls the step times, let ``task.loss`` sleep on real workers."""
+        job, task = self._job, self._task
+        if dist.get_backend() == "simulated":  # the simulator controls the virtual time of a step
+            return
+        if job.step_seconds is None:
+            changes = Scenario.from_json(job.scenario).slowdowns(job.workers)
+            if job.jitter or job.slow or changes:
+                raise ValueError(STRAGGLERS_NEED_STEP_TIME)
+            return
+        compute = planned_times(job, job.step_seconds)
+        task.loss = self._padding = PaddedLoss(task, compute, rank=self._rank, seed=job.seed)
+        if self._rank < job.workers:  # otherwise it joins, and receives what others have measured
+            self._emit(Waiting("measuring a step"))
+            self._padding.measure(task, lambda: self._batches())
+
+    def _time_limit(self, method: Method) -> TimeLimit:
+        """Return the limit on the training time."""
+        job, clock = self._job, method.limited_clock
+        # All workers evaluate together, or a worker takes no step without others.
+        if clock == "own" and (job.live or job.injection is not None or job.workers_per_node > 1):
+            clock = "largest"
+        return TimeLimit(job.max_seconds, self._task.steps, clock=clock, device=self._device)
+
+    def _totals(self, method: Method) -> dict[str, Any]:
+        totals = method.stats.to_dict()
+        if self._padding is not None:
+            late = {"late_steps": self._padding.late_steps}
+            totals["details"] = {**totals["details"], **late}
+        return totals
+
+    def _batches(self, method: Method | None = None, task: Task | None = None) -> Iterator[Any]:
+        """Iterate over this worker's batches, on its device.
+
+        Args:
+            method: Method that trains on the batches. It has already trained on the first
+                ``method.step`` batches, which are skipped. The job's data injection is applied.
+                None: all batches, without injection.
+            task: Task that provides the samples. None: the task of the run.
+        """
+        job, task = self._job, task or self._task
+        readers = task.readers if self._device.type == "cuda" else 0
+        batches: Iterable[Any]
+        if self._leases and isinstance(method, Attached):
+            sync, seed = method.sync, job.seed
+            batches = LeasedBatches(task, sync, workers=job.workers, seed=seed, readers=readers)
+        else:
+            sampler = job.sampler_for(task, dist.get_rank())
+            done = 0 if method is None else method.step
+            batches = Batches(task, sampler, readers=readers, done=done)
+            if job.injection is not None and isinstance(method, Attached):
+                alpha, beta = parse_injection(job.injection)
+                size = injected_batch_size(task.batch_size, alpha, beta, method.sync.size)
+                loader = Batches(task, sampler, size=size, readers=readers)
+                batches = DataInjection(loader, alpha, beta, sync=method.sync, seed=job.seed)
+        for batch in batches:
+            yield to_device(batch, self._device)
+
+
+def planned_times(job: Job, step: float | str) -> Compute:
+    """Return the compute times of the processes of ``job``, with steps of this duration."""
+    scenario = Scenario.from_json(job.scenario)
+    slowdown = scenario.by_rank(parse_slow(job.slow, job.workers), job.workers)
+    changes = scenario.slowdowns(job.workers)
+    return Compute(step, jitter=job.jitter, slowdown=slowdown, changes=changes)
+
+
+def import_from_current_directory() -> None:
+    """Make modules in the current directory importable, for custom strategies.
+
+    Console scripts and ``python -P`` do not add this directory to ``sys.path``.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def encode(
+    job: Job,
+    rank: int,
+    rendezvous: str,
+    stop_request: str | None = None,
+    folder: str | None = None,
+) -> str:
+    """Return the JSON argument of ``python -m offbeat_lab.train`` for one worker.
+
+    ``rendezvous`` is the path of a new file through which the workers find each other.
+    ``stop_request`` is the path of the ``StopRequest``'s file; None: the run cannot be asked to
+    stop. ``folder`` is the one of the ``WorkerFiles`` if workers die and join; each of them then
+    has a ``rendezvous`` of its own. None: no worker dies or joins.
+    """
+    values = {
+        "job": asdict(job),
+        "rank": rank,
+        "rendezvous": rendezvous,
+        "stop_request": stop_request,
+        "folder": folder,
+    }
+    return json.dumps(values)
+
+
+def main() -> None:
+    """Run one worker, described by ``sys.argv[1]``, the result of ``encode``.
+
+    An expected error is written as one line to standard error, and the exit status is 1. The
+    original standard output receives the events alone: what other code prints goes to standard
+    error, such as the lines in which gloo of torch 2.9 reports its connections.
+    """
+    events = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import_from_current_directory()
+    values = json.loads(sys.argv[1])
+    job, rank, path = Job(**values["job"]), values["rank"], values["stop_request"]
+    files = WorkerFiles(values["folder"], rank) if values["folder"] else None
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
+    size, status = job.workers if files is None else 1, 0
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(values["rendezvous"], size),  # type: ignore[attr-defined]
+            rank=rank if files is None else 0,
+            world_size=size,
+            timeout=timedelta(seconds=job.timeout_seconds),
+        )
+        share_cores(job.workers, rank)
+        train_worker(
+            job,
+            lambda event: print(to_json(event), file=events, flush=True),
+            None if path is None else StopRequest(path, job.workers),
+            rank=rank,
+            keep=None if files is None else files.keep,
+            count=None if files is None else files.count,
+        )
+    except (OffbeatError, ValueError, TypeError, OSError, ImportError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        status = 1
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a normal exit runs gloo's destructors, which wait for ended workers
+
+
+if __name__ == "__main__":
+    main()
