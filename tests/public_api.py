@@ -21,13 +21,15 @@ _SHOWN = re.compile(r"^::: (?P<path>[\w.]+)\n(?P<options>(?:    .*\n)*)", re.MUL
 
 def public_api() -> str:
     """Return all public names with their signatures, in the order of docs/api.md."""
-    package = griffe.load("offbeat", search_paths=[ROOT / "src"])
+    packages = griffe.GriffeLoader(search_paths=[ROOT / "src"])
+    for package in ("offbeat", "offbeat_lab"):
+        packages.load(package)
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     lines: list[str] = []
     for shown in _SHOWN.finditer(page):
         options = (yaml.safe_load(shown["options"]) or {}).get("options", {})
         path = shown["path"]
-        lines += _lines(path, package[path.removeprefix("offbeat.")], options)
+        lines += _lines(path, packages.modules_collection[path], options)
     return "\n".join(lines) + "\n"
 
 
