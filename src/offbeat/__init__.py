@@ -13,16 +13,13 @@ __version__ = "0.1.0"
 __all__ = [
     "BSP",
     "EASGD",
-    "SPARTA",
     "SSP",
     "AsyncAveraging",
-    "AsyncDiLoCo",
     "AttachError",
     "CheckpointError",
     "CommunicationError",
     "CommunicationTimeout",
     "Compute",
-    "DesLoc",
     "DiLoCo",
     "Downpour",
     "EndedError",
@@ -61,10 +58,7 @@ if TYPE_CHECKING:
     from offbeat.attach import attach
     from offbeat.baselines import (
         EASGD,
-        SPARTA,
         SSP,
-        AsyncDiLoCo,
-        DesLoc,
         Downpour,
         FedAvg,
         PowerSGD,

@@ -9,10 +9,7 @@ import importlib
 from offbeat.arguments import did_you_mean
 from offbeat.baselines import (
     EASGD,
-    SPARTA,
     SSP,
-    AsyncDiLoCo,
-    DesLoc,
     Downpour,
     FedAvg,
     PowerSGD,
@@ -38,17 +35,14 @@ STRATEGIES: dict[str, type[Strategy]] = {
         StreamingAveraging,
         DiLoCo,
         FedAvg,
-        DesLoc,
         SSP,
         Downpour,
         EASGD,
-        AsyncDiLoCo,
         SparseLoCo,
-        SPARTA,
         PowerSGD,
     )
 }
-"""Strategy classes by name. The last nine are baselines: methods to compare with."""
+"""Strategy classes by name. The last six are baselines: methods to compare with."""
 
 _CONSTANTS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
 

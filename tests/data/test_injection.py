@@ -226,7 +226,7 @@ class Epochs:
 def make(strategy: offbeat.Strategy, timeout_seconds: float = 20) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-12)  # DES-LOC averages its moments
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-12)
     sync = offbeat.attach(model, optimizer, strategy, timeout_seconds=timeout_seconds)
     return model, optimizer, sync
 

@@ -160,10 +160,7 @@ TEXTS = [
     "ssp:staleness=2",
     "downpour:push_every=2,fetch_every=3",
     "easgd:period=3",
-    "async_diloco:period=3",
-    "desloc:period=2,first_period=3",
     "sparseloco:period=3",
-    "sparta:share=0.1,overlap=2",
     "powersgd:rank=1",
 ]
 

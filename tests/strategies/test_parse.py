@@ -172,12 +172,12 @@ def test_only_what_differs_from_the_defaults_is_shown(
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("", ValueError, "unknown strategy ''; there are async, async_diloco, bsp, desloc, "),
+        ("", ValueError, "unknown strategy ''; there are async, bsp, diloco, "),
         ("xyz", ValueError, f"unknown strategy 'xyz'; there are {', '.join(sorted(STRATEGIES))}"),
         (
             "SelSync",
             ValueError,
-            "'SelSync' (did you mean 'selsync'?); there are async, async_diloco, bsp, des",
+            "'SelSync' (did you mean 'selsync'?); there are async, bsp, dil",
         ),
         (
             "selsync:detla=1",

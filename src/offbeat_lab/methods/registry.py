@@ -79,7 +79,7 @@ def check_run(
     averages = method.averages()
     try:
         if isinstance(averages, CustomFlow):
-            averages.check(workers, [optimizer])
+            averages.check(workers)
         if injection:
             require_blocking(method, "data injection")
         if adam_correction:

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from offbeat.baselines import SPARTA, DesLoc, FedAvg, PowerSGD, SparseLoCo
+from offbeat.baselines import FedAvg, PowerSGD, SparseLoCo
 from offbeat.display.table import Table
 from offbeat.registry import parse_strategy
 from offbeat.strategies.base import Gradients, SharedModel
@@ -112,9 +112,7 @@ def _has_lssr(result: Result) -> bool:
     averages = strategy.averages()
     if isinstance(averages, SharedModel):
         return not averages.eager
-    return isinstance(averages, Gradients) or isinstance(
-        strategy, FedAvg | DesLoc | SparseLoCo | SPARTA | PowerSGD
-    )
+    return isinstance(averages, Gradients) or isinstance(strategy, FedAvg | SparseLoCo | PowerSGD)
 
 
 def _not_reached(runs: Sequence[Result]) -> str:
