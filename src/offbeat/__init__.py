@@ -12,8 +12,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BSP",
-    "EASGD",
-    "SSP",
     "AsyncAveraging",
     "AttachError",
     "CheckpointError",
@@ -21,9 +19,7 @@ __all__ = [
     "CommunicationTimeout",
     "Compute",
     "DiLoCo",
-    "Downpour",
     "EndedError",
-    "FedAvg",
     "Forecast",
     "JsonLines",
     "LinearScalingWarmup",
@@ -32,10 +28,8 @@ __all__ = [
     "Network",
     "OffbeatError",
     "Plan",
-    "PowerSGD",
     "SelSync",
     "Simulation",
-    "SparseLoCo",
     "Stats",
     "Strategy",
     "StreamingAveraging",
@@ -56,14 +50,6 @@ __all__ = [
 if TYPE_CHECKING:
     from offbeat import data
     from offbeat.attach import attach
-    from offbeat.baselines import (
-        EASGD,
-        SSP,
-        Downpour,
-        FedAvg,
-        PowerSGD,
-        SparseLoCo,
-    )
     from offbeat.checkpoint.save_load import load, save
     from offbeat.elastic.joining import join
     from offbeat.errors import (
@@ -76,7 +62,6 @@ if TYPE_CHECKING:
         OffbeatError,
     )
     from offbeat.plan import Forecast, Plan, plan
-    from offbeat.registry import parse_strategy
     from offbeat.simulate import Compute, Network, Simulation, simulate
     from offbeat.strategies import (
         BSP,
@@ -87,6 +72,7 @@ if TYPE_CHECKING:
         Strategy,
         StreamingAveraging,
     )
+    from offbeat.strategies.registry import parse_strategy
     from offbeat.synchronizer import Synchronizer
     from offbeat.telemetry import JsonLines, Stats, TensorBoard, WandB
     from offbeat.training.batchnorm import recalibrate_batchnorm
@@ -96,7 +82,7 @@ else:
         __name__,
         __all__,
         (
-            *("data", "errors", "plan", "simulate", "strategies", "baselines", "registry"),
+            *("data", "errors", "plan", "simulate", "strategies", "strategies.registry"),
             *("telemetry", "attach", "synchronizer", "elastic.joining", "checkpoint.save_load"),
             *("training.batchnorm", "training.learning_rate.schedule"),
         ),

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 import offbeat
-from offbeat.baselines import (
+from offbeat.strategies import Strategy
+from offbeat_lab.baselines import (
     EASGD,
     SSP,
     Downpour,
@@ -14,7 +15,6 @@ from offbeat.baselines import (
     PowerSGD,
     SparseLoCo,
 )
-from offbeat.strategies import Strategy
 from problems import OPTIMIZERS, make_model
 from worlds import run
 

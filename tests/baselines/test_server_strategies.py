@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from cells import nightly, some
 from loops import attach, error_of
 from offbeat import Compute, Network, simulate
-from offbeat.baselines.downpour import Downpour
-from offbeat.baselines.easgd import EASGD
-from offbeat.baselines.ssp import SSP
 from offbeat.strategies.base import Strategy
+from offbeat_lab.baselines.downpour import Downpour
+from offbeat_lab.baselines.easgd import EASGD
+from offbeat_lab.baselines.ssp import SSP
 from problems import OPTIMIZERS, flat, make_batch, make_model, train_step
 from workers import run
 

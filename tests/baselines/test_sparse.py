@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from loops import attach, close
-from offbeat import SparseLoCo, Strategy
-from offbeat.baselines.sparseloco import SparseVectors
+from offbeat import Strategy
+from offbeat_lab import SparseLoCo
+from offbeat_lab.baselines.sparseloco import SparseVectors
 from problems import flat, make_wide, wide_step
 from strategies.sparse_references import largest_in_two_bits
 from worlds import run

@@ -12,7 +12,7 @@ import pytest
 from cli.commands import Call, plain
 from offbeat.cli import network, runs
 from offbeat.errors import OffbeatError
-from offbeat.registry import STRATEGIES
+from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.recipes import RECIPES, Setup, Task
 
 HUGE = "1" + 15 * "0"

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from cli.commands import LIMIT, Call, one_line, plain, started
 from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, StreamingAveraging, cli
 from offbeat.cli import network
-from offbeat.registry import parse_strategy
+from offbeat.strategies.registry import parse_strategy
 from offbeat_lab import probe as probing
 from offbeat_lab.launch.cluster import Cluster
 from offbeat_lab.probe import Pair

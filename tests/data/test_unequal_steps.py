@@ -16,7 +16,7 @@ from cells import some
 from offbeat import Compute, Network, Simulation, simulate
 from offbeat.data import LeasedLoader, LeasedSampler
 from offbeat.data.leasing.access import team_of
-from offbeat.registry import STRATEGIES
+from offbeat_lab.baselines import STRATEGIES
 
 WORKERS, BATCHES, LR = 4, 140, 0.01
 STEP_SECONDS = 0.010
@@ -50,7 +50,7 @@ def train(strategy: str, after_step: AfterStep = lambda sync, sampler: None) -> 
     model = torch.nn.Linear(1, WORKERS, bias=False).double()
     torch.nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(strategy), wire="float32")
+    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(strategy, STRATEGIES))
     dataset = TensorDataset(torch.zeros(BATCHES))
     sampler = LeasedSampler(dataset, 1, sync=sync)
     for _ in LeasedLoader(DataLoader(dataset, batch_sampler=sampler)):

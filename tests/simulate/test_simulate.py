@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from offbeat import AsyncAveraging, Compute, LocalSGD, Network, SelSync, simulate
-from offbeat.registry import STRATEGIES, parse_strategy
+from offbeat import AsyncAveraging, Compute, LocalSGD, Network, SelSync, parse_strategy, simulate
 from offbeat.simulate import DeadlockError, Simulation
 from offbeat.simulate.cluster import Span
 from offbeat.strategies import Strategy
+from offbeat_lab.baselines import STRATEGIES
 from problems import flat, loss_of, make_batch, make_model, train_step
 
 STEP = 0.05
@@ -172,7 +172,7 @@ def noisy(text: str) -> Callable[[], dict[str, Any]]:
         rank = dist.get_rank()
         model = make_model(seed=rank)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        sync = offbeat.attach(model, optimizer, parse_strategy(text))
+        sync = offbeat.attach(model, optimizer, parse_strategy(text, STRATEGIES))
         for step in range(12 + rank):
             x = torch.randn(4, 4, dtype=torch.float64)
             y = torch.tensor(np.random.rand(4, 1)) + random.random()

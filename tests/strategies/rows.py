@@ -9,8 +9,9 @@ import pytest
 
 import worlds
 from offbeat import parse_strategy
-from offbeat.baselines.server_strategy import ServerStrategy
 from offbeat.strategies.base import CustomFlow, Gradients, Strategy
+from offbeat_lab.baselines import STRATEGIES
+from offbeat_lab.baselines.server_strategy import ServerStrategy
 from strategies.low_rank_reference import PowerSGD
 from strategies.references import BSP, AsyncAveraging, DiLoCo, Make, SelSync, Streaming
 from strategies.sparse_references import SparseLoCo
@@ -41,7 +42,7 @@ class Row:
 
     @property
     def strategy(self) -> Strategy:
-        return parse_strategy(self.text)
+        return parse_strategy(self.text, STRATEGIES)
 
     @property
     def baseline(self) -> bool:

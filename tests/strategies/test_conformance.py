@@ -14,8 +14,8 @@ import workers
 import worlds
 from cells import some
 from loops import Sink, attach, close
-from offbeat.registry import STRATEGIES
 from offbeat.strategies.base import SharedModel
+from offbeat_lab.baselines import STRATEGIES
 from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step
 from strategies.references import Reference, SelSync
 from strategies.rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each

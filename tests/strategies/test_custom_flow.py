@@ -10,10 +10,11 @@ from torch import Tensor
 
 import offbeat
 from loops import attach, close, sgd
-from offbeat import AttachError, PowerSGD, SparseLoCo, Strategy
+from offbeat import AttachError, Strategy
 from offbeat.averaging import AttachedOptimizer, Flow
 from offbeat.averaging.votes import Round
 from offbeat.strategies.base import CustomFlow, setting
+from offbeat_lab import PowerSGD, SparseLoCo
 from problems import OPTIMIZERS, Simulated, assign, flat, make_batch, make_model, train_step
 from worlds import run
 

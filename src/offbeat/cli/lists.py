@@ -12,7 +12,7 @@ from offbeat.arguments import range_of, types_of
 from offbeat.cli.checks import require_file
 from offbeat.cli.view import console, print_path, print_table
 from offbeat.display.table import Table
-from offbeat.registry import STRATEGIES
+from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.methods.registry import BASELINES
 from offbeat_lab.recipes import RECIPES
 from offbeat_lab.report import page

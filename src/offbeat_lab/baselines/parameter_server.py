@@ -25,12 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.baselines.shard import NO_CLOCK, Answer, Request, RequestKind, Rule, Shard
-from offbeat.baselines.shard_service import ANSWER, CONTROL, PULLED, PUSHED, REQUEST, ShardService
 from offbeat.checkpoint.state import load, save
 from offbeat.transport.handle import Completed, Handle, explained
 from offbeat.transport.host import Promise
 from offbeat.transport.team import Team
+from offbeat_lab.baselines.shard import NO_CLOCK, Answer, Request, RequestKind, Rule, Shard
+from offbeat_lab.baselines.shard_service import (
+    ANSWER,
+    CONTROL,
+    PULLED,
+    PUSHED,
+    REQUEST,
+    ShardService,
+)
 
 
 def shard_slices(elements: int, servers: int) -> list[slice]:

@@ -22,10 +22,10 @@ from offbeat.averaging.flow import Flow
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.baselines.parameter_server import ParameterServer
-from offbeat.baselines.shard import Rule
 from offbeat.errors import OffbeatError
 from offbeat.strategies.base import CustomFlow, Strategy
+from offbeat_lab.baselines.parameter_server import ParameterServer
+from offbeat_lab.baselines.shard import Rule
 
 logger = logging.getLogger("offbeat")
 
