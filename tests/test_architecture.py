@@ -32,7 +32,7 @@ LAB_MODULES = sorted(LAB.rglob("*.py"))
 # folder of the package. A file inside a folder is a unit of its own if it is listed.
 LEVELS = [
     {"errors", "units", "arguments", "lazy_imports", "display"},
-    {"checkpoint/state", "telemetry", "quantization/precision"},
+    {"checkpoint/state", "telemetry"},
     {"strategies"},
     {"transport"},
     {"quantization"},
@@ -62,7 +62,6 @@ STRATEGIES_IMPORT = {
     *("abc", "collections", "dataclasses", "functools", "logging", "math"),
     *("typing", "typing_extensions"),
     *("offbeat.strategies", "offbeat.arguments", "offbeat.checkpoint.state"),
-    "offbeat.quantization.precision",
 }
 NETWORKS_THREADS_AND_CLOCKS = {
     "torch.distributed",

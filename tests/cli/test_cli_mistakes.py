@@ -91,10 +91,6 @@ SIMULATION = [
     ("--workers-per-node 3", "workers=4 do not fill nodes of workers_per_node=3"),
     ("--workers-per-node 0", "workers_per_node must be at least 1, got 0"),
     ("--inside 1Gbit/s", "inside needs nodes of several workers: give workers_per_node"),
-    (
-        "--workers-per-node 2 -s async --wire auto",
-        'wire="auto" with node_group: .*',
-    ),
 ]
 
 
@@ -144,7 +140,7 @@ SIMULATION = [
         (f"{NET} -s strea", r"unknown strategy 'strea' \(did you mean 'streaming'\?\); there .*"),
         ("compare digits -s torch:dpd", r".* 'torch:dpd' \(did you mean 'torch:ddp'\?\); .*"),
         ("train digits --sampler defpd", r"sampler .*, got 'defpd' \(did you mean 'defdp'\?\)"),
-        ("train digits --wire in8", r".* '--wire'.* 'in8' .*'auto'\. \(did you mean 'int8'\?\)"),
+        ("train digits --wire in8", r".* '--wire'.* 'in8' .*'int2'\. \(did you mean 'int8'\?\)"),
         ("compare digits -s 'bsp --wire in8'", r"wire must .* 'in8' \(did you mean 'int8'\?\)"),
         # where results go
         ("compare digits -s bsp -o FILES/file", "--output .*/file: name a directory, .*"),

@@ -425,7 +425,6 @@ def test_nodes_may_take_different_numbers_of_steps(found: list[Any]) -> None:
 CASES: list[dict[str, Any]] = [
     {"strategy": "bsp", "node_group": "auto"},
     {"strategy": "bsp", "node_group": "other"},
-    {"strategy": "local:period=2", "node_group": "auto", "wire": "auto"},
     {"strategy": "bsp", "node_group": "auto", "min_workers": 1},
 ]
 
@@ -467,7 +466,6 @@ def refused(rank: int, size: int) -> Any:
 TEXTS_OF_ERRORS = [
     'rank 0: node_group="auto" reads LOCAL_RANK',
     "rank 0: node_group must be",
-    'wire="auto" with node_group: the precision follows from the time that each worker waits',
     "min_workers with node_group: a node cannot continue without one of its workers",
     "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 do not fit rank 2",
     "monitor(distance_every=…) with node_group",

@@ -253,9 +253,9 @@ EVERY = [
     "selsync:delta=0.05,aggregate=gradients",
     "bsp",
 ]
-GRID = [(text, wire) for text in EVERY for wire in WIRES] + [("streaming:parts=3", "auto")]
+GRID = [(text, wire) for text in EVERY for wire in WIRES]
 # A row of each strategy, over one wire after the other.
-DAILY = [(text, WIRES[i % 3]) for i, text in enumerate(EVERY) if i % 2 == 0] + GRID[-1:]
+DAILY = [(text, WIRES[i % 3]) for i, text in enumerate(EVERY) if i % 2 == 0]
 
 
 def uneven(seed: int) -> nn.Module:
@@ -584,7 +584,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tensors", {}, "not given to fully_shard (tensor parallelism)"),
     ("", {"strategy": "local:period=2,optimizer_state=average"}, "state cannot be averaged there"),
     ("", {"min_workers": 1}, "min_workers with node_group"),
-    ("", {"wire": "auto"}, 'wire="auto" with node_group'),
 ]
 
 

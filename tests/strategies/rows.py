@@ -10,8 +10,7 @@ import pytest
 import worlds
 from offbeat import parse_strategy
 from offbeat.baselines.server_strategy import ServerStrategy
-from offbeat.strategies.base import CustomFlow, Gradients, SharedModel, Strategy
-from offbeat.training.checks.compatibility import chooses_precision
+from offbeat.strategies.base import CustomFlow, Gradients, Strategy
 from strategies.low_rank_reference import PowerSGD
 from strategies.references import BSP, AsyncAveraging, DesLoc, DiLoCo, Make, SelSync, Streaming
 from strategies.sparse_references import SPARTA, SparseLoCo
@@ -48,13 +47,6 @@ class Row:
     def baseline(self) -> bool:
         """True if it trains with exact messages and a fixed number of workers only."""
         return isinstance(self.strategy.averages(), CustomFlow)
-
-    @property
-    def takes_auto(self) -> bool:
-        """True if it takes ``wire="auto"``."""
-        averages = self.strategy.averages()
-        feedback = isinstance(averages, SharedModel) and averages.error_feedback
-        return not self.baseline and (not feedback or chooses_precision(self.strategy))
 
     @property
     def excludes(self) -> bool:

@@ -180,7 +180,6 @@ def test_the_policy_for_non_finite_values_applies() -> None:
     "option",
     [
         {"wire": "int8"},
-        {"wire": "auto"},
         {"non_finite": "exclude"},
         {"min_workers": 1},
         {"node_group": "auto"},

@@ -302,10 +302,10 @@ def test_details_count_launches_landings_and_staleness(row: Row, tmp_path: Path)
             assert details["landing_seconds"] > 0
 
 
-def hold(rank: int, size: int, text: str, wire: Any, alive: "weakref.WeakSet[Any]") -> None:
+def hold(rank: int, size: int, text: str, alive: "weakref.WeakSet[Any]") -> None:
     model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
     optimizer = OPTIMIZERS[kind_for(text)](model.parameters())
-    sync = attach(model, optimizer, text, wire=wire)
+    sync = attach(model, optimizer, text)
     sync.monitor(distance_every=2, gradient_change=True)
     for step in range(7):
         train_step(model, optimizer, make_batch(rank, step))
@@ -314,15 +314,12 @@ def hold(rank: int, size: int, text: str, wire: Any, alive: "weakref.WeakSet[Any
 
 
 @first_of_each(ROWS)
-@pytest.mark.parametrize("wire", [None, pytest.param("auto", marks=pytest.mark.nightly)])
-def test_a_simulated_run_holds_nothing_when_it_has_ended(row: Row, wire: Any) -> None:
+def test_a_simulated_run_holds_nothing_when_it_has_ended(row: Row) -> None:
     """Its models are freed at once, because the garbage collector does not count bytes."""
-    if wire == "auto" and not row.takes_auto:
-        return
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     gc.disable()
     try:
-        worlds.simulated(hold, row.text, wire, alive, workers=2)
+        worlds.simulated(hold, row.text, alive, workers=2)
         assert not [*alive]
     finally:
         gc.enable()

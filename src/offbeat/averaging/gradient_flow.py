@@ -77,8 +77,7 @@ class GradientFlow(Flow):
             if common is not None:
                 load_common_values(view.state, common["states"][index])
             views.append(view)
-        numbers = len(strategy.vote(views[0])) + worker.wire.measurement_count
-        slots = Vote.SLOTS + numbers if self.every_step else 0
+        slots = Vote.SLOTS + len(strategy.vote(views[0])) if self.every_step else 0
         means = [
             self.make_mean(optimizer, view, slots)
             for optimizer, view in zip(worker.optimizers, views, strict=True)
@@ -217,7 +216,7 @@ class GradientFlow(Flow):
         view.rounds += 1
         if chosen is None:
             return False
-        if not self.strategy.decide(view, chosen.tally()).parts:
+        if not self.strategy.decide(view, chosen.tally()):
             return False
         view.rounds, view.launch_step, view.launches = 0, view.step, view.launches + 1
         # Unless the policy is "warn", non-finite gradients are not sent: all would receive them.

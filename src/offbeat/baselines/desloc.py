@@ -18,7 +18,6 @@ from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.errors import AttachError
 from offbeat.strategies.base import (
     CustomFlow,
-    Launch,
     SharedModel,
     Strategy,
     Tally,
@@ -154,12 +153,12 @@ class DesLoc(Strategy):
         return float(worker.step - state.local_step >= steps)
 
     @override
-    def decide(self, worker: WorkerView, tally: Tally) -> Launch:
+    def decide(self, worker: WorkerView, tally: Tally) -> float:
         """Advance the schedule by one round. Launch the parameters if they are due in it."""
         state: DesLocState = worker.state
         state.scheduled_step = self._next_step(state.scheduled_step)
         state.local_step = worker.step
-        return Launch(parts=0 if state.scheduled_step % self.period else math.inf)
+        return 0 if state.scheduled_step % self.period else math.inf
 
     def moments_due(self, step: int) -> list[str]:
         """Return the names of the moments that are averaged at a step of the schedule."""

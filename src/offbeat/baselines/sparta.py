@@ -19,7 +19,6 @@ from offbeat.averaging.parts.part import Part
 from offbeat.averaging.votes import Round
 from offbeat.strategies.base import (
     CustomFlow,
-    Launch,
     SharedModel,
     Strategy,
     Tally,
@@ -186,8 +185,8 @@ class SPARTA(Strategy):
         )
 
     @override
-    def decide(self, worker: WorkerView, tally: Tally) -> Launch:
-        return Launch(parts=1)
+    def decide(self, worker: WorkerView, tally: Tally) -> float:
+        return 1
 
     def draw(
         self, launch: int, bucket: int, elements: int

@@ -111,7 +111,7 @@ class Gradients:
     Attributes:
         every_step: True if every round averages the gradients. ``decide`` is then never called, and
             the gradients may be sent during backward. False: the workers exchange votes first. They
-            average the gradients if ``decide`` returns a ``Launch`` with ``parts`` > 0.
+            average the gradients if ``decide`` returns a number > 0.
     """
 
     every_step: bool = True

@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 from offbeat.arguments import require_integer
 from offbeat.averaging import AttachedOptimizer, NonFinite, Replica, Worker, flow_of
-from offbeat.elastic.views import Views, open_wire
+from offbeat.elastic.views import Views
 from offbeat.errors import AttachError
 from offbeat.nodes.gradients import NodeBuffers, NodeMean
 from offbeat.nodes.shards import Shards
@@ -102,7 +102,7 @@ class Components:
             if not self.joined:
                 require_consistency(team.everyone, lines, settings_of(model, optimizers))
                 copy_rank_0(team, replica.everything())
-                opened = open_wire(team, strategy, wire)
+                opened = Wire(team, wire)
         worker = self.worker = Worker(team, replica, optimizers, opened, non_finite)
         worker.scaled = scaler is not None and scaler.is_enabled()
         self.recorder = StatsRecorder(worker, log)

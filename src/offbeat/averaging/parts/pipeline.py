@@ -15,7 +15,7 @@ from offbeat.averaging.parts.part import Part
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import Worker
 from offbeat.checkpoint.state import transient
-from offbeat.strategies.base import Launch, Precision, SharedModel, Strategy, WorkerView
+from offbeat.strategies.base import SharedModel, Strategy, WorkerView
 from offbeat.transport.handle import Completed
 
 # With error feedback the pipeline adds up ‖u‖² and ‖D‖² over the landings, where D is the mean
@@ -31,12 +31,10 @@ class QueuedLaunch:
         part: Index of the part.
         round: The round that decided the launch. The sum of its votes contains Σ w, the sum of the
             workers' weights.
-        precision: Precision of this launch. None: the precision given to ``attach``.
     """
 
     part: int
     round: Round
-    precision: Precision | None
 
 
 @dataclass
@@ -151,14 +149,11 @@ class Pipeline:
 
     # -- launching -------------------------------------------------------------------------------
 
-    def add(self, launch: Launch, round: Round) -> None:
-        """Queue the launches of a round: the next ``launch.parts`` parts in cyclic order."""
+    def add(self, parts: float, round: Round) -> None:
+        """Queue the launches of a round: the next ``parts`` parts in cyclic order, or all (inf)."""
         state, count = self.state, len(self.parts)
-        number = count if launch.parts == math.inf else int(launch.parts)
-        state.queue += [
-            QueuedLaunch((state.next_part + i) % count, round, launch.precision)
-            for i in range(number)
-        ]
+        number = count if parts == math.inf else int(parts)
+        state.queue += [QueuedLaunch((state.next_part + i) % count, round) for i in range(number)]
         state.next_part = (state.next_part + number) % count
         self._update_view()
 
@@ -208,7 +203,6 @@ class Pipeline:
             buffer_weight=buffer_weight,
             step=worker.step,
             what=f"launch {view.launches} (part {queued.part}) at step {worker.step}",
-            precision=queued.precision,
             outer_step=outer_step,
         )
         if not shared.blocking:
