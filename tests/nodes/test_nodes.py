@@ -444,11 +444,6 @@ def refused(rank: int, size: int) -> Any:
     in_environment(rank)
     sync = attach(model, sgd(model), "local:period=8", node_group="auto")
     found.append(error_of(lambda: sync.monitor(distance_every=4)))
-    found.append(
-        error_of(
-            lambda: offbeat.data.DataInjection([torch.ones(1)], alpha=0.5, beta=0.5, sync=sync)
-        )
-    )
     optimizer = sync._worker.optimizers[0].optimizer
     dist.barrier()
 
@@ -469,7 +464,6 @@ TEXTS_OF_ERRORS = [
     "min_workers with node_group: a node cannot continue without one of its workers",
     "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 do not fit rank 2",
     "monitor(distance_every=…) with node_group",
-    "node_group cannot be combined with data injection",
     "The workers of a node must stop together",
 ]
 

@@ -83,12 +83,19 @@ class Method(ABC):
 
 
 class Attached(Method):
-    """Trains a task with a strategy of this package, by the result of ``attach``."""
+    """Trains a task with a strategy of this package, by the result of ``attach``.
+
+    Attributes:
+        sync: The synchronizer.
+        now: Function that returns the seconds of this worker's clock, virtual in the simulator. All
+            processes of a machine have the same clock.
+    """
 
     limited_clock: ClassVar[Clock] = "own"
 
     def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
         self._task, self._lr_scale, self.sync = task, lr_scale, sync
+        self.now = team_of(sync).host.now
 
     @property
     @override
@@ -152,8 +159,7 @@ class Elastic(Attached):
 
     def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
         super().__init__(task, lr_scale, sync)
-        self._now = team_of(sync).host.now  # the same clock in all processes of a machine
-        self._start = self._now()
+        self._start = self.now()
         sync.share_state(lambda: (self._start, task.position), self._load)
 
     def _load(self, state: tuple[float, int]) -> None:
@@ -162,7 +168,7 @@ class Elastic(Attached):
     @property
     @override
     def seconds(self) -> float:
-        return self._now() - self._start
+        return self.now() - self._start
 
 
 SAVING = ("checkpoints", "save_every", "resume")
