@@ -6,7 +6,6 @@
 import contextlib
 import gc
 import json
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -341,33 +340,28 @@ def raise_in_the_loop(rank: int, size: int, text: str) -> dict[str, Any]:
     """Raise on rank 0 between two steps, inside the block. The other ranks continue."""
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS[kind_for(text)](model.parameters())
-    with caught() as found, attach(model, optimizer, text, timeout_seconds=20):
+    with caught() as found, attach(model, optimizer, text, timeout_seconds=100):
         for step in range(60):
             if rank == 0 and step == 5:
                 own = flat(model)
-                started = time.perf_counter()
                 raise KeyError("a mistake of the user's")
-            started = time.perf_counter()
             train_step(model, optimizer, make_batch(rank, step))
-    seconds = time.perf_counter() - started
     (error,) = found
     if rank == 0:
         same = torch.equal(flat(model), own)
         train_step(model, optimizer, make_batch(rank, 0))  # the hooks are gone
-        return {"error": type(error).__name__, "seconds": seconds, "same": same}
+        return {"error": type(error).__name__, "same": same}
     finite = bool(flat(model).isfinite().all())
-    return {"error": type(error).__name__, "seconds": seconds, "same": finite, "text": str(error)}
+    return {"error": type(error).__name__, "same": finite, "text": str(error)}
 
 
 @pytest.mark.sampled
 @first_of_each(ROWS)
 def test_an_exception_starts_no_collective_and_is_noticed(row: Row) -> None:
-    """It leaves the block at once, and the other workers fail long before their time-out."""
+    """The others fail long before their time-out, which is longer than a test may take."""
     first, *others = workers.run(raise_in_the_loop, row.text, workers=2, may_die=())
     assert first["error"] == "KeyError"
     assert first["same"]
-    assert first["seconds"] < 5
     for other in others:
         assert other["error"] == "CommunicationError", other["text"]
-        assert other["seconds"] < 10
         assert other["same"]
