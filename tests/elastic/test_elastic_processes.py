@@ -2,7 +2,6 @@
 
 import copy
 import os
-import re
 import signal
 import time
 from collections import Counter
@@ -211,38 +210,3 @@ def test_what_a_newcomer_receives() -> None:
     torch.manual_seed(2)
     _ = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     assert torch.equal(results[2][2], torch.get_rng_state())
-
-
-def be_stopped(rank: int, size: int) -> Any:
-    kept, model = store(), make_model(rank)
-    optimizer = sgd(model)
-    sync = offbeat.attach(model, optimizer, offbeat.BSP(), min_workers=1, timeout_seconds=1.0)
-    for step in range(20):
-        if rank == 1 and step == 10:
-            kept.set("stopped", str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if rank == 0 and sync.stats.details["view"] == 1 and not kept.check(["told"]):
-            os.kill(int(kept.get("stopped")), signal.SIGCONT)
-        optimizer.zero_grad()
-        loss_of(model, make_batch(rank, step)).backward()
-        try:
-            optimizer.step()
-        except CommunicationError as error:
-            kept.set("told", "")
-            sync.detach()
-            return str(error), sync.step
-    while rank == 0 and not kept.check(["told"]):
-        time.sleep(0.01)
-    sync.finish()
-    return flat(model), sync.step, sync.stats.details["members"]
-
-
-def test_a_stopped_worker_raises_and_the_others_finish() -> None:
-    """Its step raises for how long it was stopped. It takes no step by itself."""
-    first, (text, steps), third = run(be_stopped, workers=3, newcomers=0)
-    assert steps == 10
-    assert re.match(r"rank 1 was left behind at step 10: ranks 0, 2 are in view 1", text), text
-    # The others wait a second for it to arrive at the next view, and then wake it.
-    assert float(re.findall(r"Its longest pause was (.*) s, ", text)[0]) >= 0.9
-    assert torch.equal(first[0], third[0])
-    assert first[1:] == third[1:] == (20, [0, 2])
