@@ -383,47 +383,6 @@ def test_a_node_is_excluded_if_one_of_its_shards_is_not_finite() -> None:
 # -- other features of attach ------------------------------------------------------------------
 
 
-def in_turn(rank: int, size: int) -> Any:
-    """Train a single node, and nodes of one worker, with two optimizers and a frozen layer."""
-    found = []
-    for workers, text in ((size, "local:period=2"), (1, "bsp")):
-        os.environ.update(LOCAL_RANK=str(rank % workers), LOCAL_WORLD_SIZE=str(workers))
-        model = make_model(0)
-        for p in model[2].parameters():
-            p.requires_grad_(False)
-        model = divided(model, workers=workers)
-        first, _, middle, last = model.children()
-        optimizers = [
-            torch.optim.SGD([*first.parameters(), *middle.parameters()], lr=0.05),
-            torch.optim.SGD(last.parameters(), lr=0.05),
-        ]
-        sync = attach(model, optimizers, text, node_group="auto")
-        for step in range(3):
-            model.zero_grad()
-            loss_of(model, make_batch(rank, step)).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        sync.finish()
-        found.append(whole(model.parameters()))
-    return found
-
-
-@pytest.mark.nightly
-def test_any_number_of_workers_may_share_a_model() -> None:
-    """The models follow from the mean of all gradients, computed by hand."""
-    model = make_model(0)
-    for step in range(3):
-        model.zero_grad()
-        for rank in range(4):
-            (loss_of(model, make_batch(rank, step)) / 4).backward()
-        with torch.no_grad():
-            for p in [*model[0].parameters(), *model[3].parameters()]:
-                p -= 0.05 * p.grad  # type: ignore[operator]
-    for found in run(in_turn, workers=4):
-        for one in found:
-            close(one, whole(model.parameters()))
-
-
 class Scaled:
     """A training with a GradScaler and a learning-rate schedule, whose gradients overflow once."""
 
