@@ -28,7 +28,7 @@ from offbeat.elastic.connect import open_elastic
 from offbeat.elastic.store import SharedStore
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
 from offbeat.transport.torch_backend import process_groups as groups
-from transport.communicators import meet
+from transport.communicators import held, meet
 from workers import run
 
 TIMEOUT_SECONDS = 100.0  # more than a test may take, so that none ends by a time-out
@@ -703,18 +703,6 @@ def test_operations_of_a_later_view_have_the_full_time_limit() -> None:
 # -- many views -----------------------------------------------------------------------------------
 
 
-def held(most: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """Return the numbers of threads and descriptors, once they are at most ``most``."""
-    deadline = time.monotonic() + 5
-    while True:
-        gc.collect()
-        found = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-        settled = all(a <= b for a, b in zip(found, most, strict=True))
-        if not any(most) or settled or time.monotonic() > deadline:
-            return found
-        time.sleep(0.01)
-
-
 def change_often(rank: int, size: int, times: int) -> Any:
     gc.freeze()  # else each collection would traverse all imported objects
     worker, first = Worker(rank, size), (0, 0)
@@ -726,6 +714,7 @@ def change_often(rank: int, size: int, times: int) -> Any:
             worker.change()
         else:
             worker.step()
+    gc.collect()
     last = held(first)
     return first, last, worker.until(*range(size)).finish()
 

@@ -18,7 +18,7 @@ from offbeat.transport.handle import Handle
 from offbeat.transport.torch_backend import abandoned_threads
 from offbeat.transport.torch_backend import process_groups as groups
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
-from transport.communicators import meet
+from transport.communicators import held, meet
 from workers import run
 
 
@@ -36,20 +36,6 @@ def why(wait: Callable[[], Any]) -> str:
 
 
 # -- resources ------------------------------------------------------------------------------------
-
-
-def held(most: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """Return the numbers of threads and descriptors, once they are at most ``most``.
-
-    A joined thread is counted for a moment longer.
-    """
-    deadline = time.monotonic() + 5
-    while True:
-        found = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-        settled = all(a <= b for a, b in zip(found, most, strict=True))
-        if not any(most) or settled or time.monotonic() > deadline:
-            return found
-        time.sleep(0.001)
 
 
 def close_together(communicator: Communicator, twin: Communicator) -> Any:
