@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS
-from offbeat.registry import parse_strategy
 from offbeat.simulate import Compute, Network
+from offbeat.strategies.registry import parse_strategy
 from offbeat.units import to_bandwidth
 from offbeat_lab.job import LEASED, Job
 from offbeat_lab.launch.runners import Runner, ShapedLinks, VirtualCluster
@@ -113,8 +113,8 @@ bucket."""
 FEW = ("ideal", "streaming", "bsp --wire float32")
 """Methods of ``real`` with more than four workers."""
 RIVALS = {
-    "cnn": ("bsp", "powersgd", "sparseloco", "sparta"),
-    "transformer": ("bsp", "powersgd", "sparseloco", "sparta", "desloc"),
+    "cnn": ("bsp", "powersgd", "sparseloco"),
+    "transformer": ("bsp", "powersgd", "sparseloco"),
 }
 """Further methods of ``headline`` at 50 Mbit/s: ``bsp`` with tuned precision, and baselines."""
 REAL_RIVALS = {"cnn": ("powersgd", "sparseloco"), "transformer": ("local", "bsp")}
@@ -174,12 +174,9 @@ CORRECTED = (
 without them."""
 SPEEDS = {"half": "3=2", "graded": "1=1.25,2=2,3=4", "sixth": "3=6"}
 """Name → slow workers of ``uneven`` and the factors on their step times."""
-PLAIN = "async_diloco:dynamic_steps=False,momentum_period=1"
-"""Asynchronous DiLoCo without the additions of its paper: DyLU, dynamic local updates, and DN, the
-delayed Nesterov step."""
 EAGER = "async:schedule=eager"
 """Asynchronous averaging whose workers step at their own speed."""
-UNEVEN = ("ideal", "streaming", EAGER, "local", DILOCO, PLAIN, "async_diloco")
+UNEVEN = ("ideal", "streaming", EAGER, "local", DILOCO)
 """Methods of ``uneven``."""
 UNEVEN_RATE = 4
 """Factor on the learning rate of ``elastic``, of ``elastic_real`` and of the first trials of

@@ -19,7 +19,6 @@ from benchmarks.race.studies import (
     FAMILIES,
     FEATURES,
     MANY_IDEAL,
-    PLAIN,
     RATES,
     UNCORRECTED,
     UNEVEN,
@@ -53,12 +52,8 @@ NAMES = {
     "bsp": "BSP",
     DDP: "DDP",
     "sparseloco": "SparseLoCo",
-    "sparta": "SPARTA",
-    "desloc": "DES-LOC",
     "powersgd": "PowerSGD",
     EAGER: "async, eager",
-    PLAIN: "async DiLoCo",
-    "async_diloco": "async DiLoCo, DyLU and DN",
 }
 """Method as in ``studies`` → its name in tables and figures."""
 

@@ -6,7 +6,7 @@ import shlex
 
 from cli.commands import Call, one_line
 from offbeat import BSP, AsyncAveraging, LocalSGD, SelSync, StreamingAveraging
-from offbeat.registry import parse_strategy
+from offbeat.strategies.registry import parse_strategy
 
 NETWORKED = shlex.split("plan --parameters 25M --step-time 120ms --workers 16 --bandwidth 5gbit")
 SUGGESTED = {

@@ -25,6 +25,7 @@ from offbeat.elastic import membership
 from offbeat.errors import AttachError, CommunicationError, MismatchError
 from offbeat.simulate import Join, Kill, Simulation
 from offbeat.transport.board import LocalBoard
+from offbeat_lab import baselines
 from problems import flat, loss_of, make_batch, make_model
 from workers import run as on_processes
 
@@ -53,7 +54,8 @@ def attach(strategy: str = "streaming", **options: Any) -> Any:
     model = make_model(0)
     optimizer = sgd(model, lr=0.01)
     options = {"timeout_seconds": 20, **options}
-    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(strategy), **options)
+    chosen = offbeat.parse_strategy(strategy, baselines.STRATEGIES)
+    sync = offbeat.attach(model, optimizer, chosen, **options)
     return model, optimizer, sync
 
 

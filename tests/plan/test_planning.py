@@ -82,13 +82,10 @@ def test_a_model_keeps_its_tensors() -> None:
     "text",
     [
         "fedavg:period=8",
-        "desloc:period=8",
         "ssp:staleness=3",
         "downpour",
         "easgd:period=4",
-        "async_diloco",
         "sparseloco",
-        "sparta",
         "powersgd",
     ],
 )
@@ -250,7 +247,7 @@ def test_impossible_nodes_of_a_plan_are_refused(changes: dict[str, Any], message
         ({"wire": "float16"}, "wire must be .float32"),
         ({"strategies": []}, "must be a list like"),
         ({"strategies": "bsp"}, "must be a list like"),
-        ({"strategies": ["nothing"]}, "there are async, async_diloco, bsp"),
+        ({"strategies": ["nothing"]}, "there are async, bsp"),
         ({"strategies": ["local"]}, "local:period=8"),
     ],
 )

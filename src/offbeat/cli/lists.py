@@ -10,7 +10,7 @@ from typing import Any
 from offbeat.arguments import range_of, types_of
 from offbeat.cli.view import console, print_table
 from offbeat.display.table import Table
-from offbeat.registry import STRATEGIES
+from offbeat.strategies.registry import STRATEGIES
 
 
 def strategies() -> None:

@@ -15,11 +15,11 @@ from offbeat.plan.communicator import team_of
 from offbeat.plan.placeholder_model import PlaceholderModel, PlaceholderTraining, Shapes
 from offbeat.plan.record import Record
 from offbeat.quantization.wire import Precision
-from offbeat.registry import STRATEGIES
 from offbeat.simulate import Network
 from offbeat.simulate.randomness import RandomState
 from offbeat.simulate.workers import SimulatedWorker
 from offbeat.strategies import BSP, Strategy
+from offbeat.strategies.registry import STRATEGIES
 
 _DRAWS = 20_000  # random steps whose mean is the expected duration of a node's step
 _NODE_STEPS = 3  # steps of a single node: all later ones take as long as the third

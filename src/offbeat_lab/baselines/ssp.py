@@ -14,9 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.averaging.buckets import as_real, pack_mixed, unpack
-from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
-from offbeat.baselines.shard import Rule
 from offbeat.strategies.base import setting
+from offbeat_lab.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
+from offbeat_lab.baselines.shard import Rule
 
 
 @dataclass

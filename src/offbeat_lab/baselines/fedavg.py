@@ -6,14 +6,12 @@ worker sends a *vote*, a few numbers that include its weight.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Literal
 
 import numpy as np
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from offbeat.arguments import POSITIVE, require_number
@@ -185,7 +183,7 @@ class FedAvg(Strategy):
             blocking=True,
         )
 
-    def _check_run(self, workers: int, optimizers: Sequence[Optimizer]) -> None:
+    def _check_run(self, workers: int) -> None:
         """Raise unless these workers can train with the strategy; see ``CustomFlow``."""
         if self.weights is not None and len(self.weights) != workers:
             raise ValueError(

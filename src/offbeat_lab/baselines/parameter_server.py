@@ -25,12 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.baselines.shard import NO_CLOCK, Answer, Request, RequestKind, Rule, Shard
-from offbeat.baselines.shard_service import ANSWER, CONTROL, PULLED, PUSHED, REQUEST, ShardService
 from offbeat.checkpoint.state import load, save
 from offbeat.transport.handle import Completed, Handle, explained
 from offbeat.transport.host import Promise
 from offbeat.transport.team import Team
+from offbeat_lab.baselines.shard import NO_CLOCK, Answer, Request, RequestKind, Rule, Shard
+from offbeat_lab.baselines.shard_service import (
+    ANSWER,
+    CONTROL,
+    PULLED,
+    PUSHED,
+    REQUEST,
+    ShardService,
+)
 
 
 def shard_slices(elements: int, servers: int) -> list[slice]:
@@ -51,7 +58,6 @@ class ParameterServer:
             ``vector``.
         servers: Ranks that hold a shard each. None: all ranks.
         rule: Function that returns the update rule of a shard, given its initial values.
-        clocks: Initial clock of each worker. None: 0.
 
     Attributes:
         vector: Values to push, before ``start``. Pulled values, after ``take``. May be read and
@@ -67,7 +73,6 @@ class ParameterServer:
         *,
         servers: Sequence[int] | None = None,
         rule: Callable[[Tensor], Rule] = lambda shard: Rule(),
-        clocks: Sequence[int] | None = None,
     ) -> None:
         self._team, self.vector, self.pulled_bytes = team, initial, 0
         ranks = list(team.ranks if servers is None else servers)
@@ -83,7 +88,7 @@ class ParameterServer:
         self._service: ShardService | None = None
         if team.rank in self._slices:
             values = initial[self._slices[team.rank]].clone()
-            self.shard = Shard(values, rule(values), list(clocks or [0] * team.size))
+            self.shard = Shard(values, rule(values), [0] * team.size)
             self._service = ShardService(team, self.shard)
 
     # -- requests for values ---------------------------------------------------------------------

@@ -6,11 +6,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offbeat.baselines.shard import Answer, Request, Shard
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Completed, Handle, explained
 from offbeat.transport.host import Promise
 from offbeat.transport.team import Team
+from offbeat_lab.baselines.shard import Answer, Request, Shard
 
 REQUEST, PUSHED, ANSWER, PULLED, CONTROL = range(1, 6)
 """Message tags.

@@ -5,19 +5,9 @@ Example of a text form: ``selsync:delta=0.3,max_interval=50``.
 
 import dataclasses
 import importlib
+from collections.abc import Mapping
 
 from offbeat.arguments import did_you_mean
-from offbeat.baselines import (
-    EASGD,
-    SPARTA,
-    SSP,
-    AsyncDiLoCo,
-    DesLoc,
-    Downpour,
-    FedAvg,
-    PowerSGD,
-    SparseLoCo,
-)
 from offbeat.strategies import (
     BSP,
     AsyncAveraging,
@@ -28,55 +18,56 @@ from offbeat.strategies import (
     StreamingAveraging,
 )
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    s.name: s
-    for s in (
-        BSP,
-        LocalSGD,
-        SelSync,
-        AsyncAveraging,
-        StreamingAveraging,
-        DiLoCo,
-        FedAvg,
-        DesLoc,
-        SSP,
-        Downpour,
-        EASGD,
-        AsyncDiLoCo,
-        SparseLoCo,
-        SPARTA,
-        PowerSGD,
-    )
+STRATEGIES: Mapping[str, type[Strategy]] = {
+    s.name: s for s in (BSP, LocalSGD, SelSync, AsyncAveraging, StreamingAveraging, DiLoCo)
 }
-"""Strategy classes by name. The last nine are baselines: methods to compare with."""
+"""Strategy classes by name."""
+
+LABORATORY = {
+    "fedavg": "FedAvg",
+    "ssp": "SSP",
+    "downpour": "Downpour",
+    "easgd": "EASGD",
+    "sparseloco": "SparseLoCo",
+    "powersgd": "PowerSGD",
+}
+"""Classes in ``offbeat_lab`` by name, only for an error message."""
 
 _CONSTANTS: dict[str, bool | None] = {"none": None, "true": True, "false": False}
 
 
-def parse_strategy(text: str) -> Strategy:
+def parse_strategy(text: str, strategies: Mapping[str, type[Strategy]] = STRATEGIES) -> Strategy:
     """Return the strategy that a text names: ``name`` or ``name:setting=value,setting=value``.
 
     The settings are the arguments of the class: ``parse_strategy("local:period=8")`` returns
-    ``LocalSGD(period=8)``. Numbers separated by slashes form a tuple:
-    ``fedavg:period=8,weights=600/300`` is ``FedAvg(period=8, weights=(600, 300))``, and ``600/`` is
-    a tuple of one number.
+    ``LocalSGD(period=8)``. Numbers separated by slashes form a tuple: ``weights=600/300`` is
+    ``weights=(600, 300)``, and ``600/`` is a tuple of one number.
 
     A custom strategy is named by its module and class, for example
     ``parse_strategy("growing_period:GrowingPeriod:most=8")``.
+
+    Args:
+        text: The text.
+        strategies: Strategy classes by name. Default: the strategies of Offbeat.
 
     Raises:
         ValueError: the name or a setting is unknown, or a value is missing or out of its range.
         TypeError: a value has the wrong type.
     """
     name, _, settings = text.strip().partition(":")
-    if name in STRATEGIES:
-        kind = STRATEGIES[name]
+    if name in strategies:
+        kind = strategies[name]
     else:
         class_name, _, settings = settings.partition(":")
+        if name in LABORATORY and not class_name.isidentifier():
+            raise ValueError(
+                f"{name!r} is a strategy of the laboratory: import {LABORATORY[name]} from "
+                f"offbeat_lab, or write offbeat_lab:{LABORATORY[name]}"
+            )
         if not class_name.isidentifier():
             raise ValueError(
-                f"unknown strategy {name!r}{did_you_mean(name, STRATEGIES)}; there are "
-                f"{', '.join(sorted(STRATEGIES))}, and your own as package.module:Class or "
+                f"unknown strategy {name!r}{did_you_mean(name, strategies)}; there are "
+                f"{', '.join(sorted(strategies))}, and your own as package.module:Class or "
                 "package.module:Class:setting=value"
             )
         kind, name = _find(name, class_name), f"{name}:{class_name}"

@@ -4,20 +4,18 @@ x is a worker's local model, and z the *centre*, a model on the parameter server
 ``server_strategy.py`` explains the terms of parameter servers.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from offbeat.averaging.buckets import add_to, pack_mixed
 from offbeat.averaging.worker import AttachedOptimizer
-from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
-from offbeat.baselines.shard import Rule
 from offbeat.checkpoint.state import transient
 from offbeat.strategies.base import setting
+from offbeat_lab.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
+from offbeat_lab.baselines.shard import Rule
 
 
 @dataclass(eq=False)
@@ -184,8 +182,8 @@ class EASGD(ServerStrategy):
     difference: Literal["before_step", "after_step"] = "before_step"
 
     @override
-    def _check_run(self, workers: int, optimizers: Sequence[Optimizer]) -> None:
-        super()._check_run(workers, optimizers)
+    def _check_run(self, workers: int) -> None:
+        super()._check_run(workers)
         self.alpha_of(workers)
 
     def alpha_of(self, workers: int) -> float:

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from offbeat.arguments import require_integer
@@ -23,10 +22,10 @@ from offbeat.averaging.flow import Flow
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.baselines.parameter_server import ParameterServer
-from offbeat.baselines.shard import Rule
 from offbeat.errors import OffbeatError
 from offbeat.strategies.base import CustomFlow, Strategy
+from offbeat_lab.baselines.parameter_server import ParameterServer
+from offbeat_lab.baselines.shard import Rule
 
 logger = logging.getLogger("offbeat")
 
@@ -68,7 +67,7 @@ class ServerStrategy(Strategy):
     def averages(self) -> CustomFlow:
         return CustomFlow(self.flow, self._check_run)
 
-    def _check_run(self, workers: int, optimizers: Sequence[Optimizer]) -> None:
+    def _check_run(self, workers: int) -> None:
         """Raise unless these workers can train with the strategy; see ``CustomFlow``."""
         if self.servers is not None and max(self.servers) >= workers:
             raise ValueError(
@@ -121,10 +120,6 @@ class ServerFlow(Flow):
     def initial_state(self, model: Tensor) -> ServerState:
         """Return the initial state, given the initial model of all workers as a vector."""
 
-    def clocks(self) -> list[int]:
-        """Return the initial clock of each worker (see ``ParameterServer``). Zeros by default."""
-        return [0] * self.worker.size
-
     @abstractmethod
     def flush(self) -> None:
         """Start the last push, with all local steps that this worker has not pushed yet.
@@ -149,7 +144,7 @@ class ServerFlow(Flow):
             worker.barrier("the start of the parameter server")
         else:
             self.server = ParameterServer(
-                worker.team, model, servers=strategy.servers, rule=self.rule, clocks=self.clocks()
+                worker.team, model, servers=strategy.servers, rule=self.rule
             )
         self._started = True
         self.state = self.initial_state(model)
