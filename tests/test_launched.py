@@ -21,28 +21,33 @@ def test_the_plan_follows_from_the_seed() -> None:
 
 
 def worker(*steps: tuple[int, list[int]], repeated: int = 0, ended: bool = True) -> Process:
-    """Return a worker with steps of a chunk's issue and samples."""
+    """Return a worker of a training on samples 0 to 2, with steps: a queue and a batch each."""
     process = Process(1, "0:0", [{"event": "attached", "training": "a"}])
+    process.events.append({"event": "data", "left": [(0, [0, 1, 2])]})
     process.events += [{"event": "ended"}] * ended
-    for issue, batch in steps:
-        process.steps.append({"epoch": 0, "issue": issue, "batch": batch, "repeated": repeated})
+    for queue, batch in steps:
+        process.steps.append({"epoch": 0, "queue": queue, "batch": batch, "repeated": repeated})
     return process
 
 
 def test_samples_of_the_dead_may_be_used_again_as_often_as_samplers_count() -> None:
-    dead = worker((1, [0, 1]), ended=False)
-    assert judge_uses([dead, worker((1, [2]), (2, [0, 1]), repeated=2)]) == []
+    dead = worker((0, [0, 1]), ended=False)
+    assert judge_uses([dead, worker((0, [2]), (1, [0, 1]), repeated=2)]) == []
 
 
 @pytest.mark.parametrize(
     ("processes", "violation"),
     [
-        ([worker((1, [0])), worker((1, [0]), repeated=1)], "1 samples were used twice in one"),
+        ([worker((0, [0, 1])), worker((0, [1, 2]), repeated=1)], "1 samples were used twice from"),
         (
-            [worker((1, [0]), ended=False), worker((2, [0]))],
+            [worker((0, [0]), ended=False), worker((0, [1, 2]), (1, [0]))],
             "1 repeated uses, but the samplers count 0",
         ),
-        ([worker((1, [0])), worker((2, [0]), repeated=1)], "1 samples of survivors were used"),
+        (
+            [worker((0, [0, 1])), worker((0, [2]), (1, [0]), repeated=1)],
+            "1 samples of survivors were used",
+        ),
+        ([worker((0, [0, 1]))], "1 samples were not used"),
     ],
 )
 def test_other_uses_again_are_violations(processes: list[Process], violation: str) -> None:

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.data.leasing.access import team_of
 from offbeat.strategies import Strategy
-from offbeat.synchronizer import Synchronizer, snapshot_of
+from offbeat.synchronizer import Synchronizer, components_of, snapshot_of
 from offbeat.telemetry import Stats
 from offbeat_lab.recipes import Task
 from offbeat_lab.timing.time_limit import Clock
@@ -152,7 +151,9 @@ class Elastic(Attached):
 
     def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
         super().__init__(task, lr_scale, sync)
-        self._now = team_of(sync).host.now  # the same clock in all processes of a machine
+        self._now = components_of(
+            sync, "a run"
+        ).team.host.now  # the same clock in all processes of a machine
         self._start = self._now()
         sync.share_state(lambda: (self._start, task.position), self._load)
 
