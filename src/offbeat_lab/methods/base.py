@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.data.leasing.access import team_of
 from offbeat.strategies import Strategy
 from offbeat.synchronizer import Synchronizer, snapshot_of
 from offbeat.telemetry import Stats
