@@ -112,10 +112,7 @@ HEADLINE = ("ideal", "streaming", DILOCO, "local", "bsp --wire float32")
 bucket."""
 FEW = ("ideal", "streaming", "bsp --wire float32")
 """Methods of ``real`` with more than four workers."""
-RIVALS = {
-    "cnn": ("bsp", "powersgd", "sparseloco"),
-    "transformer": ("bsp", "powersgd", "sparseloco"),
-}
+RIVALS = ("bsp", "powersgd", "sparseloco")
 """Further methods of ``headline`` at 50 Mbit/s: ``bsp`` with tuned precision, and baselines."""
 REAL_RIVALS = {"cnn": ("powersgd", "sparseloco"), "transformer": ("local", "bsp")}
 """Best methods of ``headline`` at 50 Mbit/s, which run in ``real``, too, without torch's code."""
@@ -249,10 +246,7 @@ class Cell:
             FileNotFoundError: ``headline`` has no results for the workload and the link.
         """
         if self.study == "headline":
-            return [
-                *HEADLINE,
-                *(RIVALS.get(self.workload, ()) if self.bandwidth == "50Mbit/s" else ()),
-            ]
+            return [*HEADLINE, *(RIVALS if self._has_rivals else ())]
         if self.study == "muon":
             return ["ideal", "streaming", DILOCO, "local"]
         if self.study in ("features", "slower"):
@@ -284,11 +278,15 @@ class Cell:
             return ["ideal" + _rate(chosen["ideal"]), *(one + rate for one in PARTS)]
         if self.workers != WORKERS:
             return [_real(method, chosen[method]) for method in FEW]
-        rivals = REAL_RIVALS.get(self.workload, ()) if self.bandwidth == "50Mbit/s" else ()
+        rivals = REAL_RIVALS[self.workload] if self._has_rivals else ()
         return [
             *(_real(method, chosen[method]) for method in HEADLINE),
             *(chosen[method].label for method in rivals),
         ]
+
+    @property
+    def _has_rivals(self) -> bool:
+        return self.workload in REAL_RIVALS and self.bandwidth == "50Mbit/s"
 
     def job(self, data: Path) -> Job:
         """Return the settings that all runs share."""

@@ -15,7 +15,6 @@ import offbeat
 from cells import some
 from offbeat import Compute, Network, Simulation, simulate
 from offbeat.data import LeasedLoader, LeasedSampler
-from offbeat.data.leasing.access import team_of
 from offbeat_lab.baselines import STRATEGIES
 
 WORKERS, BATCHES, LR = 4, 140, 0.01
@@ -123,7 +122,7 @@ def between_steps() -> AfterStep:
 
     def evaluation(sync: Any) -> Iterator[None]:
         for _ in range(EVALUATED):
-            team_of(sync).host.sleep(STEP_SECONDS, "an evaluation")
+            sync._team.host.sleep(STEP_SECONDS, "an evaluation")
             yield
 
     def after_step(sync: Any, sampler: LeasedSampler) -> None:
@@ -147,7 +146,7 @@ def in_consensus() -> AfterStep:
             done += 1
             with sync.consensus():
                 if sync.rank == 0:
-                    team_of(sync).host.sleep(EVALUATED * STEP_SECONDS, "an evaluation")
+                    sync._team.host.sleep(EVALUATED * STEP_SECONDS, "an evaluation")
 
     return after_step
 

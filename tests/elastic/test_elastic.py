@@ -15,7 +15,6 @@ import offbeat
 from cells import some
 from loops import Sink, close, sgd
 from offbeat import AttachError, CommunicationError, Compute, MismatchError, Network, simulate
-from offbeat.data import DataInjection
 from offbeat.simulate import Cut, Join, Kill, Pause
 from problems import Simulated, flat, gradients, loss_of, make_batch, make_model, train_step
 
@@ -120,10 +119,10 @@ def count_steps(strategy: str) -> Any:
     return model.steps.detach()
 
 
-@pytest.mark.parametrize("spared", [(), (0,), (1, 3)])
+@pytest.mark.parametrize("spared", [(), (1, 3)])
 def test_survivors_keep_local_steps_if_one_has_decided_more_rounds(spared: tuple[int, ...]) -> None:
     """Only the first step is averaged. The last tally arrives on the spared workers alone."""
-    for at in (0.0605, 0.061, 0.0615, 0.062, 0.0625, 0.063):
+    for at in (0.0605, 0.0615, 0.0625):
         kill = Kill(worker=2, at=at, spared=spared)
         for steps in survivors(run(lambda: count_steps("selsync:delta=1e9"), kill)):
             own = [1 / 4 + (STEPS - 1) / 3] * 3
@@ -589,9 +588,6 @@ def test_unsupported_features_are_refused() -> None:
             sync.follow(make_model())
         with pytest.raises(AttachError, match=r"monitor\(distance_every=…\) with .*min_workers"):
             sync.monitor(distance_every=3)
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 1)))
-        with pytest.raises(AttachError, match="min_workers cannot be combined with data injection"):
-            DataInjection(loader, 0.5, 0.5, sync=sync)
         sync.finish()
 
     run(worker, workers=2)
@@ -618,7 +614,7 @@ def meet_often() -> Any:
     return begun, sizes
 
 
-@pytest.mark.parametrize("at", [0.15, 0.2, 0.21, 0.22, 0.23, 0.24, 0.25])
+@pytest.mark.parametrize("at", [0.15, 0.21, 0.23])
 def test_a_worker_that_joins_in_a_consensus_enters_it(at: float) -> None:
     """Workers that share the number of consensuses enter the same ones."""
     *old, (begun, sizes) = simulate(

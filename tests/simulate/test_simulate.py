@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import offbeat
 from offbeat import AsyncAveraging, Compute, LocalSGD, Network, SelSync, parse_strategy, simulate
-from offbeat.simulate import DeadlockError, Simulation
-from offbeat.simulate.cluster import Span
+from offbeat.simulate import DeadlockError
 from offbeat.strategies import Strategy
 from offbeat_lab.baselines import STRATEGIES
 from problems import flat, loss_of, make_batch, make_model, train_step
@@ -395,10 +394,3 @@ def test_a_server_takes_messages_one_after_the_other() -> None:
     result = simulate(lambda: to_one(125_000), workers=4, network=network)
     assert result.results[1:] == pytest.approx([0.043, 0.083, 0.123])
     assert result.results[0] == pytest.approx(0.123)
-
-
-def test_the_repr_of_a_simulation_is_short() -> None:
-    """It has no timeline."""
-    span = Span(0, "compute", 0.0, 1.5, "step")
-    found = Simulation(1.5, [None, None], [None, None], 0.25, [span] * 1000, [0.0, 0.0], {})
-    assert repr(found) == "<Simulation: 2 workers, 1.5 s of virtual time, idle 25%>"

@@ -147,20 +147,6 @@ def check_counts(
             assert result["details"].get("flags", 0) == sum(trigger.flags)
 
 
-def test_the_references_decide_now_and_then() -> None:
-    """The test cases contain both decisions, and flags that differ between workers."""
-    for row in TO_TRAIN_WITH:
-        if row.reference is None or row.text == "bsp":
-            continue
-        reference = row.reference(EVEN, "momentum")
-        for _ in range(EVEN[0]):
-            reference.step()
-        assert 0.1 < sum(reference.synced) / EVEN[0] < 1, row
-        if isinstance(reference, SelSync):
-            flags = zip(*(trigger.flags for trigger in reference.triggers), strict=True)
-            assert len({sum(one) for one in flags}) > 2, row
-
-
 @each(ROWS)
 @pytest.mark.parametrize(
     ("kind", "policy"), [("momentum", "raise"), ("adamw", "raise"), ("momentum", "exclude")]

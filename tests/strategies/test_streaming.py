@@ -192,7 +192,7 @@ def test_the_bound_is_kept_by_workers_without_a_cpu_budget(
     def work() -> tuple[dict[str, Any], float]:
         rank = dist.get_rank()
         model = make_wide(rank)
-        optimizer, go = wide_steps(model, rank, (600, 80)[rank], lr=0.01)
+        optimizer, go = wide_steps(model, rank, (300, 40)[rank], lr=0.01)
         with attach(model, optimizer, text) as sync:
             go()
             return dict(sync.stats.details), sync.stats.idle
@@ -215,7 +215,7 @@ def test_short_waits_keep_equal_workers_together(slowest: float) -> None:
     def work(patience: float) -> tuple[float, float]:
         rank = dist.get_rank()
         model = make_wide(rank)
-        optimizer, go = wide_steps(model, rank, round(200 / (slowest if rank == 0 else 1)))
+        optimizer, go = wide_steps(model, rank, round(80 / (slowest if rank == 0 else 1)))
         with attach(model, optimizer, f"streaming:parts=2,patience={patience}") as sync:
             go()
             stats = sync.stats

@@ -100,15 +100,6 @@ class Flow(ABC):
         """True if this model may contain changes that the other workers lack."""
 
     @property
-    def synced_step(self) -> int:
-        """Newest local step such that the models of all workers contain it and all earlier steps.
-
-        Data of later steps must be trained on again if this worker is lost. A strategy with a
-        ``CustomFlow`` reports all steps, because its training ends with the first lost worker.
-        """
-        return self.worker.step
-
-    @property
     def lr_factor(self) -> float:
         """``WorkerView.lr_factor``, or 1 if the strategy averages gradients."""
         return 1.0

@@ -121,16 +121,6 @@ class GradientFlow(Flow):
             return self.state.newest
         return self.worker.touched or self.worker.step > self.state.start_step
 
-    @property
-    @override
-    def synced_step(self) -> int:
-        if self.worker.size == 1:
-            return self.worker.step
-        # A worker that has received a mean of gradients knows only that the others have the one
-        # before. The mean does not contain steps with local gradients.
-        newest = self.worker.step - 1 if self.every_step else 0
-        return max(newest, self.state.start_step)
-
     def _view(self, optimizer: int, *, stepping: bool) -> WorkerView:
         """Return the strategy's view of this worker, up to date."""
         view, worker = self.state.views[optimizer], self.worker

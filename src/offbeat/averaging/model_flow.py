@@ -106,11 +106,6 @@ class ModelFlow(Flow):
     def unsynced(self) -> bool:
         return self.pipeline.unsynced
 
-    @property
-    @override
-    def synced_step(self) -> int:
-        return self.worker.step if self.worker.size == 1 else self.pipeline.received_step
-
     def _view(self, *, stepping: bool) -> WorkerView:
         """Return the strategy's view of this worker, up to date."""
         view, worker = self.state.view, self.worker

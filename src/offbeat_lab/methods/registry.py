@@ -7,7 +7,6 @@ from offbeat.errors import AttachError
 from offbeat.strategies import Strategy
 from offbeat.strategies.base import CustomFlow
 from offbeat.strategies.registry import parse_strategy, read_settings
-from offbeat.training.checks.compatibility import require_blocking
 from offbeat.training.learning_rate.adam_correction import require_correctable
 from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.methods.accelerate import AccelerateLocalSGD
@@ -78,11 +77,15 @@ def check_run(
     if isinstance(method, Baseline):
         return
     averages = method.averages()
+    if injection and not averages.blocking:
+        raise ValueError(
+            f"data injection with {method}: its workers do not wait for each other, as data "
+            "injection requires in every step; use BSP, LocalSGD, SelSync, FedAvg, or DiLoCo "
+            "without overlap"
+        )
     try:
         if isinstance(averages, CustomFlow):
             averages.check(workers)
-        if injection:
-            require_blocking(method, "data injection")
         if adam_correction:
             require_correctable([optimizer])
     except AttachError as error:

@@ -85,9 +85,6 @@ class Pipeline:
         self._view, self._check = view, check
         self.changed, self.report_non_finite = True, False
         self.state = PipelineState(parts)
-        # For each part, the step of the launch that landed last, and of the one before it.
-        self._landed_steps = [worker.step] * len(parts)
-        self._received_steps = [*self._landed_steps]
         view.count = len(self.state.parts)
 
     @property
@@ -110,16 +107,6 @@ class Pipeline:
         """True if the model contains local changes that were not sent (``lands=0``: not landed)."""
         step = self._worker.step
         return self._worker.touched or any(step > part.synced_step for part in self.parts)
-
-    @property
-    def received_step(self) -> int:
-        """Newest local step up to which all workers have received the changes of this worker.
-
-        A worker launches a part again only after the part has landed. So when a part lands here,
-        its previous launch has landed on all workers. After a checkpoint was loaded the result may
-        be too small, until each part has landed twice.
-        """
-        return min(self._received_steps)
 
     def step_skipped(self) -> None:
         """Do not count the current step as unsynchronized: it has not changed the model."""
@@ -255,9 +242,7 @@ class Pipeline:
         else:
             part.discard()
         self._spend(began)
-        landed = state.in_flight.pop(0)
-        self._received_steps[landed] = self._landed_steps[landed]
-        self._landed_steps[landed] = part.launched_step
+        state.in_flight.pop(0)
         self._update_view()
         view.landings += 1
         view.fresh_step = max(view.fresh_step, part.launched_step)

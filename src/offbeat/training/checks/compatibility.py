@@ -111,18 +111,6 @@ def repeatable(strategy: Strategy) -> bool:
     return isinstance(averages, Gradients) or not averages.eager
 
 
-def require_blocking(strategy: Strategy, what: str) -> None:
-    """Raise AttachError unless the workers of ``strategy`` wait for each mean.
-
-    ``what`` names a feature in which all workers wait for each other in every step.
-    """
-    if not strategy.averages().blocking:
-        raise AttachError(
-            f"{what} with {strategy}: its workers do not wait for each other, as {what} requires "
-            "in every step; use BSP, LocalSGD, SelSync, FedAvg, or DiLoCo without overlap"
-        )
-
-
 def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
     """Raise unless ``seconds`` can be the time-out of an operation: 1 ms to 365 days.
 

@@ -5,8 +5,8 @@ import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
 
-from offbeat.cli.options import VirtualClusterOptions
 from offbeat.strategies import Strategy
+from offbeat_lab.cli.options import VirtualClusterOptions
 from offbeat_lab.job import Job
 from offbeat_lab.methods.registry import parse_method
 from offbeat_lab.recipes import Task
@@ -44,7 +44,7 @@ def require_picture(option: str, path: Path | None) -> None:
     if path.suffix.lower() not in _PICTURES:
         raise ValueError(f"{option} {path}: its name must end in {', '.join(_PICTURES)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("plots need matplotlib: pip install 'offbeat[plot]'")
+        raise ImportError("plots need matplotlib: pip install 'offbeat[lab]'")
 
 
 def check_method(job: Job, text: str, task: Task | None) -> Task:

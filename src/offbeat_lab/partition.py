@@ -1,28 +1,23 @@
 """Partitions for non-IID training: the label of a sample decides which worker holds it."""
 
 import heapq
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch import Tensor
 
 from offbeat.arguments import POSITIVE, require_integer, require_number
 
 Indices: TypeAlias = npt.NDArray[np.int64]
-"""Sample indices of one worker, as an array."""
-Labels: TypeAlias = Sequence[int] | Sequence[str] | npt.NDArray[Any] | torch.Tensor
-"""Label of each sample."""
-Part: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
-"""Sample indices of one worker, as given by a caller."""
+"""Sample indices of one worker or of one label, as an array."""
 
 _BY_LABEL, _DIRICHLET = 1, 2  # generators are seeded by (seed, purpose); these are the purposes
-_DRAWS = 1000  # largest number of attempts to satisfy ``minimum_samples``
+_DRAWS = 1000  # largest number of attempts to give every worker a sample
 
 
 def partition_by_label(
-    labels: Labels, workers: int, labels_per_worker: int, seed: int = 0
+    labels: Tensor, workers: int, labels_per_worker: int, seed: int = 0
 ) -> list[Indices]:
     """Divide samples so that each worker holds exactly ``labels_per_worker`` different labels.
 
@@ -37,7 +32,7 @@ def partition_by_label(
     3. Shuffle the samples of each label and split them evenly among the label's holders.
 
     Args:
-        labels: Label of each sample, integers or strings: a one-dimensional list, array or tensor.
+        labels: Integer label of each sample, of shape [samples].
         workers: Number of parts N (≥ 1).
         labels_per_worker: Number of different labels in each part, from 1 to the number of labels.
         seed: Seed of the division. The same seed gives the same parts on every worker.
@@ -46,13 +41,11 @@ def partition_by_label(
         N ascending arrays of sample indices. Every index is in exactly one of them.
 
     Raises:
-        TypeError: ``labels`` has the wrong type, or a number is not an integer.
         ValueError: An argument is out of its range, or no such division exists.
     """
-    values, groups = group_by_label(labels)
-    _require_count("workers", workers)
-    _require_count("labels_per_worker", labels_per_worker)
-    known, places = len(values), workers * labels_per_worker
+    groups = group_by_label(labels)
+    require_integer("labels_per_worker", labels_per_worker, least=1)
+    known, places = len(groups), workers * labels_per_worker
     if labels_per_worker > known:
         raise ValueError(
             f"labels_per_worker must be at most the number of different labels, which is {known}, "
@@ -71,7 +64,7 @@ def partition_by_label(
             f"labels, but labels with few samples allow only {sum(limits)}; lower "
             "labels_per_worker or workers"
         )
-    random = np.random.default_rng([seed % 2**64, _BY_LABEL])
+    random = np.random.default_rng([seed, _BY_LABEL])
     order = random.permutation(known)
     holders = _count_holders([len(samples) for samples in groups], limits, places, order)
     lacking = np.full(workers, labels_per_worker)
@@ -87,9 +80,7 @@ def partition_by_label(
     return [np.sort(np.concatenate(part)) for part in parts]
 
 
-def partition_dirichlet(
-    labels: Labels, workers: int, alpha: float, seed: int = 0, minimum_samples: int = 1
-) -> list[Indices]:
+def partition_dirichlet(labels: Tensor, workers: int, alpha: float, seed: int = 0) -> list[Indices]:
     """Divide the samples of each label among the workers in proportions drawn from Dirichlet(α).
 
     For each label k with n_k samples, N workers and worker j:
@@ -99,8 +90,8 @@ def partition_dirichlet(
 
     Worker j gets size_kj samples of label k, drawn at random. A smaller α makes the workers more
     different: α → 0 gives each label to one worker, and α → ∞ gives all workers the same
-    distribution of labels. The sizes of the parts differ, too. If a part has fewer than
-    ``minimum_samples`` samples, p is drawn again for all labels, at most 1000 times.
+    distribution of labels. The sizes of the parts differ, too. If a part is empty, p is drawn again
+    for all labels, at most 1000 times.
 
     *Differs from the papers*: in the published code of Yurochkin et al., a worker that already
     holds 1/N of the samples gets no samples of the remaining labels. Hsu et al. draw a distribution
@@ -108,45 +99,35 @@ def partition_dirichlet(
     of samples.
 
     Args:
-        labels: Label of each sample, integers or strings: a one-dimensional list, array or tensor.
+        labels: Integer label of each sample, of shape [samples].
         workers: Number of parts N (≥ 1).
         alpha: Concentration α (> 0).
         seed: Seed of the division. The same seed gives the same parts on every worker.
-        minimum_samples: Smallest size of a part (≥ 1).
 
     Returns:
         N ascending arrays of sample indices. Every index is in exactly one of them.
 
     Raises:
-        TypeError: ``labels`` has the wrong type, or another argument is not a number.
-        ValueError: An argument is out of its range, or no draw gave every worker
-            ``minimum_samples`` samples.
+        ValueError: An argument is out of its range, or no draw gave every worker a sample.
 
     Source: Yurochkin et al., ICML 2019, arXiv 1905.12022, heterogeneous partition of the
     experiments. Variant that draws the labels of each worker: Hsu, Qi & Brown 2019, arXiv
     1909.06335.
     """
-    _, groups = group_by_label(labels)
-    _require_count("workers", workers)
-    _require_count("minimum_samples", minimum_samples)
-    alpha = _plain(alpha)
+    groups = group_by_label(labels)
     require_number("alpha", alpha, POSITIVE)
     counts = np.array([len(samples) for samples in groups])
-    if workers * minimum_samples > counts.sum():
-        raise ValueError(
-            f"{workers} workers with at least {minimum_samples} samples each need "
-            f"{workers * minimum_samples} samples, got {counts.sum()}; lower workers or "
-            "minimum_samples"
-        )
-    random = np.random.default_rng([seed % 2**64, _DIRICHLET])
+    if workers > counts.sum():
+        raise ValueError(f"{workers} workers need {workers} samples, got {counts.sum()}")
+    random = np.random.default_rng([seed, _DIRICHLET])
     for _ in range(_DRAWS):
         sizes = round_shares(_dirichlet(random, alpha, (len(groups), workers)), counts, random)
-        if sizes.sum(axis=0).min() >= minimum_samples:
+        if sizes.sum(axis=0).min() >= 1:
             break
     else:
         raise ValueError(
-            f"none of {_DRAWS} draws gave each of {workers} workers at least {minimum_samples} "
-            f"samples with alpha={alpha}; raise alpha, or lower workers or minimum_samples"
+            f"none of {_DRAWS} draws gave each of {workers} workers a sample with alpha={alpha}; "
+            "raise alpha or lower workers"
         )
     pieces = [
         np.split(random.permutation(samples), np.cumsum(of_label)[:-1])
@@ -155,52 +136,13 @@ def partition_dirichlet(
     return [np.sort(np.concatenate(part)) for part in zip(*pieces, strict=True)]
 
 
-def group_by_label(labels: Labels) -> tuple[npt.NDArray[Any], list[Indices]]:
-    """Return the distinct labels in ascending order, and the sample indices of each label."""
-    try:
-        array = _array(labels)
-    except ValueError:
-        raise ValueError(
-            "labels must be one integer or string for each sample, got lists of different lengths"
-        ) from None
-    if array.dtype.kind in "OT" and all(isinstance(label, str) for label in array.flat):
-        array = array.astype(np.str_)  # pandas stores strings in arrays of objects
-    if array.ndim != 1 or len(array) == 0:
-        raise ValueError(
-            "labels must be one integer or string for each of at least one sample, got shape "
-            f"{list(array.shape)}"
-        )
-    if array.dtype.kind not in "iubU":
-        raise TypeError(f"labels must be integers or strings, got {array.dtype}")
-    values, inverse, counts = np.unique(array, return_inverse=True, return_counts=True)
+def group_by_label(labels: Tensor) -> list[Indices]:
+    """Return the sample indices of each distinct label, in ascending order of the labels."""
+    if labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"labels must be integers, got {labels.dtype}")
+    _, inverse, counts = np.unique(labels.cpu().numpy(), return_inverse=True, return_counts=True)
     ordered = np.argsort(inverse, kind="stable").astype(np.int64)
-    return values, np.split(ordered, np.cumsum(counts)[:-1])
-
-
-def check_parts(parts: Sequence[Part], samples: int) -> list[Indices]:
-    """Check that the parts hold distinct indices in [0, ``samples``). Return them as arrays."""
-    checked = []
-    for number, part in enumerate(parts):
-        array = _array(part)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise TypeError(
-                f"part {number} must be a list of integer indices, got {array.dtype} of shape "
-                f"{list(array.shape)}"
-            )
-        outside = array[(array < 0) | (array >= samples)]
-        if outside.size:
-            raise ValueError(
-                f"part {number} must hold indices in [0, {samples}), got {outside[0]}; it was made "
-                "for another dataset"
-            )
-        checked.append(array.astype(np.int64))
-    times = np.bincount(np.concatenate([*checked, np.empty(0, np.int64)]), minlength=1)
-    if times.max() > 1:
-        raise ValueError(
-            f"every index may occur only once in all parts, index {times.argmax()} occurs "
-            f"{times.max()} times"
-        )
-    return checked
+    return np.split(ordered, np.cumsum(counts)[:-1])
 
 
 def round_shares(
@@ -257,19 +199,3 @@ def _count_holders(
         holders[label] += 1
         heapq.heappush(queue, (-counts[label] / holders[label], turn, label))
     return holders
-
-
-def _array(values: Sequence[Any] | npt.NDArray[Any] | torch.Tensor) -> npt.NDArray[Any]:
-    if isinstance(values, torch.Tensor):
-        return values.detach().cpu().numpy()
-    return np.asarray(values)
-
-
-def _require_count(name: str, value: int) -> None:
-    require_integer(name, _plain(value), least=1)
-
-
-def _plain(number: Any) -> Any:
-    """Convert a scalar of NumPy or torch to a Python number. Return anything else unchanged."""
-    scalar = isinstance(number, np.number | torch.Tensor) and number.ndim == 0
-    return number.item() if scalar else number

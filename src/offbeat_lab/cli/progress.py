@@ -13,7 +13,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from offbeat.cli.view import console
-from offbeat.units import show_seconds
+from offbeat.units import show_bandwidth, show_seconds
 from offbeat_lab.evaluation import MAX_EVALUATIONS
 from offbeat_lab.events import (
     Evaluation,
@@ -28,7 +28,6 @@ from offbeat_lab.events import (
 )
 from offbeat_lab.job import Job
 from offbeat_lab.methods.registry import is_baseline
-from offbeat_lab.probe.tables import show_rate
 from offbeat_lab.recipes import find_recipe
 from offbeat_lab.results import Result
 
@@ -255,6 +254,11 @@ class _ClockAndBar(Progress):
 def show_time_left(seconds: float) -> str:
     """Return ``"about 4 min left"`` for 250."""
     return f"about {show_duration(seconds)} left"
+
+
+def show_rate(bytes_per_second: float) -> str:
+    """Return a rate as text, such as ``"49.4 Mbit/s"``."""
+    return show_bandwidth(float(f"{8 * bytes_per_second:.3g}"))
 
 
 def show_duration(seconds: float) -> str:

@@ -18,13 +18,12 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from offbeat.cli.checks import require_file
-from offbeat.cli.options import RunOptions
 from offbeat.cli.view import console
 from offbeat.errors import OffbeatError
 from offbeat.launcher.launch import Launch, launch
 from offbeat.launcher.worker import PRELOADED, Program
-from offbeat.units import to_bandwidth, to_seconds
+from offbeat.units import to_bandwidth
+from offbeat_lab.cli.checks import require_file
 from offbeat_lab.job import LEASED, Job
 from offbeat_lab.launch.cores import share_cores
 from offbeat_lab.launch.runners import ExternalLauncher, Loopback, Runner, ShapedLinks
@@ -98,9 +97,9 @@ def train_elastic(job: Job, bandwidth: str | None) -> NoReturn:
         here=job.workers,
         store="127.0.0.1:0",
         keeps_store=True,
-        max_restarts=RunOptions.max_restarts,
+        max_restarts=3,
         fresh=False,
-        grace_seconds=to_seconds(RunOptions.grace),
+        grace_seconds=20.0,
     )
     raise SystemExit(launch(settings))
 

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import typer.core
 
-from offbeat.arguments import Precision, types_of
+from offbeat.arguments import types_of
 from offbeat_lab.job import Job
 from offbeat_lab.options import Panel, option, option_of
 
 USUAL_LATENCY = "100us"
-USUAL_WORKERS = 4
 NODE_BANDWIDTH, NODE_LATENCY = "100Gbit/s", "10us"  # as in `offbeat.simulate.network`
 SHAPED_LINKS = "Limit each link, as in 200Mbit/s (Linux, root, iproute2)."
 
@@ -113,105 +111,6 @@ class CompareOptions:
         Panel.WORKERS, "Use simulated workers, in virtual time.", "--simulate", default=False
     )
     slow: str | None = option(Panel.WORKERS, "Slow workers down, as in 0=2.", metavar="RANK=X")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions(NodeOptions):
-    """Options of ``plan``."""
-
-    bandwidth: str | None = option(Panel.WORKERS, "Bandwidth of each worker's link, as in 5Gbit/s.")
-    parameters: str | None = option(Panel.TRAINED, "Number of parameters, as in 25M.")
-    step_time: str | None = option(Panel.TRAINED, "Step time without communication, as in 120ms.")
-    workers: int | None = option(
-        Panel.WORKERS, "Number of workers.", "--workers", "-n", unset=str(USUAL_WORKERS)
-    )
-    wire: Precision | None = option(
-        Panel.STRATEGIES,
-        "Precision of what is sent: float32, bfloat16, int8, int4, int2, auto.",
-        metavar="NAME",
-        unset="float32; streaming chooses",
-    )
-    strategies: list[str] | None = option(
-        Panel.STRATEGIES,
-        "Strategy to forecast, instead of the default ones; repeatable.",
-        "--strategy",
-        "-s",
-        metavar="METHOD",
-    )
-    model: str | None = option(
-        Panel.TRAINED, "Recipe or file.py to measure parameters and step time of.", metavar="RECIPE"
-    )
-    data: Path | None = option(Panel.TRAINED, "Directory of the recipe's data.")
-    probe: bool = option(
-        Panel.WORKERS, "Measure the network, under torchrun.", "--probe", default=False
-    )
-    as_json: bool = option(Panel.OUTPUT, "Print JSON instead of a table.", "--json", default=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Options of ``run``."""
-
-    workers: str | None = option(
-        Panel.WORKERS,
-        "Number of workers. 2:4 is 4, or at least 2 after 30 s.",
-        "--workers",
-        "-n",
-        metavar="N",
-        unset="as in the joined store",
-    )
-    here: int | None = option(
-        Panel.WORKERS, "Number of workers on this machine.", unset="all, or 1 with --join"
-    )
-    store: str | None = option(
-        Panel.WORKERS,
-        "Store for several machines: host:port of this one, or file:///path.",
-        metavar="ADDRESS",
-        unset="on this machine alone",
-    )
-    join: str | None = option(Panel.WORKERS, "Store that another machine keeps.", metavar="ADDRESS")
-    module: bool = option(Panel.WORKERS, "SCRIPT is a module.", "--module", "-m", default=False)
-    fresh: bool = option(
-        Panel.WORKERS, "New interpreters instead of forks.", "--fresh", default=False
-    )
-    max_restarts: int = option(
-        Panel.LIMITS, "Restarts of a worker; a minute of life forgets them.", default=3
-    )
-    grace: str = option(
-        Panel.LIMITS, "Time of the workers to end after SIGTERM or Ctrl-C.", default="20s"
-    )
-
-
-_SEVERAL = {
-    "strategy": "; `offbeat compare` runs several strategies",
-    "slow": "; separate several workers by commas, as in 0=2,1=3",
-}
-"""What to do instead of repeating an option, by the name of its field."""
-
-
-class Command(typer.core.TyperCommand):
-    """A command that refuses an option given twice. Typer would ignore all values but the last.
-
-    Its help lists ``--help`` in the last panel, not in one of its own before the others.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments. Raise ValueError if an option with a single value is repeated."""
-        if not ctx.resilient_parsing:  # not while a shell completes the line
-            _, _, given = self.make_parser(ctx).parse_args(args=[*args])
-            for parameter in given:
-                if given.count(parameter) > 1 and not parameter.multiple:
-                    several = _SEVERAL.get(parameter.name or "", "")
-                    raise ValueError(f"{parameter.opts[0]} is given twice: give it once{several}")
-        return super().parse_args(ctx, args)
-
-    def get_help_option(self, ctx: Any) -> Any:
-        """Return the option ``--help``."""
-        shown: Any = super().get_help_option(ctx)
-        panels = [getattr(parameter, "rich_help_panel", None) for parameter in self.params]
-        if shown is not None:
-            shown.rich_help_panel = next(filter(None, reversed(panels)), None)
-        return shown
 
 
 def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

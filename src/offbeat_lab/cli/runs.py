@@ -10,7 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from offbeat.arguments import require_integer
-from offbeat.cli.checks import (
+from offbeat.cli.view import WIDER, console, print_narrow_table
+from offbeat.simulate import Network
+from offbeat.units import to_seconds
+from offbeat_lab import compare as comparison
+from offbeat_lab import report
+from offbeat_lab.cli.checks import (
     check_method,
     require_distinct,
     require_file,
@@ -19,7 +24,16 @@ from offbeat.cli.checks import (
     require_picture,
     require_writable,
 )
-from offbeat.cli.launcher import (
+from offbeat_lab.cli.options import (
+    USUAL_LATENCY,
+    CompareOptions,
+    SimulateOptions,
+    TrainOptions,
+    VirtualClusterOptions,
+)
+from offbeat_lab.cli.progress import Bar
+from offbeat_lab.cli.view import print_path, print_step_time
+from offbeat_lab.cli.workers import (
     command_line,
     is_launched,
     real_workers,
@@ -27,25 +41,6 @@ from offbeat.cli.launcher import (
     train_elastic,
     with_launched_workers,
 )
-from offbeat.cli.options import (
-    USUAL_LATENCY,
-    CompareOptions,
-    SimulateOptions,
-    TrainOptions,
-    VirtualClusterOptions,
-)
-from offbeat.cli.progress import Bar
-from offbeat.cli.view import (
-    WIDER,
-    console,
-    print_narrow_table,
-    print_path,
-    print_step_time,
-)
-from offbeat.simulate import Network
-from offbeat.units import to_seconds
-from offbeat_lab import compare as comparison
-from offbeat_lab import report
 from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import Runner, VirtualCluster
 from offbeat_lab.methods.registry import is_ideal, require_virtual
@@ -184,7 +179,7 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
         for what, path in written.items():
             print_path(f"{what:7}", path)
         if "plot" not in written:
-            console.print("plot    none: it needs matplotlib, pip install 'offbeat[plot]'")
+            console.print("plot    none: it needs matplotlib, pip install 'offbeat[lab]'")
 
 
 def _check_real(job: Job, bandwidth: str | None, options: VirtualClusterOptions) -> None:
