@@ -362,6 +362,14 @@ def snapshot_of(sync: Synchronizer) -> list[Tensor]:
         return sync._iteration.flow.snapshot()
 
 
+def clock_of(sync: Synchronizer) -> Callable[[], float]:
+    """Return a function that returns the seconds of this worker's clock.
+
+    The clock is virtual in the simulator. All processes of a machine have the same clock.
+    """
+    return sync._host.now
+
+
 def has_joined(sync: Synchronizer) -> bool:
     """Return True if this worker has joined a running training, and has not taken a step since."""
     require_synchronizer(sync)

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from offbeat.averaging.buckets import as_real, pack_mixed, unpack
-from offbeat.averaging.worker import AttachedOptimizer
-from offbeat.errors import AttachError
-from offbeat.strategies.base import setting
+from offbeat import AttachError
+from offbeat.extend import AttachedOptimizer, as_real, pack_mixed, setting, unpack
 from offbeat_lab.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat_lab.baselines.shard import Rule
 

@@ -10,9 +10,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.buckets import add_to, pack_mixed
-from offbeat.averaging.worker import AttachedOptimizer
-from offbeat.strategies.base import setting
+from offbeat.extend import AttachedOptimizer, add_to, pack_mixed, setting
 from offbeat_lab.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat_lab.baselines.shard import Rule
 

@@ -24,9 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offbeat.transport.handle import Completed, Handle, explained
-from offbeat.transport.host import Promise
-from offbeat.transport.team import Team
+from offbeat.extend import Completed, Handle, Promise, Team, explained
 from offbeat_lab.baselines.shard import NO_CLOCK, Answer, Request, RequestKind, Rule, Shard
 from offbeat_lab.baselines.shard_service import (
     ANSWER,

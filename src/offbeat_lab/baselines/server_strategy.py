@@ -16,14 +16,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.arguments import require_integer
-from offbeat.averaging.buckets import as_real, pack_mixed, staging_dtype, unpack
-from offbeat.averaging.flow import Flow
-from offbeat.averaging.norm import squared_norm
-from offbeat.averaging.votes import Round
-from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.errors import OffbeatError
-from offbeat.strategies.base import CustomFlow, Strategy
+from offbeat import OffbeatError, Strategy
+from offbeat.extend import (
+    AttachedOptimizer,
+    CustomFlow,
+    Flow,
+    Round,
+    Worker,
+    as_real,
+    pack_mixed,
+    require_integer,
+    squared_norm,
+    staging_dtype,
+    unpack,
+)
 from offbeat_lab.baselines.parameter_server import ParameterServer
 from offbeat_lab.baselines.shard import Rule
 

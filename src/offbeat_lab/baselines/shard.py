@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from offbeat.errors import OffbeatError
+from offbeat import OffbeatError
 
 NO_CLOCK = 2**62
 """Clock of a worker for which no other worker waits. Larger than all real clocks."""

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.buckets import as_real, pack_mixed, unpack
-from offbeat.strategies.base import setting
+from offbeat.extend import as_real, pack_mixed, setting, unpack
 from offbeat_lab.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat_lab.baselines.shard import Rule
 
