@@ -94,15 +94,6 @@ def _line(runs: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def table(data: dict[str, Any]) -> str:
-    """Return the table of Figure 10."""
-    lines = ["| method | parameters, % | LSSR | gradients, % | LSSR |", "|---|--:|--:|--:|--:|"]
-    for one in data["aggregated"]:
-        cells = [f"{percent(each['final'])} | {each['lssr']:.3f}" for each in one["pair"]]
-        lines.append(f"| {one['method']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def rotated_table(data: dict[str, Any]) -> str:
     """Return the table of Figure 9."""
     lines = [
@@ -135,7 +126,6 @@ def main() -> None:
             for sampler in SAMPLERS
             for seed in range(given.seeds)
         ]
-        print(rotated_table(data))
     if "10" in figures:
         pairs = {
             delta: [selsync(delta, more) for more in ("", ",aggregate=gradients")]
@@ -146,7 +136,6 @@ def main() -> None:
             {"method": f"SelSync, δ = {delta}", "pair": [_line(runs[one]) for one in pair]}
             for delta, pair in pairs.items()
         ]
-        print(table(data))
     save(NAME, data)
 
 

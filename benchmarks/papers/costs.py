@@ -99,31 +99,6 @@ def partition(samples: int) -> dict[str, float]:
     return found
 
 
-def batch_table(data: dict[str, Any]) -> str:
-    """Return the table of Figure 2 as Markdown."""
-    lines = ["| batch | memory, MB | CPU time of a step, ms |", "|--:|--:|--:|"]
-    lines += [
-        f"| {one['batch']} | {one['bytes'] / 1e6:.1f} | {1000 * one['seconds']:.1f} |"
-        for one in data["batches"]
-    ]
-    return "\n".join(lines)
-
-
-def partition_table(data: dict[str, Any]) -> str:
-    """Return the table of Figure 8b as Markdown."""
-    lines = [
-        "| samples | SelDP, first epoch | each further one | DefDP, first epoch | "
-        "each further one |",
-        "|---|--:|--:|--:|--:|",
-    ]
-    for name, one in data["partitions"].items():
-        cells = [
-            f"{1000 * one[key]:.1f} ms" for key in ("seldp", "seldp epoch", "defdp", "defdp epoch")
-        ]
-        lines.append(f"| {SAMPLES[name]:,} ({name}) | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     torch.set_num_threads(1)
     name, files = TASKS["cifar"]
@@ -133,7 +108,6 @@ def main() -> None:
         "partitions": {name: partition(samples) for name, samples in SAMPLES.items()},
     }
     save(NAME, data)
-    print(batch_table(data), partition_table(data), sep="\n\n")
 
 
 if __name__ == "__main__":

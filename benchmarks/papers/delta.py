@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.convergence import SETTINGS, WORKERS, selsync
-from benchmarks.papers.runs import Row, best_of, parser_for, percent, save, small_figure
+from benchmarks.papers.runs import Row, best_of, parser_for, save, small_figure
 from offbeat_lab.compare import run_and_record
 from offbeat_lab.results import Result
 
@@ -86,30 +86,6 @@ def facts(runs: Mapping[str, Sequence[Result]]) -> list[dict[str, Any]]:
     ]
 
 
-def table(data: dict[str, Any]) -> str:
-    """Return the table as Markdown."""
-    lines = ["| δ | LSSR | accuracy at the end, % | best, % |", "|--:|--:|--:|--:|"]
-    for one in data["facts"]:
-        delta = "∞" if one["delta"] is None else f"{one['delta']:g}"
-        lssr = f"{statistics.median(one['lssr']):.3f}"
-        lines.append(f"| {delta} | {lssr} | {percent(one['final'])} | {percent(one['best'])} |")
-    return "\n".join(lines)
-
-
-def table_of_pieces(data: dict[str, Any]) -> str:
-    """Return Δ and the accuracy's rise over the run as Markdown."""
-    head = " | ".join(f"{10 * i}–{10 * i + 10} %" for i in range(PIECES))
-    lines = [f"| part of the run | {head} |", f"|---|{'--:|' * PIECES}"]
-    for name, key, scale, digits in (
-        ("mean Δ", "mean", 1, 3),
-        ("largest Δ", "largest", 1, 2),
-        ("rise of the best accuracy, points", "gain", 100, 1),
-    ):
-        values = " | ".join(f"{scale * one[key]:.{digits}f}" for one in data["pieces"])
-        lines.append(f"| {name} | {values} |")
-    return "\n".join(lines)
-
-
 def draw(data: dict[str, Any]) -> None:
     """Draw Δ and accuracy over the steps, and LSSR and accuracy over δ."""
     with small_figure(f"papers-{NAME}", "", "", of=2) as (left, right):
@@ -134,7 +110,6 @@ def main() -> None:
     data = {"workers": WORKERS, "facts": facts(runs), "pieces": pieces(row), "recorded": row}
     save(NAME, data)
     draw(data)
-    print(table(data), table_of_pieces(data), sep="\n\n")
 
 
 if __name__ == "__main__":

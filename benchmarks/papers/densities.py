@@ -22,7 +22,7 @@ from torch import Tensor
 
 import offbeat
 from benchmarks.papers.discrepancy import DIGITS, recording_worker
-from benchmarks.papers.runs import TASKS, parser_for, path_of, save, saved, spread
+from benchmarks.papers.runs import TASKS, parser_for, path_of, save, saved
 from offbeat import BSP, SelSync
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import find_recipe
@@ -36,8 +36,6 @@ EPOCHS = (0, 1, 2, 4)
 LAYER = "2.weight"  # the second convolution
 GRADIENTS = 10  # batches whose gradients form a density
 AGGREGATES: tuple[Literal["parameters", "gradients"], ...] = ("parameters", "gradients")
-NAMES = {f"{d:g} {what}": f"SelSync, δ = {d:g}, {what}" for d in DELTAS for what in AGGREGATES}
-NAMES["another seed"] = "BSP under another seed"
 
 
 def wasserstein(first: Tensor, second: Tensor) -> float:
@@ -111,32 +109,6 @@ def layer(seed: int) -> list[dict[str, float]]:
     return found
 
 
-def layer_table(data: dict[str, Any]) -> str:
-    """Return the widths in thousandths, medians of the seeds."""
-    lines = [
-        f"| gradients of the layer | {' | '.join(f'epoch {one}' for one in EPOCHS)} |",
-        f"|---|{'--:|' * len(EPOCHS)}",
-    ]
-    for key, name in (("spread", "standard deviation"), ("middle", "width of the middle 90 %")):
-        columns = zip(*data["layer"], strict=True)
-        cells = [spread([one[key] for one in column], 1000, 2) for column in columns]
-        lines.append(f"| {name}, in thousandths | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def table(data: dict[str, Any]) -> str:
-    """Return the distances to BSP's density in percent of its spread, medians of the seeds."""
-    head = " | ".join(f"after {look} steps" for look in data["looks"])
-    lines = [f"| run | LSSR | {head} |", f"|---|--:{'|--:' * len(data['looks'])}|"]
-    for name in data["seeds"][0]:
-        runs = [one[name] for one in data["seeds"]]
-        lssr = statistics.median(one["lssr"] for one in runs)
-        columns = zip(*(one["looks"] for one in runs), strict=True)
-        cells = [spread([look["distance"] for look in column]) for column in columns]
-        lines.append(f"| {NAMES[name]} | {lssr:.3f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--figures", default="3,11", help="of these, with commas between")
@@ -146,10 +118,8 @@ def main() -> None:
     data |= {"workers": WORKERS, "looks": LOOKS, "deltas": DELTAS, "epochs": EPOCHS}
     if "3" in given.figures.split(","):
         data["layer"] = [layer(seed) for seed in range(given.seeds)]
-        print(layer_table(data))
     if "11" in given.figures.split(","):
         data["seeds"] = [measure(seed) for seed in range(given.seeds)]
-        print(table(data))
     save(NAME, data)
 
 

@@ -22,6 +22,7 @@ from benchmarks.papers.discrepancy import DIGITS, Problem, recording_worker, slo
 from benchmarks.papers.runs import save, small_figure
 from offbeat import Compute, Network, Strategy
 from offbeat.display.plots import colours_of
+from offbeat_lab.methods.registry import parse_method
 
 NAME = "distances"
 WORKERS = (2, 4, 8)
@@ -29,26 +30,22 @@ STALENESS = (4, 16)
 STEPS = 48
 SEEDS = (0, 1)
 STEP_SECONDS, JITTER = 0.01, 0.1
-METHODS = ("async", "async, eager", "streaming", "local SGD", "EASGD", "SSP", "Downpour")
+METHODS = {
+    "async": "async:staleness={staleness}",
+    "async, eager": "async:schedule=eager,staleness={staleness}",
+    "streaming": "streaming",
+    "local SGD": "local:period={staleness}",
+    "EASGD": "easgd:period={staleness}",
+    "SSP": "ssp:staleness={staleness}",
+    "Downpour": "downpour",
+}
+"""Name of a method → its text, for a staleness τ."""
 
 
 def strategy(name: str, staleness: int) -> Strategy:
-    match name:
-        case "async":
-            return offbeat.AsyncAveraging(staleness=staleness)
-        case "async, eager":
-            return offbeat.AsyncAveraging(staleness=staleness, schedule="eager")
-        case "streaming":
-            return offbeat.StreamingAveraging()
-        case "local SGD":
-            return offbeat.LocalSGD(period=staleness)
-        case "EASGD":
-            return offbeat.EASGD(period=staleness)
-        case "SSP":
-            return offbeat.SSP(staleness=staleness)
-        case "Downpour":
-            return offbeat.Downpour()
-    raise ValueError(f"no method {name!r}")
+    method = parse_method(METHODS[name].format(staleness=staleness))
+    assert isinstance(method, Strategy)
+    return method
 
 
 def bandwidth(parameters: int, workers: int, staleness: int) -> float:
