@@ -6,7 +6,7 @@ DEMO := runs/demo
 SEED ?= 0
 MINUTES ?= 20
 
-.PHONY: help demo test install side-by-side alone nightly soak frameworks launchers lowest lint bench headline \
+.PHONY: help demo test install pytest nightly soak frameworks launchers lowest lint bench headline \
   docs api dist clean
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,18 +42,15 @@ demo: $(VENV)/.demo  ## train digits under five strategies on 4 workers, about 3
 	echo "$$*"; "$$@"
 
 test:  ## all checks: lint, types, tests
-	@MAKE='$(MAKE)' .ci/timed install 'lint side-by-side' alone
+	@MAKE='$(MAKE)' .ci/timed install 'lint pytest'
 
 install: $(VENV)/.dev
 
-side-by-side: $(VENV)/.dev
+pytest: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not quiet and not nightly and not pages"
 
-# Only the files that have such tests: collecting all files takes longer than running these.
-alone: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "quiet and not nightly" $$(grep -rl mark.quiet tests)
-
-nightly: $(VENV)/.dev  ## the tests of values on real processes, too
+# Measurements run one after the other. Collecting all files takes longer than running these.
+nightly: $(VENV)/.dev  ## more cells, the tests of values on real processes, measured rates and times
 	$(BIN)/python -m pytest -n 2 -m "not quiet" --world gloo --hypothesis-profile nightly
 	$(BIN)/python -m pytest -m quiet $$(grep -rl mark.quiet tests)
 
@@ -78,7 +75,7 @@ LAUNCHERS := examples/launchers
 launchers:  ## try torchrun on two machines, Slurm, Ray, Kubernetes' manifests
 	test -x .venv-launchers/bin/python || $(PYTHON) -m venv .venv-launchers
 	.venv-launchers/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-	  -c constraints.txt -e '.[cli,recipes]' 'ray[train]' kubernetes kubeflow-training pyyaml
+	  -c constraints.txt -e '.[lab]' 'ray[train]' kubernetes kubeflow-training pyyaml
 	.venv-launchers/bin/python $(LAUNCHERS)/kubernetes/check.py $(LAUNCHERS)/kubernetes/*.yaml
 	.venv-launchers/bin/python $(LAUNCHERS)/ray/train.py
 	.venv-launchers/bin/python $(LAUNCHERS)/ray/elastic.py --kill 10

@@ -17,13 +17,14 @@ from offbeat.transport.communicator import Communicator, Wrapper
 from offbeat.transport.handle import Handle
 from offbeat.transport.operation import Operation
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
+from offbeat_lab.baselines import STRATEGIES
 from problems import flat, loss_of
 
 
 def attach(model: nn.Module, optimizer: Any, strategy: Strategy | str, **options: Any) -> Any:
     """Call ``offbeat.attach`` with a short time-out. The strategy may be text."""
     if isinstance(strategy, str):
-        strategy = offbeat.parse_strategy(strategy)
+        strategy = offbeat.parse_strategy(strategy, STRATEGIES)
     return offbeat.attach(model, optimizer, strategy, **{"timeout_seconds": 20, **options})
 
 

@@ -78,6 +78,7 @@ def run_without_unix(program: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.nightly  # importing everything in another process takes 10 s
 def test_offbeat_needs_no_system_call_that_windows_lacks() -> None:
     """All modules can be imported, a worker trains, and elastic training is refused."""
     run_without_unix(IMPORT + TRAIN)

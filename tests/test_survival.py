@@ -10,7 +10,7 @@ from pages import DOCS
 TESTS = Path(__file__).parent
 ROWS = {
     "a worker is killed (out of memory, `kill -9`)": (
-        "training/test_failures.py::test_a_dead_worker_is_named_by_every_survivor_within_seconds"
+        "training/test_failures.py::test_a_dead_worker_is_named_by_every_survivor"
     ),
     "an exception leaves `with attach(...)` on one worker, or it calls `detach()`": (
         "elastic/test_leaving.py::test_all_workers_notice_that_one_gives_up"
@@ -26,7 +26,7 @@ ROWS = {
         "training/test_failures.py::test_a_stopped_worker_is_named_after_the_time_out"
     ),
     "a worker is slow, by less than `timeout_seconds`": (
-        "transport/test_faults.py::test_real_workers_wait_for_a_delayed_one"
+        "transport/test_communicators.py::test_done_is_false_until_all_workers_have_started"
     ),
     "a worker does not call `attach`": (
         "transport/test_failures.py::test_a_worker_that_does_not_open_its_connections_is_named"

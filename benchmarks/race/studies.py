@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS
-from offbeat.registry import parse_strategy
 from offbeat.simulate import Compute, Network
+from offbeat.strategies.registry import parse_strategy
 from offbeat.units import to_bandwidth
 from offbeat_lab.job import LEASED, Job
 from offbeat_lab.launch.runners import Runner, ShapedLinks, VirtualCluster

@@ -16,12 +16,7 @@ from offbeat.elastic.connect import open_communicator
 from offbeat.quantization.wire import Wire
 from offbeat.transport.team import Team
 from problems import (
-    OPTIMIZERS,
-    bsp_reference,
     flat,
-    loss_of,
-    make_batch,
-    make_model,
     make_wide,
     wide_loss,
 )
@@ -306,30 +301,6 @@ def test_half_gradients_are_summed_in_float32_then_divided() -> None:
         assert half[1] == torch.tensor(6e-8, dtype=torch.float16)
         expected = torch.tensor((256 + 1 + 1) / 3).to(torch.bfloat16)
         assert torch.equal(result["torch.bfloat16"], expected.expand(2))
-
-
-def interrupt(rank: int, size: int) -> Tensor:
-    """Enter a consensus between backward and step on rank 0, and at other times on other ranks."""
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, "bsp")
-    for step in range(6):
-        optimizer.zero_grad()
-        loss_of(model, make_batch(rank, step)).backward()
-        if step == 3:
-            with sync.consensus():
-                pass
-        optimizer.step()
-    sync.finish()
-    return flat(model)
-
-
-def test_early_buckets_survive_a_consensus(buckets_of: Any) -> None:
-    """The step sends buckets again that were sent during backward before the consensus."""
-    buckets_of(64)
-    expected = bsp_reference(2, "momentum", 6)[-1]
-    for end in run(interrupt, workers=2):
-        close(end, expected)
 
 
 # -- sparse gradients -----------------------------------------------------------------------------

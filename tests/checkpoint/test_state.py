@@ -174,10 +174,9 @@ def load_of(rank: int, size: int, text: str, wire: str, given: list[State]) -> A
     return error, torch.stack([*trace, all_numbers(model)])
 
 
-@pytest.mark.sampled
-@every_row
-def test_states_of_other_ranks_and_worlds_are_refused(text: str, wire: str) -> None:
+def test_states_of_other_ranks_and_worlds_are_refused() -> None:
     """Rank 0's file on both ranks, swapped files, and files of three workers on two."""
+    text, wire = ROWS[0]
     two, three = (run_row(states, text, wire, workers=size) for size in (2, 3))
     fresh = run_row(load_of, text, wire, [None, None], workers=2)
     cannot = "rank {} cannot load, so no worker does: "
@@ -319,8 +318,7 @@ def wrong_moments(rank: int, size: int, text: str, wire: str) -> Any:
     return seen
 
 
-@every_row
-def test_states_at_the_wrong_moment_are_refused_at_once(text: str, wire: str) -> None:
+def test_states_at_the_wrong_moment_are_refused_at_once() -> None:
     expected = {
         "load inside": r"load_state_dict\(\) inside consensus\(\)",
         "save half-way": r"state_dict\(\) in the middle of an iteration: call it after all",
@@ -329,7 +327,7 @@ def test_states_at_the_wrong_moment_are_refused_at_once(text: str, wire: str) ->
         "save after detach": r"state_dict\(\) after finish\(\) or detach\(\)",
         "load after detach": r"load_state_dict\(\) after finish\(\) or detach\(\)",
     }
-    for seen in run(wrong_moments, text, wire, workers=2):
+    for seen in run(wrong_moments, *ROWS[0], workers=2):
         assert seen.keys() == expected.keys()
         for name, pattern in expected.items():
             kinds, message = seen[name]

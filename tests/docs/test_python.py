@@ -238,24 +238,6 @@ def test_a_block_names_what_there_is(block: Block) -> None:
     check_names(code, dict(MODULES))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "offbeat.attachh(model)",
-        "offbeat.attach(model, optimizer, wires='int8')",
-        "offbeat.LocalSGD(periods=3)",
-        "sync.finnish()",
-        "sync.record(1, 2, 3)",
-        "from offbeat import LokalSGD",
-        "from offbeat.integrations.lightning import Callback",
-        "torch.optim.SDG(p)",
-    ],
-)
-def test_a_wrong_name_is_found(wrong: str) -> None:
-    with pytest.raises((AssertionError, ImportError)):
-        check_names(wrong, dict(MODULES))
-
-
 @pytest.mark.parametrize("page", pages())
 def test_every_comment_belongs_to_a_block(page: str) -> None:
     """A misspelt one would be read by nobody."""

@@ -119,10 +119,10 @@ def count_steps(strategy: str) -> Any:
     return model.steps.detach()
 
 
-@pytest.mark.parametrize("spared", [(), (0,), (1, 3)])
+@pytest.mark.parametrize("spared", [(), (1, 3)])
 def test_survivors_keep_local_steps_if_one_has_decided_more_rounds(spared: tuple[int, ...]) -> None:
     """Only the first step is averaged. The last tally arrives on the spared workers alone."""
-    for at in (0.0605, 0.061, 0.0615, 0.062, 0.0625, 0.063):
+    for at in (0.0605, 0.0615, 0.0625):
         kill = Kill(worker=2, at=at, spared=spared)
         for steps in survivors(run(lambda: count_steps("selsync:delta=1e9"), kill)):
             own = [1 / 4 + (STEPS - 1) / 3] * 3
@@ -614,7 +614,7 @@ def meet_often() -> Any:
     return begun, sizes
 
 
-@pytest.mark.parametrize("at", [0.15, 0.2, 0.21, 0.22, 0.23, 0.24, 0.25])
+@pytest.mark.parametrize("at", [0.15, 0.21, 0.23])
 def test_a_worker_that_joins_in_a_consensus_enters_it(at: float) -> None:
     """Workers that share the number of consensuses enter the same ones."""
     *old, (begun, sizes) = simulate(

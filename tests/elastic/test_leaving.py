@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from problems import make_batch, make_model, train_step
 from transport.communicators import meet as meet_in_store
 from workers import run
 
-SECONDS = 6  # until all notice; the time-outs are 30 s
+TIMEOUT_SECONDS = 100.0  # more than a test may take, so that none ends by a time-out
 
 # -- one dies or gives up --------------------------------------------------------------------------
 
@@ -31,7 +30,7 @@ def leave(rank: int, size: int, text: str, where: str, way: str, folder: str) ->
     """Rank 0 computes for long, the last rank leaves, and the others wait for both."""
     model = make_model(seed=rank)
     optimizer = sgd(model)
-    sync = attach(model, optimizer, text, timeout_seconds=30)
+    sync = attach(model, optimizer, text, timeout_seconds=TIMEOUT_SECONDS)
     others = range(size - 1)
 
     def train() -> None:
@@ -50,7 +49,6 @@ def leave(rank: int, size: int, text: str, where: str, way: str, folder: str) ->
                 return
             train_step(model, optimizer, make_batch(rank, step))
 
-    started = time.perf_counter()
     try:
         with sync:
             train()
@@ -58,10 +56,9 @@ def leave(rank: int, size: int, text: str, where: str, way: str, folder: str) ->
         meet(folder, rank, range(size))  # its process lives on
         return None
     except CommunicationError as error:
-        seconds = time.perf_counter() - started
         meet(folder, rank, range(size) if way == "gives up" else others)
-        return str(error), seconds
-    return "nothing was raised", 0.0
+        return str(error)
+    return "nothing was raised"
 
 
 @pytest.mark.parametrize(
@@ -82,11 +79,8 @@ def test_the_death_of_a_client_of_a_busy_server_is_noticed(
     Pitfall 19.
     """
     results = run(leave, text, where, "dies", str(tmp_path), workers=4, may_die=(3,))
-    for rank in (1, 2):
-        message, seconds = results[rank]
-        assert "lost the connection to rank 3, which died" in message, message
-        assert seconds < SECONDS
-    assert "lost the connection to rank 3, which died" in results[0][0], "when it is back"
+    for rank in (0, 1, 2):  # rank 0 notices when it is back
+        assert "lost the connection to rank 3, which died" in results[rank]
 
 
 @pytest.mark.parametrize(
@@ -99,24 +93,21 @@ def test_all_workers_notice_that_one_gives_up(text: str, tmp_path: Path) -> None
     """
     results = run(leave, text, "training", "gives up", str(tmp_path), workers=4)
     for rank in (0, 1, 2):
-        message, seconds = results[rank]
-        assert "lost the connection to rank 3, which gave up" in message, message
-        assert re.match(rf"rank {rank}: .* failed after", message)
-        assert seconds < SECONDS
+        assert "lost the connection to rank 3, which gave up" in results[rank]
+        assert re.match(rf"rank {rank}: .* failed after", results[rank])
 
 
 def fail_beside(rank: int, size: int) -> Any:
     """An operation of ranks 0 and 2 fails while rank 0 waits for a message of rank 1."""
-    communicator = TorchCommunicator(None, timeout_seconds=30)
+    communicator = TorchCommunicator(None, timeout_seconds=TIMEOUT_SECONDS)
     twin = communicator.twin()
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     seen = None
     if rank == 0:
         kept = twin.broadcast(torch.ones(1), source=2, what="rank 2's")
-        started = time.perf_counter()
         text = error_of(communicator.receive(torch.zeros(1), source=1, what="a message").wait)[1]
-        seen = text, time.perf_counter() - started, error_of(kept.wait)[1]
+        seen = text, error_of(kept.wait)[1]
     meet_in_store("rank 0 knows", [0, 1])  # rank 1 is busy until then, and notices nothing
     communicator.close()
     return seen
@@ -124,33 +115,23 @@ def fail_beside(rank: int, size: int) -> Any:
 
 def test_a_failed_operation_that_is_not_awaited_ends_the_others() -> None:
     """Gloo may leave others on the same connections blocked, so all connections are closed."""
-    text, seconds, kept = run(fail_beside, workers=3, may_die=(2,))[0]
+    text, kept = run(fail_beside, workers=3, may_die=(2,))[0]
     assert text.startswith("rank 0: a message failed after "), text
     assert "lost the connection to rank 2, which died" in text
-    assert seconds < SECONDS
     assert kept == text
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------
 
 
-def interrupted(wait: Callable[[], object]) -> float:
-    """Return the seconds from a Ctrl-C until ``wait`` raises."""
+def interrupt(wait: Callable[[], object]) -> None:
+    """Send Ctrl-C to this process a moment after ``wait`` has begun."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sent: list[float] = []
-
-    def send() -> None:
-        time.sleep(0.3)
-        sent.append(time.perf_counter())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=send)
-    thread.start()
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
     with pytest.raises(KeyboardInterrupt):
         wait()
-    seconds = time.perf_counter() - sent[0]
-    thread.join()
-    return seconds
+    timer.join()
 
 
 WAITS: dict[str, Callable[[Communicator], Any]] = {
@@ -169,36 +150,27 @@ WAITS: dict[str, Callable[[Communicator], Any]] = {
 
 
 def interrupt_waits(rank: int, size: int, folder: str) -> Any:
-    seconds = {}
     for name, wait in WAITS.items():
-        communicator = TorchCommunicator(None, timeout_seconds=30)
+        communicator = TorchCommunicator(None, timeout_seconds=TIMEOUT_SECONDS)
         if rank == 0:
-            seconds[name] = interrupted(lambda f=communicator, w=wait: w(f))
+            interrupt(lambda f=communicator, w=wait: w(f))
         meet_in_store(f"after {name}", [0, 1])
         communicator.close()
     if rank == 0:
-        seconds["opening"] = interrupted(lambda: TorchCommunicator(None, timeout_seconds=30))
+        interrupt(lambda: TorchCommunicator(None, timeout_seconds=TIMEOUT_SECONDS))
         meet_in_store("after the opening", [0, 1])
         meet(folder, rank, [0, 1])  # rank 0 keeps the store
-        return seconds
+        return None
     meet_in_store("after the opening", [0, 1])
-    started = time.perf_counter()
-    text = error_of(lambda: TorchCommunicator(None, timeout_seconds=30))[1]
-    waited = time.perf_counter() - started
+    text = error_of(lambda: TorchCommunicator(None, timeout_seconds=TIMEOUT_SECONDS))[1]
     meet(folder, rank, [0, 1])
-    return text, waited
+    return text
 
 
 def test_ctrl_c_interrupts_every_wait(tmp_path: Path) -> None:
-    """It takes about 0.2 s, however gloo waits.
-
-    A worker that joins an interrupted opening raises.
-    """
-    seconds, (text, waited) = run(interrupt_waits, str(tmp_path), workers=2)
-    assert sorted(seconds) == sorted([*WAITS, "opening"])
-    assert all(one < 1.0 for one in seconds.values()), seconds
-    assert re.match(r"rank 1: opening connections failed after 0\.\d s: rank 0 has given up", text)
-    assert waited < 5
+    """Long before the time-out. A worker that joins an interrupted opening raises."""
+    text = run(interrupt_waits, str(tmp_path), workers=2)[1]
+    assert re.match(r"rank 1: opening connections failed after .* s: rank 0 has given up", text)
 
 
 # -- attaching -------------------------------------------------------------------------------------

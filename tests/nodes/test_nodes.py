@@ -1,7 +1,6 @@
 """Nodes of several workers: ``attach(..., node_group=...)``, on real processes, 2 × 2."""
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,14 @@ from torch import Tensor, nn
 
 import offbeat
 import offbeat.nodes.detection
-from loops import Faulty, attach, bits, close, error_of, everything, sgd, trained
+from loops import Faulty, attach, close, error_of, everything, sgd, trained
 from offbeat.nodes.communicator import NodeCommunicator
 from offbeat.nodes.detection import layout, open_nodes
-from offbeat.registry import STRATEGIES
+from offbeat.strategies.registry import STRATEGIES
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Node
-from problems import bsp_reference, flat, loss_of, make_batch, make_model, make_wide, train_step
+from problems import bsp_reference, flat, loss_of, make_batch, make_model, train_step
 from recording import Recording
 from workers import run
 from worlds import simulated
@@ -101,8 +100,7 @@ def of_one_worker(rank: int, size: int, text: str) -> Any:
 
 def test_every_strategy_that_trains_in_nodes_has_a_row() -> None:
     """Baselines, which have a flow of their own, cannot train in nodes."""
-    names = {name for name, kind in STRATEGIES.items() if "baselines" not in kind.__module__}
-    assert {text.partition(":")[0] for text in TEXTS} == names
+    assert {text.partition(":")[0] for text in TEXTS} == {*STRATEGIES}
 
 
 def test_a_node_trains_as_one_worker_with_all_of_its_data() -> None:
@@ -269,18 +267,6 @@ def reference_of_statistics() -> nn.Module:
     return model
 
 
-def lossy(rank: int) -> Any:
-    """Train with int8 sums in two stages, several of them in flight."""
-    model, same = make_wide(rank), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    text = "streaming:schedule=cyclic,staleness=4,parts=2"
-    with attach(model, optimizer, text, wire="int8", node_group="auto"):
-        for step in range(6):
-            train_step(model, optimizer, make_batch(rank, step, 8, torch.float32))
-            same.append(bits(flat(model)))
-    return torch.stack(same), bits(flat(model))
-
-
 def scaled(rank: int) -> Any:
     """Train with an overflow on rank 1 in step 2. Return steps, scales and models."""
     found = []
@@ -359,7 +345,7 @@ def uneven_nodes(rank: int) -> Any:
 
 
 def more(rank: int, size: int) -> Any:
-    return lossy(rank), scaled(rank), overlapped(rank), uneven_nodes(rank)
+    return scaled(rank), overlapped(rank), uneven_nodes(rank)
 
 
 @pytest.fixture(scope="module")
@@ -368,22 +354,15 @@ def found() -> list[Any]:
     return simulated(more, workers=4, workers_per_node=2)
 
 
-def test_workers_of_a_node_stay_equal_with_a_lossy_wire(found: list[Any]) -> None:
-    for rank, of_rank in enumerate(found):
-        trace, final = of_rank[0]
-        assert torch.equal(trace, found[rank ^ 1][0][0])
-        assert torch.equal(final, found[0][0][1])
-
-
 def test_all_workers_of_a_node_skip_a_step_with_an_overflow(found: list[Any]) -> None:
     """With BSP the workers of the other node skip it, too."""
-    for rank, (_, of_rank, *_) in enumerate(found):
+    for rank, (of_rank, *_) in enumerate(found):
         for (steps, scale, models), skips in zip(of_rank, (True, rank < 2), strict=True):
             assert steps == 4
             assert scale == (2.0 if skips else 4.0)
             assert torch.equal(models[2], models[1]) or not skips
             assert models.isfinite().all()
-        for one, other in zip(of_rank, found[rank ^ 1][1], strict=True):
+        for one, other in zip(of_rank, found[rank ^ 1][0], strict=True):
             assert torch.equal(one[2], other[2])
 
 
@@ -398,7 +377,7 @@ def test_means_inside_the_node_are_launched_during_backward(found: list[Any]) ->
             for p in model.parameters():
                 p -= 0.05 * p.grad  # type: ignore[operator]
     for one in found:
-        began, final = one[2]
+        began, final = one[1]
         assert began, "buckets were announced"
         close(final, flat(model))
 
@@ -414,9 +393,9 @@ def test_any_number_of_workers_in_a_node_and_of_optimizers(text: str, workers: i
 
 
 def test_nodes_may_take_different_numbers_of_steps(found: list[Any]) -> None:
-    assert [one[3][0] for one in found] == [7, 7, 5, 5]
+    assert [one[2][0] for one in found] == [7, 7, 5, 5]
     for one in found:
-        assert torch.equal(one[3][1], found[0][3][1])
+        assert torch.equal(one[2][1], found[0][2][1])
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -425,7 +404,6 @@ def test_nodes_may_take_different_numbers_of_steps(found: list[Any]) -> None:
 CASES: list[dict[str, Any]] = [
     {"strategy": "bsp", "node_group": "auto"},
     {"strategy": "bsp", "node_group": "other"},
-    {"strategy": "local:period=2", "node_group": "auto", "wire": "auto"},
     {"strategy": "bsp", "node_group": "auto", "min_workers": 1},
 ]
 
@@ -462,7 +440,6 @@ def refused(rank: int, size: int) -> Any:
 TEXTS_OF_ERRORS = [
     'rank 0: node_group="auto" reads LOCAL_RANK',
     "rank 0: node_group must be",
-    'wire="auto" with node_group: the precision follows from the time that each worker waits',
     "min_workers with node_group: a node cannot continue without one of its workers",
     "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 do not fit rank 2",
     "monitor(distance_every=…) with node_group",
@@ -528,7 +505,7 @@ def test_a_transport_without_nodes_is_refused() -> None:
 def one_dies(rank: int, size: int) -> Any:
     in_environment(rank)
     model = make_model(rank)
-    sync = attach(model, sgd(model), "local:period=2", node_group="auto")
+    sync = attach(model, sgd(model), "local:period=2", node_group="auto", timeout_seconds=100)
     optimizer = sync._worker.optimizers[0].optimizer
 
     def train() -> None:
@@ -538,18 +515,16 @@ def one_dies(rank: int, size: int) -> Any:
             loss_of(model, make_batch(rank, step)).backward()
             optimizer.step()
 
-    started = time.monotonic()
     kinds, text = error_of(train)
     sync.detach()
-    return kinds, text, time.monotonic() - started
+    return kinds, text
 
 
 def test_all_workers_notice_a_dead_worker() -> None:
     """Before the time-out. The error says whether ranks are inside the node or between nodes."""
     results = run(one_dies, workers=4, may_die=(3,))
-    for kinds, _, seconds in results[:3]:
+    for kinds, _ in results[:3]:
         assert "CommunicationError" in kinds
-        assert seconds < 15
     assert "rank 1" in results[2][1], "its place in its node"
     assert "(inside the node)" in results[2][1]
     assert "(between nodes)" in results[1][1], "of its counterpart"

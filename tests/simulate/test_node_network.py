@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from offbeat import CommunicationError, Compute, Network, simulate
-from offbeat.simulate import Kill
+from offbeat import Compute, Network, simulate
 
 # Numbers so far apart that a second on the wrong link shows.
 STEP = 0.05
@@ -195,30 +194,6 @@ def test_messages_of_a_node_queue_at_its_link() -> None:
     assert first == pytest.approx(OUT_LATENCY + size / OUT)
     assert second == pytest.approx(OUT_LATENCY + 2 * size / OUT)
     assert result.sent_bytes == [size, size, 0, 0], "bytes inside a node do not count"
-
-
-def test_the_death_of_a_worker_reaches_all_nodes() -> None:
-    def worker() -> str:
-        model = Model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        strategy = offbeat.LocalSGD(period=2)
-        sync = offbeat.attach(model, optimizer, strategy, node_group="auto", timeout_seconds=5)
-        try:
-            for _ in range(20):
-                model().backward()
-                optimizer.step()
-        except CommunicationError as error:
-            return str(error)
-        finally:
-            sync.detach()
-        return "nothing"
-
-    kill = Kill(worker=3, at="0.5 s")
-    result = simulate(worker, workers=4, network=network(), compute=Compute(STEP), faults=[kill])
-    assert "inside the node" in result.results[2]
-    assert "between nodes" in result.results[1], "of its counterpart"
-    assert "lost the connection" in result.results[0]
-    assert result.seconds < 2
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from torch import Tensor
 
 import offbeat
 from loops import attach, close, sgd
-from offbeat import SPARTA, AttachError, PowerSGD, SparseLoCo, Strategy
+from offbeat import AttachError, Strategy
 from offbeat.averaging import AttachedOptimizer, Flow
 from offbeat.averaging.votes import Round
 from offbeat.strategies.base import CustomFlow, setting
+from offbeat_lab import PowerSGD, SparseLoCo
 from problems import OPTIMIZERS, Simulated, assign, flat, make_batch, make_model, train_step
 from worlds import run
 
@@ -180,7 +181,6 @@ def test_the_policy_for_non_finite_values_applies() -> None:
     "option",
     [
         {"wire": "int8"},
-        {"wire": "auto"},
         {"non_finite": "exclude"},
         {"min_workers": 1},
         {"node_group": "auto"},
@@ -193,7 +193,7 @@ def test_abilities_that_a_custom_flow_does_not_have_are_refused(option: dict[str
 
     def refuse(rank: int, size: int) -> list[str]:
         model, texts = make_model(), []
-        for strategy in (Gossip(), PowerSGD(), SparseLoCo(), SPARTA()):
+        for strategy in (Gossip(), PowerSGD(), SparseLoCo()):
             with pytest.raises(AttachError) as caught:
                 attach(model, sgd(model), strategy, **option)
             texts.append(str(caught.value))
@@ -204,5 +204,5 @@ def test_abilities_that_a_custom_flow_does_not_have_are_refused(option: dict[str
     for texts in run(refuse, workers=2):
         assert all(text.startswith(name) for text in texts)
         assert "with gossip: " in texts[0] or "with test_custom_flow:Gossip: " in texts[0]
-        for text, baseline in zip(texts[1:], ("powersgd", "sparseloco", "sparta"), strict=True):
+        for text, baseline in zip(texts[1:], ("powersgd", "sparseloco"), strict=True):
             assert f"with {baseline}: baselines to compare with" in text

@@ -1,6 +1,5 @@
 """Settings of the strategies: an impossible one is refused with a remedy."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +14,6 @@ from worlds import run
 
 REFUSED: list[tuple[type[Strategy], dict[str, Any], type[Exception], str]] = [
     (LocalSGD, {}, TypeError, "period"),
-    (LocalSGD, {"period": 0}, ValueError, "period must be at least 1, got 0"),
     (LocalSGD, {"period": True}, TypeError, "period must be an integer of at least 1, got True"),
     (LocalSGD, {"period": 4, "warmup_steps": -1}, ValueError, "warmup_steps must be at least 0"),
     (LocalSGD, {"period": 4, "momentum": 0.9}, TypeError, "momentum"),
@@ -26,10 +24,7 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], type[Exception], str]] = [
         'optimizer_state must be "local" or "average", got \'mean\'',
     ),
     (SelSync, {"delta": -0.1}, ValueError, "delta must be at least 0 .* got -0.1"),
-    (SelSync, {"delta": "0.3"}, TypeError, "delta must be a number, got '0.3'"),
     (SelSync, {"smoothing": 0}, ValueError, r"smoothing must be in \(0, 1\], got 0"),
-    (SelSync, {"window": 0}, ValueError, "window must be at least 1, got 0"),
-    (SelSync, {"max_interval": 0}, ValueError, "max_interval must be at least 1, got 0"),
     (SelSync, {"target_lssr": 1.0}, ValueError, "target_lssr must be between 0 and 1, got 1.0"),
     (SelSync, {"target_lssr": 0.5, "delta": 0.2}, ValueError, "delta or target_lssr, not both"),
     (
@@ -50,13 +45,9 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], type[Exception], str]] = [
         ValueError,
         "staleness must be at least 1",
     ),
-    (AsyncAveraging, {"schedule": "lazy"}, ValueError, "schedule must be"),
     (DiLoCo, {"outer_lr": 0}, ValueError, "outer_lr must be positive and finite, got 0"),
-    (DiLoCo, {"outer_lr": math.nan}, ValueError, "outer_lr must be positive"),
     (DiLoCo, {"outer_momentum": 1.0}, ValueError, r"outer_momentum must be in \[0, 1\), got 1.0"),
-    (DiLoCo, {"fragments": 0}, ValueError, "fragments must be at least 1"),
     (DiLoCo, {"period": 3, "fragments": 4}, ValueError, "got fragments=4 and period=3"),
-    (DiLoCo, {"overlap": -1}, ValueError, "overlap must be at least 0"),
     (DiLoCo, {"period": 3, "overlap": 3}, ValueError, "overlap must be less than period"),
     (DiLoCo, {"outer_dtype": "int8"}, ValueError, "outer_dtype must be None, .* got 'int8'"),
     (
@@ -64,12 +55,6 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], type[Exception], str]] = [
         {"overlap": 2, "optimizer_state": "average"},
         ValueError,
         'optimizer_state="average" requires overlap=0',
-    ),
-    (
-        StreamingAveraging,
-        {"staleness": 3, "schedule": "cyclic"},
-        ValueError,
-        "staleness must be even",
     ),
     (StreamingAveraging, {"parts": 0}, ValueError, "parts must be at least 1, got 0"),
     (StreamingAveraging, {"parts": 1025}, ValueError, "parts must be at most 1024, got 1025"),

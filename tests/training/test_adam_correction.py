@@ -12,6 +12,7 @@ import offbeat
 from loops import Sink, attach, close, error_of
 from offbeat.strategies.base import Strategy
 from offbeat.training.learning_rate.adam_correction import AdamCorrection, factor_of
+from offbeat_lab.baselines import STRATEGIES
 from problems import flat, make_batch, make_model, train_step
 from worlds import run, simulated
 
@@ -62,27 +63,18 @@ def test_the_factor_is_the_ratio_of_two_real_optimizers(
 
 
 @pytest.mark.parametrize(
-    ("v", "m_squared"),
+    ("v", "m_squared", "beta", "steps"),
     [
-        (0.0, 0.0),
-        (math.inf, 1.0),
-        (math.nan, 1.0),
-        (1.0, math.nan),
-        (1e-3, 1e3),
-        (math.inf, math.inf),
+        *((v, m, 0.9, 50) for v, m in ((0.0, 0.0), (math.inf, 1.0), (math.nan, 1.0))),
+        *((v, m, 0.9, 50) for v, m in ((1.0, math.nan), (1e-3, 1e3), (math.inf, math.inf))),
+        (1.0, 0.5, 0.0, 50),  # without first moments
+        (0.0, 0.0, 0.9, 0),  # a fused Adam that has skipped all steps
     ],
 )
-def test_the_factor_of_useless_moments_is_one(v: float, m_squared: float) -> None:
-    assert factor_of(v, m_squared, (0.9, 0.999), 50, 4) == 1
-
-
-def test_the_factor_is_one_without_first_moments() -> None:
-    assert factor_of(1.0, 0.5, (0.0, 0.999), 50, 4) == 1
-
-
-def test_the_factor_is_one_if_all_steps_were_skipped() -> None:
-    """A fused Adam then has state whose number of steps is 0."""
-    assert factor_of(0.0, 0.0, (0.9, 0.999), 0, 4) == 1
+def test_the_factor_of_useless_moments_is_one(
+    v: float, m_squared: float, beta: float, steps: int
+) -> None:
+    assert factor_of(v, m_squared, (beta, 0.999), steps, 4) == 1
 
 
 def test_equal_gradients_give_the_factor_one() -> None:
@@ -300,7 +292,11 @@ def test_it_is_on_if_adam_trains_and_models_are_averaged(
     [
         (offbeat.StreamingAveraging(), torch.optim.RMSprop, "adam_correction with RMSprop: it is"),
         (offbeat.BSP(), torch.optim.AdamW, "adam_correction with bsp: the workers average grad"),
-        (offbeat.parse_strategy("easgd"), torch.optim.AdamW, "adam_correction with easgd"),
+        (
+            offbeat.parse_strategy("easgd", STRATEGIES),
+            torch.optim.AdamW,
+            "adam_correction with easgd",
+        ),
     ],
 )
 def test_it_is_refused_where_it_has_no_effect(strategy: Strategy, make: Any, message: str) -> None:

@@ -84,16 +84,6 @@ def test_a_short_loader_is_used_up_and_forward_may_be_given() -> None:
     torch.testing.assert_close(model[0].running_mean, data[1]["x"].mean(0))
 
 
-def test_a_model_without_batchnorm_costs_nothing() -> None:
-    """The loader is not read."""
-
-    class Never:
-        def __iter__(self) -> Any:
-            raise AssertionError("read")
-
-    offbeat.recalibrate_batchnorm(nn.Linear(3, 1), Never(), 3)
-
-
 @pytest.mark.parametrize(
     ("loader", "count", "error", "words"),
     [

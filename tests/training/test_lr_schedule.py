@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ChainedScheduler, StepLR
 
 from offbeat import LinearScalingWarmup
 
@@ -24,20 +23,6 @@ def test_rate_rises_linearly_to_n_times() -> None:
         warmup.step()
 
 
-def test_it_chains_with_other_schedules() -> None:
-    """Chained with another schedule, the rates are the product of both."""
-    one, other = optimizer(), optimizer()
-    chain = ChainedScheduler(
-        [LinearScalingWarmup(one, workers=3, warmup_steps=4), StepLR(one, 5, gamma=0.5)]
-    )
-    alone = StepLR(other, 5, gamma=0.5)
-    for t in range(12):
-        factor = 1 + 2 * min(t, 4) / 4
-        assert one.param_groups[0]["lr"] == pytest.approx(other.param_groups[0]["lr"] * factor)
-        for thing in (one, other, chain, alone):
-            thing.step()
-
-
 def test_it_resumes() -> None:
     """A loaded state continues the same rates."""
     one = optimizer()
@@ -52,13 +37,6 @@ def test_it_resumes() -> None:
     for thing in (one, warmup, other, again):
         thing.step()
     assert one.param_groups[0]["lr"] == other.param_groups[0]["lr"]
-
-
-def test_no_warmup_starts_at_n_times() -> None:
-    """With warmup_steps=0 the rate is n·η from the start."""
-    one = optimizer()
-    LinearScalingWarmup(one, workers=4, warmup_steps=0)
-    assert one.param_groups[0]["lr"] == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(("workers", "steps"), [(0, 5), (4, -1)])

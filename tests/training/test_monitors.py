@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import workers
 import worlds
 from faults import Fault, Faults
 from loops import Sink, attach, error_of
@@ -172,55 +171,6 @@ def test_workers_may_take_different_numbers_of_steps(text: str) -> None:
             assert 0 <= one["distance"] <= one["distance_largest"] < math.inf
 
 
-class Half(nn.Module):
-    """Parameters of several dtypes, sizes that three workers cannot divide, and an empty one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.zeros(7, dtype=torch.float16))
-        self.b = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
-        self.c = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        self.d = nn.Parameter(torch.zeros(0))
-
-
-def mixed(rank: int, size: int) -> Any:
-    model = Half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    sync = attach(model, optimizer, "local:period=9")
-    sync.monitor(distance_every=1)
-    model.a.grad = torch.full_like(model.a, -rank)
-    model.b.grad = torch.full_like(model.b, 2j * rank)
-    model.c.grad = torch.full_like(model.c, 3.0 * rank)
-    optimizer.step()
-    sync.finish()
-    return sync.stats.details
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_every_dtype_and_size_counts(size: int) -> None:
-    """Worker n is n·√(7 + 4·4 + 9) from zero: distances by hand.
-
-    A single worker measures nothing.
-    """
-    length = math.sqrt(7 * 1 + 4 * 4 + 9)
-    for details in run(mixed, workers=size):
-        assert details["distances_measured"] == 1
-        assert details["distance"] == pytest.approx(length * 2 / 3 if size == 3 else 0)
-        assert details["distance_largest"] == pytest.approx(length * 2 if size == 3 else 0)
-
-
-@pytest.mark.parametrize("text", ["selsync:delta=0.05", "ssp:staleness=2"])
-def test_processes_measure_the_same_as_the_simulator(text: str) -> None:
-    """Over gloo: the same numbers where they do not depend on timing, and no hang where they do."""
-    found = workers.run(train, text, [14, 20], 9, workers=2)
-    simulation = simulated(train, text, [14, 20], 9, workers=2)
-    for result in found:
-        assert result["own"]["distances_measured"] >= 1
-        if text.startswith("selsync"):
-            for key in KEYS:
-                assert result["own"][key] == pytest.approx(simulation[0]["own"][key])
-
-
 class Broken:
     """A communicator whose second duplicate, the monitor's, fails on rank 1 at one operation."""
 
@@ -365,52 +315,6 @@ def test_measuring_the_change_does_not_change_the_training(text: str) -> None:
         assert torch.equal(a["end"], b["end"])
         assert a["stats"].payload_bytes == b["stats"].payload_bytes
         assert not any("relative_change" in record for record in b["records"])
-
-
-def several(rank: int, size: int) -> Any:
-    model, sink, norms = make_model(seed=rank), Sink(), []
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.05) for part in (model[0], model[2:])]
-    with attach(model, optimizers, "bsp", log=sink) as sync:
-        sync.monitor(gradient_change=True)
-        for step in range(10):
-            batch = make_batch(rank, step)
-            norms.append(squared(gradients(model, batch)))
-            model.zero_grad()
-            loss_of(model, batch).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    return [record["relative_change"] for record in sink.records], norms
-
-
-def test_the_change_is_over_all_optimizers() -> None:
-    """‖g‖² covers the parameters of all optimizers."""
-    for found, norms in run(several, workers=2):
-        assert found == pytest.approx(changes(norms, 0.02), rel=1e-8)
-
-
-def scaled(rank: int, size: int, text: str) -> Any:
-    """Train with a GradScaler whose scale changes."""
-    model, sink, norms = make_model(rank, torch.float32), Sink(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
-    with attach(model, optimizer, text, log=sink, scaler=scaler) as sync:
-        sync.monitor(gradient_change=True)
-        for step in range(10):
-            batch = make_batch(rank, step, dtype=torch.float32)
-            norms.append(squared(gradients(model, batch)))
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, batch)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert scaler.get_scale() > 8
-    return [record["relative_change"] for record in sink.records], norms
-
-
-@pytest.mark.parametrize("text", ["bsp", "local:period=2"])
-def test_the_change_is_of_unscaled_gradients(text: str) -> None:
-    """BSP averages scaled gradients. Δ is that of the unscaled ones, also when the scale grows."""
-    for found, norms in run(scaled, text, workers=2):
-        assert found == pytest.approx(changes(norms, 0.02), rel=1e-4, abs=1e-6)
 
 
 def test_the_change_of_an_overflow_is_0() -> None:

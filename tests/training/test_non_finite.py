@@ -24,7 +24,6 @@ from problems import (
     loss_of,
     make_batch,
     make_model,
-    make_wide,
     train_step,
 )
 from worlds import run, simulated
@@ -289,15 +288,6 @@ def fail_last(rank: int, size: int, text: str) -> Tensor:
     return flat(model)
 
 
-def test_the_final_mean_excludes_the_worker() -> None:
-    reference = Simulated.start(3, "sgd")
-    for step in range(BAD_STEP + 1):
-        reference.step(step)
-    reference.average([1.0, 0.0, 1.0])
-    for model in simulated(fail_last, "local:period=100", workers=3):
-        close(model, reference.flat()[0])
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -341,71 +331,6 @@ def test_a_model_that_has_become_nan_between_two_rounds_is_excluded() -> None:
 
     for model in simulated(ruined, workers=3):
         close(model, reference.flat()[0])
-
-
-def wide(rank: int, size: int, options: dict) -> list[Tensor]:
-    """Send buckets during backward, before the NaN in them is known."""
-    with torch.random.fork_rng():
-        torch.manual_seed(rank)
-        model = nn.Sequential(nn.Linear(4, 150_000), nn.Tanh(), nn.Linear(150_000, 1)).double()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    with attach(model, optimizer, "bsp", **options) as sync:
-        assert len(sync._worker.optimizers[0].buckets) > 1
-        trace = []
-        for step in range(4):
-            train_step(model, optimizer, batch_of(rank, step))
-            trace.append(flat(model)[::997])
-    return trace
-
-
-def test_buckets_that_left_during_backward_are_sent_again() -> None:
-    """The repeated sum has no NaN: the step uses the gradients of the others."""
-    first, *others = simulated(wide, EXCLUDE, workers=3)
-    assert all(one.isfinite().all() for one in first)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-    alone = simulated(wide_of_two, workers=2)[0]
-    close(first[BAD_STEP] - first[BAD_STEP - 1], alone)
-
-
-def wide_of_two(rank: int, size: int) -> Tensor:
-    """Take the third step with ranks 0 and 2 only, from the models of three workers."""
-    rank = 2 * rank
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 150_000), nn.Tanh(), nn.Linear(150_000, 1)).double()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    for step in range(BAD_STEP):
-        each = [gradients(model, make_batch(one, step)) for one in range(3)]
-        for p, *parts in zip(model.parameters(), *each, strict=True):
-            p.grad = sum(parts) * (1 / 3)  # type: ignore[assignment]
-        optimizer.step()
-    before = flat(model)[::997]
-    with attach(model, optimizer, "bsp"):
-        train_step(model, optimizer, make_batch(rank, BAD_STEP))
-    return flat(model)[::997] - before
-
-
-def lossy(rank: int, size: int, text: str, wire: str) -> Tensor:
-    model = make_wide(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    with attach(model, optimizer, text, wire=wire, **EXCLUDE):
-        for step in range(6):
-            x, y = batch_of(rank, step)
-            optimizer.zero_grad()
-            (model(x.float()) - y.float()).square().mean().backward()
-            optimizer.step()
-    return flat(model)
-
-
-@pytest.mark.parametrize("text", ["bsp", "local:period=3"])
-def test_a_lossy_wire_excludes_the_worker(text: str) -> None:
-    """All workers hold the same bits, near those of an exact wire: no quantization error is NaN."""
-    exact = simulated(lossy, text, "float32", workers=3)[0]
-    start = flat(make_wide(seed=0))
-    first, *others = simulated(lossy, text, "int8", workers=3)
-    assert all(torch.equal(first, other) for other in others)
-    assert float((first - exact).norm()) < 0.02 * float((exact - start).norm())
 
 
 def test_all_workers_raise_if_no_other_contributes() -> None:

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from loops import Quick, attach, error_of, sgd
@@ -20,70 +18,6 @@ STRATEGIES = ["bsp", "local:period=4", "diloco:period=5", "streaming:staleness=6
 
 def batch_of(rank: int, step: int) -> Any:
     return make_batch(rank, step, dtype=torch.float32)
-
-
-def evaluate_and_stop_early(rank: int, text: str, steps: list[int]) -> torch.Tensor:
-    """Rank 0 alone evaluates, in a consensus that all enter. Workers stop at different steps."""
-    model = make_model(seed=rank, dtype=torch.float32)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, text)
-    losses = []
-    for step in range(max(steps)):
-        train_step(model, optimizer, batch_of(rank, step))
-        if step % 3 == 2:
-            with sync.consensus():
-                if sync.rank == 0:
-                    losses.append(loss_of(model, batch_of(9, 0)).item())
-        if step + 1 == steps[rank]:
-            break
-    sync.finish()
-    assert len(losses) == (steps[0] // 3 if rank == 0 else 0)
-    return flat(model)
-
-
-def evaluate_outside(rank: int) -> tuple[list[str], str]:
-    """Enter the consensus on rank 0 only."""
-    model = make_model(seed=rank, dtype=torch.float32)
-    optimizer = sgd(model)
-
-    def train() -> None:
-        with attach(model, optimizer, "streaming:staleness=6") as sync:
-            for step in range(12):
-                train_step(model, optimizer, batch_of(rank, step))
-                if rank == 0 and step == 2:
-                    with sync.consensus():
-                        pass
-
-    return error_of(train)
-
-
-def resume(rank: int, text: str, path: Path) -> torch.Tensor:
-    """Load rank 0's checkpoint after ``attach`` on all ranks, and train with a rate of 0."""
-    model = make_model(seed=rank, dtype=torch.float32)
-    optimizer = sgd(model, lr=0.0)
-    sync = attach(model, optimizer, text)
-    model.load_state_dict(torch.load(path))
-    for step in range(6):
-        train_step(model, optimizer, batch_of(rank, step))
-    sync.finish()
-    return flat(model)
-
-
-def keep_ddp(rank: int, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add two lines to a script with DistributedDataParallel. Return its model, and that without.
-
-    The wrapped model trains first.
-    """
-    ends = []
-    for wrap in (DistributedDataParallel, lambda model: model):
-        model: nn.Module = wrap(make_model(seed=rank, dtype=torch.float32))
-        optimizer = sgd(model)
-        sync = attach(model, optimizer, text)
-        for step in range(6):
-            train_step(model, optimizer, batch_of(rank, step))
-        sync.finish()
-        ends.append(flat(model))
-    return ends[0], ends[1]
 
 
 def interrupt(rank: int) -> tuple[str, list[str], torch.Tensor]:
@@ -119,44 +53,20 @@ def cross(rank: int) -> tuple[list[str], str]:
     return result
 
 
-def script(rank: int, size: int, folder: str) -> dict[str, Any]:
-    path = Path(folder, "model.pt")
-    if rank == 0:
-        torch.save(make_model(seed=7, dtype=torch.float32).state_dict(), path)
-    dist.barrier()  # of the script, before ``attach``
-    seen: dict[str, Any] = {"outside": evaluate_outside(rank)}
-    for text in STRATEGIES:
-        seen[f"stop {text}"] = evaluate_and_stop_early(rank, text, [5, 13])
-        seen[f"end {text}"] = evaluate_and_stop_early(rank, text, [11, 4])
-        seen[f"resume {text}"] = resume(rank, text, path)
-    seen["ddp"] = keep_ddp(rank, "local:period=4")
-    seen["interrupt"] = interrupt(rank)
-    seen["cross"] = cross(rank)
-    return seen
+def script(rank: int, size: int) -> Any:
+    return interrupt(rank), cross(rank)
 
 
-def test_scripts_of_two_processes(tmp_path: Path) -> None:
-    """All ranks end with the same model. A consensus on one rank is an error on both."""
-    first, second = run(script, str(tmp_path), workers=2)
-    loaded = flat(make_model(seed=7, dtype=torch.float32))
-    advice, _, model = first.pop("interrupt")
+def test_scripts_of_two_processes() -> None:
+    """The advice of the error after Ctrl-C works. Crossed calls of finish() end in an error."""
+    ((advice, _, model), first), ((_, kinds, other), second) = run(script, workers=2)
     assert "interrupted by KeyboardInterrupt" in advice
     assert "Call detach() here: the others then raise a CommunicationError" in advice
-    _, kinds, other = second.pop("interrupt")
     assert "CommunicationError" in kinds
     assert torch.equal(model, other), "both have attached again"
-    for seen in (first, second):
-        kinds, error = seen.pop("cross")
+    for kinds, error in (first, second):
         assert kinds[:1] == ["CommunicationTimeout"], error
         assert "in finish() of another synchronizer" in error
-        kinds, error = seen.pop("outside")
-        assert kinds[:1] == ["MismatchError"], error
-        wrapped, plain = seen.pop("ddp")
-        assert torch.equal(wrapped, plain)
-        for name, model in seen.items():
-            assert torch.equal(model, first[name]), name
-            if name.startswith("resume"):
-                torch.testing.assert_close(model, loaded, rtol=0, atol=1e-6)
 
 
 # -- a single process ------------------------------------------------------------------------------
@@ -172,7 +82,7 @@ def test_a_script_without_a_process_group_trains_alone(text: str, tmp_path: Path
     sync.follow(ema)
     sync.monitor(distance_every=2, gradient_change=True)
     assert offbeat.load(tmp_path, sync) is None
-    exact = text.split(":")[0] not in ("diloco", "easgd", "async_diloco")  # these move elsewhere
+    exact = text.split(":")[0] not in ("diloco", "easgd")  # these move elsewhere
     for step in range(6):
         optimizer.zero_grad()
         loss_of(model, make_batch(0, step)).backward()

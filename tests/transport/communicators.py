@@ -3,6 +3,8 @@
 The tests of this folder run on every communicator in ``WORLDS``.
 """
 
+import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -59,6 +61,20 @@ WORLDS = [pytest.param(world, id=world.__name__) for world in (gloo, single, sim
 every_world = pytest.mark.parametrize("world", WORLDS)
 worlds_of_several = pytest.mark.parametrize("world", [WORLDS[0], WORLDS[2]])
 worlds_without_processes = pytest.mark.parametrize("world", WORLDS[1:])
+
+
+def held(most: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """Return the numbers of threads and descriptors, once they are at most ``most``.
+
+    A joined thread is counted for a moment longer.
+    """
+    deadline = time.monotonic() + 5
+    while True:
+        found = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        settled = all(a <= b for a, b in zip(found, most, strict=True))
+        if not any(most) or settled or time.monotonic() > deadline:
+            return found
+        time.sleep(0.001)
 
 
 def meet(name: str, ranks: list[int]) -> None:

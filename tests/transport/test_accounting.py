@@ -18,7 +18,7 @@ from offbeat.transport.host import Promise, ThreadHost
 from offbeat.transport.operation import Operation
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Team
-from transport.communicators import World, every_world, simulated, worlds_without_processes
+from transport.communicators import World, simulated, worlds_without_processes
 
 
 @worlds_without_processes
@@ -94,42 +94,6 @@ def test_a_twin_shares_the_account(world: World) -> None:
         assert counted == 28 + 12
         assert waited > 0
         assert paused == (0, 0.0)
-
-
-@every_world
-def test_background_traffic_does_not_count(world: World) -> None:
-    """The worker's wait for a promise of the background thread does count."""
-
-    def work(inner: Communicator) -> Any:
-        team = Team(inner)
-        promise: Promise[float] = team.host.promise()
-        after, before = (team.rank + 1) % team.size, (team.rank - 1) % team.size
-
-        def activity() -> None:
-            communicator, message = team.uncounted, torch.full((9,), 1.0 + team.rank)
-            if team.size > 1:
-                send = communicator.send(message, destination=after, tag=6, what="test")
-                message = torch.zeros(9)
-                communicator.receive(message, source=before, tag=6, what="test").wait()
-                send.wait()
-                communicator.receive(torch.zeros(1), source=before, tag=7, what="test").wait()
-            promise.fulfil(message[0].item())
-
-        team.host.spawn(activity, what="a test activity")
-        nothing = team.account.payload_bytes, team.account.wait_seconds
-        if team.size > 1:
-            team.uncounted.send(torch.zeros(1), destination=after, tag=7, what="test").wait()
-        start = team.host.now()
-        got = team.communicator.await_promise(promise, what="a message").wait()
-        elapsed = team.host.now() - start
-        return nothing, got, team.account.payload_bytes, team.account.wait_seconds, elapsed
-
-    results = world(work)
-    for rank, (nothing, got, payload, waited, elapsed) in enumerate(results):
-        assert nothing == (0, 0.0)
-        assert got == 1.0 + (rank - 1) % len(results)
-        assert payload == 0
-        assert 0 < waited <= elapsed or waited == elapsed == 0
 
 
 def test_waiting_for_a_promise_counts_in_virtual_time() -> None:

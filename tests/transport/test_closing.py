@@ -18,12 +18,13 @@ from offbeat.transport.handle import Handle
 from offbeat.transport.torch_backend import abandoned_threads
 from offbeat.transport.torch_backend import process_groups as groups
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
-from transport.communicators import meet
+from transport.communicators import held, meet
 from workers import run
 
 
 def open_one(**settings: float) -> TorchCommunicator:
-    return TorchCommunicator(None, **{"timeout_seconds": 20, "liveness_seconds": 5.0, **settings})
+    """Open one whose time limits are longer than a test may take, so that none waits for them."""
+    return TorchCommunicator(None, **{"timeout_seconds": 100, "liveness_seconds": 100, **settings})
 
 
 def why(wait: Callable[[], Any]) -> str:
@@ -35,20 +36,6 @@ def why(wait: Callable[[], Any]) -> str:
 
 
 # -- resources ------------------------------------------------------------------------------------
-
-
-def held(most: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """Return the numbers of threads and descriptors, once they are at most ``most``.
-
-    A joined thread is counted for a moment longer.
-    """
-    deadline = time.monotonic() + 5
-    while True:
-        found = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-        settled = all(a <= b for a, b in zip(found, most, strict=True))
-        if not any(most) or settled or time.monotonic() > deadline:
-            return found
-        time.sleep(0.001)
 
 
 def close_together(communicator: Communicator, twin: Communicator) -> Any:
@@ -149,7 +136,6 @@ def test_closing_releases_threads_and_descriptors(size: int, times: int) -> None
 
 def close_one(rank: int, size: int) -> Any:
     communicator = open_one()
-    started = time.perf_counter()
     if rank == 0:
         outcome: list[str] = []
 
@@ -164,30 +150,26 @@ def close_one(rank: int, size: int) -> Any:
         meet("rank 0 is being asked", [0, 1])
         communicator.close()
         alive = [t.name for t in threading.enumerate() if t.name == "a test activity"]
-        seconds = time.perf_counter() - started
         communicator.close()  # again: nothing
         meet("all have seen it", [0, 1, 2])  # alive while the others ask what has happened
-        return alive, outcome, seconds
+        return alive, outcome
     if rank == 1:
         communicator.receive(torch.zeros(1), source=0, tag=1, what="test").wait()
         meet("rank 0 is being asked", [0, 1])
     text = why(communicator.receive(torch.zeros(1), source=0, tag=9, what="an answer").wait)
-    seconds = time.perf_counter() - started
     meet("all have seen it", [0, 1, 2])
     communicator.close()
-    return text, seconds
+    return text
 
 
 def test_closing_ends_background_threads_and_the_operations_of_peers() -> None:
-    """close() is not a collective: operations of peers fail long before their time-out of 20 s."""
-    (alive, outcome, seconds), *others = run(close_one, workers=3)
+    """close() is not a collective: operations of peers fail long before their time-out."""
+    (alive, outcome), *others = run(close_one, workers=3)
     assert alive == []
     assert outcome == ["rank 0 has given up", "ended"]
-    assert seconds < 5
-    for rank, (text, waited) in enumerate(others, start=1):
+    for rank, text in enumerate(others, start=1):
         assert text.startswith(f"rank {rank}: an answer failed after"), text
         assert "lost the connection to rank 0, which gave up" in text
-        assert waited < 10
 
 
 def leave_one_behind(rank: int, size: int) -> Any:
@@ -202,8 +184,8 @@ def leave_one_behind(rank: int, size: int) -> Any:
 
 
 def test_closing_abandons_a_thread_after_its_time_limit() -> None:
-    """close() waits for a background thread for closing_seconds and no longer."""
-    assert all(0.2 <= seconds < 5 for seconds in run(leave_one_behind, workers=2))
+    """close() waits for a background thread for closing_seconds, not until it ends."""
+    assert all(seconds >= 0.2 for seconds in run(leave_one_behind, workers=2))
 
 
 def interrupt_the_end(rank: int, size: int) -> list[str]:
@@ -228,57 +210,50 @@ def test_ctrl_c_while_closing_together_leaves_nothing_open() -> None:
     assert run(interrupt_the_end, workers=2) == [[], []]
 
 
-def leave_one_inside(rank: int, size: int) -> tuple[float, bool]:
+def leave_one_inside(rank: int, size: int) -> bool:
     communicator = open_one()
     groups.close_connections = lambda group: None  # as if gloo did not wake after half of a message
     if rank == 1:
         meet("rank 0 has left", [0, 1])
-        return 0.0, True
+        return True
     message = communicator.receive(torch.zeros(1), source=1, what="a message", patient=True)
     ended = threading.Event()
 
     def finish() -> None:
-        time.sleep(2)
+        time.sleep(1.5)
         ended.set()
 
     communicator.host.spawn(message.wait, what="one that waits")
     communicator.host.spawn(finish, what="one that computes")
-    started = time.perf_counter()
     communicator.close()
-    seconds = time.perf_counter() - started
     meet("rank 0 has left", [0, 1])
     assert [thread.name for thread, _ in abandoned_threads._abandoned] == [
         "one that waits"
     ]  # for at the very end
     abandoned_threads._abandoned.clear()
-    return seconds, ended.is_set()
+    return ended.is_set()
 
 
 def test_closing_waits_for_computing_threads_but_not_for_blocked_ones() -> None:
     """It abandons a thread that gloo does not wake a second after its connection was closed."""
-    (seconds, ended), _ = run(leave_one_inside, workers=2)
-    assert ended
-    assert 2 <= seconds < 4
+    assert run(leave_one_inside, workers=2) == [True, True]
 
 
-def lose_track_of_one(rank: int, size: int) -> float:
-    communicator = open_one(timeout_seconds=4)
+def lose_track_of_one(rank: int, size: int) -> str:
+    communicator = open_one()
     groups.close_connections = lambda group: None  # as if the operation in gloo did not wake
     if rank == 1:
         meet("rank 0 has left", [0, 1])
-        return 0.0
+        return ""
     kept = communicator.sum(torch.ones(4), what="a sum")
-    started = time.perf_counter()
     communicator.close()
-    seconds = time.perf_counter() - started
     meet("rank 0 has left", [0, 1])
-    assert "has given up" in why(kept.wait)
-    return seconds
+    return why(kept.wait)
 
 
 def test_closing_does_not_wait_for_an_operation_that_gloo_cannot_end() -> None:
     """Gloo sometimes runs an operation until its time-out although its connections are closed."""
-    assert run(lose_track_of_one, workers=2)[0] < 2
+    assert run(lose_track_of_one, workers=2)[0] == "rank 0 has given up"
 
 
 def use_a_closed_one(rank: int, size: int, under_way: bool) -> Any:
@@ -326,7 +301,7 @@ def test_operations_after_close_raise_an_explicit_error(under_way: bool) -> None
 
 def end_together(rank: int, size: int, times: int) -> Any:
     store = dist.group.WORLD.get_group_store()
-    alone, totals, slowest = 0, [], 0.0
+    alone, totals = 0, []
     for i in range(times):
         communicator = open_one()
         busy = communicator.twin()
@@ -338,34 +313,29 @@ def end_together(rank: int, size: int, times: int) -> Any:
         totals[-1] += [part.unique().tolist() for part in gathered.wait()]
         store.set(f"closing {i}/{rank}", "")
         store.check([f"closing {i}/{rank}"])  # set() does not wait for the store: this does
-        started = time.perf_counter()
         communicator.close(together=True)
-        slowest = max(slowest, time.perf_counter() - started)
         alone += not store.check([f"closing {i}/{other}" for other in range(size)])
     dist.barrier()
-    return alone, totals, slowest
+    return alone, totals
 
 
 def test_closing_together_waits_for_all_and_loses_no_result() -> None:
-    """This holds whichever worker closes last."""
+    """This holds whichever worker closes last. None waits for the liveness check."""
     results = [1.0 + 2.0 + 3.0] * 3 + [0.0, 1.0, 2.0]
-    for alone, totals, slowest in run(end_together, 6, workers=3):
+    for alone, totals in run(end_together, 6, workers=3):
         assert alone == 0
         assert totals == [[[value] for value in results]] * 6
-        assert slowest < 5, "no liveness check"
 
 
-def end_together_without_one(rank: int, size: int) -> float:
+def end_together_without_one(rank: int, size: int) -> None:
     communicator = open_one()
     dist.barrier()  # else it may be gone while others still connect to it
-    started = time.perf_counter()
     communicator.close(together=rank > 0)  # rank 0 closes as after a failure
-    return time.perf_counter() - started
 
 
 def test_closing_together_does_not_wait_for_a_lost_peer() -> None:
     """It raises nothing, because training is over."""
-    assert all(seconds < 5 for seconds in run(end_together_without_one, workers=3))
+    run(end_together_without_one, workers=3)
 
 
 # -- again ----------------------------------------------------------------------------------------

@@ -181,38 +181,6 @@ def test_all_workers_receive_the_same_bits(world: World) -> None:
 
 
 @every_world
-def test_broadcast_copies_the_tensor_of_the_source(world: World) -> None:
-    """Any rank may be the source, and keeps its own values."""
-
-    def work(communicator: Communicator) -> list[Tensor]:
-        return [
-            communicator.broadcast(numbers(communicator.rank), source=source, what="test").wait()
-            for source in range(communicator.size)
-        ]
-
-    results = world(work)
-    for result in results:
-        for source in size_of(results):
-            assert torch.equal(result[source], numbers(source))
-
-
-@every_world
-def test_gather_collects_in_rank_order(world: World) -> None:
-    """Every worker receives all tensors; its own is unchanged."""
-
-    def work(communicator: Communicator) -> Any:
-        own = numbers(communicator.rank)
-        return communicator.gather(own, what="test").wait(), own
-
-    results = world(work)
-    for rank, (parts, own) in enumerate(results):
-        assert len(parts) == len(results)
-        for other, part in enumerate(parts):
-            assert torch.equal(part, numbers(other))
-        assert torch.equal(own, numbers(rank))
-
-
-@every_world
 def test_send_and_receive_match_by_source_and_tag(world: World) -> None:
     """Two messages of one sender are told apart by their tags, in any order of receives."""
 
@@ -594,19 +562,6 @@ def test_a_promise_can_be_polled(world: World) -> None:
         return early, answer.done(), answer.wait()
 
     assert set(world(work)) == {(False, True, 1)}
-
-
-@every_world
-def test_a_fulfilled_promise_is_done_at_once(world: World) -> None:
-    """None is a valid result."""
-
-    def work(communicator: Communicator) -> Any:
-        promise: Promise[None] = communicator.host.promise()
-        promise.fulfil(None)
-        answer = communicator.await_promise(promise, what="nothing")
-        return answer.done(), answer.wait()
-
-    assert set(world(work)) == {(True, None)}
 
 
 @every_world

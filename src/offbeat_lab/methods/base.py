@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.data.leasing.access import team_of
 from offbeat.strategies import Strategy
-from offbeat.synchronizer import Synchronizer, snapshot_of
+from offbeat.synchronizer import Synchronizer, components_of, snapshot_of
 from offbeat.telemetry import Stats
 from offbeat_lab.recipes import Task
 from offbeat_lab.timing.time_limit import Clock
@@ -95,7 +94,7 @@ class Attached(Method):
 
     def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
         self._task, self._lr_scale, self.sync = task, lr_scale, sync
-        self.now = team_of(sync).host.now
+        self.now = components_of(sync, "a run").team.host.now
 
     @property
     @override

@@ -74,7 +74,6 @@ def require_abilities(
                     "one worker per node; leave it out, or use a strategy to train with"
                 )
         return
-    _require_wire(strategy, wire, averages, nodes=nodes)
     if adam_correction and isinstance(averages, Gradients):
         raise AttachError(
             f"adam_correction with {strategy}: the workers average gradients, so each Adam steps "
@@ -102,29 +101,6 @@ def require_abilities(
             f"{strategy} with a model that fully_shard has divided: the optimizers' state cannot "
             'be averaged there; use optimizer_state="local"'
         )
-
-
-def _require_wire(
-    strategy: Strategy, wire: Precision, averages: SharedModel | Gradients, *, nodes: bool
-) -> None:
-    if wire != "auto" or chooses_precision(strategy):
-        return
-    if isinstance(averages, SharedModel) and averages.error_feedback:
-        raise ValueError(
-            f'wire="auto" with {strategy}: a fixed schedule gives the same bits in every run, and '
-            "a precision chosen by measurement would not. Name a precision"
-        )
-    if nodes:
-        raise AttachError(
-            'wire="auto" with node_group: the precision follows from the time that each worker '
-            "waits, which differs inside a node. Name a precision"
-        )
-
-
-def chooses_precision(strategy: Strategy) -> bool:
-    """Return True if under ``wire="auto"`` the strategy chooses the precision of each launch."""
-    averages = strategy.averages()
-    return isinstance(averages, SharedModel) and averages.error_feedback and averages.eager
 
 
 def repeatable(strategy: Strategy) -> bool:
