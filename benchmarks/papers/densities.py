@@ -2,8 +2,7 @@
 
 Figure 3: the gradient of one layer, early and late in a run. One worker trains the CNN of
 ``convergence`` on CIFAR-10. After some epochs, the gradients of its second convolution are taken on
-several batches. Their density is given by its spread (standard deviation) and by the interval that
-holds the middle 90 % of the numbers.
+several batches. The width of their density is its spread (standard deviation).
 
 Figure 11: are a worker's weights distributed as under BSP, if parameters are averaged, and if
 gradients are? The CNN of ``discrepancy`` on ``digits``, 8 workers, with a δ at which few steps
@@ -53,12 +52,11 @@ def weights(strategy: offbeat.Strategy, seed: int) -> tuple[list[list[Tensor]], 
 
 
 def compare(models: list[list[Tensor]], synchronous: list[list[Tensor]]) -> list[dict[str, float]]:
-    """Return distance to and spread over one worker's BSP model, means over the workers."""
+    """Return the mean distance to one worker's BSP model, in units of the spread of that model."""
     return [
         {
             "distance": statistics.fmean(wasserstein(x, like[0]) for x in own)
             / float(like[0].std()),
-            "spread": statistics.fmean(float(x.std() / like[0].std()) for x in own),
         }
         for own, like in zip(models, synchronous, strict=True)
     ]
@@ -77,14 +75,8 @@ def measure(seed: int) -> dict[str, Any]:
     return found
 
 
-def width(numbers: Tensor) -> dict[str, float]:
-    """Return the standard deviation, and the length of the interval of the middle 90 %."""
-    low, high = numbers.quantile(torch.tensor([0.05, 0.95])).tolist()
-    return {"spread": float(numbers.std()), "middle": high - low}
-
-
 def layer(seed: int) -> list[dict[str, float]]:
-    """Return the width of the layer's density of gradients after each of ``EPOCHS``."""
+    """Return the standard deviation of the layer's gradients after each of ``EPOCHS``."""
     name, files = TASKS["cifar"]
     job = Job(name, "bsp", 1, epochs=max(EPOCHS), seed=seed, data=files)
     task = find_recipe(name).build(job.setup())
@@ -97,7 +89,7 @@ def layer(seed: int) -> list[dict[str, float]]:
         batches = (task.samples.batch(one) for one in fixed.tolist())
         losses = (task.loss(task.model, batch) for batch in batches)
         found = [torch.autograd.grad(loss, weight)[0].flatten() for loss in losses]
-        return width(torch.cat(found))
+        return {"spread": float(torch.cat(found).std())}
 
     found = [now()]
     for step, batch in enumerate(Batches(task, job.sampler_for(task, 0)), start=1):
