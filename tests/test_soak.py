@@ -41,9 +41,9 @@ def test_a_seed_keeps_its_faults() -> None:
     """Faults that were found and written down can be repeated."""
     first = [case(61, i, shaped=True) for i in range(3)]
     assert [(one.kind, one.strategy, one.victim, one.seed) for one in first] == [
-        ("exception", "async:staleness=4", 3, 922498305),
-        ("interrupt", "ssp:staleness=2", 1, 1219903794),
-        ("kill", "ssp:staleness=2,servers=0/", 2, 732724289),
+        ("detach", "diloco:period=3", 3, 922498305),
+        ("interrupt", "async:staleness=4,outer_momentum=0.5,outer_lr=0.7", 1, 1219903794),
+        ("kill", "async:staleness=4,outer_momentum=0.5,outer_lr=0.7", 2, 732724289),
     ]
 
 

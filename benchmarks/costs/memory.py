@@ -24,9 +24,6 @@ CASES: list[tuple[str, bool, float]] = [  # strategy, with consensus(), target i
     ("selsync:delta=0", False, 1.1),
     ("diloco:period=2", False, 3.1),
     ("diloco:period=2,outer_momentum=0.0", False, 2.1),
-    ("ssp:staleness=0", False, 4.1),
-    ("downpour", False, 4.1),
-    ("easgd:period=2", False, 2.6),  # with 2 workers the exchange takes half a copy
     ("async:staleness=4", False, 3.1),
     ("async:staleness=4,schedule=eager", False, 3.1),
     ("async:staleness=4", True, 3.1),

@@ -9,7 +9,6 @@ one that synchronizes more. 8 workers.
 """
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -21,7 +20,6 @@ from benchmarks.papers.convergence import SETTINGS, WORKERS, selsync
 from benchmarks.papers.runs import (
     TASKS,
     Row,
-    best_of,
     grouped,
     parser_for,
     path_of,
@@ -31,7 +29,6 @@ from benchmarks.papers.runs import (
 )
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import find_recipe
-from offbeat_lab.results import Result
 from offbeat_lab.samplers import Batches
 
 NAME = "choices"
@@ -86,23 +83,6 @@ def rotated(run: Rotated) -> Row:
     }
 
 
-def _line(runs: Sequence[Result]) -> dict[str, Any]:
-    return {
-        "best": [best_of(one) for one in runs],
-        "final": [one.final for one in runs],
-        "lssr": statistics.median(one.lssr or 0.0 for one in runs),
-    }
-
-
-def table(data: dict[str, Any]) -> str:
-    """Return the table of Figure 10."""
-    lines = ["| method | parameters, % | LSSR | gradients, % | LSSR |", "|---|--:|--:|--:|--:|"]
-    for one in data["aggregated"]:
-        cells = [f"{percent(each['final'])} | {each['lssr']:.3f}" for each in one["pair"]]
-        lines.append(f"| {one['method']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def rotated_table(data: dict[str, Any]) -> str:
     """Return the table of Figure 9."""
     lines = [
@@ -135,7 +115,6 @@ def main() -> None:
             for sampler in SAMPLERS
             for seed in range(given.seeds)
         ]
-        print(rotated_table(data))
     if "10" in figures:
         pairs = {
             delta: [selsync(delta, more) for more in ("", ",aggregate=gradients")]
@@ -143,10 +122,12 @@ def main() -> None:
         }
         runs = SETTINGS["cifar"].run([one for pair in pairs.values() for one in pair], given.seeds)
         data["aggregated"] = [
-            {"method": f"SelSync, δ = {delta}", "pair": [_line(runs[one]) for one in pair]}
+            {
+                "method": f"SelSync, δ = {delta}",
+                "pair": [{"final": [run.final for run in runs[one]]} for one in pair],
+            }
             for delta, pair in pairs.items()
         ]
-        print(table(data))
     save(NAME, data)
 
 

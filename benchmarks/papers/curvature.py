@@ -101,20 +101,6 @@ def correlations(points: Sequence[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def table(data: dict[str, Any]) -> str:
-    """Return some points of the first seed as Markdown."""
-    lines = [
-        "| step | loss | largest eigenvalue | variance of gradients | mean squared norm |",
-        "|--:|--:|--:|--:|--:|",
-    ]
-    lines += [
-        f"| {one['step']} | {one['loss']:.2f} | {one['eigenvalue']:.1f} | "
-        f"{one['variance']:.2f} | {one['squared_norm']:.2f} |"
-        for one in data["points"][0][::3]
-    ]
-    return "\n".join(lines)
-
-
 def draw(data: dict[str, Any]) -> None:
     with small_figure(f"papers-{NAME}", "step", "relative to the run's largest") as axes:
         points = data["points"][0]
@@ -136,7 +122,7 @@ def main() -> None:
     data = {"points": points, "correlations": [correlations(one) for one in points]}
     save(NAME, data)
     draw(data)
-    print(table(data), data["correlations"], sep="\n")
+    print(data["correlations"])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.convergence import SETTINGS, WORKERS, selsync
-from benchmarks.papers.runs import Row, best_of, parser_for, percent, save, small_figure
+from benchmarks.papers.runs import Row, parser_for, save, small_figure
 from offbeat_lab.compare import run_and_record
 from offbeat_lab.results import Result
 
@@ -50,26 +50,11 @@ def _finite(value: Any) -> bool:
 
 
 def pieces(row: Row) -> list[dict[str, float]]:
-    """Return, for each tenth of the run, mean and largest Δ and the rise of the best accuracy."""
-    steps = len(row["change"])
-    best: list[tuple[int, float]] = [(0, 0.1)]  # of ten classes
-    for one in row["points"]:
-        best.append((one["step"], max(best[-1][1], one["metric"])))
-
-    def at(step: float) -> float:
-        return max(metric for when, metric in best if when <= step)
-
-    found = []
+    """Return the mean Δ of each tenth of the run."""
+    steps, found = len(row["change"]), []
     for i in range(PIECES):
-        start, end = steps * i // PIECES, steps * (i + 1) // PIECES
-        changes = [one for one in row["change"][start:end] if one is not None]
-        found.append(
-            {
-                "mean": statistics.fmean(changes),
-                "largest": max(changes),
-                "gain": at(end) - at(start),
-            }
-        )
+        changes = row["change"][steps * i // PIECES : steps * (i + 1) // PIECES]
+        found.append({"mean": statistics.fmean(one for one in changes if one is not None)})
     return found
 
 
@@ -80,34 +65,9 @@ def facts(runs: Mapping[str, Sequence[Result]]) -> list[dict[str, Any]]:
             "delta": None if math.isinf(delta) else delta,
             "lssr": [one.lssr for one in runs[selsync(delta)]],
             "final": [one.final for one in runs[selsync(delta)]],
-            "best": [best_of(one) for one in runs[selsync(delta)]],
         }
         for delta in DELTAS
     ]
-
-
-def table(data: dict[str, Any]) -> str:
-    """Return the table as Markdown."""
-    lines = ["| δ | LSSR | accuracy at the end, % | best, % |", "|--:|--:|--:|--:|"]
-    for one in data["facts"]:
-        delta = "∞" if one["delta"] is None else f"{one['delta']:g}"
-        lssr = f"{statistics.median(one['lssr']):.3f}"
-        lines.append(f"| {delta} | {lssr} | {percent(one['final'])} | {percent(one['best'])} |")
-    return "\n".join(lines)
-
-
-def table_of_pieces(data: dict[str, Any]) -> str:
-    """Return Δ and the accuracy's rise over the run as Markdown."""
-    head = " | ".join(f"{10 * i}–{10 * i + 10} %" for i in range(PIECES))
-    lines = [f"| part of the run | {head} |", f"|---|{'--:|' * PIECES}"]
-    for name, key, scale, digits in (
-        ("mean Δ", "mean", 1, 3),
-        ("largest Δ", "largest", 1, 2),
-        ("rise of the best accuracy, points", "gain", 100, 1),
-    ):
-        values = " | ".join(f"{scale * one[key]:.{digits}f}" for one in data["pieces"])
-        lines.append(f"| {name} | {values} |")
-    return "\n".join(lines)
 
 
 def draw(data: dict[str, Any]) -> None:
@@ -134,7 +94,6 @@ def main() -> None:
     data = {"workers": WORKERS, "facts": facts(runs), "pieces": pieces(row), "recorded": row}
     save(NAME, data)
     draw(data)
-    print(table(data), table_of_pieces(data), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 Figure 3: the gradient of one layer, early and late in a run. One worker trains the CNN of
 ``convergence`` on CIFAR-10. After some epochs, the gradients of its second convolution are taken on
-several batches. Their density is given by its spread (standard deviation) and by the interval that
-holds the middle 90 % of the numbers.
+several batches. The width of their density is its spread (standard deviation).
 
 Figure 11: are a worker's weights distributed as under BSP, if parameters are averaged, and if
 gradients are? The CNN of ``discrepancy`` on ``digits``, 8 workers, with a δ at which few steps
@@ -22,7 +21,7 @@ from torch import Tensor
 
 import offbeat
 from benchmarks.papers.discrepancy import DIGITS, recording_worker
-from benchmarks.papers.runs import TASKS, parser_for, path_of, save, saved, spread
+from benchmarks.papers.runs import TASKS, parser_for, path_of, save, saved
 from offbeat import BSP, SelSync
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import find_recipe
@@ -36,8 +35,6 @@ EPOCHS = (0, 1, 2, 4)
 LAYER = "2.weight"  # the second convolution
 GRADIENTS = 10  # batches whose gradients form a density
 AGGREGATES: tuple[Literal["parameters", "gradients"], ...] = ("parameters", "gradients")
-NAMES = {f"{d:g} {what}": f"SelSync, δ = {d:g}, {what}" for d in DELTAS for what in AGGREGATES}
-NAMES["another seed"] = "BSP under another seed"
 
 
 def wasserstein(first: Tensor, second: Tensor) -> float:
@@ -55,12 +52,11 @@ def weights(strategy: offbeat.Strategy, seed: int) -> tuple[list[list[Tensor]], 
 
 
 def compare(models: list[list[Tensor]], synchronous: list[list[Tensor]]) -> list[dict[str, float]]:
-    """Return distance to and spread over one worker's BSP model, means over the workers."""
+    """Return the mean distance to one worker's BSP model, in units of the spread of that model."""
     return [
         {
             "distance": statistics.fmean(wasserstein(x, like[0]) for x in own)
             / float(like[0].std()),
-            "spread": statistics.fmean(float(x.std() / like[0].std()) for x in own),
         }
         for own, like in zip(models, synchronous, strict=True)
     ]
@@ -79,14 +75,8 @@ def measure(seed: int) -> dict[str, Any]:
     return found
 
 
-def width(numbers: Tensor) -> dict[str, float]:
-    """Return the standard deviation, and the length of the interval of the middle 90 %."""
-    low, high = numbers.quantile(torch.tensor([0.05, 0.95])).tolist()
-    return {"spread": float(numbers.std()), "middle": high - low}
-
-
 def layer(seed: int) -> list[dict[str, float]]:
-    """Return the width of the layer's density of gradients after each of ``EPOCHS``."""
+    """Return the standard deviation of the layer's gradients after each of ``EPOCHS``."""
     name, files = TASKS["cifar"]
     job = Job(name, "bsp", 1, epochs=max(EPOCHS), seed=seed, data=files)
     task = find_recipe(name).build(job.setup())
@@ -99,7 +89,7 @@ def layer(seed: int) -> list[dict[str, float]]:
         batches = (task.samples.batch(one) for one in fixed.tolist())
         losses = (task.loss(task.model, batch) for batch in batches)
         found = [torch.autograd.grad(loss, weight)[0].flatten() for loss in losses]
-        return width(torch.cat(found))
+        return {"spread": float(torch.cat(found).std())}
 
     found = [now()]
     for step, batch in enumerate(Batches(task, job.sampler_for(task, 0)), start=1):
@@ -111,32 +101,6 @@ def layer(seed: int) -> list[dict[str, float]]:
     return found
 
 
-def layer_table(data: dict[str, Any]) -> str:
-    """Return the widths in thousandths, medians of the seeds."""
-    lines = [
-        f"| gradients of the layer | {' | '.join(f'epoch {one}' for one in EPOCHS)} |",
-        f"|---|{'--:|' * len(EPOCHS)}",
-    ]
-    for key, name in (("spread", "standard deviation"), ("middle", "width of the middle 90 %")):
-        columns = zip(*data["layer"], strict=True)
-        cells = [spread([one[key] for one in column], 1000, 2) for column in columns]
-        lines.append(f"| {name}, in thousandths | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def table(data: dict[str, Any]) -> str:
-    """Return the distances to BSP's density in percent of its spread, medians of the seeds."""
-    head = " | ".join(f"after {look} steps" for look in data["looks"])
-    lines = [f"| run | LSSR | {head} |", f"|---|--:{'|--:' * len(data['looks'])}|"]
-    for name in data["seeds"][0]:
-        runs = [one[name] for one in data["seeds"]]
-        lssr = statistics.median(one["lssr"] for one in runs)
-        columns = zip(*(one["looks"] for one in runs), strict=True)
-        cells = [spread([look["distance"] for look in column]) for column in columns]
-        lines.append(f"| {NAMES[name]} | {lssr:.3f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--figures", default="3,11", help="of these, with commas between")
@@ -146,10 +110,8 @@ def main() -> None:
     data |= {"workers": WORKERS, "looks": LOOKS, "deltas": DELTAS, "epochs": EPOCHS}
     if "3" in given.figures.split(","):
         data["layer"] = [layer(seed) for seed in range(given.seeds)]
-        print(layer_table(data))
     if "11" in given.figures.split(","):
         data["seeds"] = [measure(seed) for seed in range(given.seeds)]
-        print(table(data))
     save(NAME, data)
 
 

@@ -2,8 +2,7 @@
 
 The problem and the protocol are those of ``discrepancy``, which has asynchronous averaging and
 gradient delay only. After every τ-th local step, before the method acts, the mean over the workers
-of ‖x_n − mean(x)‖ and the largest ‖x_n − x_m‖ are measured; results are means over the second half
-of the run. τ is the staleness of asynchronous averaging, the period of local SGD and EASGD, and the
+of ‖x_n − mean(x)‖ is measured; results are means over the second half of the run. τ is the staleness of asynchronous averaging, the period of local SGD and EASGD, and the
 bound of SSP. A mean of the model takes 0.45 τ steps on the links, which also sets the age of the
 parts of streaming averaging and of Downpour's gradients.
 
@@ -15,13 +14,12 @@ import statistics
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import offbeat
 from benchmarks.papers.discrepancy import DIGITS, Problem, recording_worker, slope, to_mean
 from benchmarks.papers.runs import save, small_figure
 from offbeat import Compute, Network, Strategy
-from offbeat_lab import EASGD, SSP, Downpour
+from offbeat_lab.methods.registry import parse_method
 from offbeat_lab.report.plots import colours_of
 
 NAME = "distances"
@@ -30,37 +28,28 @@ STALENESS = (4, 16)
 STEPS = 48
 SEEDS = (0, 1)
 STEP_SECONDS, JITTER = 0.01, 0.1
-METHODS = ("async", "async, eager", "streaming", "local SGD", "EASGD", "SSP", "Downpour")
+METHODS = {
+    "async": "async:staleness={staleness}",
+    "async, eager": "async:schedule=eager,staleness={staleness}",
+    "streaming": "streaming",
+    "local SGD": "local:period={staleness}",
+    "EASGD": "easgd:period={staleness}",
+    "SSP": "ssp:staleness={staleness}",
+    "Downpour": "downpour",
+}
+"""Name of a method → its text, for a staleness τ."""
 
 
 def strategy(name: str, staleness: int) -> Strategy:
-    match name:
-        case "async":
-            return offbeat.AsyncAveraging(staleness=staleness)
-        case "async, eager":
-            return offbeat.AsyncAveraging(staleness=staleness, schedule="eager")
-        case "streaming":
-            return offbeat.StreamingAveraging()
-        case "local SGD":
-            return offbeat.LocalSGD(period=staleness)
-        case "EASGD":
-            return EASGD(period=staleness)
-        case "SSP":
-            return SSP(staleness=staleness)
-        case "Downpour":
-            return Downpour()
-    raise ValueError(f"no method {name!r}")
+    method = parse_method(METHODS[name].format(staleness=staleness))
+    assert isinstance(method, Strategy)
+    return method
 
 
 def bandwidth(parameters: int, workers: int, staleness: int) -> float:
     """Return the bits a second at which a ring's mean takes 0.45 τ steps, without latencies."""
     bits = 2 * (workers - 1) / workers * 32 * parameters
     return bits / (0.45 * staleness * STEP_SECONDS)
-
-
-def largest_pair(models: list[Tensor]) -> float:
-    stacked = torch.stack(models)
-    return float(torch.pdist(stacked).max())
 
 
 def distances(
@@ -72,7 +61,7 @@ def distances(
     steps: int = STEPS,
     problem: Problem = DIGITS,
 ) -> dict[str, float]:
-    """Return the mean distance to the mean, and the largest between two workers."""
+    """Return the mean distance of the workers' models to their mean."""
 
     def at(step: int) -> bool:
         return step > steps // 2 and step % staleness == 0
@@ -87,10 +76,7 @@ def distances(
         seed=seed,
     )
     taken = [list(models) for models in zip(*result.results, strict=True)]
-    return {
-        "mean": statistics.fmean(map(to_mean, taken)),
-        "pair": statistics.fmean(map(largest_pair, taken)),
-    }
+    return {"mean": statistics.fmean(map(to_mean, taken))}
 
 
 def measure() -> dict[str, Any]:
@@ -109,16 +95,16 @@ def measure() -> dict[str, Any]:
     return {"steps": STEPS, "seeds": len(SEEDS), "methods": found}
 
 
-def mean_of(data: dict[str, Any], name: str, staleness: int, workers: int, key: str) -> float:
+def mean_of(data: dict[str, Any], name: str, staleness: int, workers: int) -> float:
     rows = data["methods"][name][str(staleness)][str(workers)]
-    return statistics.fmean(row[key] for row in rows)
+    return statistics.fmean(row["mean"] for row in rows)
 
 
-def slopes(data: dict[str, Any], name: str, key: str) -> tuple[float, float]:
+def slopes(data: dict[str, Any], name: str) -> tuple[float, float]:
     """Return the slope against N (mean over τ) and against τ (mean over N)."""
 
     def of(n: int, t: int) -> float:
-        value = mean_of(data, name, t, n, key)
+        value = mean_of(data, name, t, n)
         return value if value > 0 else math.nan
 
     over_n = statistics.fmean(slope(WORKERS, [of(n, t) for n in WORKERS]) for t in STALENESS)
@@ -130,7 +116,7 @@ def exponents(data: dict[str, Any]) -> str:
     """Return the exponents of the mean distance in N and in τ as Markdown."""
     lines = ["| method | in N | in τ |", "|---|--:|--:|"]
     for name in METHODS:
-        over_n, over_t = (f"{one:.2f}".replace("-", "−") for one in slopes(data, name, "mean"))
+        over_n, over_t = (f"{one:.2f}".replace("-", "−") for one in slopes(data, name))
         lines.append(f"| {name} | {over_n} | {over_t} |")
     return "\n".join(lines)
 
@@ -140,7 +126,7 @@ def draw(data: dict[str, Any]) -> None:
         for one, staleness in zip(axes, STALENESS, strict=True):
             colours = colours_of([name.lower() for name in METHODS])
             for name, colour in zip(METHODS, colours, strict=True):
-                values = [mean_of(data, name, staleness, n, "mean") for n in WORKERS]
+                values = [mean_of(data, name, staleness, n) for n in WORKERS]
                 dash = "o--" if name == "local SGD" else "o-"  # the same values as async
                 one.plot(WORKERS, values, dash, color=colour, label=name)
             one.set_xscale("log", base=2)

@@ -97,20 +97,6 @@ def measure() -> dict[str, Any]:
     return {"workers": WORKERS, "rate": RATE, "regret": found, "slopes": slopes}
 
 
-def table(data: dict[str, Any]) -> str:
-    """Return the average regret, mean over the seeds, as Markdown."""
-    lines = [
-        f"| τ | {' | '.join(f'T = {steps}' for steps in STEPS)} | slope (range) |",
-        f"|--:|{'--:|' * (len(STEPS) + 1)}",
-    ]
-    for staleness, rows in data["regret"].items():
-        values = " | ".join(f"{statistics.fmean(rows[str(steps)]):.4f}" for steps in STEPS)
-        slopes = data["slopes"][staleness]
-        text = f"{statistics.median(slopes):.2f} ({min(slopes):.2f} to {max(slopes):.2f})"
-        lines.append(f"| {staleness} | {values} | {text.replace('-', '−')} |")
-    return "\n".join(lines)
-
-
 def draw(data: dict[str, Any]) -> None:
     with small_figure(f"papers-{NAME}", "steps T", "average regret") as axes:
         for staleness, rows in data["regret"].items():
@@ -130,7 +116,6 @@ def main() -> None:
     data = measure()
     save(NAME, data)
     draw(data)
-    print(table(data))
 
 
 if __name__ == "__main__":

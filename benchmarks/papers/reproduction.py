@@ -47,10 +47,10 @@ def values() -> dict[str, str]:
             for study in ("long", "cifar-long")
             for key, one in _of(f"{speedup.NAME}-{study}", _speedup).items()
         },
-        **_of(exponents.NAME, _exponents),
+        **_of(exponents.NAME, lambda data: {"exponents": exponents.table(data)}),
         **_of(costs.NAME, _costs),
         **_of(convergence.NAME, _convergence),
-        **_of(distances.NAME, _distances),
+        **_of(distances.NAME, lambda data: {"distances": distances.exponents(data)}),
         **_of(delta.NAME, _delta),
         **_of(choices.NAME, _choices),
         **_of(regret.NAME, _regret),
@@ -113,29 +113,16 @@ def _convergence(data: dict[str, Any]) -> dict[str, str]:
     for task, facts in data["facts"].items():
         found[f"convergence {task}"] = convergence.table(data, task)
         found[f"seeds {task}"] = _seeds(facts[0]["best"])
-        ssp = convergence.best_rate(facts)
-        found[f"ssp rate {task}"] = ssp["method"].split()[-1]
         for one in facts:
-            key = f"{task} {'SSP' if one is ssp else one['method']}"
-            if one["seldp"]:
-                median = statistics.median(one["seldp"])
-                found[f"seldp {key}"] = f"{100 * median:.1f}"
-            found[f"best {key}"] = f"{100 * statistics.median(one['best']):.1f}"
-            found[f"steps {key}"] = f"{statistics.median(one['steps']):.0f}"
-            found[f"lssr {key}"] = f"{one['lssr']:.3f}"
+            key = f"{task} {one['method']}"
             found[f"overall {key}"] = f"{statistics.median(one['overall']):.2f}"
             less = statistics.median(one["best"]) - statistics.median(facts[0]["best"])
-            found[f"step {key}"] = f"{1000 * one['step_seconds']:.0f}"
-            found[f"less {key}"] = _signed(100 * less)
+            found[f"less {key}"] = f"{100 * less:+.1f}".replace("-", "−")
     return found
 
 
 def _seeds(values: Sequence[Any]) -> str:
     return {1: "one seed", 2: "two seeds", 3: "three seeds"}[len(values)]
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.1f}".replace("-", "−")
 
 
 def _range(values: Sequence[float]) -> str:
@@ -151,28 +138,13 @@ def _discrepancy(data: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _distances(data: dict[str, Any]) -> dict[str, str]:
-    return {"distances": distances.exponents(data)}
-
-
-def _exponents(data: dict[str, Any]) -> dict[str, str]:
-    found = {"exponents": exponents.table(data)}
-    for setting, runs in data["exponents"].items():
-        for key in runs[0]:
-            found[f"exponent {setting}, {key}"] = f"{statistics.median(r[key] for r in runs):.2f}"
-    return found
-
-
 def _costs(data: dict[str, Any]) -> dict[str, str]:
     small, large = (
         next(one for one in data["batches"] if one["batch"] == size) for size in (32, 512)
     )
+    epoch = data["partitions"]["ImageNet"]["seldp epoch"]
     return {
-        **{
-            f"partition {name} {key}": f"{1000 * seconds:.1f}"
-            for name, one in data["partitions"].items()
-            for key, seconds in one.items()
-        },
+        "partition ImageNet seldp epoch": f"{1000 * epoch:.1f}",
         "more memory": f"{large['bytes'] / small['bytes']:.1f}",
         "more time": f"{large['seconds'] / small['seconds']:.1f}",
     }
@@ -195,15 +167,8 @@ def _choices(data: dict[str, Any]) -> dict[str, str]:
     groups = grouped(data["rotated"], "task", "aggregate", "sampler")
     for (task, aggregate, sampler), rows in groups.items():
         found[f"seeds {task}"] = _seeds(rows)
-        for key in ("mean", "own"):
-            name = f"{key} {task} {aggregate} {sampler}"
-            found[name] = f"{100 * statistics.median(row[key] for row in rows):.1f}"
-    for task in choices.PASSES:
-        seldp, defdp = (
-            statistics.median(row["own"] for row in groups[task, "gradients", sampler])
-            for sampler in choices.SAMPLERS
-        )
-        found[f"more {task}"] = f"{100 * (seldp - defdp):.1f}"
+        own = statistics.median(row["own"] for row in rows)
+        found[f"own {task} {aggregate} {sampler}"] = f"{100 * own:.1f}"
     for one in data["aggregated"]:
         found["seeds aggregated"] = _seeds(one["pair"][0]["final"])
         for which, each in zip("ab", one["pair"], strict=True):
@@ -224,24 +189,19 @@ def _regret(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _curvature(data: dict[str, Any]) -> dict[str, str]:
-    found = {
+    return {
         f"curvature {key}": _range([one[key] for one in data["correlations"]])
         for key in ("variance", "squared_norm")
     }
-    norms = [[one["squared_norm"] ** 0.5 for one in run] for run in data["points"]]
-    falls = [max(run) / run[-1] for run in norms]
-    return found | {"norms fall": f"{min(falls):.1f} to {max(falls):.1f}"}
 
 
 def _densities(data: dict[str, Any]) -> dict[str, str]:
-    found = {"seeds densities": _seeds(data["seeds"])}
-    first, last = (
-        [run[i]["spread"] for run in data["layer"]] for i in (1, len(data["epochs"]) - 1)
-    )
-    found["layer early"], found["layer late"] = (
-        f"{1000 * statistics.median(one):.1f}" for one in (first, last)
-    )
-    for name in densities.NAMES:
+    found = {}
+    for name, i in (("early", 1), ("late", -1)):
+        found[f"layer {name}"] = (
+            f"{1000 * statistics.median(r[i]['spread'] for r in data['layer']):.1f}"
+        )
+    for name in data["seeds"][0]:
         last = [run[name]["looks"][-1]["distance"] for run in data["seeds"]]
         found[f"density {name}"] = f"{100 * statistics.median(last):.1f}"
     nearer = [
@@ -282,7 +242,6 @@ def _models(data: dict[str, Any]) -> dict[str, str]:
         for staleness, idle in one["idle"].items():
             key = f"GoogLeNet {1000 * one['step_seconds']:.0f} {staleness}"
             found[f"idle {key}"] = f"{100 * idle:.0f}"
-            found[f"pace {key}"] = f"{one['throughput'][staleness]:.2f}"
     return found
 
 

@@ -153,7 +153,7 @@ def _kill_newcomer(scene: Scene) -> float | None:
 
 _KILL = _signals(signal.SIGKILL)
 FAULTS: dict[str, Fault] = {
-    **dict.fromkeys(("kill", "kill server", "kill at end", "below minimum"), _KILL),
+    **dict.fromkeys(("kill", "kill at end", "below minimum"), _KILL),
     **dict.fromkeys(("kill in save", "kill in load"), _KILL),
     **dict.fromkeys(("kill two", "kill in change", "stop in change"), _two),
     **dict.fromkeys(("stop", "unplug"), _stop_or_unplug),

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from benchmarks.soak.plan import Case
 from offbeat.averaging.model_flow import ModelFlow
-from offbeat_lab.baselines.server_strategy import ServerFlow
 
 RATE = 1 / 64
 """Learning rate."""
@@ -45,28 +44,17 @@ def regions(sync: Any) -> list[list[Tensor]]:
     flow = sync._iteration.flow
     named = [(name, p.detach()) for name, p in sync._worker.replica.parameters]
     counters = {p.data_ptr() for name, p in named if name == "steps"}
-    if isinstance(flow, ModelFlow):
-        return [
-            [
-                t
-                for b in part.buckets[: part.parameter_buckets]
-                for t in b.parameters
-                if t.data_ptr() not in counters
-            ]
-            for part in flow.pipeline.parts
-        ]
-    if not isinstance(flow, ServerFlow):
+    if not isinstance(flow, ModelFlow):
         return [[p for name, p in named if name != "steps"]]
-    shards = [*flow.server._slices.values()]
-    pieces: list[list[Tensor]] = [[] for _ in shards]
-    start = 0
-    for name, tensor in named:
-        for i, shard in enumerate(shards):
-            low, high = max(shard.start, start), min(shard.stop, start + tensor.numel())
-            if low < high and name != "steps":
-                pieces[i].append(tensor[low - start : high - start])
-        start += tensor.numel()
-    return pieces
+    return [
+        [
+            t
+            for b in part.buckets[: part.parameter_buckets]
+            for t in b.parameters
+            if t.data_ptr() not in counters
+        ]
+        for part in flow.pipeline.parts
+    ]
 
 
 def spread_of(sync: Any) -> float:

@@ -9,8 +9,6 @@ STEPS = 12
 REPEATABLE = (
     "bsp",
     "local:period=2",
-    "fedavg:period=2,fraction=0.5",
-    "fedavg:period=3,fraction=0.5,unselected=restart",
     "selsync:delta=0.3",
     "selsync:delta=0.3,aggregate=gradients",
     "diloco:period=3",
@@ -25,23 +23,12 @@ EAGER = (
     "streaming:staleness=8",
     "streaming:parts=3,staleness=4,outer_gain=1",
 )
-SERVERS = (
-    "ssp:staleness=2",
-    "ssp:staleness=2,servers=0/",
-    "downpour",
-    "downpour:servers=0/",
-    "easgd:period=2",
-    "easgd:period=2,synchronous=true,alpha=0.2,servers=0/",
-)
-STRATEGIES = (*REPEATABLE, *EAGER, *SERVERS)
-BASELINES = tuple(one for one in STRATEGIES if one.startswith("fedavg")) + SERVERS
-"""Strategies with an exact wire and a fixed membership."""
+STRATEGIES = (*REPEATABLE, *EAGER)
 WIRES = ("float32", "float32", "bfloat16", "int8", "int4")
 
 KINDS = {
     "kill": 5,
     "terminate": 1,
-    "kill server": 2,
     "stop": 3,
     "pause": 2,
     "slow": 2,
@@ -57,10 +44,7 @@ KINDS = {
 }
 """Kind of a fault → relative frequency, where training ends with a failure."""
 
-CONTINUING = (
-    *(one for one in STRATEGIES if one not in BASELINES),
-    "diloco:period=3,outer_lr=1,outer_momentum=0",
-)
+CONTINUING = (*STRATEGIES, "diloco:period=3,outer_lr=1,outer_momentum=0")
 """Strategies that continue without a lost worker."""
 CONTINUING_KINDS = {
     "kill": 5,
@@ -228,15 +212,14 @@ def _stopping(seed: int, index: int, *, shaped: bool) -> Case:
     draw = random.Random(f"soak {seed} {index}")
     kind = draw.choices(list(KINDS), weights=list(KINDS.values()))[0]
     workers = draw.choice((2, 3, 3, 4))
-    strategy = draw.choice(SERVERS if kind == "kill server" else STRATEGIES)
+    strategy = draw.choice(STRATEGIES)
     wire = draw.choice(WIRES)
-    wire = "float32" if strategy in BASELINES else wire
-    victim = 0 if "servers=0/" in strategy and kind == "kill server" else draw.randrange(workers)
+    victim = draw.randrange(workers)
     rate = draw.choice((0.0, 0.0, 0.0, 20e6, 100e6))
     step, delay = draw.randrange(1, 6), draw.uniform(0, 0.2 if rate else 0.06)
     own_store, lingers, small = (draw.random() < p for p in (0.3, 0.5, 0.6))
     non_finite = draw.choice(("warn", "raise", "exclude"))
-    if non_finite == "exclude" and (strategy in BASELINES or "gradients" in strategy):
+    if non_finite == "exclude" and "gradients" in strategy:
         non_finite = "warn"
     kind, rate = _shape(kind, rate, shaped)
     return Case(

@@ -96,19 +96,6 @@ def test_a_state_of_another_order_is_refused(other: dict[str, Any], message: str
         SelDPSampler(**(settings | other)).load_state_dict(state)
 
 
-@pytest.mark.parametrize("partition", [None, [range(0, 4), range(4, 10)]])
-def test_a_state_of_an_earlier_version_loads(partition: Any) -> None:
-    """It has only seed, number of workers and part."""
-    sampler = SelDPSampler(range(10), 2, 0, partition=partition)
-    iterator = iter(sampler)
-    read = [next(iterator) for _ in range(3)]
-    state = sampler.state_dict()
-    earlier = {"epoch", "position", "seed", "num_replicas", "part"}
-    other = SelDPSampler(range(10), 2, 0, partition=partition)
-    other.load_state_dict({name: state[name] for name in state if name in earlier})
-    assert read + list(other) == list(sampler)
-
-
 def test_a_part_may_belong_to_a_larger_dataset() -> None:
     """Then the order of the part is the same."""
     state = SelDPSampler(range(10), 1, 0, partition=[range(4)]).state_dict()

@@ -201,18 +201,18 @@ class SelDPSampler(Sampler[int]):
         Raises:
             ValueError: The state has other settings, another number of samples, or another part.
         """
-        for name, value in self._settings().items():
-            saved = state.get(name, value)  # states of earlier versions lack some settings
-            if saved != value:
-                raise ValueError(
-                    f"the state was saved with {name}={saved!r}, this sampler has {name}={value!r}"
-                )
         part = None if self._part is None else zlib.crc32(self._part.data)
         if state.get("part") != part:
             raise ValueError(
                 f"the state was saved with another part of the data than worker {self.rank} has; "
                 "use the partition of that run, and for each worker its own state"
             )
+        for name, value in self._settings().items():
+            if state[name] != value:
+                raise ValueError(
+                    f"the state was saved with {name}={state[name]!r}, this sampler has "
+                    f"{name}={value!r}"
+                )
         self.epoch = state["epoch"]
         self.position = self._resume = state["position"]
 
