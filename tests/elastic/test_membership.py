@@ -108,6 +108,12 @@ def store() -> Any:
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
 
 
+def stop(*args: Any) -> None:
+    """Stop this process as the kernel does, and tell the others its id."""
+    store().set("stopped", str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def die() -> None:
     store().set("died", "")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -253,8 +259,7 @@ def test_without_the_store_no_worker_continues() -> None:
 def be_stopped(rank: int, size: int) -> Any:
     worker = Worker(rank, size, timeout_seconds=1.0, silence_seconds=0.5).until(*range(size))
     if rank == 2:
-        store().set("stopped", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop()
         with pytest.raises(CommunicationError) as caught:
             worker.until(0, 1)
         worker.communicator.close()
@@ -300,11 +305,6 @@ def test_a_busy_member_is_awaited() -> None:
 def stop_before_proposing(rank: int, size: int) -> Any:
     worker = Worker(rank, size, timeout_seconds=0.6).until(*range(size))
     if rank == 0:
-
-        def stop(*args: Any) -> None:
-            store().set("stopped", str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
-
         agreement.Agreement._propose = stop  # type: ignore[method-assign, assignment]
     if rank == 1:
         die()
@@ -328,13 +328,12 @@ def be_stopped_before_opening(rank: int, size: int) -> Any:
     if rank == 2:
         enter = membership.Participant.enter
 
-        def stop(*args: Any) -> Any:
+        def stop_and_enter(*args: Any) -> Any:
             membership.Participant.enter = enter  # type: ignore[method-assign]
-            store().set("stopped", str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop()
             return enter(*args)
 
-        membership.Participant.enter = stop  # type: ignore[assignment, method-assign]
+        membership.Participant.enter = stop_and_enter  # type: ignore[assignment, method-assign]
         with pytest.raises(CommunicationError) as caught:
             worker.until(1, 3)
         worker.communicator.close()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import offbeat
 import workers
 import worlds
-from cells import some
+from cells import nightly, some
 from loops import Sink, attach, close
 from offbeat.registry import STRATEGIES
 from offbeat.strategies.base import SharedModel
@@ -150,7 +150,8 @@ def check_counts(
 
 @each(ROWS)
 @pytest.mark.parametrize(
-    ("kind", "policy"), [("momentum", "raise"), ("adamw", "raise"), ("momentum", "exclude")]
+    ("kind", "policy"),
+    [("momentum", "raise"), ("adamw", "raise"), *nightly([("momentum", "exclude")])],
 )
 def test_one_worker_trains_as_if_alone(row: Row, kind: str, policy: str) -> None:
     """The same script with one process is plain training, for any optimizer."""
