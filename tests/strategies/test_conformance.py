@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import offbeat
 import workers
 import worlds
-from cells import nightly, some
+from cells import some
 from loops import Sink, attach, close
 from offbeat.registry import STRATEGIES
 from offbeat.strategies.base import SharedModel
@@ -151,7 +151,10 @@ def check_counts(
 @each(ROWS)
 @pytest.mark.parametrize(
     ("kind", "policy"),
-    [("momentum", "raise"), ("adamw", "raise"), *nightly([("momentum", "exclude")])],
+    [
+        *(("momentum", "raise"), ("adamw", "raise")),
+        pytest.param("momentum", "exclude", marks=pytest.mark.nightly),
+    ],
 )
 def test_one_worker_trains_as_if_alone(row: Row, kind: str, policy: str) -> None:
     """The same script with one process is plain training, for any optimizer."""
