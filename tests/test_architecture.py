@@ -101,7 +101,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2859, 1397),
     "src/offbeat_lab": (8680, 4791),
     "benchmarks": (9174, 5880),
-    "tests": (45610,),
+    "tests": (45500,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

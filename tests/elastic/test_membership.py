@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -636,32 +635,6 @@ def test_joining_nothing_raises(tmp_path: Path) -> None:
 
 
 # -- stores and messages --------------------------------------------------------------------------
-
-
-def begin_from(rank: int, _: int, size: int, folder: str) -> Any:
-    """Rank 0 dies and a worker joins, with a store from the environment or a file."""
-    address = f"file://{folder}/store" if folder else None
-    if rank < size:
-        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", RANK=str(rank), WORLD_SIZE=str(size))
-        settings: Any = {"rank": rank, "world_size": size} if folder else {}
-        limit = timedelta(seconds=30)
-        dist.init_process_group("gloo", init_method=address, timeout=limit, **settings)
-    else:
-        store().wait(["died"])
-    worker = Worker(rank, size, address=address)
-    if rank < size:
-        worker.until(*range(size))
-    if rank == 0:
-        die()
-    return worker.until(*range(1, size + 1)).finish()
-
-
-@pytest.mark.parametrize("kind", ["environment", "file"])
-def test_training_begins_from_the_environment_or_a_file(kind: str, tmp_path: Path) -> None:
-    folder = str(tmp_path) if kind == "file" else ""
-    results = run(begin_from, 3, folder, workers=0, newcomers=4, may_die=(0,))
-    for views in results[1:]:
-        assert views[-1][1] == (1, 2, 3)
 
 
 def use_another_backend(rank: int, size: int) -> str:
