@@ -75,7 +75,7 @@ LAUNCHERS := examples/launchers
 launchers:  ## try torchrun on two machines, Slurm, Ray, Kubernetes' manifests
 	test -x .venv-launchers/bin/python || $(PYTHON) -m venv .venv-launchers
 	.venv-launchers/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-	  -c constraints.txt -e '.[cli,recipes]' 'ray[train]' kubernetes kubeflow-training pyyaml
+	  -c constraints.txt -e '.[lab]' 'ray[train]' kubernetes kubeflow-training pyyaml
 	.venv-launchers/bin/python $(LAUNCHERS)/kubernetes/check.py $(LAUNCHERS)/kubernetes/*.yaml
 	.venv-launchers/bin/python $(LAUNCHERS)/ray/train.py
 	.venv-launchers/bin/python $(LAUNCHERS)/ray/elastic.py --kill 10

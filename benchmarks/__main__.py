@@ -22,10 +22,8 @@ NAMES = {
     "idle": "costs.idle",
     "beside": "costs.beside",
     "gpu": "costs.gpu",
-    "discrepancy": "papers.discrepancy",
     "overhead": "costs.overhead",
     "validation": "costs.validation",
-    "noniid": "papers.noniid",
     "elastic": "costs.elastic",
     "availability": "launched.availability",
 }

@@ -151,13 +151,6 @@ def _shown(value: float, unit: str) -> str:
     return f"{value:.1f} {unit}" if unit else f"{value:.3f}"
 
 
-def save_page(name: str, data: Mapping[str, Any], page: str) -> None:
-    """Write the data of a simulated study to ``results/NAME.json`` and its page to ``NAME.md``."""
-    saved = {**data, "machine": machine(), "simulated": True}
-    (RESULTS / f"{name}.json").write_text(json.dumps(saved) + "\n")
-    (RESULTS / f"{name}.md").write_text(page)
-
-
 def save_json(name: str, data: Mapping[str, Any]) -> None:
     """Write data to ``results/NAME.json``."""
     (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")

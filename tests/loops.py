@@ -15,6 +15,7 @@ from offbeat.elastic.connect import open_communicator
 from offbeat.strategies.base import Strategy
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
+from offbeat_lab.baselines import STRATEGIES
 from problems import flat, loss_of
 from recording import Recording
 
@@ -22,7 +23,7 @@ from recording import Recording
 def attach(model: nn.Module, optimizer: Any, strategy: Strategy | str, **options: Any) -> Any:
     """Call ``offbeat.attach`` with a short time-out. The strategy may be text."""
     if isinstance(strategy, str):
-        strategy = offbeat.parse_strategy(strategy)
+        strategy = offbeat.parse_strategy(strategy, STRATEGIES)
     return offbeat.attach(model, optimizer, strategy, **{"timeout_seconds": 20, **options})
 
 

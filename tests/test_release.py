@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import offbeat
-from offbeat import baselines
+from offbeat_lab import baselines
 from pages import DOCS
 from public_api import SNAPSHOT, public_api
 
@@ -115,7 +115,8 @@ def test_the_recorded_parameters_are_those_of_the_code() -> None:
 @pytest.mark.parametrize("page", ["api", "choosing", "quantization", "strategies"])
 def test_a_page_that_lists_the_baselines_lists_all(page: str) -> None:
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    assert [name for name in baselines.__all__ if not re.search(rf"\b{name}\b", text)] == []
+    names = {*baselines.__all__} - {"STRATEGIES"}
+    assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_the_first_page_quotes_the_measurement() -> None:

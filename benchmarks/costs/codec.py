@@ -97,8 +97,6 @@ def codecs(repetitions: int) -> list[Result]:
             f"{precision}: add": lambda c=made, p=payload: c.add(p, out),
         }
     for precision in get_args(Precision):
-        if precision == "auto":
-            continue
         flights[precision] = Flight(torch.randn(elements), precision)
         functions[f"{precision}: a part's flight"] = flights[precision].fly
     seconds = interleave(functions, repetitions, between=lambda: errors.zero_())

@@ -32,7 +32,7 @@ def settings(epochs: int, samples: int, strategy: str, step_seconds: float) -> d
     """Return the settings of the script for batches of one sample."""
     return {
         **{"epochs": epochs, "samples": samples, "batch": 1, "strategy": strategy},
-        **{"step_seconds": step_seconds, "timeout_seconds": 60, "save_every": 0, "last_save": 0},
+        **{"step_seconds": step_seconds, "timeout_seconds": 60, "saves": False},
     }
 
 
@@ -69,7 +69,6 @@ def train(epochs: int, strategy: str) -> dict[str, Any]:
     return {
         "batches": epochs * 1000,
         "taken": sum(len(one) for one in times),
-        "missing": [end["missing"] for end in ends],
         "counted_again": sum(process.steps[-1]["repeated"] for process in processes),
         "back": [b.steps[0]["at"] - a.steps[-1]["at"] for a, b in _successors(processes)],
         "seconds": max(end["at"] for end in ends) - min(one[0] for one in times),

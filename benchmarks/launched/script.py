@@ -1,8 +1,6 @@
-"""The script of the workers: its model tells which samples were trained on.
+"""The script of the workers, each of which logs its batches before it trains on them.
 
-The model has one number for each sample of each epoch. A step adds 1 to the numbers of its batch,
-and the mean over N workers divides that by N. So a number of the final model is above 0 if and only
-if the sample is in it. Each worker logs its batches before it trains on them.
+The model has one number for each sample of each epoch. A step adds 1 to the numbers of its batch.
 """
 
 import json
@@ -21,13 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat.data.leasing.access import open_board, team_of
 from offbeat.errors import CommunicationError
-
-LEAST = 0.02
-"""A number of the model above this is a sample that was trained on."""
-FAILURES = 8
-"""Number of attempts to save that may fail because other workers are lost."""
+from offbeat.synchronizer import components_of, has_joined
 
 
 class Uses(nn.Module):
@@ -77,21 +70,12 @@ def resources() -> list[int]:
     return [*counts, pages * os.sysconf("SC_PAGE_SIZE") // 1024]
 
 
-def missing(sampler: Any, model: Uses) -> int:
-    """Return how many samples neither the model nor the plan of the sampler has."""
-    found = model.uses.detach() > LEAST
-    for epoch in range(sampler.epoch, len(found)):
-        found[epoch, torch.as_tensor(sampler._leases.proposal(epoch).samples)] = True
-    return int((~found).sum())
-
-
 class Training:
     """One worker's training."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.settings = folder, json.loads((folder / "settings.json").read_text())
         self.log = Log(folder)
-        self.saves = {"count": 0}
         place = [os.environ["MACHINE"], os.environ["LOCAL_RANK"]]
         self.log.write("started", pid=os.getpid(), slot=":".join(place))
 
@@ -108,80 +92,73 @@ class Training:
             wire="float32",
             timeout_seconds=settings["timeout_seconds"],
         )
-        board = open_board(sync, "soak", lambda: None)
+        team = components_of(sync, "the soak").team
         own = uuid.uuid4().hex
         self.log.write(
             "attached",
-            training=board.compare_set("name", "", own) or own,
-            worker=team_of(sync).identity,
+            training=team.communicator.board("soak").compare_set("name", "", own) or own,
+            worker=team.identity,
             view=sync.stats.details["view"],
         )
         data = TensorDataset(torch.arange(settings["samples"]))
         sampler = self.sampler = offbeat.data.LeasedSampler(data, settings["batch"], sync=sync)
         loader = offbeat.data.LeasedLoader(DataLoader(data, batch_sampler=sampler))
-        if settings["save_every"]:
+        if settings["saves"]:
             found = offbeat.load(self.folder / "checkpoints", sync)
             if found is not None:
                 sampler.load_state_dict(found.extra)
-                self.log.write("loaded", step=found.step, missing=missing(sampler, model))
-                self.saves["count"] = sync.step // settings["save_every"]
-        sync.share_state(lambda: self.saves, self.saves.update)
-        self.save_if_due()
+                self.log.write("loaded", step=found.step)
+        if not has_joined(sync):
+            self.log.write("data", left=self.left(epochs))
         for epoch in range(sampler.epoch, epochs):
             sampler.set_epoch(epoch)
             for (batch,) in loader:
-                self.step(batch)
+                self.step(epoch, batch)
+            if settings["saves"] and epoch < epochs - 1:
+                self.save()
         perhaps_die(self.folder, "die-at-end")
         self.log.write("last")
-        for (batch,) in loader.leftovers():
-            self.step(batch)
         sync.finish()
-        uses = model.uses.detach()
-        self.log.write(
-            "ended", missing=int((uses <= LEAST).sum()), sum=uses.double().sum().item().hex()
-        )
+        self.log.write("ended", sum=model.uses.detach().double().sum().item().hex())
 
-    def step(self, batch: Tensor) -> None:
+    def left(self, epochs: int) -> list[tuple[int, list[int]]]:
+        """Return the samples that are left of each epoch."""
+        sampler, size = self.sampler, self.settings["batch"]
+        found = []
+        for epoch in range(sampler.epoch, epochs):
+            order = sampler._settings.order(epoch)
+            parts = [order[a * size : b * size].tolist() for a, b in sampler._batches_of(epoch)]
+            found.append((epoch, [sample for part in parts for sample in part]))
+        return found
+
+    def step(self, epoch: int, batch: Tensor) -> None:
         """Train on one batch."""
-        lease, details = [*self.sampler._uses][-1], self.sync.stats.details
         self.log.write(
             "step",
-            epoch=lease.epoch,
-            issue=int(lease.state.partition("#")[2]),
+            epoch=epoch,
+            queue=self.sampler._queue.number,
             batch=batch.tolist(),
             repeated=self.sampler.repeated,
             step=self.sync.step,
-            view=details["view"],
+            view=self.sync.stats.details["view"],
             resources=resources(),
         )
         if take_order(self.folder, "raise") is not None:
             raise RuntimeError("ordered")
-        self.model(lease.epoch, batch).backward()
+        self.model(epoch, batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if not (self.folder / "hurry").exists():
             time.sleep(self.settings["step_seconds"])
-        self.save_if_due()
 
-    def save_if_due(self) -> None:
-        """Save when all workers do, which are in lock step.
-
-        A worker that joins while the others save has their step, and has to save, too. Late in the
-        training a worker may have ended, which would not take part.
-        """
-        every, last = self.settings["save_every"], self.settings["last_save"]
-        failures = 0
-        while every and self.saves["count"] < min(self.sync.step, last) // every:
-            try:
-                with self.sync.consensus():
-                    self.saves["count"] += 1
-                    extra = self.sampler.state_dict()
-                    offbeat.save(self.folder / "checkpoints", self.sync, extra=extra)
-            except CommunicationError as error:
-                self.log.write("not saved", error=str(error))
-                failures += 1
-                if failures > FAILURES:  # for example, the store is lost
-                    raise
+    def save(self) -> None:
+        """Save after an epoch. A worker that is lost meanwhile makes it fail on the others."""
+        try:
+            with self.sync.consensus():
+                extra = self.sampler.state_dict()
+                offbeat.save(self.folder / "checkpoints", self.sync, extra=extra)
+        except CommunicationError as error:
+            self.log.write("not saved", error=str(error))
 
 
 if __name__ == "__main__":

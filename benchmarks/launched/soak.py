@@ -174,10 +174,9 @@ def survive(one: Case, folder: Path) -> list[dict[str, Any]]:
         row = {"policy": "launcher", "case": fault, "missed": False, "hangs": []}
         rows.append({**row, "violations": violations, "notice_seconds": round(seconds, 2), **more})
 
-    settings = {"epochs": 8, "samples": 2000, "batch": 4, "step_seconds": 0.05}
+    settings = {"epochs": 32, "samples": 500, "batch": 4, "step_seconds": 0.05}
     settings |= {"strategy": one.strategy, "timeout_seconds": one.timeout_seconds}
-    settings["save_every"] = 20 if one.saves else 0
-    settings["last_save"] = 3200 // sum(one.here)
+    settings["saves"] = one.saves
     options = ["--max-restarts", "100"]
     training = Training(folder, settings, one.here, one.store, options)
     draw, faults = random.Random(one.seed + 1), Faults(training, one.seed)
@@ -237,9 +236,6 @@ def judge(one: Case, training: Training) -> list[str]:
         found.append("no worker has finished")
     if len({end["sum"] for end in ends}) > 1:
         found.append(f"the models differ: {[end['sum'] for end in ends]}")
-    loads = [event for p in processes for event in p.events if event["event"] == "loaded"]
-    if lost := [event["missing"] for event in (*ends, *loads) if event["missing"]]:
-        found.append(f"samples are missing: {lost}")
     output = training.output()
     failures = Counter(re.findall(r"worker \d+ ended with exit code (\d+)", output))
     failures["1"] -= one.faults.count("exception")
@@ -253,22 +249,25 @@ def judge(one: Case, training: Training) -> list[str]:
 
 
 def judge_uses(processes: list[Process]) -> list[str]:
-    """Compare how often samples were used with what the samplers count."""
+    """Compare which samples were used, and how often, with what the samplers count."""
     found = []
     for name, members in _trainings(processes).items():
         uses = _uses(members)
-        twice = sum(len(issues) - len({*issues}) for issues in uses.values())
+        finishers = [process for process in members if process.has("ended")]
+        missing = _left(members) - uses.keys() if finishers else ()
+        if missing:
+            found.append(f"training {name}: {len(missing)} samples were not used")
+        twice = sum(len(queues) - len({*queues}) for queues in uses.values())
         if twice:
-            found.append(f"training {name}: {twice} samples were used twice in one lease")
-        again = sum(len(issues) - 1 for issues in uses.values())
+            found.append(f"training {name}: {twice} samples were used twice from one queue")
+        again = sum(len(queues) - 1 for queues in uses.values())
         counted = sum(_repeated(process) for process in members)
         if again > counted:
             text = f"training {name}: {again} repeated uses, but the samplers count {counted}"
             found.append(text)
-        newest = {key: max(issues) for key, issues in uses.items()}
-        finishers = [process for process in members if process.has("ended")]
+        newest = {key: max(queues) for key, queues in uses.items()}
         taken = sum(
-            step["issue"] < newest[step["epoch"], sample]
+            step["queue"] < newest[step["epoch"], sample]
             for process in finishers
             for step in process.steps
             for sample in step["batch"]
@@ -287,13 +286,19 @@ def _trainings(processes: list[Process]) -> dict[str, list[Process]]:
     return found
 
 
+def _left(processes: list[Process]) -> set[tuple[int, int]]:
+    """Return the samples with which the training began, each with its epoch."""
+    left = [e["left"] for p in processes for e in p.events if e["event"] == "data"]
+    return {(epoch, sample) for epoch, samples in left[0] for sample in samples}
+
+
 def _uses(processes: list[Process]) -> dict[tuple[int, int], list[int]]:
-    """Return for each epoch and sample the issues of the leases in which it was used."""
+    """Return for each epoch and sample the queues from which it was used."""
     uses: dict[tuple[int, int], list[int]] = defaultdict(list)
     for process in processes:
         for step in process.steps:
             for sample in step["batch"]:
-                uses[step["epoch"], sample].append(step["issue"])
+                uses[step["epoch"], sample].append(step["queue"])
     return uses
 
 
@@ -309,8 +314,8 @@ def counts(training: Training) -> dict[str, int]:
         "processes": len(processes),
         "trainings": len(trainings),
         "loads": sum(process.has("loaded") for process in processes),
-        "used": sum(len(issues) for one in trainings for issues in _uses(one).values()),
-        "used_again": sum(len(i) - 1 for one in trainings for i in _uses(one).values()),
+        "used": sum(len(queues) for one in trainings for queues in _uses(one).values()),
+        "used_again": sum(len(q) - 1 for one in trainings for q in _uses(one).values()),
         "counted_again": sum(_repeated(process) for one in trainings for process in one),
     }
 

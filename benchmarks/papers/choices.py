@@ -17,21 +17,21 @@ import torch
 import torch.distributed as dist
 
 import offbeat
-from benchmarks.papers.convergence import WORKERS, run_of, selsync
+from benchmarks.papers.convergence import SETTINGS, WORKERS, selsync
 from benchmarks.papers.runs import (
     TASKS,
-    Run,
-    by_method,
-    cache_of,
+    Row,
+    best_of,
+    grouped,
     parser_for,
     path_of,
     percent,
     save,
     saved,
 )
-from benchmarks.run_cache import Row, grouped
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import find_recipe
+from offbeat_lab.results import Result
 from offbeat_lab.samplers import Batches
 
 NAME = "choices"
@@ -86,21 +86,11 @@ def rotated(run: Rotated) -> Row:
     }
 
 
-def aggregated(seeds: Sequence[int]) -> list[Run]:
-    """Return the runs of Figure 10."""
-    return [
-        run_of("cifar", selsync(delta, more), seed)
-        for delta in AGGREGATED
-        for more in ("", ",aggregate=gradients")
-        for seed in seeds
-    ]
-
-
-def _line(rows: Sequence[Row]) -> dict[str, Any]:
+def _line(runs: Sequence[Result]) -> dict[str, Any]:
     return {
-        "best": [max(one["metric"] for one in row["points"]) for row in rows],
-        "final": [row["final"] for row in rows],
-        "lssr": statistics.median(row["lssr"] for row in rows),
+        "best": [best_of(one) for one in runs],
+        "final": [one.final for one in runs],
+        "lssr": statistics.median(one.lssr or 0.0 for one in runs),
     }
 
 
@@ -119,7 +109,7 @@ def rotated_table(data: dict[str, Any]) -> str:
         "| data | averaged | mean model: SelDP, % | DefDP, % | own models: SelDP, % | DefDP, % |",
         "|---|---|--:|--:|--:|--:|",
     ]
-    groups = grouped(data["rotated"], "task", "aggregate", "sampler", field="run")
+    groups = grouped(data["rotated"], "task", "aggregate", "sampler")
     for task, aggregate in dict.fromkeys(key[:2] for key in groups):
         cells = [
             percent([row[key] for row in groups[task, aggregate, sampler]])
@@ -134,30 +124,27 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--figures", default="9,10", help="of these, with commas between")
     given = parser.parse_args()
-    seeds, figures = range(given.seeds), given.figures.split(",")
+    figures = given.figures.split(",")
     data = saved(NAME) if path_of(NAME).exists() else {}
     data |= {"workers": WORKERS, "passes": PASSES, "delta": DELTA}
     if "9" in figures:
-        data["rotated"] = cache_of("rotated", rotated).rows(
-            [
-                Rotated(task, aggregate, sampler, passes, seed)
-                for task, passes in PASSES.items()
-                for aggregate in AGGREGATES
-                for sampler in SAMPLERS
-                for seed in seeds
-            ]
-        )
+        data["rotated"] = [
+            rotated(Rotated(task, aggregate, sampler, passes, seed))
+            for task, passes in PASSES.items()
+            for aggregate in AGGREGATES
+            for sampler in SAMPLERS
+            for seed in range(given.seeds)
+        ]
         print(rotated_table(data))
     if "10" in figures:
-        groups = by_method(cache_of("train").rows(aggregated(seeds)), "method")
-        data["aggregated"] = [
-            {
-                "method": f"SelSync, δ = {delta}",
-                "pair": [
-                    _line(groups[selsync(delta, more),]) for more in ("", ",aggregate=gradients")
-                ],
-            }
+        pairs = {
+            delta: [selsync(delta, more) for more in ("", ",aggregate=gradients")]
             for delta in AGGREGATED
+        }
+        runs = SETTINGS["cifar"].run([one for pair in pairs.values() for one in pair], given.seeds)
+        data["aggregated"] = [
+            {"method": f"SelSync, δ = {delta}", "pair": [_line(runs[one]) for one in pair]}
+            for delta, pair in pairs.items()
         ]
         print(table(data))
     save(NAME, data)

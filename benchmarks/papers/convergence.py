@@ -8,32 +8,33 @@ within a point of its best; both are means of three evaluations. The overall spe
 to its convergence over the method's time to its own, as in the paper. The table also has the
 speed-up to *BSP's* level, within the same point.
 
-Runs that the result file already contains are not repeated.
-
     python -m benchmarks.papers.convergence
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.papers.runs import (
-    Run,
-    by_method,
+    Setting,
+    best_of,
     parser_for,
     path_of,
     percent,
-    rows_of,
     save,
     saved,
 )
-from benchmarks.run_cache import Row, arrival
+from offbeat_lab.events import Evaluation
+from offbeat_lab.results import Result
 
 NAME = "convergence"
 WORKERS = 8
 WITHIN = 0.01
-EPOCHS = {"cifar": 6.0, "mnist": 1.5}
-EVALUATIONS = {"cifar": 30, "mnist": 12}
+SETTINGS = {
+    "cifar": Setting("cifar", "resnet101", WORKERS, epochs=6.0, evaluations=30),
+    "mnist": Setting("mnist", "resnet101", WORKERS, epochs=1.5, evaluations=12),
+}
 SSP_SCALES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 DEFDP = " --sampler defdp"
 AN_EPOCH = {"cifar": 62, "mnist": 117}  # steps of each worker
@@ -59,54 +60,46 @@ def selsync(delta: float, more: str = "") -> str:
     return f"selsync:delta={delta:g},smoothing=0.16,window=25{more}"
 
 
-def run_of(task: str, method: str, seed: int) -> Run:
-    return Run(task, "resnet101", WORKERS, method, EPOCHS[task], EVALUATIONS[task], seed)
-
-
-def smoothed(points: Sequence[Row]) -> list[Row]:
+def smoothed(result: Result) -> Result:
     """Average each metric with the two before it: one of 2,000 images is off by a point."""
-    return [
-        {**one, "metric": statistics.fmean(p["metric"] for p in points[max(0, i - 2) : i + 1])}
-        for i, one in enumerate(points)
+    points = [
+        replace(
+            one, metric=statistics.fmean(p.metric for p in result.points[max(0, i - 2) : i + 1])
+        )
+        for i, one in enumerate(result.points)
     ]
+    return replace(result, points=tuple(points))
 
 
-def converged(points: Sequence[Row], within: float = WITHIN) -> Row:
+def converged(result: Result, within: float = WITHIN) -> Evaluation:
     """Return the first evaluation within this distance of the best one."""
-    best = max(one["metric"] for one in points)
-    return next(one for one in points if one["metric"] >= best - within)
+    return next(one for one in result.points if one.metric >= best_of(result) - within)
 
 
-def facts(task: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
+def facts(task: str, runs: Mapping[str, Sequence[Result]]) -> list[dict[str, Any]]:
     """Return the data of each method; runs are paired with BSP's by seed."""
-    smooth = [{**row, "points": smoothed(row["points"])} for row in rows]
-    groups = by_method(smooth, "method")
-    bsps = {row["run"]["seed"]: row for row in groups[methods(task)["BSP"],]}
+    smooth = {method: [smoothed(one) for one in found] for method, found in runs.items()}
+    bsp = smooth[methods(task)["BSP"]]
     found = []
     for name, method in methods(task).items():
-        own = groups[method,]
-        bsp = [bsps[row["run"]["seed"]] for row in own]
-        ends = [converged(row["points"]) for row in own]
-        theirs = [converged(row["points"]) for row in bsp]
-        best = [max(one["metric"] for one in row["points"]) for row in own]
-        level = [max(one["metric"] for one in row["points"]) - WITHIN for row in bsp]
-        times = [arrival(row["points"], one) for row, one in zip(own, level, strict=True)]
+        own = smooth[method]
+        ends, theirs = ([converged(one) for one in group] for group in (own, bsp))
+        times = [
+            one.seconds_to(best_of(other) - WITHIN) for one, other in zip(own, bsp, strict=True)
+        ]
         found.append(
             {
                 "method": name,
-                "steps": [end["step"] for end in ends],
-                "lssr": statistics.median(row["lssr"] for row in own),
-                "best": best,
-                "seldp": [
-                    max(one["metric"] for one in row["points"])
-                    for row in groups.get((method.removesuffix(DEFDP),), [])
-                ],
-                "overall": [b["seconds"] / a["seconds"] for a, b in zip(ends, theirs, strict=True)],
+                "steps": [end.step for end in ends],
+                "lssr": statistics.median(one.lssr or 0.0 for one in own),
+                "best": [best_of(one) for one in own],
+                "seldp": [best_of(one) for one in smooth.get(method.removesuffix(DEFDP), [])],
+                "overall": [b.seconds / a.seconds for a, b in zip(ends, theirs, strict=True)],
                 "to_bsp": [
-                    None if one is None else b["seconds"] / one
-                    for one, b in zip(times, theirs, strict=True)
+                    None if seconds is None else end.seconds / seconds
+                    for seconds, end in zip(times, theirs, strict=True)
                 ],
-                "step_seconds": statistics.median(row["seconds"] / row["steps"] for row in own),
+                "step_seconds": statistics.median(one.mean_step_seconds for one in own),
             }
         )
     return found
@@ -148,17 +141,14 @@ def table(data: dict[str, Any], task: str) -> str:
 
 def main() -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--tasks", default=",".join(EPOCHS), help="of these, with commas between")
+    parser.add_argument("--tasks", default=",".join(SETTINGS), help="of these, with commas between")
     given = parser.parse_args()
-    data = saved(NAME) if path_of(NAME).exists() else {"facts": {}, "rows": {}}
-    data |= {"workers": WORKERS, "within": WITHIN, "epochs": EPOCHS}
+    data = saved(NAME) if path_of(NAME).exists() else {"facts": {}}
+    data |= {"workers": WORKERS, "within": WITHIN}
     for task in given.tasks.split(","):
         names = [*methods(task).values()]
         names += [one.removesuffix(DEFDP) for one in names if one.startswith(("bsp", "fedavg"))]
-        wanted = [run_of(task, one, seed) for one in names for seed in range(given.seeds)]
-        rows = rows_of(wanted, data["rows"].get(task, []))
-        data["facts"][task] = facts(task, rows)
-        data["rows"][task] = rows
+        data["facts"][task] = facts(task, SETTINGS[task].run(names, given.seeds))
         print(table(data, task))
     save(NAME, data)
 

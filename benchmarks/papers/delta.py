@@ -11,43 +11,36 @@ import json
 import math
 import statistics
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.papers.convergence import WORKERS, run_of, selsync
-from benchmarks.papers.runs import (
-    Run,
-    by_method,
-    cache_of,
-    job_of,
-    percent,
-    place_of,
-    save,
-    seeds_asked,
-    small_figure,
-)
-from benchmarks.run_cache import Row, run_at
+from benchmarks.papers.convergence import SETTINGS, WORKERS, selsync
+from benchmarks.papers.runs import Row, best_of, parser_for, percent, save, small_figure
+from offbeat_lab.compare import run_and_record
+from offbeat_lab.results import Result
 
 NAME = "delta"
 DELTAS = (0.0, 0.1, 0.3, 0.5, math.inf)
 PIECES = 10
 
 
-def recorded(run: Run) -> Row:
-    """Run; return the row with Δ of worker 0 at each step (None where it is not defined)."""
+def recorded() -> Row:
+    """Run BSP with the first seed, and return Δ of worker 0 at each step and the accuracies.
+
+    Δ is None where it is not defined.
+    """
+    setting = SETTINGS["cifar"]
     with tempfile.TemporaryDirectory() as directory:
-        job = replace(job_of(run), log=str(Path(directory) / "records.jsonl"))
-        row = run_at(job, place_of(run.task, run.link))
+        job = setting.job.under(selsync(0.0))
+        job = replace(job, log=str(Path(directory) / "records.jsonl"))
+        result = run_and_record(job, lambda event: None, setting.cluster)
         first = sorted(Path(directory).iterdir())[0]
         records = [json.loads(line) for line in first.read_text().splitlines()]
     changes = [one["change"] for one in records if "change" in one]
-    points = [{key: one[key] for key in ("step", "metric")} for one in row["points"]]
     return {
-        **{key: row[key] for key in ("final", "lssr")},
-        "run": asdict(run),
-        "points": points,
+        "points": [{"step": one.step, "metric": one.metric} for one in result.points],
         "change": [one if _finite(one) else None for one in changes],
     }
 
@@ -80,17 +73,14 @@ def pieces(row: Row) -> list[dict[str, float]]:
     return found
 
 
-def facts(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def facts(runs: Mapping[str, Sequence[Result]]) -> list[dict[str, Any]]:
     """Return the data of each δ."""
-    groups = by_method(rows, "method")
     return [
         {
             "delta": None if math.isinf(delta) else delta,
-            "lssr": [row["lssr"] for row in groups[selsync(delta),]],
-            "final": [row["final"] for row in groups[selsync(delta),]],
-            "best": [
-                max(one["metric"] for one in row["points"]) for row in groups[selsync(delta),]
-            ],
+            "lssr": [one.lssr for one in runs[selsync(delta)]],
+            "final": [one.final for one in runs[selsync(delta)]],
+            "best": [best_of(one) for one in runs[selsync(delta)]],
         }
         for delta in DELTAS
     ]
@@ -138,13 +128,10 @@ def draw(data: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    seeds = seeds_asked(__doc__)
-    wanted = [run_of("cifar", selsync(delta), seed) for delta in DELTAS[1:] for seed in seeds]
-    rows = cache_of("train").rows(wanted)
-    synchronous = [run_of("cifar", selsync(0.0), seed) for seed in seeds]
-    rows += (all_recorded := cache_of("delta", recorded).rows(synchronous))
-    row = all_recorded[0]
-    data = {"workers": WORKERS, "facts": facts(rows), "pieces": pieces(row), "recorded": row}
+    seeds = parser_for(__doc__).parse_args().seeds
+    runs = SETTINGS["cifar"].run([*map(selsync, DELTAS)], seeds)
+    row = recorded()
+    data = {"workers": WORKERS, "facts": facts(runs), "pieces": pieces(row), "recorded": row}
     save(NAME, data)
     draw(data)
     print(table(data), table_of_pieces(data), sep="\n\n")

@@ -22,8 +22,7 @@ from torch import Tensor
 
 import offbeat
 from benchmarks.papers.discrepancy import DIGITS, recording_worker
-from benchmarks.papers.runs import TASKS, parser_for, path_of, save, saved
-from benchmarks.run_cache import spread
+from benchmarks.papers.runs import TASKS, parser_for, path_of, save, saved, spread
 from offbeat import BSP, SelSync
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import find_recipe

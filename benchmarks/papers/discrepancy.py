@@ -16,6 +16,8 @@ then (N − 1)/2 steps, and (1/N)·Σ √k over k < N.
 
 Real training of a small CNN on ``digits`` with plain SGD, in virtual time on one core, the same in
 every run. Writes ``results/discrepancy.json`` and ``docs/images/discrepancy.png``.
+
+    python -m benchmarks.papers.discrepancy
 """
 
 import math
@@ -30,7 +32,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from benchmarks.harness import IMAGES, Result, save_json
+from benchmarks.harness import IMAGES, save_json
+from benchmarks.papers.runs import Row, parser_for
 from offbeat import Strategy
 from offbeat_lab.recipes import digits
 
@@ -41,7 +44,6 @@ STEPS = 128
 MOST = 16  # resets measured in the second half
 IMAGE = IMAGES / "discrepancy.png"
 Batch = Any
-Row = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -294,35 +296,14 @@ def draw(data: dict[str, Any]) -> None:
     plt.close(figure)
 
 
-def results(*, quick: bool = False) -> list[Result]:
-    """Return the slopes on log-log axes; without ``quick`` also write table and figure."""
-    steps, seeds = (64, 1) if quick else (STEPS, 3)
-    threads = torch.get_num_threads()
+def main() -> None:
+    seeds = parser_for(__doc__).parse_args().seeds
     torch.set_num_threads(1)
-    try:
-        data = measure(steps, seeds)
-    finally:
-        torch.set_num_threads(threads)
-    if not quick:
-        save_json("discrepancy", data)
-        draw(data)
-    config = {"steps": steps, "seeds": seeds, "simulated": True}
-    whats = {
-        "staleness": "async against τ (mean over N)",
-        "workers": "async against N (mean over τ)",
-        "delay_workers": "gradient delay against N",
-    }
-    return [
-        Result(
-            "discrepancy",
-            f"simulated: slope of the distance, {what}, {when}",
-            statistics.median(found),
-            None,
-            "",
-            config,
-            {"seeds": found},
-        )
-        for when in ("early", "late")
-        for key, what in whats.items()
-        for found in [data["slopes"][when][key]]
-    ]
+    data = measure(STEPS, seeds)
+    save_json("discrepancy", data)
+    draw(data)
+    print(data["slopes"])
+
+
+if __name__ == "__main__":
+    main()

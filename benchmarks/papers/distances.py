@@ -22,6 +22,7 @@ from benchmarks.papers.discrepancy import DIGITS, Problem, recording_worker, slo
 from benchmarks.papers.runs import save, small_figure
 from offbeat import Compute, Network, Strategy
 from offbeat.display.plots import colours_of
+from offbeat_lab import EASGD, SSP, Downpour
 
 NAME = "distances"
 WORKERS = (2, 4, 8)
@@ -43,11 +44,11 @@ def strategy(name: str, staleness: int) -> Strategy:
         case "local SGD":
             return offbeat.LocalSGD(period=staleness)
         case "EASGD":
-            return offbeat.EASGD(period=staleness)
+            return EASGD(period=staleness)
         case "SSP":
-            return offbeat.SSP(staleness=staleness)
+            return SSP(staleness=staleness)
         case "Downpour":
-            return offbeat.Downpour()
+            return Downpour()
     raise ValueError(f"no method {name!r}")
 
 

@@ -29,7 +29,7 @@ from benchmarks.papers.discrepancy import (
     slope,
     to_mean,
 )
-from benchmarks.papers.runs import save, seeds_asked
+from benchmarks.papers.runs import parser_for, save
 
 NAME = "exponents"
 WORKERS = 4
@@ -122,7 +122,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    seeds = seeds_asked(__doc__)
+    seeds = range(parser_for(__doc__).parse_args().seeds)
     torch.set_num_threads(1)
     exponents = {}
     for name in SETTINGS:

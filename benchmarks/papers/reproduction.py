@@ -20,11 +20,11 @@ from benchmarks.papers import (
     densities,
     distances,
     exponents,
+    noniid,
     regret,
     speedup,
 )
-from benchmarks.papers.runs import path_of, saved
-from benchmarks.run_cache import grouped
+from benchmarks.papers.runs import grouped, path_of, saved
 
 TEMPLATE = Path(__file__).with_name("reproduction.md")
 PAGE = RESULTS.parents[1] / "docs" / "reproduction.md"
@@ -57,7 +57,7 @@ def values() -> dict[str, str]:
         **_of(curvature.NAME, _curvature),
         **_of(densities.NAME, _densities),
         **_discrepancy(json.loads((RESULTS / "discrepancy.json").read_text())),
-        **_noniid(json.loads((RESULTS / "noniid.json").read_text())),
+        **_noniid(json.loads(noniid.PATH.read_text())),
         **_models(json.loads((RESULTS / "papers.json").read_text())),
         **_trigger((RESULTS / "trigger.jsonl").read_text()),
     }
@@ -192,7 +192,7 @@ def _delta(data: dict[str, Any]) -> dict[str, str]:
 
 def _choices(data: dict[str, Any]) -> dict[str, str]:
     found = {"rotated": choices.rotated_table(data)}
-    groups = grouped(data["rotated"], "task", "aggregate", "sampler", field="run")
+    groups = grouped(data["rotated"], "task", "aggregate", "sampler")
     for (task, aggregate, sampler), rows in groups.items():
         found[f"seeds {task}"] = _seeds(rows)
         for key in ("mean", "own"):
@@ -255,17 +255,12 @@ def _densities(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _noniid(data: dict[str, Any]) -> dict[str, str]:
-    """Return medians of the study ``noniid``."""
-    found: dict[str, list[float]] = {}
-    for row in data["skewed"]:
-        job = row["job"]
-        name = f"noniid {job['strategy']} {job['injection'] or 'none'}"
-        found.setdefault(name, []).append(row["final"])
-    for row in data["rotated"]:
-        job = row["job"]
-        name = f"noniid {job['recipe']} {job['strategy']} {job['sampler']}"
-        found.setdefault(name, []).append(row["final"])
-    return {name: f"{100 * statistics.median(finals):.1f}" for name, finals in found.items()}
+    found = {"noniid": noniid.table(data)}
+    groups = grouped(data["skewed"], "strategy", "injection", field="job")
+    for (strategy, injection), rows in groups.items():
+        median = statistics.median(row["final"] for row in rows)
+        found[f"noniid {strategy} {injection or 'none'}"] = f"{100 * median:.1f}"
+    return found
 
 
 def _models(data: dict[str, Any]) -> dict[str, str]:

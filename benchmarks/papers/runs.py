@@ -1,4 +1,4 @@
-"""Training runs for the papers' figures, in virtual time, and the files of their results.
+"""Comparisons for the papers' figures, in virtual time, and the files of their results.
 
 A *link* has the step time of a paper's model, and its bandwidth scaled by the bytes of our model
 over those of its model. So a mean takes as many steps here as in the paper.
@@ -6,22 +6,26 @@ over those of its model. So a mean takes as many steps here as in the paper.
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.harness import CIFAR10, IMAGES, MNIST, RESULTS, machine
-from benchmarks.run_cache import SEEDS, Row, RunCache, grouped, run_at, spread
 from offbeat.simulate import Compute, Network
+from offbeat_lab.compare import compare
 from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.recipes import find_recipe
+from offbeat_lab.results import Result, by_seed
 
 MODELS = Path(__file__).parents[1] / "models" / "papers.py"
 JITTER = 0.05
+SEEDS = 3
 TASKS: dict[str, tuple[str, str | None]] = {
     "cifar": (f"{MODELS}:cifar", CIFAR10),
     "cifar-decay": (f"{MODELS}:cifar_decay", CIFAR10),
@@ -30,6 +34,7 @@ TASKS: dict[str, tuple[str, str | None]] = {
     "mnist": (f"{MODELS}:mnist_flat", str(MNIST)),
     "mnist-decay": (f"{MODELS}:mnist_decay", str(MNIST)),
 }
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,56 +55,58 @@ LINKS = {
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training run."""
+class Setting:
+    """A task on a link: the settings that the runs of one comparison share."""
 
     task: str
     link: str
     workers: int
-    method: str
     epochs: float
     evaluations: int
-    seed: int
+
+    @property
+    def job(self) -> Job:
+        """The job of all runs."""
+        recipe, data = TASKS[self.task]
+        return Job(
+            recipe,
+            workers=self.workers,
+            epochs=self.epochs,
+            data=data,
+            evaluations=self.evaluations,
+        )
+
+    @property
+    def cluster(self) -> VirtualCluster:
+        """The simulated workers."""
+        link = LINKS[self.link]
+        model = find_recipe(self.job.recipe).build(self.job.setup()).model
+        model_bytes = 4 * sum(one.numel() for one in model.parameters())
+        network = Network(link.bandwidth * model_bytes / (1e6 * link.megabytes), latency="100us")
+        return VirtualCluster(network, Compute(link.step_seconds, jitter=JITTER))
+
+    def run(self, methods: Sequence[str], seeds: int) -> dict[str, list[Result]]:
+        """Run what is missing; see ``compare_in``."""
+        name = f"papers-{self.task}-{self.link}-{self.workers}workers-{self.epochs:g}epochs"
+        return compare_in(name, self.job, methods, seeds, self.cluster)
 
 
-def job_of(run: Run) -> Job:
-    recipe, data = TASKS[run.task]
-    return Job(
-        recipe,
-        "bsp",
-        run.workers,
-        epochs=run.epochs,
-        seed=run.seed,
-        data=data,
-        evaluations=run.evaluations,
-    ).under(run.method)
-
-
-@cache
-def model_bytes(task: str) -> int:
-    recipe, data = TASKS[task]
-    built = find_recipe(recipe).build(Job(recipe, data=data).setup())
-    return 4 * sum(one.numel() for one in built.model.parameters())
-
-
-def place_of(task: str, link: str) -> VirtualCluster:
-    one = LINKS[link]
-    bandwidth = one.bandwidth * model_bytes(task) / (1e6 * one.megabytes)
-    return VirtualCluster(
-        Network(bandwidth, latency="100us"), Compute(one.step_seconds, jitter=JITTER)
+def compare_in(
+    name: str, job: Job, methods: Sequence[str], seeds: int, cluster: VirtualCluster
+) -> dict[str, list[Result]]:
+    """Run what ``results/NAME.jsonl`` lacks, and return the runs of each method, one per seed."""
+    torch.set_num_threads(1)
+    results = compare(
+        job,
+        methods,
+        seeds=seeds,
+        runner=cluster,
+        output=RESULTS / f"{name}.jsonl",
+        on_start=lambda job: print(f"{name}  {job.label}  seed {job.seed}", flush=True),
+        on_event=lambda event: None,
     )
-
-
-def train(run: Run) -> Row:
-    """Train; return evaluations, steps, seconds, LSSR, idle share and bytes."""
-    row = run_at(job_of(run), place_of(run.task, run.link))
-    return {
-        **{key: row[key] for key in ("steps", "seconds", "final", "lssr", "idle", "payload_bytes")},
-        "run": asdict(run),
-        "points": [
-            {key: one[key] for key in ("step", "seconds", "metric")} for one in row["points"]
-        ],
-    }
+    found = {method: by_seed(results, Job("").under(method).label) for method in methods}
+    return {method: [runs[seed] for seed in range(seeds)] for method, runs in found.items()}
 
 
 def parser_for(description: str | None) -> argparse.ArgumentParser:
@@ -107,32 +114,29 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many; default 3")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"how many; default {SEEDS}")
     return parser
 
 
-def seeds_asked(description: str | None) -> tuple[int, ...]:
-    """Return the seeds of a command line that has only ``--seeds``."""
-    return tuple(range(parser_for(description).parse_args().seeds))
+def grouped(
+    rows: Sequence[Row], *keys: str, field: str = "run"
+) -> dict[tuple[Any, ...], list[Row]]:
+    """Group rows by these keys of a field, in order, so that a group differs in its seeds only."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[field][key] for key in keys), []).append(row)
+    return groups
 
 
-def cache_of(name: str, function: Callable[[Any], Row] = train) -> RunCache:
-    """Return the cache of a function's runs; all figures share that of ``train``."""
-    path = RESULTS / "cells" / f"papers-{name}.jsonl"
-    return RunCache(function, path, processes=0, progress=True)
+def best_of(result: Result) -> float:
+    """Return the highest metric of a run."""
+    return max(point.metric for point in result.points)
 
 
-def rows_of(wanted: Sequence[Run], known: Sequence[Row]) -> list[Row]:
-    """Return the row of each run. Runs among the ``known`` rows are not repeated."""
-    runs = [row["run"] for row in known]
-    new = cache_of("train").rows([one for one in wanted if asdict(one) not in runs])
-    found = {json.dumps(row["run"]): row for row in (*known, *new)}
-    return [found[json.dumps(asdict(one))] for one in wanted]
-
-
-def by_method(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
-    """Return ``grouped`` for rows of ``train``."""
-    return grouped(rows, *keys, field="run")
+def spread(values: Sequence[float], scale: float = 100.0, digits: int = 1) -> str:
+    """Return median and range as text, in percent by default."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{scale * middle:.{digits}f} ({scale * low:.{digits}f}–{scale * high:.{digits}f})"
 
 
 def percent(values: Sequence[float]) -> str:

@@ -13,21 +13,13 @@ for one worker is the recipe's, or a quarter of it. The studies:
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.papers.runs import (
-    Run,
-    by_method,
-    cache_of,
-    parser_for,
-    percent,
-    save,
-    small_figure,
-)
-from benchmarks.run_cache import Row, arrival
+from benchmarks.papers.runs import Setting, parser_for, percent, save, small_figure
 from offbeat.display.plots import colours_of
+from offbeat_lab.results import Result
 
 NAME = "speedup"
 METHODS = {
@@ -66,68 +58,59 @@ STUDIES = {
 }
 
 
-def runs(study: Study, seeds: Sequence[int]) -> list[Run]:
-    """Return the runs of one worker, then of several with each method, at each rate."""
-    wanted = [("bsp", 1, rate) for rate in study.rates]
-    wanted += [
-        (method, n, rate)
-        for rate in study.rates
-        for n in study.workers
-        for method in study.methods.values()
-    ]
-    return [
-        Run(
-            study.task,
-            "googlenet",
-            n,
-            f"{method} --lr-scale {n * rate:g}",
-            study.epochs,
-            32 if n == 1 else 24,
-            seed,
+Runs = Mapping[int, Mapping[str, Sequence[Result]]]
+"""Number of workers → method → its runs."""
+
+
+def run(study: Study, seeds: int) -> Runs:
+    """Run one worker, then several with each method, at each rate."""
+    found = {}
+    for workers in (1, *study.workers):
+        methods = ["bsp"] if workers == 1 else [*study.methods.values()]
+        setting = Setting(
+            study.task, "googlenet", workers, study.epochs, evaluations=32 if workers == 1 else 24
         )
-        for seed in seeds
-        for method, n, rate in wanted
-    ]
+        scaled = [at_rate(one, workers * rate) for rate in study.rates for one in methods]
+        found[workers] = setting.run(scaled, seeds)
+    return found
 
 
-def facts(study: Study, rows: Sequence[Row]) -> list[dict[str, Any]]:
+def at_rate(method: str, rate: float) -> str:
+    return f"{method} --lr-scale {rate:g}"
+
+
+def facts(study: Study, runs: Runs) -> list[dict[str, Any]]:
     """Return accuracies, throughput and time to the target of each setting, against one worker."""
-    groups = by_method(rows, "workers", "method")
     found = []
     for rate in study.rates:
-        ones = groups[1, f"bsp --lr-scale {rate:g}"]
-        finals = [row["final"] for row in ones]
+        ones = runs[1][at_rate("bsp", rate)]
+        finals = [one.final for one in ones]
         target = study.of_one * statistics.median(finals)
-        alone = statistics.median(seconds_to(row, target) or float("inf") for row in ones)
-        pace = ones[0]["steps"] / statistics.median(row["seconds"] for row in ones)
+        alone = statistics.median(one.seconds_to(target) or float("inf") for one in ones)
+        step = statistics.median(one.mean_step_seconds for one in ones)
         found.append(
             {"rate": rate, "workers": 1, "method": "one worker", "finals": finals}
             | {"throughput": 1.0, "speedups": [1.0], "idle": 0.0, "target": target}
         )
         for n in study.workers:
             for name, method in study.methods.items():
-                own = groups.get((n, f"{method} --lr-scale {n * rate:g}"), [])
-                if not own:  # not run
-                    continue
-                seconds = statistics.median(row["seconds"] for row in own)
-                times = [seconds_to(row, target) for row in own]
+                own = runs[n][at_rate(method, n * rate)]
+                times = [one.seconds_to(target) for one in own]
                 found.append(
                     {
                         "rate": rate,
                         "workers": n,
                         "method": name,
-                        "finals": [row["final"] for row in own],
-                        "throughput": n * own[0]["steps"] / seconds / pace,
+                        "finals": [one.final for one in own],
+                        "throughput": n
+                        * step
+                        / statistics.median(one.mean_step_seconds for one in own),
                         "speedups": [None if one is None else alone / one for one in times],
-                        "idle": statistics.median(row["idle"] for row in own),
+                        "idle": statistics.median(one.idle or 0.0 for one in own),
                         "target": target,
                     }
                 )
     return found
-
-
-def seconds_to(row: Row, target: float) -> float | None:
-    return arrival(row["points"], target)
 
 
 def table(data: dict[str, Any]) -> str:
@@ -149,22 +132,19 @@ def table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(data: dict[str, Any]) -> None:
+def draw(runs: Runs) -> None:
     """Draw the accuracy against time, at the first rate and seed."""
     with small_figure(f"papers-{NAME}", "seconds (simulated)", "test accuracy, %") as axes:
         rate = STUDIES[NAME].rates[0]
-        shown = {("one worker", 1): f"bsp --lr-scale {rate:g}"}
-        shown |= {(k, n): f"{m} --lr-scale {n * rate:g}" for k, m in METHODS.items() for n in (4,)}
+        shown = {"one worker": runs[1][at_rate("bsp", rate)][0]}
+        for name, method in METHODS.items():
+            shown[f"4 workers, {name}"] = runs[4][at_rate(method, 4 * rate)][0]
         colours = colours_of(["ideal", "bsp", "async", "async, eager"])  # grey: one worker
-        for ((name, n), method), colour in zip(shown.items(), colours, strict=True):
-            row = next(
-                row
-                for row in data["rows"]
-                if (row["run"]["workers"], row["run"]["method"]) == (n, method)
+        for (label, one), colour in zip(shown.items(), colours, strict=True):
+            xs, ys = zip(
+                *((point.seconds, 100 * point.metric) for point in one.points), strict=True
             )
-            xs, ys = ([one[key] for one in row["points"]] for key in ("seconds", "metric"))
-            label = name if n == 1 else f"{n} workers, {name}"
-            axes.plot(xs, [100 * y for y in ys], color=colour, label=label)
+            axes.plot(xs, ys, color=colour, label=label)
         axes.set_xscale("log")
         axes.set_title("CIFAR-10, 1 Gbit/s scaled to the model", fontsize="medium")
 
@@ -174,11 +154,11 @@ def main() -> None:
     parser.add_argument("--study", default=NAME, choices=STUDIES, help=f"default {NAME}")
     given = parser.parse_args()
     study = STUDIES[given.study]
-    rows = cache_of("train").rows(runs(study, range(given.seeds)))
-    data = {"epochs": study.epochs, "facts": facts(study, rows), "rows": rows}
+    runs = run(study, given.seeds)
+    data = {"epochs": study.epochs, "facts": facts(study, runs)}
     save(given.study, data)
     if given.study == NAME:
-        draw(data)
+        draw(runs)
     print(table(data))
 
 

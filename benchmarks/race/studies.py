@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS
-from offbeat.registry import parse_strategy
 from offbeat.simulate import Compute, Network
+from offbeat.strategies.registry import parse_strategy
 from offbeat.units import to_bandwidth
 from offbeat_lab.job import LEASED, Job
 from offbeat_lab.launch.runners import Runner, ShapedLinks, VirtualCluster
@@ -112,10 +112,7 @@ HEADLINE = ("ideal", "streaming", DILOCO, "local", "bsp --wire float32")
 bucket."""
 FEW = ("ideal", "streaming", "bsp --wire float32")
 """Methods of ``real`` with more than four workers."""
-RIVALS = {
-    "cnn": ("bsp", "powersgd", "sparseloco", "sparta"),
-    "transformer": ("bsp", "powersgd", "sparseloco", "sparta", "desloc"),
-}
+RIVALS = ("bsp", "powersgd", "sparseloco")
 """Further methods of ``headline`` at 50 Mbit/s: ``bsp`` with tuned precision, and baselines."""
 REAL_RIVALS = {"cnn": ("powersgd", "sparseloco"), "transformer": ("local", "bsp")}
 """Best methods of ``headline`` at 50 Mbit/s, which run in ``real``, too, without torch's code."""
@@ -174,12 +171,9 @@ CORRECTED = (
 without them."""
 SPEEDS = {"half": "3=2", "graded": "1=1.25,2=2,3=4", "sixth": "3=6"}
 """Name → slow workers of ``uneven`` and the factors on their step times."""
-PLAIN = "async_diloco:dynamic_steps=False,momentum_period=1"
-"""Asynchronous DiLoCo without the additions of its paper: DyLU, dynamic local updates, and DN, the
-delayed Nesterov step."""
 EAGER = "async:schedule=eager"
 """Asynchronous averaging whose workers step at their own speed."""
-UNEVEN = ("ideal", "streaming", EAGER, "local", DILOCO, PLAIN, "async_diloco")
+UNEVEN = ("ideal", "streaming", EAGER, "local", DILOCO)
 """Methods of ``uneven``."""
 UNEVEN_RATE = 4
 """Factor on the learning rate of ``elastic``, of ``elastic_real`` and of the first trials of
@@ -252,10 +246,7 @@ class Cell:
             FileNotFoundError: ``headline`` has no results for the workload and the link.
         """
         if self.study == "headline":
-            return [
-                *HEADLINE,
-                *(RIVALS.get(self.workload, ()) if self.bandwidth == "50Mbit/s" else ()),
-            ]
+            return [*HEADLINE, *(RIVALS if self._has_rivals else ())]
         if self.study == "muon":
             return ["ideal", "streaming", DILOCO, "local"]
         if self.study in ("features", "slower"):
@@ -287,11 +278,15 @@ class Cell:
             return ["ideal" + _rate(chosen["ideal"]), *(one + rate for one in PARTS)]
         if self.workers != WORKERS:
             return [_real(method, chosen[method]) for method in FEW]
-        rivals = REAL_RIVALS.get(self.workload, ()) if self.bandwidth == "50Mbit/s" else ()
+        rivals = REAL_RIVALS[self.workload] if self._has_rivals else ()
         return [
             *(_real(method, chosen[method]) for method in HEADLINE),
             *(chosen[method].label for method in rivals),
         ]
+
+    @property
+    def _has_rivals(self) -> bool:
+        return self.workload in REAL_RIVALS and self.bandwidth == "50Mbit/s"
 
     def job(self, data: Path) -> Job:
         """Return the settings that all runs share."""

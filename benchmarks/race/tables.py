@@ -19,7 +19,6 @@ from benchmarks.race.studies import (
     FAMILIES,
     FEATURES,
     MANY_IDEAL,
-    PLAIN,
     RATES,
     UNCORRECTED,
     UNEVEN,
@@ -33,7 +32,7 @@ from benchmarks.race.studies import (
 from offbeat.units import to_bandwidth
 from offbeat_lab.job import Job
 from offbeat_lab.report.intervals import MIN_SEEDS, interval_of
-from offbeat_lab.results import Result, read_results
+from offbeat_lab.results import Result, by_seed, read_results
 from offbeat_lab.timing.padding import parse_slow
 from offbeat_lab.tuning import choices
 
@@ -53,12 +52,8 @@ NAMES = {
     "bsp": "BSP",
     DDP: "DDP",
     "sparseloco": "SparseLoCo",
-    "sparta": "SPARTA",
-    "desloc": "DES-LOC",
     "powersgd": "PowerSGD",
     EAGER: "async, eager",
-    PLAIN: "async DiLoCo",
-    "async_diloco": "async DiLoCo, DyLU and DN",
 }
 """Method as in ``studies`` → its name in tables and figures."""
 
@@ -104,10 +99,7 @@ def first_runs(cell: Cell, folder: Path = RESULTS) -> dict[str, Runs]:
 
 def _of_labels(results: Sequence[Result], labels: dict[str, str]) -> dict[str, Runs]:
     """Return each method's runs without trials. ``labels`` maps methods to labels."""
-    found = {
-        method: {r.job.seed: r for r in results if r.label == label and r.trial is None}
-        for method, label in labels.items()
-    }
+    found = {method: by_seed(results, label) for method, label in labels.items()}
     return {method: runs for method, runs in found.items() if runs}
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.soak.plan import Case
 from offbeat.averaging.model_flow import ModelFlow
-from offbeat.baselines.server_strategy import ServerFlow
+from offbeat_lab.baselines.server_strategy import ServerFlow
 
 RATE = 1 / 64
 """Learning rate."""

@@ -217,11 +217,6 @@ def case(seed: int, index: int, *, shaped: bool, policy: str = "stop") -> Case:
     return (_continuing if policy == "continue" else _stopping)(seed, index, shaped=shaped)
 
 
-def _wire(draw: random.Random, strategy: str) -> str:
-    chooses = strategy in EAGER[1:] or (strategy in REPEATABLE and "streaming" not in strategy)
-    return draw.choice((*WIRES, "auto") if chooses else WIRES)
-
-
 def _shape(kind: str, rate: float, shaped: bool) -> tuple[str, float]:
     """Return kind and bandwidth on this machine; a cut link needs a shaped one."""
     if kind == "unplug":
@@ -234,7 +229,7 @@ def _stopping(seed: int, index: int, *, shaped: bool) -> Case:
     kind = draw.choices(list(KINDS), weights=list(KINDS.values()))[0]
     workers = draw.choice((2, 3, 3, 4))
     strategy = draw.choice(SERVERS if kind == "kill server" else STRATEGIES)
-    wire = _wire(draw, strategy)
+    wire = draw.choice(WIRES)
     wire = "float32" if strategy in BASELINES else wire
     victim = 0 if "servers=0/" in strategy and kind == "kill server" else draw.randrange(workers)
     rate = draw.choice((0.0, 0.0, 0.0, 20e6, 100e6))
@@ -270,7 +265,7 @@ def _continuing(seed: int, index: int, *, shaped: bool) -> Case:
     two = kind in ("kill two", "kill in change", "stop in change")
     workers = max(3, workers) if two else workers
     strategy = draw.choice(CONTINUING)
-    wire = _wire(draw, strategy)
+    wire = draw.choice(WIRES)
     victim, second = draw.sample(range(workers), 2)
     rate = draw.choice((0.0, 0.0, 0.0, 20e6, 100e6))
     step, delay = draw.randrange(1, 6), draw.uniform(0, 0.2 if rate else 0.06)

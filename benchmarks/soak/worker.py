@@ -33,6 +33,7 @@ from benchmarks.soak.records import (
     Report,
     Run,
 )
+from offbeat_lab.baselines import STRATEGIES
 
 _CONNECT_LIMIT = timedelta(seconds=30)
 
@@ -142,7 +143,7 @@ class Worker:
         model = Constant(case.elements, counts=case.counts)
         momentum = 0.0 if case.continues else 0.5  # without momentum all steps count the same
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
-        strategy = offbeat.parse_strategy(case.strategy)
+        strategy = offbeat.parse_strategy(case.strategy, STRATEGIES)
         model(0.0).backward()  # starts autograd's thread before threads are counted
         before = _open_resources()
         if self._is_victim and case.kind == "kill before attach":

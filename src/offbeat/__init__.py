@@ -12,21 +12,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BSP",
-    "EASGD",
-    "SPARTA",
-    "SSP",
     "AsyncAveraging",
-    "AsyncDiLoCo",
     "AttachError",
     "CheckpointError",
     "CommunicationError",
     "CommunicationTimeout",
     "Compute",
-    "DesLoc",
     "DiLoCo",
-    "Downpour",
     "EndedError",
-    "FedAvg",
     "Forecast",
     "JsonLines",
     "LinearScalingWarmup",
@@ -35,10 +28,8 @@ __all__ = [
     "Network",
     "OffbeatError",
     "Plan",
-    "PowerSGD",
     "SelSync",
     "Simulation",
-    "SparseLoCo",
     "Stats",
     "Strategy",
     "StreamingAveraging",
@@ -59,17 +50,6 @@ __all__ = [
 if TYPE_CHECKING:
     from offbeat import data
     from offbeat.attach import attach
-    from offbeat.baselines import (
-        EASGD,
-        SPARTA,
-        SSP,
-        AsyncDiLoCo,
-        DesLoc,
-        Downpour,
-        FedAvg,
-        PowerSGD,
-        SparseLoCo,
-    )
     from offbeat.checkpoint.save_load import load, save
     from offbeat.elastic.joining import join
     from offbeat.errors import (
@@ -82,7 +62,6 @@ if TYPE_CHECKING:
         OffbeatError,
     )
     from offbeat.plan import Forecast, Plan, plan
-    from offbeat.registry import parse_strategy
     from offbeat.simulate import Compute, Network, Simulation, simulate
     from offbeat.strategies import (
         BSP,
@@ -93,6 +72,7 @@ if TYPE_CHECKING:
         Strategy,
         StreamingAveraging,
     )
+    from offbeat.strategies.registry import parse_strategy
     from offbeat.synchronizer import Synchronizer
     from offbeat.telemetry import JsonLines, Stats, TensorBoard, WandB
     from offbeat.training.batchnorm import recalibrate_batchnorm
@@ -102,7 +82,7 @@ else:
         __name__,
         __all__,
         (
-            *("data", "errors", "plan", "simulate", "strategies", "baselines", "registry"),
+            *("data", "errors", "plan", "simulate", "strategies", "strategies.registry"),
             *("telemetry", "attach", "synchronizer", "elastic.joining", "checkpoint.save_load"),
             *("training.batchnorm", "training.learning_rate.schedule"),
         ),

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-Precision = Literal["float32", "bfloat16", "int8", "int4", "int2", "auto"]
-"""Precision of the numbers that workers send. "auto" chooses it during training."""
+Precision = Literal["float32", "bfloat16", "int8", "int4", "int2"]
+"""Precision of the numbers that workers send."""
 
 OptimizerName = Literal["sgd", "adamw", "muon"]
 """Optimizer that can replace that of a recipe."""

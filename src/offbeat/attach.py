@@ -85,11 +85,11 @@ def attach(
             - ``fully_shard`` may divide the model over a device mesh of the node's workers.
         scaler: The GradScaler in use. None: no scaler. A step that it skips counts as an iteration.
         wire: Precision at which parameters and gradients are sent: "float32", "bfloat16", "int8",
-            "int4", "int2", or "auto" to choose it during training. None: the strategy's
-            ``default_wire``, which is "int2" for ``StreamingAveraging`` with its default schedule,
-            and "float32" for the other strategies of Offbeat. The quantization error of a message
-            is added to the next message (error feedback). Storing the errors takes one or two
-            copies of the model, and none with ``StreamingAveraging``. Buffers are not quantized.
+            "int4" or "int2". None: the strategy's ``default_wire``, which is "int2" for
+            ``StreamingAveraging`` with its default schedule, and "float32" for the other strategies
+            of Offbeat. The quantization error of a message is added to the next message (error
+            feedback). Storing the errors takes one or two copies of the model, and none with
+            ``StreamingAveraging``. Buffers are not quantized.
         adam_correction: True to lengthen the local steps of Adam, AdamW and NAdam by a measured
             factor from 1 to √N. Each of the N workers divides its steps by the noise of its own
             batches, so that their mean is shorter than one step of Adam with the mean gradient; see
@@ -189,7 +189,7 @@ def attach(
     if wire != "float32":
         kernels()  # compile before the first collective, not between two of them
     # -- from here on every worker must take part --
-    ddp = DDPSuppressor(model, group, strategy, wire)
+    ddp = DDPSuppressor(model, group, strategy)
 
     def begin() -> Synchronizer:
         with ExitStack() as on_failure:

@@ -1,7 +1,8 @@
-"""Experiments: recipes, worker processes on slow links, comparisons and reports.
+"""Experiments: baselines, recipes, worker processes on slow links, comparisons and reports.
 
-A *recipe* is a training task with a target: model, data, optimizer, schedule, metric. This
-package exports what a file with a custom recipe needs.
+A *recipe* is a training task with a target: model, data, optimizer, schedule, metric. A *baseline*
+is a published strategy to compare with. This package exports the baselines, and what a file with a
+custom recipe needs.
 """
 
 from typing import TYPE_CHECKING
@@ -9,8 +10,14 @@ from typing import TYPE_CHECKING
 from offbeat.lazy_imports import import_lazily
 
 __all__ = [
+    "EASGD",
+    "SSP",
+    "Downpour",
+    "FedAvg",
     "HeldOut",
+    "PowerSGD",
     "Setup",
+    "SparseLoCo",
     "Task",
     "accuracy",
     "decay_at",
@@ -20,6 +27,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from offbeat_lab.baselines import EASGD, SSP, Downpour, FedAvg, PowerSGD, SparseLoCo
     from offbeat_lab.recipes.base import Setup, Task
     from offbeat_lab.recipes.custom import recipe
     from offbeat_lab.recipes.held_out import HeldOut, accuracy
@@ -28,5 +36,5 @@ else:
     __getattr__ = import_lazily(
         __name__,
         __all__,
-        ("recipes.base", "recipes.custom", "recipes.held_out", "recipes.schedules"),
+        ("recipes.base", "recipes.custom", "recipes.held_out", "recipes.schedules", "baselines"),
     )

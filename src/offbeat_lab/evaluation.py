@@ -137,17 +137,26 @@ def gather(value: Any, device: torch.device, what: str) -> list[Any]:
     Raises:
         CommunicationError: a worker failed or took longer than the time-out.
     """
-    data = bytearray(json.dumps(value).encode())
-    text = torch.frombuffer(data, dtype=torch.uint8).to(device)
-    lengths = [torch.zeros_like(text[:1], dtype=torch.int64) for _ in range(dist.get_world_size())]
+    texts = gather_bytes(json.dumps(value).encode(), device, what)
+    return [json.loads(text) for text in texts]
+
+
+def gather_bytes(message: bytes, device: torch.device, what: str) -> list[bytes]:
+    """Return the messages of all workers, in rank order. A collective.
+
+    ``message`` is not empty. The messages may have different lengths. The other arguments and the
+    error are those of ``gather``.
+    """
+    data = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
+    lengths = [torch.zeros_like(data[:1], dtype=torch.int64) for _ in range(dist.get_world_size())]
     with explain_failures(f"waited for {what}"):
-        dist.all_gather(lengths, torch.tensor([len(text)], device=device))
+        dist.all_gather(lengths, torch.tensor([len(data)], device=device))
         longest = max(int(length) for length in lengths)
-        texts = [text.new_zeros(longest) for _ in lengths]
-        dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
+        received = [data.new_zeros(longest) for _ in lengths]
+        dist.all_gather(received, torch.nn.functional.pad(data, (0, longest - len(data))))
     return [
-        json.loads(text[: int(length)].cpu().numpy().tobytes())
-        for text, length in zip(texts, lengths, strict=True)
+        one[: int(length)].cpu().numpy().tobytes()
+        for one, length in zip(received, lengths, strict=True)
     ]
 
 

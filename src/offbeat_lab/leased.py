@@ -49,11 +49,11 @@ class LeasedBatches(Iterable[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         task, sampler = self._task, self._sampler
-        for epoch in range(math.ceil(task.steps * self._workers / sampler.batches)):
+        epochs = math.ceil(task.steps * self._workers / sampler.batches)
+        for epoch in range(sampler.epoch, epochs):
             sampler.set_epoch(epoch)
             for batch in self._loader:
                 done = sampler.progress * sampler.batches / self._workers
                 task.position = min(task.steps, math.floor(done))
                 yield batch
-        yield from self._loader.leftovers()
         task.position = task.steps  # no batch is left

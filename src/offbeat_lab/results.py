@@ -1,7 +1,7 @@
 """Results of training runs, and their form as lines of the file ``results.jsonl``."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -218,3 +218,8 @@ def read_results(path: Path, *, trials: bool = False) -> list[Result]:
                 f"{path}, line {number}, is not a result: {type(error).__name__}: {text}"
             ) from None
     return [result for result in results if trials or result.trial is None]
+
+
+def by_seed(results: Iterable[Result], label: str) -> dict[int, Result]:
+    """Return the runs with a label by their seeds, without trials."""
+    return {r.job.seed: r for r in results if r.trial is None and r.label == label}

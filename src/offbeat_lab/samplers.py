@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from offbeat.arguments import did_you_mean
-from offbeat.data import SelDPSampler, partition_by_label, partition_dirichlet
+from offbeat.data import SelDPSampler
+from offbeat_lab.partition import partition_by_label, partition_dirichlet
 from offbeat_lab.recipes import Task
 
 _KINDS = ("seldp", "defdp", "distributed")

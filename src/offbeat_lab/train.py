@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat.attach import attach
-from offbeat.data import DataInjection, injected_batch_size
 from offbeat.errors import EndedError, OffbeatError
 from offbeat.simulate import Compute
 from offbeat.strategies import BSP, Strategy
@@ -42,6 +41,7 @@ from offbeat_lab.events import (
     stats_of,
     to_json,
 )
+from offbeat_lab.injection import Injection, injected_batch_size
 from offbeat_lab.job import LEASED, Job
 from offbeat_lab.launch.cores import share_cores
 from offbeat_lab.launch.elastic import WorkerFiles
@@ -149,6 +149,7 @@ class _Worker:
             self._task.steps = min(self._task.steps, job.max_steps)
         self._task.model.to(self._device)
         self._padding: PaddedLoss | None = None
+        self._injection: Injection | None = None
         self._read_loss_at = 0.0
 
     def _reports(self) -> bool:
@@ -279,6 +280,10 @@ class _Worker:
 
     def _totals(self, method: Method) -> dict[str, Any]:
         totals = method.stats.to_dict()
+        if self._injection is not None:
+            totals["details"] = {**totals["details"], **self._injection.details}
+            totals["wait_seconds"] += self._injection.wait_seconds
+            totals["compute_seconds"] -= self._injection.wait_seconds
         if self._padding is not None:
             late = {"late_steps": self._padding.late_steps}
             totals["details"] = {**totals["details"], **late}
@@ -307,7 +312,9 @@ class _Worker:
                 alpha, beta = parse_injection(job.injection)
                 size = injected_batch_size(task.batch_size, alpha, beta, method.sync.size)
                 loader = Batches(task, sampler, size=size, readers=readers)
-                batches = DataInjection(loader, alpha, beta, sync=method.sync, seed=job.seed)
+                batches = self._injection = Injection(
+                    loader, alpha, beta, seed=job.seed, device=self._device, now=method.now
+                )
         for batch in batches:
             yield to_device(batch, self._device)
 

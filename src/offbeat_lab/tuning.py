@@ -60,23 +60,18 @@ _SETTINGS = {
     "async": (Axis("staleness"),),
     "streaming": (Axis("outer_gain", ("auto", 1)),),
     "fedavg": (Axis("period"),),
-    "desloc": (Axis("period"),),
     "ssp": (Axis("staleness"),),
     "downpour": (Axis("push_every"),),
     "easgd": (Axis("period"),),
-    "async_diloco": _DILOCO,
     "sparseloco": (Axis("period"),),
-    "sparta": (Axis("share"),),
     "powersgd": (Axis("rank"),),
 }
 """Settings to tune, by the name of the strategy, besides learning rate and wire."""
 _FIRST = {
     "local": ("period=8",),
     "fedavg": ("period=8",),
-    "desloc": ("period=8",),
     "ssp": ("staleness=4",),
     "diloco": ("period=16", "outer_momentum=0.6"),
-    "async_diloco": ("period=16", "outer_momentum=0.6"),
     "sparseloco": ("period=16",),
 }
 """First values of settings that have no default, or a default for much longer runs."""

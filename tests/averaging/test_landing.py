@@ -20,12 +20,12 @@ from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.model_flow import ModelFlow
 from offbeat.averaging.parts import landing
 from offbeat.averaging.parts.landing import Landing, bucket_landing, land
-from offbeat.baselines.powersgd import PowerSGDFlow
 from offbeat.transport.communicator import Wrapper
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import ThreadHost
 from offbeat.transport.operation import Operation
 from offbeat.transport.team import Team
+from offbeat_lab.baselines.powersgd import PowerSGDFlow
 
 # -- by hand --------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from offbeat.averaging.replica import Replica
 from offbeat.averaging.votes import Round, Sums, Vote
 from offbeat.averaging.worker import AttachedOptimizer, NonFinite, Worker
 from offbeat.quantization.wire import Wire
-from offbeat.strategies.base import Launch, Outer, SharedModel, Strategy, Tally, WorkerView
+from offbeat.strategies.base import Outer, SharedModel, Strategy, Tally, WorkerView
 from offbeat.transport.handle import Completed
 from offbeat.transport.team import Team
 from worlds import simulated
@@ -81,7 +81,7 @@ class Line:
     def decide(self, parts: float, *, weight: float = 1.0, wanted: float = 0.0) -> None:
         vote = Vote(weight, True, False, 0.0, 0, 0, True, 0)
         sums = Sums(self.worker.size * weight, self.worker.size, 0, wanted)
-        self.pipeline.add(Launch(parts), Round(0, vote, Completed(sums)))
+        self.pipeline.add(parts, Round(0, vote, Completed(sums)))
 
     def happened(self) -> list[str]:
         events, self.events = self.events, []

@@ -49,8 +49,7 @@ def test_a_tally_is_the_sum_of_the_votes(
             round=number,
             finite=rank not in sick,
             rank=rank,
-            numbers=(float(rank),),
-            measured=(0.5,),
+            numbers=(float(rank), 0.5),
             step=number + rank,
             anchor=15,
         )
@@ -64,8 +63,7 @@ def test_a_tally_is_the_sum_of_the_votes(
         wanted=sum(wanted for _, _, wanted in rows),
         non_finite=len(sick),
         non_finite_rank=next(iter(sick)) if len(sick) == 1 else None,
-        numbers=(sum(range(len(rows))),),
-        measured=(0.5 * len(rows),),
+        numbers=(sum(range(len(rows))), 0.5 * len(rows)),
         steps=tally.steps,
     )
     steps = sum(number + rank for rank in range(len(rows)))
@@ -84,7 +82,7 @@ def test_the_rank_of_the_only_non_finite_worker_is_known(rank: int) -> None:
 
 def test_a_vote_has_seven_numbers_of_its_own() -> None:
     assert len(VOTE.encode()) == Vote.SLOTS == 7
-    assert len(dataclasses.replace(VOTE, numbers=(1.0, 2.0), measured=(3.0,)).encode()) == 10
+    assert len(dataclasses.replace(VOTE, numbers=(1.0, 2.0)).encode()) == 9
 
 
 @pytest.mark.parametrize("other", [{"round": 1}, {"view": 1}, {"round": 1023}])
@@ -129,9 +127,9 @@ def test_a_tally_is_read_only_when_it_is_asked_for() -> None:
     lazy = Round(0, VOTE, Unread()).tally()
     with pytest.raises(AssertionError, match="was read"):
         _ = lazy.stepping
-    sums = Sums(2.0, 3, 0, 5.0, numbers=(6.0,), measured=(7.0,))
+    sums = Sums(2.0, 3, 0, 5.0, numbers=(6.0,))
     tally = Round(0, VOTE, Completed(sums)).tally()
-    assert (tally.stepping, tally.wanted, tally.votes) == (3, 5.0, (6.0,)), "not the wire's numbers"
+    assert (tally.stepping, tally.wanted, tally.votes) == (3, 5.0, (6.0,))
 
 
 # -- the policy for non-finite values -------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adagrad
 import offbeat
 from loops import close, error_of, sgd
 from offbeat import Compute, Network, simulate
-from offbeat.baselines.downpour import Downpour
+from offbeat_lab.baselines.downpour import Downpour
 from problems import assign, flat, gradients, loss_of, make_batch, make_model, train_step
 from worlds import run
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import offbeat
 from loops import close
 from offbeat import Compute, Network, simulate
-from offbeat.baselines.easgd import EASGD
+from offbeat_lab.baselines.easgd import EASGD
 from problems import (
     OPTIMIZERS,
     flat,

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import offbeat
 from loops import Sink, close
-from offbeat import FedAvg, LocalSGD
+from offbeat import LocalSGD
 from offbeat.strategies.base import Strategy
+from offbeat_lab import FedAvg
 from problems import OPTIMIZERS, PARAMETERS, Simulated, assign, flat, make_batch, make_model
 from problems import train_step as take_step
 from worlds import run, simulated

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import offbeat
-from offbeat.baselines.parameter_server import ParameterServer
 from offbeat.transport.team import Team
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
+from offbeat_lab.baselines.parameter_server import ParameterServer
 from transport.communicators import (
     STEP_SECONDS,
     Function,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import workers
 import worlds
 from loops import Recorded, attach, close, sgd
-from offbeat import PowerSGD
+from offbeat_lab import PowerSGD
 from problems import flat, make_model, make_wide, train_step, wide_step
 from strategies.low_rank_reference import LowRank, first_q
 from worlds import run, simulated

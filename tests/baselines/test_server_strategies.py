@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from cells import nightly, some
 from loops import attach, error_of
 from offbeat import Compute, Network, simulate
-from offbeat.baselines.async_diloco import AsyncDiLoCo
-from offbeat.baselines.downpour import Downpour
-from offbeat.baselines.easgd import EASGD
-from offbeat.baselines.ssp import SSP
 from offbeat.strategies.base import Strategy
+from offbeat_lab.baselines.downpour import Downpour
+from offbeat_lab.baselines.easgd import EASGD
+from offbeat_lab.baselines.ssp import SSP
 from problems import OPTIMIZERS, flat, make_batch, make_model, train_step
 from workers import run
 
@@ -29,7 +28,6 @@ EVERY: list[Strategy] = [
     Downpour(push_every=2, fetch_every=3),
     EASGD(period=2),
     EASGD(period=2, synchronous=True),
-    AsyncDiLoCo(period=3),
 ]
 
 
@@ -84,7 +82,6 @@ def staggered(
         EASGD(
             period=4, difference="after_step"
         ),  # with "before_step" finish pushes, in no fixed order
-        AsyncDiLoCo(period=4, dynamic_steps=False),
     ],
     ids=str,
 )
@@ -209,7 +206,7 @@ def test_a_worker_that_ends_early_waits_longer_than_the_time_out(strategy: Strat
 # -- non-finite values --------------------------------------------------------------------------
 
 BAD_RANK, BAD_STEP = 1, 2  # the third step
-PUSHING: list[Strategy] = [SSP(staleness=1), EASGD(period=2), Downpour(), AsyncDiLoCo(period=2)]
+PUSHING: list[Strategy] = [SSP(staleness=1), EASGD(period=2), Downpour()]
 
 
 def push_nan(rank: int, size: int, strategy: Strategy, non_finite: str) -> Any:

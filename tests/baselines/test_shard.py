@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.baselines.downpour import AdagradRule
-from offbeat.baselines.shard import NO_CLOCK, Answer, Request, Rule, Shard
 from offbeat.checkpoint import state as checkpoint
+from offbeat_lab.baselines.downpour import AdagradRule
+from offbeat_lab.baselines.shard import NO_CLOCK, Answer, Request, Rule, Shard
 
 
 class Recorder:

@@ -15,8 +15,8 @@ import offbeat
 from cells import nightly
 from loops import Sink, close
 from offbeat import Compute, Network, Simulation, simulate
-from offbeat.baselines.ssp import SSP
 from offbeat.simulate import Straggler
+from offbeat_lab import SSP, Downpour
 from problems import (
     OPTIMIZERS,
     Simulated,
@@ -305,7 +305,7 @@ def test_a_cache_contains_all_updates_up_to_the_bound(
     [
         (SSP(staleness=1000), 7),
         (SSP(staleness=1000, refresh="lazy"), 4),
-        (offbeat.Downpour(), 7),
+        (Downpour(), 7),
     ],
     ids=str,
 )

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,67 +15,95 @@ from benchmarks.papers import (
     densities,
     distances,
     exponents,
+    noniid,
     regret,
     speedup,
 )
 from benchmarks.papers.discrepancy import Problem
+from benchmarks.papers.runs import compare_in
 from torch import nn
 
+from benchmarking.race_results import result
+from offbeat import Compute, Network
+from offbeat_lab.job import Job
+from offbeat_lab.launch.runners import VirtualCluster
+from offbeat_lab.results import Result
 
-def row(
-    method: str, metrics: list[float], *, workers: int = 16, seconds: float = 1.0, lssr: float = 0.0
-) -> dict[str, Any]:
-    """A run that is evaluated every 10 steps, of so many seconds each."""
-    points = [
-        {"step": 10 * i, "seconds": 10 * i * seconds, "metric": metric}
-        for i, metric in enumerate(metrics, start=1)
-    ]
-    return {
-        "run": {"method": method, "workers": workers, "seed": 0},
-        "points": points,
-        "final": metrics[-1],
-        "steps": points[-1]["step"],
-        "seconds": points[-1]["seconds"],
-        "lssr": lssr,
-        "idle": 0.0,
-    }
+
+def curve(method: str, metrics: list[float], seconds: float = 10.0) -> Result:
+    """A run that is evaluated after each of its steps, which take so many seconds."""
+    points = [(seconds * step, metric) for step, metric in enumerate(metrics, start=1)]
+    return result(method, points)
 
 
 def test_a_run_has_converged_when_it_is_nearly_as_good_as_it_gets():
-    points = row("bsp", [0.5, 0.79, 0.796, 0.80, 0.78])["points"]
-    assert convergence.converged(points, 0.005)["step"] == 30
-    assert convergence.converged(points, 0.02)["step"] == 20
+    run = curve("bsp", [0.5, 0.79, 0.796, 0.80, 0.78])
+    assert convergence.converged(run, 0.005).step == 3
+    assert convergence.converged(run, 0.02).step == 2
 
 
 def test_the_overall_speed_up_has_each_run_at_its_own_convergence():
     """Means of three: BSP is there after 50 s, the other after 40, at a lower level of its own."""
-    names = convergence.methods("cifar")
-    rows = [row(one, [0.5, 0.7, 0.8, 0.8, 0.8, 0.8]) for one in names.values()]
-    last = len(rows) - 1
-    rows[last] = row([*names.values()][last], [0.5, *([0.7] * 5)], lssr=0.9)
-    found = convergence.facts("cifar", rows)
-    assert [one["overall"] for one in found] == [[1.0]] * last + [[1.25]]
-    assert found[last]["to_bsp"] == [None]  # it never has what BSP has
-    assert found[last]["steps"] == [40]
-    assert found[0]["to_bsp"] == [1.0]
+    names = [*convergence.methods("cifar").values()]
+    runs = {one: [curve(one, [0.5, 0.7, 0.8, 0.8, 0.8, 0.8])] for one in names}
+    runs[names[-1]] = [curve(names[-1], [0.5, *([0.7] * 5)])]
+    *others, last = convergence.facts("cifar", runs)
+    assert [one["overall"] for one in others] == [[1.0]] * len(others)
+    assert last["overall"] == [1.25]
+    assert last["to_bsp"] == [None]  # it never has what BSP has
+    assert last["steps"] == [4]
+    assert last["step_seconds"] == 10
+    assert others[0]["to_bsp"] == [1.0]
 
 
 def test_the_speed_up_is_to_what_one_worker_ends_with():
     """Four workers take a quarter of the steps: linear; or end short of the target: never."""
     study = speedup.STUDIES[speedup.NAME]
-    rows = []
+    runs: dict[int, dict[str, list[Result]]] = {1: {}, 2: {}, 4: {}}
     for rate in study.rates:
-        rows.append(row(f"bsp --lr-scale {rate:g}", [0.5, 0.99, 1, 1, 1, 1, 1, 1], workers=1))
+        one = speedup.at_rate("bsp", rate)
+        runs[1][one] = [curve(one, [0.5, 0.99, 1, 1, 1, 1, 1, 1])]
         for n in study.workers:
             for method in study.methods.values():
-                metrics = [1.0, 1.0, 1.0, 1.0][: 8 // n] if n == 2 else [0.5, 0.6]
-                rows.append(row(f"{method} --lr-scale {n * rate:g}", metrics, workers=n))
-    facts = speedup.facts(study, rows)
+                text = speedup.at_rate(method, n * rate)
+                runs[n][text] = [curve(text, [1.0, 1.0, 1.0, 1.0] if n == 2 else [0.5, 0.6])]
+    facts = speedup.facts(study, runs)
     found = {(one["rate"], one["workers"], one["method"]): one for one in facts}
     assert found[1.0, 2, "BSP"]["speedups"] == [2.0]  # 10 s in place of 20
     assert found[1.0, 4, "BSP"]["speedups"] == [None]
     assert found[1.0, 4, "BSP"]["throughput"] == 4.0
     assert found[1.0, 2, "BSP"]["throughput"] == 2.0
+
+
+def test_bytes_and_accuracies_of_a_data_injection_are_medians():
+    """2 MB of models and 1 MB of samples; a strategy without a run has an empty cell."""
+    rows = [
+        {
+            "job": {"strategy": "local:period=8", "injection": "0.5,0.5", "seed": seed},
+            "final": final,
+            "payload_bytes": 2_000_000,
+            "sample_bytes": 1_000_000,
+        }
+        for seed, final in enumerate((0.9, 0.8, 0.95))
+    ]
+    (row,) = (one for one in noniid.table({"skewed": rows}).splitlines() if "local" in one)
+    assert row == "| `local:period=8` |  | 90.0 (80.0–95.0), 3.0 MB |  |"
+
+
+def test_a_comparison_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The second call runs what the first one lacks, and returns the runs of the asked seeds."""
+    monkeypatch.setattr("benchmarks.papers.runs.RESULTS", tmp_path)
+    job = Job("digits", workers=2, max_steps=2, evaluations=1)
+    cluster = VirtualCluster(Network("1Gbit/s"), Compute("10ms"))
+    first = compare_in("x", job, ["bsp"], 2, cluster)
+    lines = (tmp_path / "x.jsonl").read_text().splitlines()
+    second = compare_in("x", job, ["bsp", "bsp --lr-scale 2"], 1, cluster)
+    assert (tmp_path / "x.jsonl").read_text().splitlines()[:-1] == lines
+    assert [one.job.seed for one in first["bsp"]] == [0, 1]
+    assert {method: [one.job.lr_scale for one in found] for method, found in second.items()} == {
+        "bsp": [1.0],
+        "bsp --lr-scale 2": [2.0],
+    }
 
 
 def test_delta_is_shown_with_the_rise_of_the_accuracy():

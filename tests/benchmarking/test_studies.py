@@ -1,4 +1,4 @@
-"""The comparisons that the pages quote continue, and share what does not depend on the link."""
+"""The comparisons that the pages quote continue, and use the settings that tuning chose."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,27 +43,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cell, "seeds", 1)
     monkeypatch.setattr(studies, "HEADLINE", ("ideal", "streaming", "local", "bsp --wire float32"))
     monkeypatch.setattr(studies, "PARTS", ("streaming", "streaming:parts=1"))
-
-
-@pytest.mark.usefixtures("small")
-def test_the_ideal_is_shared_between_links(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its runs on a second link are copies, and equal those that this link would have had."""
-    monkeypatch.setattr(studies, "HEADLINE", ("ideal", "local"))
-    slow, fast = (Cell("headline", "mlp", link) for link in ("10Mbit/s", "1Gbit/s"))
-    monkeypatch.setattr("benchmarks.race.run.CELLS", (slow,))
-    first = run(slow, folder=tmp_path)
-    alone = run(fast, folder=tmp_path / "alone")
-    capsys.readouterr()
-    second = run(fast, folder=tmp_path)
-    assert "ideal" not in capsys.readouterr().out
-    curves = [
-        [(one.job, one.points) for one in of if one.is_ideal] for of in (first, second, alone)
-    ]
-    assert curves[0] == curves[1] == curves[2]
-    assert {one.link for one in second} == {one.link for one in alone} != {first[0].link}
-    assert len(second) == len(alone)
 
 
 @pytest.mark.usefixtures("small")

@@ -24,6 +24,7 @@ import workers
 import worlds
 from loops import all_numbers, attach, error_of, sgd
 from offbeat.checkpoint import files
+from offbeat_lab.baselines import STRATEGIES
 from problems import loss_of, make_batch, make_model, make_wide, train_step
 from worlds import run
 
@@ -50,7 +51,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.05, total_steps=30)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
-        strategy = offbeat.parse_strategy(text)
+        strategy = offbeat.parse_strategy(text, STRATEGIES)
         self.sync = offbeat.attach(
             self.model,
             self.optimizer,
@@ -709,7 +710,7 @@ def save_late(rank: int, size: int, text: str, folder: Path) -> Any:
     """Rank 0 takes more steps than rank 1, and then saves."""
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(text))
+    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(text, STRATEGIES))
     sampler = offbeat.data.LeasedSampler(range(40), 2, sync=sync)
     found = []
     for _ in range(8 - 4 * rank):

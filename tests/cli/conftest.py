@@ -11,7 +11,8 @@ import torch
 
 from cli.commands import TORCHRUN, Call, Ended, plain
 from offbeat import cli
-from offbeat.cli import elastic, network, runs, view
+from offbeat.cli import elastic, view
+from offbeat_lab.cli import runs
 
 
 @pytest.fixture
@@ -52,8 +53,6 @@ def idle_call(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs.comparison, "run_and_record", refuse)
     monkeypatch.setattr(runs, "measure_recipe", refuse)
-    monkeypatch.setattr(network, "measure_recipe", refuse)
-    monkeypatch.setattr(network.probing, "probe", refuse)
     monkeypatch.setattr(elastic, "launch", refuse)
     monkeypatch.setattr("offbeat.launcher.store.keep_store", refuse)
     return main

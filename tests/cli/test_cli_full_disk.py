@@ -11,9 +11,9 @@ from cells import some
 from cli.commands import COMMAND, LIMIT, Call, plain, started, until
 from cli.test_cli_reports import SAVED
 from disks import fill, small_disk
-from offbeat.cli import runs
 from offbeat.simulate import Simulation
 from offbeat_lab import report
+from offbeat_lab.cli import runs
 from offbeat_lab.results import read_results
 
 VIRTUAL = ("--step-time", "20ms", "-n", "2")

@@ -9,7 +9,8 @@ import pytest
 from cli.commands import Call
 from offbeat.arguments import range_of
 from offbeat.cli import view
-from offbeat.registry import STRATEGIES
+from offbeat_lab.baselines import STRATEGIES
+from offbeat_lab.cli.view import print_path
 from offbeat_lab.methods.registry import BASELINES
 from offbeat_lab.recipes import RECIPES
 
@@ -85,9 +86,9 @@ def test_strategies_are_listed(call: Call, monkeypatch: pytest.MonkeyPatch, widt
 
 
 def test_baselines_are_listed(call: Call) -> None:
-    """Below the strategies, with their settings and how they are written."""
-    below = call("strategies")[1].partition("As text: name:setting=value")[2]
-    assert "name,setting=value" in below
+    """Below the recipes, with their settings and how they are written."""
+    below = call("recipes")[1].partition("Your own: path/to/file.py")[2]
+    assert "As text: name,setting=value" in below
     lines = below.splitlines()
     names = [line.split()[0] for line in lines if re.match(r"ideal|\w+:", line)]
     assert names == list(BASELINES)
@@ -109,5 +110,5 @@ def test_ranges_are_those_that_are_checked(call: Call) -> None:
 
 def test_a_path_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     """Brackets and colons are no markup."""
-    view.print_path("report", Path("runs/[lr]:x:[/y]/report.html"))
+    print_path("report", Path("runs/[lr]:x:[/y]/report.html"))
     assert capsys.readouterr().out == "report runs/[lr]:x:[/y]/report.html\n"

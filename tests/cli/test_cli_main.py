@@ -13,13 +13,13 @@ import typer
 import offbeat
 from cli.commands import COMMAND, Call, ended
 from offbeat import cli
-from offbeat.cli import runs
+from offbeat_lab.cli import runs
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import RECIPES
 
 COMMANDS = (
-    *("train", "simulate", "compare", "report", "watch", "run", "store"),
-    *("plan", "probe", "recipes", "strategies"),
+    *("train", "simulate", "compare", "report", "recipes"),
+    *("run", "store", "plan", "strategies"),
 )
 APP: Any = typer.main.get_command(cli.app)
 
@@ -64,8 +64,6 @@ def test_examples_of_the_help_are_accepted(command: str, call: Call) -> None:
         texts = told.get("strategy") or ()
         for text in [texts] if isinstance(texts, str) else texts:
             Job("digits").under(text).check_method()
-        needs_torchrun = command == "probe" or bool(told.get("probe"))
-        assert "torchrun" in words or not needs_torchrun
     if command == "compare":
         assert any("--simulate" in example for example in examples)
 

@@ -10,8 +10,8 @@ from torch.distributed.run import get_args_parser
 
 from cli.commands import Call
 from offbeat import cli
-from offbeat.cli import options, runs
 from offbeat.simulate import network
+from offbeat_lab.cli import options, runs
 from offbeat_lab.job import Job
 from offbeat_lab.options import option_of
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from lab.test_report import make
-from offbeat.cli import progress
+from offbeat_lab.cli import progress
 from offbeat_lab.events import Evaluation, EvaluationCount, Resumed, Start, Step, Waiting
 from offbeat_lab.job import Job
 

@@ -30,9 +30,9 @@ from cli.commands import (
     until,
     workers_writing,
 )
-from offbeat.cli import progress, runs
 from offbeat.errors import OffbeatError
 from offbeat.launcher import forking
+from offbeat_lab.cli import progress, runs
 from offbeat_lab.events import Evaluation, Event
 from offbeat_lab.job import Job
 from offbeat_lab.launch import runners
@@ -111,7 +111,7 @@ def test_no_thread_of_gloo_is_left_when_a_launched_process_exits() -> None:
     program = """
 import os
 import torch
-from offbeat.cli.launcher import real_workers
+from offbeat_lab.cli.workers import real_workers
 from offbeat_lab.job import Job
 
 with real_workers(Job("digits", workers=1), None, lambda: None):
@@ -492,7 +492,7 @@ def test_the_printed_table_is_the_written_one(
     assert [row[0] for row in rows] == ["`bsp`", "`local:period=2`"]
     for first, *others in rows:
         assert " ".join([first.strip("`"), *others]).split() in printed
-    assert "plot    none: it needs matplotlib, pip install 'offbeat[plot]'\n" in out
+    assert "plot    none: it needs matplotlib, pip install 'offbeat[lab]'\n" in out
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """LeasedSampler in training: shares, waits, deaths, checkpoints, loaders with processes."""
 
+import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -19,16 +21,20 @@ from cells import some
 from loops import sgd
 from offbeat import Compute, Network, simulate
 from offbeat.data import LeasedLoader, LeasedSampler
-from offbeat.data.leasing.access import synced_step_of
-from offbeat.data.leasing.departure import leave
 from offbeat.elastic import membership
-from offbeat.errors import AttachError, CommunicationError, MismatchError
+from offbeat.errors import (
+    AttachError,
+    CommunicationError,
+    CommunicationTimeout,
+    MismatchError,
+)
 from offbeat.simulate import Join, Kill, Simulation
 from offbeat.transport.board import LocalBoard
+from offbeat_lab import baselines
 from problems import flat, loss_of, make_batch, make_model
 from workers import run as on_processes
 
-SAMPLES = 230
+SAMPLES, TIMES = 230, 12
 STRATEGIES = [
     "streaming",
     "bsp",
@@ -53,7 +59,8 @@ def attach(strategy: str = "streaming", **options: Any) -> Any:
     model = make_model(0)
     optimizer = sgd(model, lr=0.01)
     options = {"timeout_seconds": 20, **options}
-    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(strategy), **options)
+    chosen = offbeat.parse_strategy(strategy, baselines.STRATEGIES)
+    sync = offbeat.attach(model, optimizer, chosen, **options)
     return model, optimizer, sync
 
 
@@ -148,8 +155,9 @@ def test_a_slow_worker_takes_less_and_nobody_waits() -> None:
     assert steps[3] == pytest.approx(batches * 0.5 / 3.5, abs=3)
     ideal = batches / 3.5 * 0.010
     assert max(each["clock"] for each in results) == pytest.approx(ideal, rel=0.04)
-    # The first lease takes three round trips of 0.2 ms; all others are ahead of their use.
-    assert max(each["wait"] for each in results) <= 0.001
+    # In each epoch a worker waits for its first chunk, one round trip of 0.2 ms. In the first epoch
+    # it compares the settings before.
+    assert max(each["wait"] for each in results) == pytest.approx(11 * 0.0002)
 
 
 def test_equal_runs_have_equal_results() -> None:
@@ -321,76 +329,85 @@ class LostBoard(LocalBoard):
     """A board whose store has ended."""
 
     @override
-    def get(self, key: str) -> str:
+    def put(self, key: str, value: str) -> None:
         raise RuntimeError("Connection reset by peer\nException raised from …")
 
     @override
-    def put(self, key: str, value: str) -> None:
-        self.get(key)
+    def add(self, key: str, amount: int) -> int:
+        raise RuntimeError("Connection reset by peer\nException raised from …")
+
+
+class SilentBoard(LocalBoard):
+    """A board whose store does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
 
     @override
-    def compare_set(self, key: str, expected: str, value: str) -> str:
-        return self.get(key)
+    def add(self, key: str, amount: int) -> int:
+        self.released.wait(20)
+        return super().add(key, amount)
 
 
-@pytest.mark.parametrize(
-    "name", ["reclaim", "give_back", "outstanding", "state_dict", "load_state_dict"]
-)
-def test_a_lost_store_is_named(name: str) -> None:
-    """At the end of the training, and for a checkpoint, as for a lease."""
+def sampler_with(board: LocalBoard, **options: Any) -> LeasedLoader:
+    _, _, sync = attach(**options)
+    sampler = LeasedSampler(dataset(), 4, sync=sync)
+    sampler._leases._board = board
+    return LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
+
+
+def test_a_lost_store_is_named() -> None:
+    """When the next chunk is needed, and at the end of an epoch of elastic training."""
+    loader = sampler_with(LostBoard())
+    for _ in range(2):
+        with pytest.raises(CommunicationError, match=LOST):
+            next(iter(loader))
+    loader.sampler.sync.detach()
 
     def worker() -> None:
-        model, optimizer, sync = attach()
-        sampler = LeasedSampler(dataset(), 4, sync=sync)
-        state = sampler.state_dict()
-        loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
-        if name != "load_state_dict":
-            train_on(model, optimizer, [next(iter(loader))])
-        sampler._prefetch.settle()
-        sampler._leases._board = LostBoard()
-        sampler._largest = 1  # as if worker 1 was lost
-        arguments = (state,) if name == "load_state_dict" else ()
-        with pytest.raises(CommunicationError, match=r"leasing data failed: .* \(Connection reset"):
-            getattr(sampler, name)(*arguments)
-        sync.detach()
+        loader = sampler_with(LocalBoard(), min_workers=1)
+        with pytest.raises(CommunicationError, match=LOST):  # noqa: PT012
+            for _ in loader:
+                loader.sampler._leases._board = LostBoard()
+        loader.sampler.sync.detach()
 
     simulated(worker, workers=1)
 
 
-# -- what a mean contains ----------------------------------------------------------------------
+LOST = r"^rank 0: leasing data failed: the store .* \(Connection reset by peer\)$"
 
 
-def synced_steps(strategy: str, **options: Any) -> list[int]:
-    """Return the newest synchronized step after each of 9 steps."""
-
-    def worker() -> list[int]:
-        model, optimizer, sync = attach(strategy, **options)
-        steps = []
-        for step in range(9):
-            train_on(model, optimizer, [(*make_batch(0, step), torch.arange(4))])
-            steps.append(sync._iteration.flow.synced_step)
-        sync.finish()
-        return steps
-
-    first, second = simulated(worker, workers=2).results
-    assert first == second
-    return list(first)
+def test_a_silent_store_raises_a_timeout() -> None:
+    board = SilentBoard()
+    loader = sampler_with(board, timeout_seconds=0.2)
+    text = "rank 0: leasing data failed: .* has not answered within timeout_seconds=0.2"
+    with pytest.raises(CommunicationTimeout, match=text):
+        next(iter(loader))
+    board.released.set()
+    loader.sampler.sync.detach()
 
 
-def test_the_synced_step_is_in_the_models_of_all_workers() -> None:
-    """By hand: the step up to which every part was launched and has landed on all workers.
+def test_nothing_is_leased_after_the_end() -> None:
+    loader = sampler_with(LocalBoard())
+    batches = iter(loader)
+    next(batches)
+    loader.sampler.sync.detach()
+    with pytest.raises(AttachError, match=r"LeasedSampler after finish\(\) or detach\(\)"):
+        list(batches)
 
-    A worker knows that a mean has landed on the others when the next one has landed on itself.
-    """
-    assert synced_steps("bsp") == [0, 1, 2, 3, 4, 5, 6, 7, 8]
-    assert synced_steps("local:period=3") == [0, 0, 0, 0, 0, 3, 3, 3, 6]
-    assert synced_steps("selsync:delta=0,aggregate=gradients") == [0] * 9
-    # One part, launched at steps 2, 4, … and landed just before the next launch.
-    cyclic = "streaming:schedule=cyclic,staleness=4,parts=1"
-    assert synced_steps(cyclic) == [0, 0, 0, 0, 0, 2, 2, 4, 4]
-    # Two parts, which take turns.
-    cyclic = "streaming:schedule=cyclic,staleness=4,parts=2"
-    assert synced_steps(cyclic) == [0, 0, 0, 0, 0, 1, 2, 3, 4]
+
+def test_elastic_training_needs_the_loader() -> None:
+    """A plain DataLoader does not know what was trained on, and ends without waiting."""
+
+    def worker() -> None:
+        _, _, sync = attach(min_workers=1)
+        sampler = LeasedSampler(dataset(), 4, sync=sync)
+        with pytest.raises(AttachError, match=r"needs a LeasedLoader around the DataLoader"):
+            next(iter(plain(sampler)))
+        sync.detach()
+
+    simulated(worker, workers=1)
 
 
 # -- deaths ------------------------------------------------------------------------------------
@@ -402,17 +419,14 @@ def lease_elastically(strategy: str, record: dict[int, Any], epochs: int = 3) ->
     model, optimizer, sync = attach(strategy, min_workers=1, timeout_seconds=2.0)
     sampler = LeasedSampler(dataset(), 4, sync=sync)
     loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
-    mine = record[rank] = {"used": [[] for _ in range(epochs + 1)], "repeated": 0}
-    for epoch in range(epochs):
+    mine = record[rank] = {"used": [[] for _ in range(epochs)]}
+    for epoch in range(sampler.epoch, epochs):
         sampler.set_epoch(epoch)
         for batch in loader:
             mine["used"][epoch] += train_on(model, optimizer, [batch])
-    for batch in loader.leftovers():
-        mine["used"][epochs] += train_on(model, optimizer, [batch])
-    mine["repeated"] = sampler.repeated
-    done = all(all(sampler._leases.done(epoch)) for epoch in range(epochs))
+    ended = sync._team.host.now()
     sync.finish()
-    return {**mine, "model": flat(model), "done": done}
+    return {**mine, "repeated": sampler.repeated, "model": flat(model), "ended": ended}
 
 
 def samples_used(results: Iterable[Any]) -> Counter[int]:
@@ -422,33 +436,57 @@ def samples_used(results: Iterable[Any]) -> Counter[int]:
 ELASTIC = ["streaming", "local:period=4", "async:staleness=4", "bsp"]
 
 
-@pytest.mark.parametrize("strategy", some(ELASTIC[:3], 0))
-@pytest.mark.parametrize("at", [0.05, 0.103, 0.21, 0.31, 0.44, 0.47])
-def test_the_others_train_on_what_a_killed_worker_has_left(strategy: str, at: float) -> None:
-    """Each sample is used in each epoch by a worker that lives on, or was in a mean.
-
-    In the last epoch, too: the last times are near its end. A worker that joins takes its share.
-    """
+def elastic(strategy: str, *faults: Any, **compute: Any) -> tuple[dict[int, Any], list[Any]]:
+    """Train with faults. Return what each worker has used, and the results of those that live."""
     record: dict[int, Any] = {}
-    joins = (Join(at=at + 0.02),) if at < 0.25 else ()
-    run = simulated(
-        lambda: lease_elastically(strategy, record),
-        faults=(Kill(worker=2, at=at), *joins),
-        slowdown={2: 1.5},
-    )
+    compute = {"slowdown": {2: 1.5}, **compute}
+    run = simulated(lambda: lease_elastically(strategy, record), faults=faults, **compute)
     alive = [each for each in run.results if each is not None]
-    assert len(alive) == 3 + len(joins)
     for each in alive:
         assert torch.equal(each["model"], alive[0]["model"])
-        assert each["done"]  # also what was used by the killed worker alone, and in no mean
-    everything = samples_used(record.values())
-    assert min(everything[s] for s in range(SAMPLES)) >= 3
-    repeated = sum(each["repeated"] for each in alive)
-    extra = sum(everything.values()) - 3 * SAMPLES
-    assert 0 <= extra <= repeated <= 60
-    assert samples_used([record[2]])
-    if joins:
-        assert samples_used([record[4]])
+    return record, alive
+
+
+def check_use(record: dict[int, Any], alive: list[Any]) -> int:
+    """Every sample was used in every epoch. Return how many uses are repeated, all counted."""
+    uses = used_by([*record.values()])
+    assert uses.keys() == ONCE.keys()
+    extra = sum(uses.values()) - sum(ONCE.values())
+    assert extra <= sum(each["repeated"] for each in alive)
+    return extra
+
+
+@pytest.mark.parametrize("strategy", some(ELASTIC, 0, 3))
+def test_elastic_training_without_losses_uses_every_sample_once(strategy: str) -> None:
+    record, alive = elastic(strategy, Join(at=0.1))
+    assert used_by([*record.values()]) == ONCE
+    assert [each["repeated"] for each in alive] == [0] * 5
+    assert used_by([record[4]])
+
+
+@pytest.mark.parametrize("strategy", some(ELASTIC, 0, 3))
+def test_the_others_train_on_what_a_killed_worker_has_left(strategy: str) -> None:
+    """At any time, also while the others wait at the end of an epoch, and in ``finish``."""
+    _, undisturbed = elastic(strategy)
+    end = max(each["ended"] for each in undisturbed)
+    repeated = 0
+    for number in range(TIMES):
+        at = 0.02 + end * number / TIMES
+        repeated += check_use(*elastic(strategy, Kill(worker=2, at=at)))
+    assert 0 < repeated < 40 * TIMES
+
+
+@pytest.mark.parametrize("strategy", some(ELASTIC, 1, 2))
+def test_workers_may_be_lost_while_they_take_over(strategy: str) -> None:
+    """And others join meanwhile. Worker 2 is killed, and soon after it worker 1."""
+    _, undisturbed = elastic(strategy)
+    end = max(each["ended"] for each in undisturbed)
+    for number in range(TIMES):
+        at = 0.02 + (end - 0.1) * number / TIMES
+        faults = Kill(worker=2, at=at), Kill(worker=1, at=at + 0.015), Join(at=at + 0.01)
+        record, alive = elastic(strategy, *faults)
+        assert len(alive) == 3
+        check_use(record, alive)
 
 
 def train_with_consensus(epochs: int = 6) -> dict[str, Any]:
@@ -478,43 +516,6 @@ def test_a_worker_that_joins_starts_from_the_epoch_of_the_others(at: float) -> N
         assert torch.equal(mean, results[0]["means"][epoch])
 
 
-def lease_and_leave(strategy: str, record: dict[int, Any], last: int) -> dict[str, Any]:
-    """Train for three epochs. Worker 2 leaves after step ``last``, as after SIGTERM."""
-    rank = dist.get_rank()
-    model, optimizer, sync = attach(strategy, min_workers=1, timeout_seconds=2.0)
-    sampler = LeasedSampler(dataset(), 2, sync=sync)
-    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
-    mine = record[rank] = {"used": [[] for _ in range(4)], "repeated": 0}
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        for batch in loader:
-            mine["used"][epoch] += train_on(model, optimizer, [batch])
-            if rank == 2 and sync.step == last:
-                synced = synced_step_of(sync)
-                leave(sampler)
-                return {"unsynced": last - synced}
-    for batch in loader.leftovers():
-        mine["used"][3] += train_on(model, optimizer, [batch])
-    mine["repeated"] = sampler.repeated
-    sync.finish()
-    return {**mine, "model": flat(model)}
-
-
-@pytest.mark.parametrize("strategy", some(ELASTIC, 0, 1))
-@pytest.mark.parametrize("last", [3, 38, 77])
-def test_a_planned_departure_loses_and_repeats_nothing(strategy: str, last: int) -> None:
-    """Worker 2 leaves in the first, second or last epoch, with steps that are in no mean yet."""
-    record: dict[int, Any] = {}
-    results = simulated(lambda: lease_and_leave(strategy, record, last), slowdown={0: 1.5}).results
-    stay = [results[rank] for rank in (0, 1, 3)]
-    assert all(torch.equal(each["model"], stay[0]["model"]) for each in stay)
-    assert sum(each["repeated"] for each in stay) == 0
-    counts = samples_used(record.values())
-    assert {counts[sample] for sample in range(SAMPLES)} == {3}
-    if strategy != "bsp":
-        assert results[2]["unsynced"] > 0
-
-
 def train_and_die(rank: int, size: int) -> Any:
     """Rank 1 is killed in the middle of the second epoch; a newcomer joins."""
     membership._STORE_SECONDS = 0.1
@@ -526,24 +527,18 @@ def train_and_die(rank: int, size: int) -> Any:
     model, optimizer, sync = attach(min_workers=1, group=group)
     sampler = LeasedSampler(dataset(), 4, sync=sync)
     loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
-    used: list[list[int]] = [[] for _ in range(5)]
-
-    def train(batch: Any, epoch: int) -> None:
-        if rank == 1 and epoch == 1 and len(used[1]) >= 30:
-            store.set("used", ",".join(str(s) for one in used for s in one))
-            store.set("died", "")
-            os.kill(os.getpid(), signal.SIGKILL)
-        used[epoch].extend(train_on(model, optimizer, [batch], 0.003))
-
-    for epoch in range(4):
+    used: list[list[int]] = [[] for _ in range(4)]
+    for epoch in range(sampler.epoch, 4):
         sampler.set_epoch(epoch)
         for batch in loader:
-            train(batch, epoch)
-    for batch in loader.leftovers():
-        train(batch, 4)
+            if rank == 1 and epoch == 1 and len(used[1]) >= 30:
+                store.set("used", json.dumps(used))
+                store.set("died", "")
+                os.kill(os.getpid(), signal.SIGKILL)
+            used[epoch] += train_on(model, optimizer, [batch], 0.003)
     sync.finish()
-    dead = store.get("used").decode().split(",")
-    return {"used": used, "repeated": sampler.repeated, "dead": [int(s) for s in dead]}
+    dead = {"used": json.loads(store.get("used"))}
+    return {"used": used, "repeated": sampler.repeated, "dead": dead}
 
 
 def test_no_sample_is_lost_when_a_real_worker_dies() -> None:
@@ -551,11 +546,47 @@ def test_no_sample_is_lost_when_a_real_worker_dies() -> None:
     results = on_processes(train_and_die, workers=3, newcomers=1, may_die=(1,))
     alive = [each for each in results if each is not None]
     assert len(alive) == 3
-    counts = samples_used([*alive, {"used": [alive[0]["dead"]]}])
-    assert min(counts[s] for s in range(SAMPLES)) >= 4
+    counts = used_by([*alive, alive[0]["dead"]])
+    assert counts.keys() == {(e, s) for e in range(4) for s in range(SAMPLES)}
     extra = sum(counts.values()) - 4 * SAMPLES
     assert 0 <= extra <= sum(each["repeated"] for each in alive) <= SAMPLES
-    assert sum(map(len, results[3]["used"])) > 0
+    assert used_by([results[3]])
+
+
+def leave_the_loop(strategy: str, kind: str) -> dict[str, Any]:
+    """Worker 1 evaluates in the middle of the second epoch, or ends training there."""
+    model, optimizer, sync = attach(strategy, min_workers=1)
+    sampler = LeasedSampler(dataset(), 4, sync=sync)
+    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
+    used: list[list[int]] = [[] for _ in range(3)]
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            used[epoch] += train_on(model, optimizer, [batch])
+            if dist.get_rank() == 1 and epoch == 1 and len(used[1]) == 20:
+                if kind == "ends":
+                    sync.finish()
+                    return {"used": used, "repeated": 0}
+                with sync.consensus():
+                    pass
+    sync.finish()
+    return {"used": used, "repeated": sampler.repeated}
+
+
+@pytest.mark.parametrize("strategy", some(ELASTIC, 0, 3))
+def test_a_worker_may_evaluate_in_the_middle_of_an_epoch(strategy: str) -> None:
+    """The others take part at the end of the epoch, and wait again until it has ended, too."""
+    results = simulated(lambda: leave_the_loop(strategy, "evaluates"), workers=3).results
+    assert used_by(results) == ONCE
+    assert sum(each["repeated"] for each in results) == 0
+
+
+@pytest.mark.parametrize("strategy", some(ELASTIC, 0, 3))
+def test_the_others_take_over_if_a_worker_ends_early(strategy: str) -> None:
+    results = simulated(lambda: leave_the_loop(strategy, "ends"), workers=3).results
+    uses = used_by(results)
+    assert uses.keys() == ONCE.keys()
+    assert sum(uses.values()) - sum(ONCE.values()) <= sum(each["repeated"] for each in results)
 
 
 # -- real processes ----------------------------------------------------------------------------
@@ -647,8 +678,8 @@ def test_workers_at_the_same_step_save_between_two_steps() -> None:
     for each in results:
         assert torch.equal(each["model"], results[0]["model"])
         assert each["state"] == results[0]["state"]
-        left = sum(end - start for start, end in each["state"]["left"]["0"])
-        assert left == SAMPLES - 3 * 10 * 4
+        left = [n for start, end in each["state"]["left"]["0"] for n in range(start, end)]
+        assert len(left) == 58 - 3 * 10
 
 
 def test_a_state_of_other_data_is_refused() -> None:

@@ -15,8 +15,7 @@ import offbeat
 from cells import some
 from offbeat import Compute, Network, Simulation, simulate
 from offbeat.data import LeasedLoader, LeasedSampler
-from offbeat.data.leasing.access import team_of
-from offbeat.registry import STRATEGIES
+from offbeat_lab.baselines import STRATEGIES
 
 WORKERS, BATCHES, LR = 4, 140, 0.01
 STEP_SECONDS = 0.010
@@ -24,7 +23,6 @@ OWN_SPEED = [
     "streaming:outer_gain=1",
     "async:schedule=eager",
     "downpour",
-    "async_diloco:period=4,outer_lr=1,outer_momentum=0",
     "easgd:period=2",
 ]
 LOCK_STEP = [
@@ -35,9 +33,7 @@ LOCK_STEP = [
     "streaming:schedule=cyclic,staleness=4",
     "diloco:period=4",
     "fedavg:period=4",
-    "desloc:period=4",
     "sparseloco:period=4",
-    "sparta",
     "powersgd",
 ]
 SSP = "ssp:staleness=5"
@@ -52,9 +48,8 @@ def train(strategy: str, after_step: AfterStep = lambda sync, sampler: None) -> 
     """
     model = torch.nn.Linear(1, WORKERS, bias=False).double()
     torch.nn.init.zeros_(model.weight)
-    kind = torch.optim.Adam if "desloc" in strategy else torch.optim.SGD
-    optimizer = kind(model.parameters(), lr=LR)
-    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(strategy), wire="float32")
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(strategy, STRATEGIES))
     dataset = TensorDataset(torch.zeros(BATCHES))
     sampler = LeasedSampler(dataset, 1, sync=sync)
     for _ in LeasedLoader(DataLoader(dataset, batch_sampler=sampler)):
@@ -127,7 +122,7 @@ def between_steps() -> AfterStep:
 
     def evaluation(sync: Any) -> Iterator[None]:
         for _ in range(EVALUATED):
-            team_of(sync).host.sleep(STEP_SECONDS, "an evaluation")
+            sync._team.host.sleep(STEP_SECONDS, "an evaluation")
             yield
 
     def after_step(sync: Any, sampler: LeasedSampler) -> None:
@@ -151,7 +146,7 @@ def in_consensus() -> AfterStep:
             done += 1
             with sync.consensus():
                 if sync.rank == 0:
-                    team_of(sync).host.sleep(EVALUATED * STEP_SECONDS, "an evaluation")
+                    sync._team.host.sleep(EVALUATED * STEP_SECONDS, "an evaluation")
 
     return after_step
 

@@ -15,7 +15,6 @@ import offbeat
 from cells import some
 from loops import Sink, close, sgd
 from offbeat import AttachError, CommunicationError, Compute, MismatchError, Network, simulate
-from offbeat.data import DataInjection
 from offbeat.simulate import Cut, Join, Kill, Pause
 from problems import Simulated, flat, gradients, loss_of, make_batch, make_model, train_step
 
@@ -589,9 +588,6 @@ def test_unsupported_features_are_refused() -> None:
             sync.follow(make_model())
         with pytest.raises(AttachError, match=r"monitor\(distance_every=…\) with .*min_workers"):
             sync.monitor(distance_every=3)
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 1)))
-        with pytest.raises(AttachError, match="min_workers cannot be combined with data injection"):
-            DataInjection(loader, 0.5, 0.5, sync=sync)
         sync.finish()
 
     run(worker, workers=2)

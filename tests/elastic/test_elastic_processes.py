@@ -33,13 +33,13 @@ def store() -> Any:
 
 def stumble() -> None:
     """Let this worker fail when it first begins a view."""
-    real = views.open_wire
+    real = views.Wire
 
     def fail(*args: Any) -> Any:
-        views.open_wire = real
+        views.Wire = real
         raise CommunicationError("stumbled")
 
-    views.open_wire = fail
+    views.Wire = fail
 
 
 def train(rank: int, size: int, strategy: str, stumbles: bool = False) -> Any:

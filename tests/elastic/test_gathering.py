@@ -31,6 +31,7 @@ from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout
 from offbeat.training import assembly
 from offbeat.transport.membership import ModelLostError
 from offbeat.transport.torch_backend import process_groups as groups
+from offbeat_lab.baselines import STRATEGIES
 from problems import flat, gradients, loss_of, make_batch, make_model
 from workers import _serve_store, run
 
@@ -179,7 +180,9 @@ def test_what_is_not_elastic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     model = make_model()
     for strategy, options in (("ssp:staleness=2", {}), ("bsp", {"node_group": "auto"})):
         with pytest.raises(AttachError, match=r"^min_workers with .* OFFBEAT_STORE is set"):
-            offbeat.attach(model, sgd(model), offbeat.parse_strategy(strategy), **options)
+            offbeat.attach(
+                model, sgd(model), offbeat.parse_strategy(strategy, STRATEGIES), **options
+            )
 
 
 def test_a_missing_store_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

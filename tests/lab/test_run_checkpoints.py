@@ -34,7 +34,6 @@ JOB = Job(
 ROWS = [
     "async:staleness=4",
     "diloco:period=5 --optimizer muon",
-    "desloc:period=2 --optimizer adamw",
     *(
         pytest.param(text, marks=pytest.mark.nightly)
         for text in ("bsp", "selsync:target_lssr=0.5", "diloco:period=5,overlap=2")

@@ -16,7 +16,6 @@ ROWS = [
     ("async:schedule=eager,staleness=4", None),
     ("async:schedule=eager,staleness=2,outer_momentum=0.5", "int8"),
     ("streaming:staleness=8", None),  # the bound forces a landing within ``STEPS``
-    ("streaming:staleness=8", "auto"),
     ("streaming:parts=3,outer_gain=1,staleness=3", "float32"),
 ]
 REPLAYED = {"async:schedule=eager,staleness=4": 1, "streaming:parts=3,outer_gain=1,staleness=3": 3}

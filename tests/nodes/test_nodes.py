@@ -14,7 +14,7 @@ import offbeat.nodes.detection
 from loops import Faulty, attach, close, error_of, everything, sgd, trained
 from offbeat.nodes.communicator import NodeCommunicator
 from offbeat.nodes.detection import layout, open_nodes
-from offbeat.registry import STRATEGIES
+from offbeat.strategies.registry import STRATEGIES
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Node
@@ -100,8 +100,7 @@ def of_one_worker(rank: int, size: int, text: str) -> Any:
 
 def test_every_strategy_that_trains_in_nodes_has_a_row() -> None:
     """Baselines, which have a flow of their own, cannot train in nodes."""
-    names = {name for name, kind in STRATEGIES.items() if "baselines" not in kind.__module__}
-    assert {text.partition(":")[0] for text in TEXTS} == names
+    assert {text.partition(":")[0] for text in TEXTS} == {*STRATEGIES}
 
 
 def test_a_node_trains_as_one_worker_with_all_of_its_data() -> None:
@@ -405,7 +404,6 @@ def test_nodes_may_take_different_numbers_of_steps(found: list[Any]) -> None:
 CASES: list[dict[str, Any]] = [
     {"strategy": "bsp", "node_group": "auto"},
     {"strategy": "bsp", "node_group": "other"},
-    {"strategy": "local:period=2", "node_group": "auto", "wire": "auto"},
     {"strategy": "bsp", "node_group": "auto", "min_workers": 1},
 ]
 
@@ -425,11 +423,6 @@ def refused(rank: int, size: int) -> Any:
     in_environment(rank)
     sync = attach(model, sgd(model), "local:period=8", node_group="auto")
     found.append(error_of(lambda: sync.monitor(distance_every=4)))
-    found.append(
-        error_of(
-            lambda: offbeat.data.DataInjection([torch.ones(1)], alpha=0.5, beta=0.5, sync=sync)
-        )
-    )
     optimizer = sync._worker.optimizers[0].optimizer
     dist.barrier()
 
@@ -447,11 +440,9 @@ def refused(rank: int, size: int) -> Any:
 TEXTS_OF_ERRORS = [
     'rank 0: node_group="auto" reads LOCAL_RANK',
     "rank 0: node_group must be",
-    'wire="auto" with node_group: the precision follows from the time that each worker waits',
     "min_workers with node_group: a node cannot continue without one of its workers",
     "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 do not fit rank 2",
     "monitor(distance_every=…) with node_group",
-    "node_group cannot be combined with data injection",
     "The workers of a node must stop together",
 ]
 

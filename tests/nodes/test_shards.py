@@ -251,9 +251,9 @@ EVERY = [
     "selsync:delta=0.05,aggregate=gradients",
     "bsp",
 ]
-GRID = [(text, wire) for text in EVERY for wire in WIRES] + [("streaming:parts=3", "auto")]
+GRID = [(text, wire) for text in EVERY for wire in WIRES]
 # Eager parts, parts in turn, fragments, models and gradients, over one wire after the other.
-DAILY = [(text, WIRES[i % 3]) for i, text in enumerate(EVERY) if i % 4 == 1] + GRID[-1:]
+DAILY = [(text, WIRES[i % 3]) for i, text in enumerate(EVERY) if i % 4 == 1]
 
 
 def uneven(seed: int) -> nn.Module:
@@ -491,7 +491,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tensors", {}, "not given to fully_shard (tensor parallelism)"),
     ("", {"strategy": "local:period=2,optimizer_state=average"}, "state cannot be averaged there"),
     ("", {"min_workers": 1}, "min_workers with node_group"),
-    ("", {"wire": "auto"}, 'wire="auto" with node_group'),
 ]
 
 

@@ -14,7 +14,7 @@ from cells import nightly, some
 from offbeat.plan.forecast import measure
 from offbeat.plan.placeholder_model import Shapes
 from offbeat.plan.run import run, with_node_cost
-from offbeat.registry import parse_strategy
+from offbeat.strategies.registry import parse_strategy
 from plan_settings import ELEMENTS, FAST, SLOW, TENSORS, setting, shapes, train
 
 CASES = [

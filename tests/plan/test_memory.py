@@ -7,7 +7,7 @@ import torch
 
 from offbeat.plan.forecast import measure
 from offbeat.plan.memory import reachable_bytes
-from offbeat.registry import parse_strategy
+from offbeat.strategies.registry import parse_strategy
 from offbeat.transport.placeholder_tensors import blank
 from plan_settings import ELEMENTS, FAST, TENSORS, setting
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import offbeat
-from cells import nightly
 from offbeat import (
     StreamingAveraging,
     parse_strategy,
@@ -83,13 +82,10 @@ def test_a_model_keeps_its_tensors() -> None:
     "text",
     [
         "fedavg:period=8",
-        "desloc:period=8",
         "ssp:staleness=3",
         "downpour",
         "easgd:period=4",
-        "async_diloco",
         "sparseloco",
-        "sparta",
         "powersgd",
     ],
 )
@@ -98,42 +94,6 @@ def test_baselines_are_refused(text: str) -> None:
         ValueError, match=r"plan has no row for .*: it is a baseline to compare with"
     ):
         plan(**CASE, strategies=["bsp", text])
-
-
-# -- precision -------------------------------------------------------------------------------------
-
-
-def test_auto_chooses_the_most_exact_sufficient_precision() -> None:
-    """Workers wait for the link at most a tenth of the time."""
-    for bandwidth, wire in (("2Gbit/s", "float32"), ("1Gbit/s", "bfloat16"), ("1Mbit/s", "int8")):
-        case = {**SMALL, "bandwidth": bandwidth, "step_time": "60ms"}
-        (row,) = plan(**case, strategies=["bsp"], wire="auto").rows
-        assert row.wire == wire
-    (exact,) = plan(**SMALL, strategies=["bsp"]).rows
-    assert exact.wire == "float32"
-
-
-@pytest.mark.parametrize("bandwidth", ["30Mbit/s", *nightly(["300Mbit/s", "6Mbit/s"])])
-def test_streaming_chooses_as_in_the_simulator(bandwidth: str) -> None:
-    """The plan runs the same code, so it reaches the same precision."""
-    case: dict[str, Any] = dict(workers=2, bandwidth=bandwidth, latency="1ms")
-    known: dict[str, Any] = dict(
-        parameters=65_536, step_time="20ms", strategies=["streaming"], wire="auto"
-    )
-    (row,) = plan(**known, **case).rows
-
-    def train() -> Any:
-        model = torch.nn.Linear(256, 256, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with offbeat.attach(model, optimizer, wire="auto") as sync:
-            for _ in range(150):
-                model(torch.ones(1, 256)).sum().backward()
-                optimizer.step()
-        return sync.stats.details["wire"]
-
-    network = offbeat.Network(bandwidth, latency="1ms")
-    found = offbeat.simulate(train, workers=2, network=network, compute=offbeat.Compute("20ms"))
-    assert found.results[0] == row.wire
 
 
 # -- recommendation --------------------------------------------------------------------------------
@@ -261,7 +221,6 @@ def test_nodes_have_the_default_rows() -> None:
     [
         ({"workers": 9}, "workers=9 do not fill nodes of workers_per_node=2"),
         ({"workers_per_node": 1}, "inside needs nodes"),
-        ({"wire": "auto", "strategies": ["bsp"]}, 'wire="auto" with node_group'),
     ],
 )
 def test_impossible_nodes_of_a_plan_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -288,7 +247,7 @@ def test_impossible_nodes_of_a_plan_are_refused(changes: dict[str, Any], message
         ({"wire": "float16"}, "wire must be .float32"),
         ({"strategies": []}, "must be a list like"),
         ({"strategies": "bsp"}, "must be a list like"),
-        ({"strategies": ["nothing"]}, "there are async, async_diloco, bsp"),
+        ({"strategies": ["nothing"]}, "there are async, bsp"),
         ({"strategies": ["local"]}, "local:period=8"),
     ],
 )

@@ -13,11 +13,11 @@ from cells import nightly, some
 from offbeat.plan.cluster import DivergedError, RepresentativeCluster, StepTime, workers_for
 from offbeat.plan.record import Record
 from offbeat.plan.run import Setting, run, run_members
-from offbeat.registry import parse_strategy
 from offbeat.simulate.cluster import Contribution
 from offbeat.strategies import Strategy
 from offbeat.strategies.base import SharedModel, WorkerView
 from offbeat.strategies.base import setting as argument
+from offbeat.strategies.registry import parse_strategy
 from plan_settings import FAST, SLOW, network, setting
 
 TEXTS = [

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from offbeat import AsyncAveraging, Compute, LocalSGD, Network, SelSync, simulate
-from offbeat.registry import STRATEGIES, parse_strategy
+from offbeat import AsyncAveraging, Compute, LocalSGD, Network, SelSync, parse_strategy, simulate
 from offbeat.simulate import DeadlockError
 from offbeat.strategies import Strategy
+from offbeat_lab.baselines import STRATEGIES
 from problems import flat, loss_of, make_batch, make_model, train_step
 
 STEP = 0.05
@@ -159,10 +159,7 @@ TEXTS = [
     "ssp:staleness=2",
     "downpour:push_every=2,fetch_every=3",
     "easgd:period=3",
-    "async_diloco:period=3",
-    "desloc:period=2,first_period=3",
     "sparseloco:period=3",
-    "sparta:share=0.1,overlap=2",
     "powersgd:rank=1",
 ]
 
@@ -174,7 +171,7 @@ def noisy(text: str) -> Callable[[], dict[str, Any]]:
         rank = dist.get_rank()
         model = make_model(seed=rank)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        sync = offbeat.attach(model, optimizer, parse_strategy(text))
+        sync = offbeat.attach(model, optimizer, parse_strategy(text, STRATEGIES))
         for step in range(12 + rank):
             x = torch.randn(4, 4, dtype=torch.float64)
             y = torch.tensor(np.random.rand(4, 1)) + random.random()

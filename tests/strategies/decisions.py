@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from offbeat.strategies.base import Launch, Strategy, Tally, WorkerView
+from offbeat.strategies.base import Strategy, Tally, WorkerView
 
 
 def tally(stepping: int = 1, wanted: float = 0.0, votes: tuple[float, ...] = ()) -> Tally:
@@ -38,8 +38,8 @@ class Workers:
             one.state = strategy.state(one)
         self._before: Tally | None = None
 
-    def step(self, norms: Sequence[float] = (), *, stepping: int | None = None) -> Launch | None:
-        """One step of the first ``stepping`` workers. Returns what its round launches, if any.
+    def step(self, norms: Sequence[float] = (), *, stepping: int | None = None) -> float | None:
+        """One step of the first ``stepping`` workers. Returns the parts that its round launches.
 
         Args:
             norms: ‖g‖² of each worker.
@@ -65,21 +65,21 @@ class Workers:
         for view in self.views:
             view.rounds += 1
         if chosen is UNREAD:
-            return Launch(0)
+            return 0
         launches = [strategy.decide(view, chosen) for view in self.views]
         assert len({*launches}) == 1, "all workers decide alike"
-        for view in self.views if launches[0].parts else []:
+        for view in self.views if launches[0] else []:
             view.rounds, view.launch_step = 0, view.step
-            number = int(min(launches[0].parts, view.count))
+            number = int(min(launches[0], view.count))
             view.launches, view.landings = view.launches + number, view.landings + number
         return launches[0]
 
-    def play(self, steps: int) -> list[Launch | None]:
+    def play(self, steps: int) -> list[float | None]:
         return [self.step() for _ in range(steps)]
 
     def launch_steps(self, steps: int) -> list[int]:
         """The steps, from 1, after which something is launched."""
-        return [i for i, one in enumerate(self.play(steps), 1) if one is not None and one.parts]
+        return [i for i, parts in enumerate(self.play(steps), 1) if parts]
 
 
 def seen(**values: Any) -> WorkerView:

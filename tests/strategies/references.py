@@ -306,58 +306,6 @@ class DiLoCo(Reference):
         return any(map(any, self.news))
 
 
-class DesLoc(Reference):
-    """Local Adam with the periods of the parameters, of the first and of the second moments.
-
-    A worker past its count takes part in the means once more, with its last steps.
-    """
-
-    def __init__(self, counts: Sequence[int], kind: str, *, periods: tuple[int, int, int]) -> None:
-        super().__init__(counts, kind)
-        self.periods = periods
-        self.news = [False] * self.size
-
-    def advance(self) -> bool:
-        self.local_steps()
-        for n in self.stepping:
-            self.news[n] = True
-        parameters, first, second = (self.time % period == 0 for period in self.periods)
-        weights = [float(new) for new in self.news]
-        if parameters:
-            self.sim.average(weights)
-            self.news = [False] * self.size
-        for due, key in ((first, "exp_avg"), (second, "exp_avg_sq")):
-            if due:
-                self.average_state(key, weights)
-        rounds = parameters or first or second
-        moments = first + second
-        self.launches += parameters
-        # Two integers compare what the workers' optimizers hold.
-        self.numbers += rounds * self.vote_numbers + (parameters + moments) * PARAMETERS
-        self.numbers += 2 * (moments > 0)
-        return rounds
-
-    def average_state(self, key: str, weights: list[float]) -> None:
-        for same in zip(*(model.parameters() for model in self.sim.models), strict=True):
-            optimizers = self.sim.optimizers
-            values = [
-                # A worker without a step has no state, and then no worker averages it.
-                optimizer.state[p].get(key)
-                for optimizer, p in zip(optimizers, same, strict=True)
-            ]
-            if any(value is None for value in values):
-                continue
-            mean = self.weighted(values, weights)
-            for value in values:
-                value.copy_(mean)
-
-    def mean(self) -> Tensor:
-        return self.weighted(self.models(), [float(new) for new in self.news])
-
-    def unsynced(self) -> bool:
-        return any(self.news)
-
-
 class AsyncAveraging(Reference):
     """Algorithm 2 with explicit u, x_init and a server, as the paper writes it."""
 

@@ -9,12 +9,12 @@ import pytest
 
 import worlds
 from offbeat import parse_strategy
-from offbeat.baselines.server_strategy import ServerStrategy
-from offbeat.strategies.base import CustomFlow, Gradients, SharedModel, Strategy
-from offbeat.training.checks.compatibility import chooses_precision
+from offbeat.strategies.base import CustomFlow, Gradients, Strategy
+from offbeat_lab.baselines import STRATEGIES
+from offbeat_lab.baselines.server_strategy import ServerStrategy
 from strategies.low_rank_reference import PowerSGD
-from strategies.references import BSP, AsyncAveraging, DesLoc, DiLoCo, Make, SelSync, Streaming
-from strategies.sparse_references import SPARTA, SparseLoCo
+from strategies.references import BSP, AsyncAveraging, DiLoCo, Make, SelSync, Streaming
+from strategies.sparse_references import SparseLoCo
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,12 @@ class Row:
 
     @property
     def strategy(self) -> Strategy:
-        return parse_strategy(self.text)
+        return parse_strategy(self.text, STRATEGIES)
 
     @property
     def baseline(self) -> bool:
         """True if it trains with exact messages and a fixed number of workers only."""
         return isinstance(self.strategy.averages(), CustomFlow)
-
-    @property
-    def takes_auto(self) -> bool:
-        """True if it takes ``wire="auto"``."""
-        averages = self.strategy.averages()
-        feedback = isinstance(averages, SharedModel) and averages.error_feedback
-        return not self.baseline and (not feedback or chooses_precision(self.strategy))
 
     @property
     def excludes(self) -> bool:
@@ -130,20 +123,12 @@ TO_TRAIN_WITH = [
 ]
 BASELINES = [
     Row("fedavg:period=3,fraction=0.67", alone="fedavg:period=3"),
-    Row("desloc:period=2,first_period=3", partial(DesLoc, periods=(2, 3, 12))),
-    Row("desloc:period=4", partial(DesLoc, periods=(4, 12, 24))),
     Row("ssp:staleness=0"),
     Row("ssp:staleness=2", timed=True),
     Row("ssp:staleness=2,refresh=lazy", timed=True),
     Row("downpour", alone="downpour:fetch_every=1000", timed=True),
     Row("easgd:period=2,synchronous=true", alone="easgd:period=1000"),
     Row("easgd:period=2", alone="easgd:period=1000", timed=True),
-    Row("async_diloco:period=2", alone="async_diloco:period=1000", timed=True),
-    Row(
-        "async_diloco:period=3,momentum_period=1,dynamic_steps=false",
-        alone="async_diloco:period=1000",
-        timed=True,
-    ),
     Row(
         "sparseloco:period=4,density=0.25",
         partial(SparseLoCo, period=4, density=0.25),
@@ -154,18 +139,11 @@ BASELINES = [
         partial(SparseLoCo, period=3, density=0.1, outer_lr=0.7, decay=0.5),
         alone="sparseloco:period=1000",
     ),
-    Row("sparta:share=0.1", partial(SPARTA, share=0.1)),
-    Row("sparta:share=0.2,overlap=3,seed=5", partial(SPARTA, share=0.2, overlap=3, seed=5)),
     Row("powersgd:rank=1", partial(PowerSGD, rank=1)),
     Row("powersgd:rank=2,start=5", partial(PowerSGD, rank=2, start=5)),
     Row("powersgd", PowerSGD),
 ]
 ROWS = [*TO_TRAIN_WITH, *BASELINES]
-
-
-def kind_for(text: str | None, kind: str = "momentum") -> str:
-    """Return the kind of optimizer: ``kind``, or "adamw" if a strategy needs Adam's moments."""
-    return "adamw" if text is not None and text.startswith("desloc") else kind
 
 
 def each(rows: Iterable[Row]) -> Any:

@@ -1,10 +1,9 @@
-"""References of the baselines that send some of the parameters: SparseLoCo and SPARTA.
+"""Reference of SparseLoCo, which sends some of the parameters.
 
 Written without Offbeat, like ``references``. The parameters are one vector in the order of their
 names.
 """
 
-import copy
 import math
 from collections.abc import Sequence
 
@@ -93,44 +92,3 @@ class SparseLoCo(VectorReference):
 
     def unsynced(self) -> bool:
         return any(self.news)
-
-
-class SPARTA(VectorReference):
-    """Subsets drawn by numpy; a queue of those in flight, with the values and the means."""
-
-    def __init__(
-        self, counts: Sequence[int], kind: str, *, share: float, overlap: int = 0, seed: int = 0
-    ) -> None:
-        super().__init__(counts, kind)
-        self.kept, self.overlap, self.seed = round(share * PARAMETERS), overlap, seed
-        self.flights: list[tuple[int, Tensor, list[Tensor]]] = []
-
-    def advance(self) -> bool:
-        self.local_steps()
-        landed = self.land(self.time)
-        seeds = [self.seed, int.from_bytes(b"sparta", "big"), self.time - 1, 0]
-        drawn = np.random.default_rng(seeds).choice(
-            PARAMETERS, self.kept, replace=False, shuffle=False
-        )
-        chosen = torch.from_numpy(drawn)
-        self.flights.append((self.time, chosen, [x[chosen] for x in self.vectors()]))
-        self.numbers += self.vote_numbers + self.kept
-        return self.land(self.time) or landed
-
-    def land(self, time: int) -> bool:
-        landed = False
-        while self.flights and self.flights[0][0] + self.overlap <= time:
-            _, chosen, sent = self.flights.pop(0)
-            mean, landed = sum(sent) / self.size, True
-            for n, x in enumerate(self.vectors()):
-                x[chosen] = x[chosen] + mean - sent[n]
-                self.write(n, x)
-        return landed
-
-    def mean(self) -> Tensor:
-        then = copy.deepcopy(self)
-        then.land(then.time + then.overlap)
-        return then.weighted(then.models(), [1.0] * self.size)
-
-    def unsynced(self) -> bool:
-        return True

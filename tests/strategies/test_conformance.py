@@ -14,11 +14,11 @@ import workers
 import worlds
 from cells import some
 from loops import Sink, attach, close
-from offbeat.registry import STRATEGIES
 from offbeat.strategies.base import SharedModel
+from offbeat_lab.baselines import STRATEGIES
 from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step
 from strategies.references import Reference, SelSync
-from strategies.rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each, kind_for
+from strategies.rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each
 from worlds import run, simulated
 
 with_reference = each(row for row in ROWS if row.reference is not None)
@@ -40,7 +40,7 @@ def train(
 ) -> dict[str, Any]:
     """Train unequal models on unequal data, with a consensus after the steps in ``looks``."""
     model = make_model(seed=rank)
-    optimizer = OPTIMIZERS[kind_for(text, kind)](model.parameters())
+    optimizer = OPTIMIZERS[kind](model.parameters())
     sink = Sink()
     sync = attach(model, optimizer, text, log=sink, **options)
     trace, seen = [], []
@@ -97,7 +97,6 @@ def test_values_are_those_of_the_reference(
 ) -> None:
     """Compares models after every step, in every consensus and at the end; decisions; bytes."""
     assert row.reference is not None
-    kind = kind_for(row.text, kind)
     reference = row.reference(steps, kind)
 
     def worker(*place: int) -> dict[str, Any]:  # the references take plain steps of Adam
@@ -162,7 +161,7 @@ def test_one_worker_trains_as_if_alone(row: Row, kind: str, policy: str) -> None
         return
     model = make_model(seed=0)
     text = row.alone or row.text
-    optimizer = OPTIMIZERS[kind_for(text, kind)](model.parameters())
+    optimizer = OPTIMIZERS[kind](model.parameters())
     (got,) = run(lambda *place: train(*place, text, [8], kind, non_finite=policy), workers=1)
     for step, one in enumerate(got["trace"]):
         train_step(model, optimizer, make_batch(0, step))
@@ -180,7 +179,6 @@ IDENTITIES = [
     ("selsync:delta=inf,warmup_steps=6", "local:period=1000,warmup_steps=6"),
     ("diloco:period=1,outer_lr=1.0,outer_momentum=0.0", "bsp"),
     ("diloco:period=4,outer_lr=1.0,outer_momentum=0.0", "local:period=4"),
-    ("sparta:share=1", "local:period=1"),
     ("powersgd:rank=4", "bsp"),
     ("powersgd:rank=1,start=21", "bsp"),
     ("streaming:parts=1,schedule=cyclic,staleness=2,outer_gain=1", "async:staleness=2"),
@@ -260,7 +258,7 @@ def buffered(rank: int, size: int, row: Row) -> tuple[dict[str, Tensor], list[di
     model = make_model(seed=rank)
     for name, value in BUFFERS.items():
         model.register_buffer(name, value.clone())
-    optimizer = OPTIMIZERS[kind_for(row.text, "sgd")](model.parameters())
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
     sync = attach(model, optimizer, row.text)
 
     def buffers() -> dict[str, Tensor]:
@@ -314,9 +312,7 @@ def by_hand(rank: int, size: int, text: str, wire: Any, device: str) -> tuple[Te
     with torch.device("cpu"):
         model = make_wide(seed=rank)
         model[0].empty = nn.Parameter(torch.empty(0, 3))
-    # The state of other variants of AdamW is on the default device.
-    kind = kind_for(text).replace("adamw", "fused")
-    optimizer = OPTIMIZERS[kind](model.parameters())
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
     with torch.device(device), attach(model, optimizer, text, wire=wire) as sync:
         start = flat(model)
         for step in range(8):
@@ -332,7 +328,7 @@ def by_hand(rank: int, size: int, text: str, wire: Any, device: str) -> tuple[Te
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("text", "wire"), [("streaming", None), ("diloco:period=2", "int4"), ("bsp", "auto")]
+    ("text", "wire"), [("streaming", None), ("diloco:period=2", "int4"), ("bsp", "int8")]
 )
 def test_any_default_dtype_trains(text: str, wire: Any, dtype: torch.dtype) -> None:
     """Internal numbers do not have torch's default dtype; only the model has it."""
@@ -373,7 +369,7 @@ def normed(seed: int) -> nn.Sequential:
 def resume(rank: int, size: int, text: str, wire: Any, at: int, steps: int) -> list[Tensor]:
     """Train to the end, with ``at`` > 0 in two scripts, of which the second loads a file."""
     model = normed(rank)
-    optimizer = OPTIMIZERS[kind_for(text)](model.parameters())
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
     sync = attach(model, optimizer, text, wire=wire)
     trace = []
     for step in range(steps):
@@ -384,7 +380,7 @@ def resume(rank: int, size: int, text: str, wire: Any, at: int, steps: int) -> l
             sync.detach()
             loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
             model = normed(100 + rank)  # another process, with another fresh model
-            optimizer = OPTIMIZERS[kind_for(text)](model.parameters())
+            optimizer = OPTIMIZERS["momentum"](model.parameters())
             sync = attach(model, optimizer, text, wire=wire)
             model.load_state_dict(loaded["model"])
             optimizer.load_state_dict(loaded["optimizer"])
@@ -399,21 +395,17 @@ def resume(rank: int, size: int, text: str, wire: Any, at: int, steps: int) -> l
     return [*trace, flat(model)]
 
 
-RESUMED = [(wire, step) for step in (5, 8) for wire in ("float32", "bfloat16", "int8", "auto")]
+RESUMED = [(wire, step) for step in (5, 8) for wire in ("float32", "bfloat16", "int8")]
 
 
 @pytest.mark.sampled
 @each(ROWS)
-@pytest.mark.parametrize("resumed", some(RESUMED, 0, 6), ids=str)
+@pytest.mark.parametrize("resumed", some(RESUMED, 0, 5), ids=str)
 def test_a_resumed_training_continues_bit_for_bit(row: Row, resumed: tuple[str, int]) -> None:
     """The file contains everything that later steps depend on, over each wire."""
     wire, at = resumed
     if row.baseline and wire != "float32":
         return  # tests/baselines
-    if wire == "auto" and not row.takes_auto:
-        with pytest.raises(ValueError, match=r'wire="auto" with .* Name a precision'):
-            simulated(resume, row.text, wire, 0, 1, workers=1)
-        return
     size = row.repeatable
     whole = run(resume, row.text, wire, 0, 11, workers=size)
     for got, want in zip(run(resume, row.text, wire, at, 11, workers=size), whole, strict=True):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import offbeat
 from loops import attach, close, sgd
-from offbeat import SPARTA, AttachError, PowerSGD, SparseLoCo
+from offbeat import AttachError
+from offbeat_lab import PowerSGD, SparseLoCo
 from problems import OPTIMIZERS, Simulated, assign, flat, make_batch, make_model, train_step
 from worlds import run
 
@@ -98,7 +99,6 @@ def test_the_policy_for_non_finite_values_applies() -> None:
     "option",
     [
         {"wire": "int8"},
-        {"wire": "auto"},
         {"non_finite": "exclude"},
         {"min_workers": 1},
         {"node_group": "auto"},
@@ -111,7 +111,7 @@ def test_abilities_that_a_custom_flow_does_not_have_are_refused(option: dict[str
 
     def refuse(rank: int, size: int) -> list[str]:
         model, texts = make_model(), []
-        for strategy in (Gossip(), PowerSGD(), SparseLoCo(), SPARTA()):
+        for strategy in (Gossip(), PowerSGD(), SparseLoCo()):
             with pytest.raises(AttachError) as caught:
                 attach(model, sgd(model), strategy, **option)
             texts.append(str(caught.value))
@@ -122,5 +122,5 @@ def test_abilities_that_a_custom_flow_does_not_have_are_refused(option: dict[str
     for texts in run(refuse, workers=2):
         assert all(text.startswith(name) for text in texts)
         assert "with examples.gossip:Gossip: " in texts[0]
-        for text, baseline in zip(texts[1:], ("powersgd", "sparseloco", "sparta"), strict=True):
+        for text, baseline in zip(texts[1:], ("powersgd", "sparseloco"), strict=True):
             assert f"with {baseline}: baselines to compare with" in text

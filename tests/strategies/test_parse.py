@@ -8,19 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offbeat
+import offbeat_lab
 from offbeat import (
     BSP,
     AsyncAveraging,
     DiLoCo,
-    FedAvg,
     LocalSGD,
     SelSync,
     parse_strategy,
 )
-from offbeat.registry import STRATEGIES
-from offbeat.strategies import Strategy
+from offbeat.strategies import Strategy, registry
+from offbeat_lab import FedAvg, baselines
+from offbeat_lab.baselines import STRATEGIES
 from strategies.rows import ROWS, Row, each
 
+OWN = registry.STRATEGIES
+NAMES = {name: getattr(offbeat, name) for name in offbeat.__all__} | vars(baselines)
 positive = st.floats(1e-9, 1e9)
 some = st.none() | st.integers(1, 10**6)
 unit = st.floats(0.001, 0.999)
@@ -74,22 +77,37 @@ MADE: dict[str, st.SearchStrategy[Strategy]] = {
 
 def test_every_strategy_has_a_name_and_is_public() -> None:
     assert all(kind.name == name for name, kind in STRATEGIES.items())
-    assert {kind.__name__ for kind in STRATEGIES.values()} <= set(dir(offbeat))
+    for kind in OWN.values():
+        assert getattr(offbeat, kind.__name__) is kind
+    others = {name: kind.__name__ for name, kind in STRATEGIES.items() if name not in OWN}
+    assert others == registry.LABORATORY
+    assert set(others.values()) <= set(offbeat_lab.__all__)
+
+
+@pytest.mark.parametrize("text", ["ssp", "ssp:staleness=3", " easgd "])
+def test_a_strategy_of_the_laboratory_is_named_with_its_package(text: str) -> None:
+    """The library knows none of them. The error says where they are, and that text works."""
+    name = registry.LABORATORY[text.strip().partition(":")[0]]
+    with pytest.raises(ValueError, match=f"import {name} from offbeat_lab, or write ") as caught:
+        parse_strategy(text)
+    path = str(caught.value).rpartition("write ")[2]
+    assert path == f"offbeat_lab:{name}"
+    assert type(parse_strategy(path + (":staleness=3" * (name == "SSP")))).__name__ == name
 
 
 @each(ROWS)
 def test_the_text_of_every_strategy_is_read_back(row: Row) -> None:
-    assert parse_strategy(str(row.strategy)) == row.strategy
-    assert eval(repr(row.strategy), vars(offbeat)) == row.strategy
+    assert parse_strategy(str(row.strategy), STRATEGIES) == row.strategy
+    assert eval(repr(row.strategy), NAMES) == row.strategy
 
 
 @given(st.sampled_from(sorted(MADE)).flatmap(MADE.__getitem__))
 def test_text_and_repr_make_the_strategy_again(strategy: Strategy) -> None:
     """parse_strategy(str(s)) == s with the same type, and eval(repr(s)) == s."""
     for again in (
-        parse_strategy(str(strategy)),
-        parse_strategy(f"  {strategy}\n"),
-        eval(repr(strategy), {**vars(offbeat), "inf": math.inf}),
+        parse_strategy(str(strategy), STRATEGIES),
+        parse_strategy(f"  {strategy}\n", STRATEGIES),
+        eval(repr(strategy), {**NAMES, "inf": math.inf}),
     ):
         assert type(again) is type(strategy)
         assert again == strategy
@@ -127,7 +145,7 @@ def test_text_and_repr_make_the_strategy_again(strategy: Strategy) -> None:
 )
 def test_text_is_the_constructor_call(text: str, strategy: Strategy) -> None:
     """Names and settings are those of the classes; spaces and ``none`` are allowed."""
-    assert parse_strategy(text) == strategy
+    assert parse_strategy(text, STRATEGIES) == strategy
 
 
 @pytest.mark.parametrize(
@@ -164,12 +182,12 @@ def test_only_what_differs_from_the_defaults_is_shown(
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("", ValueError, "unknown strategy ''; there are async, async_diloco, bsp, desloc, "),
+        ("", ValueError, "unknown strategy ''; there are async, bsp, diloco, "),
         ("xyz", ValueError, f"unknown strategy 'xyz'; there are {', '.join(sorted(STRATEGIES))}"),
         (
             "SelSync",
             ValueError,
-            "'SelSync' (did you mean 'selsync'?); there are async, async_diloco, bsp, des",
+            "'SelSync' (did you mean 'selsync'?); there are async, bsp, dil",
         ),
         (
             "selsync:detla=1",
@@ -192,7 +210,7 @@ def test_only_what_differs_from_the_defaults_is_shown(
 def test_errors_say_what_is_allowed(text: str, error: type[Exception], words: str) -> None:
     """An unknown name, setting or value is a one-line error that lists the allowed ones."""
     with pytest.raises(error) as caught:
-        parse_strategy(text)
+        parse_strategy(text, STRATEGIES)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -22,7 +22,7 @@ import worlds
 from loops import attach, close
 from offbeat.strategies.base import SharedModel
 from problems import OPTIMIZERS, flat, loss_of, make_batch, make_model, train_step
-from strategies.rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each, kind_for
+from strategies.rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each
 from worlds import run
 
 Step = Callable[[nn.Module, Optimizer, tuple[Tensor, Tensor]], None]
@@ -33,7 +33,7 @@ def train(
 ) -> dict[str, Any]:
     """Train unequal models on unequal data; return the model after every step, and the end."""
     model = make_model(seed=rank)
-    optimizer = OPTIMIZERS[kind_for(text)](model.parameters())
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
     sync = attach(model, optimizer, text)
     trace = []
     for step in range(steps[rank]):
@@ -49,7 +49,7 @@ def train(
 
 def addresses(rank: int, size: int, text: str) -> list[bool]:
     model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
-    optimizer = OPTIMIZERS[kind_for(text)](model.parameters())
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
     tensors = [*model.parameters(), *model.buffers()]
     before = [t.data_ptr() for t in tensors]
     seen = []
@@ -80,7 +80,7 @@ def test_tensors_stay_where_they_are(row: Row) -> None:
 
 def one_cycle(rank: int, size: int, text: str | None) -> tuple[list[float], list[str]]:
     model = make_model(seed=0)
-    optimizer = OPTIMIZERS[kind_for(text)](model.parameters())
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
     events: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: events.append("pre"))
     sync = None if text is None else attach(model, optimizer, text)
@@ -184,7 +184,7 @@ def strictly(text: str) -> Any:
 
 def told(rank: int, size: int, text: str, folder: str) -> tuple[str, dict[str, Any]]:
     model = make_model(seed=rank)
-    optimizer = OPTIMIZERS[kind_for(text)](model.parameters())
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
     sync = attach(model, optimizer, text, log=f"{folder}/run.jsonl")
     for step in range(8):
         train_step(model, optimizer, make_batch(rank, step))
@@ -224,10 +224,10 @@ def test_details_count_launches_landings_and_staleness(row: Row, tmp_path: Path)
             assert details["landing_seconds"] > 0
 
 
-def hold(rank: int, size: int, text: str, wire: Any, alive: "weakref.WeakSet[Any]") -> None:
+def hold(rank: int, size: int, text: str, alive: "weakref.WeakSet[Any]") -> None:
     model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
-    optimizer = OPTIMIZERS[kind_for(text)](model.parameters())
-    sync = attach(model, optimizer, text, wire=wire)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, text)
     sync.monitor(distance_every=2, gradient_change=True)
     for step in range(7):
         train_step(model, optimizer, make_batch(rank, step))
@@ -236,15 +236,12 @@ def hold(rank: int, size: int, text: str, wire: Any, alive: "weakref.WeakSet[Any
 
 
 @first_of_each(ROWS)
-@pytest.mark.parametrize("wire", [None, pytest.param("auto", marks=pytest.mark.nightly)])
-def test_a_simulated_run_holds_nothing_when_it_has_ended(row: Row, wire: Any) -> None:
+def test_a_simulated_run_holds_nothing_when_it_has_ended(row: Row) -> None:
     """Its models are freed at once, because the garbage collector does not count bytes."""
-    if wire == "auto" and not row.takes_auto:
-        return
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     gc.disable()
     try:
-        worlds.simulated(hold, row.text, wire, alive, workers=2)
+        worlds.simulated(hold, row.text, alive, workers=2)
         assert not [*alive]
     finally:
         gc.enable()
@@ -265,7 +262,7 @@ def caught() -> Iterator[list[BaseException]]:
 def raise_in_the_loop(rank: int, size: int, text: str) -> dict[str, Any]:
     """Raise on rank 0 between two steps, inside the block. The other ranks continue."""
     model = make_model(seed=rank)
-    optimizer = OPTIMIZERS[kind_for(text)](model.parameters())
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
     with caught() as found, attach(model, optimizer, text, timeout_seconds=100):
         for step in range(60):
             if rank == 0 and step == 5:

@@ -1,44 +1,22 @@
-"""Rate control of streaming averaging: window, CPU budget, and counts of passes.
-
-tests/quantization tests the choice of the precision.
-"""
+"""Rate control of streaming averaging: window, CPU budget, and counts of passes."""
 
 import pytest
 
 from offbeat import StreamingAveraging
-from offbeat.quantization.precision import PrecisionControl
-from offbeat.strategies.base import Launch
 from offbeat.strategies.rate_control import RateControl
 from strategies.decisions import seen, tally
 
-BITS = {"float32": 64.0, "bfloat16": 32.0, "int8": 16.125, "int4": 8.125, "int2": 6.1875}
 
-
-def test_passes_are_counted_between_landings_of_one_precision() -> None:
-    """The count begins when all parts of the previous precision have landed.
-
-    A link that was full at any time since then does not count as free.
-    """
+def test_passes_are_counted_between_landings() -> None:
+    """The count begins when the first parts in flight have landed."""
     rate = RateControl(window=4, landed=-2, budget=2.0)
     for landings, step in enumerate((3, 5, 8, 10, 12, 14), 1):
-        assert rate.pass_steps(step, 2, chooses=True) is None
-        rate.resize([5] if step == 10 else [], 2)
+        assert rate.pass_steps(step, 2) is None
         rate.count(launches=0, landings=landings, step=step)
-    assert (rate.start_step, rate.landed, rate.window) == (5, 4, 4)
-    assert rate.pass_steps(14, 2, chooses=True) == (14 - 5) * 2 / 4, "a part was late at step 10"
-    assert rate.choose(4.5, 14, BITS, 2)
-    assert (rate.landed, rate.start_step, rate.crowded, rate.probing) == (-2, 14, False, True)
-    assert not rate.choose(2.4, 20, BITS, 2), "no change"
-    assert (rate.landed, rate.start_step) == (0, 20)
-
-
-@pytest.mark.parametrize(
-    ("window", "chooses", "passes"), [(4, True, 1.0), (3, True, 4.0), (4, False, 4.0)]
-)
-def test_a_link_is_free_where_the_window_is_open(window: int, chooses: bool, passes: float) -> None:
-    """Fewer bits would not help then. Without a choice the counted passes are reported."""
-    rate = RateControl(window=window, landed=4, probing=False, budget=2.0)
-    assert rate.pass_steps(8, 2, chooses=chooses) == passes
+    assert (rate.start_step, rate.landed) == (5, 4)
+    assert rate.pass_steps(14, 2) == (14 - 5) * 2 / 4
+    rate.restart_count(14)
+    assert rate.pass_steps(14, 2) is None
 
 
 @pytest.mark.parametrize(("ages", "window"), [([], 9), ([1, 1], 9), ([2, 1], 6), ([3, 2, 2], 5)])
@@ -104,21 +82,18 @@ def test_an_evaluation_between_two_steps_is_not_part_of_a_step() -> None:
     assert rate.step_seconds == pytest.approx(0.1 + 0.1 * (2 * 0.1 - 0.1))
 
 
-@pytest.mark.parametrize("wire", [None, "int4"])
-def test_only_an_automatic_wire_is_given_a_precision(wire: str | None) -> None:
-    """The precision follows the steps of a pass, which all workers read in the same tally."""
+def test_the_steps_of_a_pass_are_read_from_the_votes() -> None:
+    """All workers read the same mean, and report it."""
     strategy = StreamingAveraging(parts=2)
-    view = seen(size=2, count=2, precision=wire, bits=BITS, step=9)
+    view = seen(size=2, count=2, step=9)
     view.state = strategy.state(view)
-    view.state.rate.control = PrecisionControl("int4")
-    assert strategy.decide(view, tally(2, 2.0, (float("inf"), 18.0, 0.0, 0.0))).parts == 1
-    launch = strategy.decide(view, tally(2, 2.0, (2 * 7.5, 18.0, 0.0, 0.0)))
-    assert launch == Launch(1, None if wire else "int2"), "a pass of 7.5 steps takes too long"
+    assert strategy.decide(view, tally(2, 2.0, (float("inf"), 18.0, 0.0, 0.0))) == 1
+    assert view.state.pass_steps == 0
+    assert strategy.decide(view, tally(2, 2.0, (2 * 7.5, 18.0, 0.0, 0.0))) == 1
     assert view.state.pass_steps == 7.5
     strategy.after_step(view)
     assert view.details["pass_steps"] == 7.5
     assert view.details["window"] >= 2
-    assert view.details.get("wire") == (None if wire else "int2")
 
 
 def test_a_worker_waits_rarely_after_waits_that_were_too_short() -> None:

@@ -12,6 +12,7 @@ import offbeat
 from loops import Sink, attach, close, error_of
 from offbeat.strategies.base import Strategy
 from offbeat.training.learning_rate.adam_correction import AdamCorrection, factor_of
+from offbeat_lab.baselines import STRATEGIES
 from problems import flat, make_batch, make_model, train_step
 from worlds import run, simulated
 
@@ -291,7 +292,11 @@ def test_it_is_on_if_adam_trains_and_models_are_averaged(
     [
         (offbeat.StreamingAveraging(), torch.optim.RMSprop, "adam_correction with RMSprop: it is"),
         (offbeat.BSP(), torch.optim.AdamW, "adam_correction with bsp: the workers average grad"),
-        (offbeat.parse_strategy("easgd"), torch.optim.AdamW, "adam_correction with easgd"),
+        (
+            offbeat.parse_strategy("easgd", STRATEGIES),
+            torch.optim.AdamW,
+            "adam_correction with easgd",
+        ),
     ],
 )
 def test_it_is_refused_where_it_has_no_effect(strategy: Strategy, make: Any, message: str) -> None:

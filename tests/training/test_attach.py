@@ -148,23 +148,12 @@ class Gossip(Strategy):
 
 
 ABILITIES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("bsp", {"wire": "auto"}, ValueError, "wire must be .*, got 'auto'"),
     ("bsp", {"wire": "float16"}, ValueError, 'wire must be "float32", "bfloat16", "int8", "int4"'),
     ("bsp", {"non_finite": "skip"}, ValueError, 'non_finite must be "raise", "warn" or "exclude"'),
     ("bsp", {"min_workers": 0}, ValueError, "min_workers must be at least 1, got 0"),
     ("bsp", {"min_workers": 1.5}, TypeError, "min_workers must be an integer"),
     ("bsp", {"min_workers": 1, "node_group": "auto"}, AttachError, "min_workers with node_group"),
-    (
-        "streaming:schedule=cyclic",
-        {"wire": "auto"},
-        ValueError,
-        r'wire="auto" with streaming.*a fixed schedule gives the same bits in every run',
-    ),
-    (
-        "local:period=2",
-        {"wire": "auto", "node_group": "auto"},
-        AttachError,
-        'wire="auto" with node_group: the precision follows from the time that each worker waits',
-    ),
     (
         "selsync:aggregate=gradients",
         {"non_finite": "exclude"},
@@ -172,7 +161,6 @@ ABILITIES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         'non_finite="exclude" with selsync.*average the parameters',
     ),
     ("gossip", {"wire": "int8"}, AttachError, "wire='int8' with .*Gossip: baselines"),
-    ("gossip", {"wire": "auto"}, AttachError, "wire='auto' with .*Gossip: baselines"),
     ("gossip", {"non_finite": "exclude"}, AttachError, 'non_finite="exclude" with .*Gossip: '),
     ("gossip", {"node_group": "auto"}, AttachError, "node_group with .*Gossip: baselines"),
     ("gossip", {"min_workers": 1}, AttachError, "min_workers with .*Gossip: baselines"),

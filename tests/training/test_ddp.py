@@ -19,6 +19,7 @@ import offbeat
 from loops import attach, error_of, everything, sgd
 from offbeat.strategies.base import Strategy
 from offbeat.training.checks.compatibility import repeatable
+from offbeat_lab.baselines import STRATEGIES
 from pages import code_on
 from problems import loss_of, make_batch, make_model, train_step
 from workers import run
@@ -306,4 +307,4 @@ def test_a_node_is_refused_if_timing_decides() -> None:
     + [(text, False) for text in TEXTS],
 )
 def test_which_strategies_are_repeatable(text: str, fixed: bool) -> None:
-    assert repeatable(offbeat.parse_strategy(text)) is fixed
+    assert repeatable(offbeat.parse_strategy(text, STRATEGIES)) is fixed

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 import offbeat
 from loops import Recorded
-from offbeat.registry import parse_strategy
+from offbeat import parse_strategy
+from offbeat_lab.baselines import STRATEGIES
 from problems import make_batch, make_model, train_step
 from transport.operations import classes
 from worlds import run
@@ -21,7 +22,7 @@ def train(rank: int, size: int, text: str) -> Any:
     """Train on unequal data. Some strategies let each worker decide by itself."""
     model, recorded = make_model(rank), Recorded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * (1 + rank))
-    with offbeat.attach(model, optimizer, parse_strategy(text), group=recorded):
+    with offbeat.attach(model, optimizer, parse_strategy(text, STRATEGIES), group=recorded):
         for step in range(12 + rank):  # workers with fewer steps wait in finish()
             train_step(model, optimizer, make_batch(rank, step))
     dist.barrier()

@@ -20,7 +20,7 @@ def flow_of(strategy: Strategy, worker: Worker) -> Flow:
     """Return a new flow that drives ``strategy`` on ``worker``."""
     averages: Any = strategy.averages()
     if isinstance(averages, CustomFlow):
-        averages.check(worker.size, [each.optimizer for each in worker.optimizers])
+        averages.check(worker.size)
         flow: Flow = averages.make(strategy, worker)
         return flow
     if isinstance(averages, Gradients):

@@ -98,15 +98,6 @@ class Flow(ABC):
         """True if this model may contain changes that the other workers lack."""
 
     @property
-    def synced_step(self) -> int:
-        """Newest local step such that the models of all workers contain it and all earlier steps.
-
-        Data of later steps must be trained on again if this worker is lost. A strategy with a
-        ``CustomFlow`` reports all steps, because its training ends with the first lost worker.
-        """
-        return self.worker.step
-
-    @property
     def lr_factor(self) -> float:
         """``WorkerView.lr_factor``, or 1 if the strategy averages gradients."""
         return 1.0
@@ -173,7 +164,6 @@ class Flow(ABC):
                 if sums.stepping == 0:
                     self.all_paused(round)
                     self.worker.record.clear()
-                    self.worker.wire.discard_interval()
                     return round
                 if warning is not None:
                     warning(sums)
@@ -241,17 +231,12 @@ class Flow(ABC):
         """
         if not self.can_decide(round):
             return None
-        wire, details = self.worker.wire, self.worker.details
-        # With wire="auto" the precision may change here. This happens before ``decide``, which may
-        # start sums: each sum must have the same precision on all workers.
-        wire.apply_measurements(round.then(lambda sums: sums.measured))
-        details.update(wire.details())
         synced = self.decide(round)
         self.syncs += synced
         if synced and self.excluded:
             self.worker.forget_non_finite()
         if self.check.excluded:
-            details["non_finite_excluded"] = self.check.excluded
+            self.worker.details["non_finite_excluded"] = self.check.excluded
         return synced
 
     def can_decide(self, round: Round) -> bool:

@@ -77,8 +77,7 @@ class GradientFlow(Flow):
             if common is not None:
                 load_common_values(view.state, common["states"][index])
             views.append(view)
-        numbers = len(strategy.vote(views[0])) + worker.wire.measurement_count
-        slots = Vote.SLOTS + numbers if self.every_step else 0
+        slots = Vote.SLOTS + len(strategy.vote(views[0])) if self.every_step else 0
         means = [
             self.make_mean(optimizer, view, slots)
             for optimizer, view in zip(worker.optimizers, views, strict=True)
@@ -121,16 +120,6 @@ class GradientFlow(Flow):
         if self.every_step:  # the parameters are not averaged, so other changes do not matter
             return self.state.newest
         return self.worker.touched or self.worker.step > self.state.start_step
-
-    @property
-    @override
-    def synced_step(self) -> int:
-        if self.worker.size == 1:
-            return self.worker.step
-        # A worker that has received a mean of gradients knows only that the others have the one
-        # before. The mean does not contain steps with local gradients.
-        newest = self.worker.step - 1 if self.every_step else 0
-        return max(newest, self.state.start_step)
 
     def _view(self, optimizer: int, *, stepping: bool) -> WorkerView:
         """Return the strategy's view of this worker, up to date."""
@@ -217,7 +206,7 @@ class GradientFlow(Flow):
         view.rounds += 1
         if chosen is None:
             return False
-        if not self.strategy.decide(view, chosen.tally()).parts:
+        if not self.strategy.decide(view, chosen.tally()):
             return False
         view.rounds, view.launch_step, view.launches = 0, view.step, view.launches + 1
         # Unless the policy is "warn", non-finite gradients are not sent: all would receive them.

@@ -45,7 +45,6 @@ from offbeat.averaging.parts.part import Part
 from offbeat.averaging.parts.pipeline import Pipeline
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.errors import OffbeatError
 from offbeat.strategies.base import SharedModel, Strategy, WorkerView
 
 
@@ -106,11 +105,6 @@ class ModelFlow(Flow):
     @override
     def unsynced(self) -> bool:
         return self.pipeline.unsynced
-
-    @property
-    @override
-    def synced_step(self) -> int:
-        return self.worker.step if self.worker.size == 1 else self.pipeline.received_step
 
     def _view(self, *, stepping: bool) -> WorkerView:
         """Return the strategy's view of this worker, up to date."""
@@ -195,9 +189,7 @@ class ModelFlow(Flow):
     def _vote_if_due(self) -> None:
         """Start a round if the strategy requests one. Only with ``lands="arrived"``.
 
-        No round starts while another one is in progress, or while a launch is queued. Deciding a
-        round may change the precision. A launch still queued on some workers would then start at
-        another precision than on the rest.
+        No round starts while another one is in progress, or while a launch is queued.
         """
         if self._pending is None and not self.pipeline.state.queue and self._due():
             self._pending = self.vote(0, stepping=True)
@@ -307,15 +299,11 @@ class ModelFlow(Flow):
         if chosen is None:
             return False
         view = self._view(stepping=round.own.stepping)
-        launch = self.strategy.decide(view, chosen.tally())
-        if not launch.parts:
+        parts = self.strategy.decide(view, chosen.tally())
+        if not parts:
             return False
-        if launch.precision is None and self.worker.wire.strategy_sets_precision:
-            raise OffbeatError(
-                f'wire="auto": decide() of {self.strategy} must return a precision with each launch'
-            )
         view.rounds, view.launch_step, landings = 0, self.worker.step, view.landings
-        self.pipeline.add(launch, round)
+        self.pipeline.add(parts, round)
         if self.excluded and not shared.eager:
             self.restore()
         self.pipeline.launch_queued(wait=not shared.eager or self._pausing)

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,9 +60,7 @@ class OptimizerState:
         self._team, self._optimizers = team, optimizers
         self._names = {id(tensor): name for name, tensor in parameters}
 
-    def launch(
-        self, weight: float, total: float, names: Collection[str] | None = None
-    ) -> list[Landing]:
+    def launch(self, weight: float, total: float) -> list[Landing]:
         """Start state ← Σ w·state / Σ w. Blocks while the workers compare lists of their tensors.
 
         *Communication*: sums of the state, never quantized, and 16 bytes for the comparison. If the
@@ -71,9 +69,8 @@ class OptimizerState:
         Args:
             weight: Weight w of this worker (≥ 0).
             total: Sum of w over the workers, > 0.
-            names: Names of the state to average, such as "exp_avg". None: all of it.
         """
-        tensors = self._tensors(names)
+        tensors = self._tensors()
         common = self._common(sorted(tensors))
         what = "mean of the optimizer's state"
 
@@ -83,7 +80,7 @@ class OptimizerState:
 
         return [start(bucket) for bucket in make_buckets(tensors[line] for line in common)]
 
-    def _tensors(self, names: Collection[str] | None) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Tensor]:
         """Return the state tensors of this worker, by a line of text that describes the tensor."""
         tensors: dict[str, Tensor] = {}
         for optimizer in self._optimizers:
@@ -92,8 +89,6 @@ class OptimizerState:
                     continue
                 for key, value in state.items():
                     if not isinstance(value, Tensor) or key in _COUNTERS:
-                        continue
-                    if names is not None and key not in names:
                         continue
                     name = self._names[id(parameter)]
                     if _is_quantized(value):

@@ -54,7 +54,6 @@ class Rounds:
             finite=finite,
             rank=worker.rank,
             numbers=numbers,
-            measured=worker.wire.measurements(worker.step, stepping=stepping),
             step=worker.step,
             anchor=worker.anchor,
         )

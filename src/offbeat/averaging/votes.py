@@ -36,8 +36,6 @@ class Vote:
         finite: False if this worker's contribution is known to contain NaN or infinity.
         rank: Rank of this worker.
         numbers: Return value of ``Strategy.vote``.
-        measured: Measurements from which the workers choose the precision of messages, with
-            ``wire="auto"``. Empty if they are not needed.
         step: Number of local steps of this worker.
         anchor: 0 if the worker started from the model that ``attach`` copied. If values were loaded
             into the model before the first step: a checksum of the model, from 1 to 15.
@@ -60,11 +58,10 @@ class Vote:
     finite: bool
     rank: int
     numbers: tuple[float, ...] = ()
-    measured: tuple[float, ...] = ()
     step: int = 0
     anchor: int = 0
 
-    SLOTS: ClassVar[int] = 7  # length of an encoded vote without ``numbers`` and ``measured``
+    SLOTS: ClassVar[int] = 7  # length of an encoded vote without ``numbers``
 
     def encode(self) -> list[float]:
         """Return the vote as a list of numbers, which is summed over the workers."""
@@ -78,7 +75,6 @@ class Vote:
             float(self._common()),
             float(self.step),
             *self.numbers,
-            *self.measured,
         ]
 
     def _common(self) -> int:
@@ -92,7 +88,7 @@ class Vote:
             OffbeatError: the sums show that the workers are not all in this worker's round.
             MismatchError: the votes differ in ``anchor``.
         """
-        weight, stepping, finishing, encoded, wanted, common, steps, *more = sums
+        weight, stepping, finishing, encoded, wanted, common, steps, *numbers = sums
         difference = round(common) - self._common() * workers
         if difference % _WRAP:
             raise OffbeatError(
@@ -115,8 +111,7 @@ class Vote:
             wanted=wanted,
             non_finite=non_finite,
             non_finite_rank=ranks - 1 if non_finite == 1 else None,
-            numbers=tuple(more[: len(self.numbers)]),
-            measured=tuple(more[len(self.numbers) :]),
+            numbers=tuple(numbers),
             steps=round(steps),
         )
 
@@ -133,7 +128,6 @@ class Sums:
         non_finite: Number of workers with non-finite values.
         non_finite_rank: Rank of the worker with non-finite values. None unless it is the only one.
         numbers: Sums of ``Vote.numbers``.
-        measured: Sums of ``Vote.measured``.
         steps: Sum of the local steps. In float32 it is rounded above 2²⁴.
     """
 
@@ -144,7 +138,6 @@ class Sums:
     non_finite: int = 0
     non_finite_rank: int | None = None
     numbers: tuple[float, ...] = ()
-    measured: tuple[float, ...] = ()
     steps: int = 0
 
 

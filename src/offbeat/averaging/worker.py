@@ -18,14 +18,12 @@ from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.optimizer_state import OptimizerState, forget_non_finite
 from offbeat.averaging.replica import Replica
-from offbeat.quantization.payloads import update_bits
 from offbeat.quantization.wire import Wire
 from offbeat.strategies.base import WorkerView
 from offbeat.transport.team import Team
 
 NonFinite = Literal["raise", "warn", "exclude"]
 """Policy for contributions with NaN or infinity; see the argument ``non_finite`` of ``attach``."""
-_LOSSY = ("bfloat16", "int8", "int4", "int2")
 
 
 @dataclass(eq=False)
@@ -112,16 +110,13 @@ class Worker:
 
     def strategy_view(self) -> WorkerView:
         """Return a new ``WorkerView``, the data that the strategy reads. The flow updates it."""
-        wire, size = self.wire, self.size
         return WorkerView(
             rank=self.rank,
-            size=size,
+            size=self.size,
             step=self.step,
             start_step=self.step,
             launch_step=self.step,
             fresh_step=self.step,
-            precision=None if wire.strategy_sets_precision else wire.precision,
-            bits={precision: update_bits(precision, size) for precision in ("float32", *_LOSSY)},
             record=self.record,
             details=self.details,
         )

@@ -1,8 +1,11 @@
 """The command line ``offbeat``: runs a command, and turns errors and signals into exit codes.
 
-The commands are declared in ``commands.py``.
+The commands are declared in ``commands.py``. If the extra ``lab`` is installed, the laboratory
+(``offbeat_lab``) adds its commands.
 """
 
+import importlib
+import importlib.util
 import os
 import re
 import signal
@@ -18,21 +21,30 @@ except ImportError:
 
 import offbeat
 from offbeat.arguments import did_you_mean
+from offbeat.cli.command import Command
 from offbeat.cli.commands import COMMANDS
-from offbeat.cli.options import Command
 from offbeat.errors import OffbeatError
 
+_HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
+_OF_LABORATORY = ("compare", "report", "recipes")
+
 app = typer.Typer(
+    context_settings=_HELP_FLAGS,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="Train PyTorch models data-parallel on slow networks without waiting for them.",
 )
-for command in COMMANDS:
+# The names of package and extra are text: the library does not depend on the laboratory.
+commands = COMMANDS
+_has_laboratory = all(map(importlib.util.find_spec, ("offbeat_lab", "jinja2", "matplotlib")))
+if _has_laboratory:
+    commands = (*importlib.import_module("offbeat_lab.cli.commands").COMMANDS, *COMMANDS)
+for command in commands:
     # What follows the first argument of `run` is for its script. Other commands have options there.
-    app.command(
-        cls=Command, context_settings={"allow_interspersed_args": command.__name__ != "run"}
-    )(command)
+    interspersed = command.__name__ != "run"
+    settings = {**_HELP_FLAGS, "allow_interspersed_args": interspersed}
+    app.command(cls=Command, context_settings=settings)(command)
 
 INTERRUPTED = "interrupted; all workers have been ended"
 
@@ -59,8 +71,8 @@ def main() -> None:
     Exit code: 0 for success, 1 for a failed run, 2 for wrong arguments, 130 for Ctrl-C, 143 for
     SIGTERM.
 
-    The first Ctrl-C or SIGTERM ends the run in an orderly way. A run with ``--checkpoints`` saves a
-    checkpoint if possible. All workers end. The network namespaces of ``--bandwidth`` are removed.
+    The first Ctrl-C or SIGTERM ends the run in an orderly way: all workers end, and the network
+    namespaces of ``--bandwidth`` are removed.
 
     A second signal ends this process at once. On Linux the kernel then ends the workers. The next
     run with ``--bandwidth`` removes the namespaces that are left.
@@ -86,6 +98,8 @@ def main() -> None:
 
 
 def _run() -> NoReturn:
+    if not _has_laboratory and sys.argv[1:2] and sys.argv[1] in _OF_LABORATORY:
+        _fail(f"error: `offbeat {sys.argv[1]}` needs the extra lab: pip install 'offbeat[lab]'", 2)
     try:
         status = app(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):

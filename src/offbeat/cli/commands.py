@@ -1,153 +1,89 @@
-"""Declarations of the commands: their options and help texts.
+"""Declarations of the library's commands: their options and help texts.
 
-Each decorated function only declares a command. A function with the same name in another module
-implements it, and is imported when the command runs. This module does not import torch, so help and
-shell completion are fast.
+This module does not import torch, so help and shell completion are fast.
 """
 
-import importlib
-from collections.abc import Callable
-from functools import wraps
-from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated
 
 import typer
 
-from offbeat.cli.options import (
-    CompareOptions,
-    PlanOptions,
-    RunOptions,
-    SimulateOptions,
-    TrainOptions,
-    VirtualClusterOptions,
-    with_options,
-)
-from offbeat_lab.job import Job
+from offbeat.arguments import Precision
+from offbeat.cli.command import implemented_in
 
-_SAVING = ("checkpoints", "save_every", "resume")  # only `train` offers them
-
-Options = ParamSpec("Options")
+_MODEL = "Model and strategies"
+_WORKERS = "Workers and network"
+_LIMITS = "Limits"
+_NODE_BANDWIDTH, _NODE_LATENCY = "100Gbit/s", "10us"  # as in `offbeat.simulate.network`
 
 
-def implemented_in(
-    module: str, *, loads_files: bool = True
-) -> Callable[[Callable[Options, None]], Callable[Options, None]]:
-    """Return a decorator that makes a command call its implementation.
-
-    The implementation is the function with the same name in the module ``offbeat.cli.<module>``.
-    ``loads_files`` is False for a command that imports no recipe or strategy of the user.
-    """
-
-    def decorate(function: Callable[Options, None]) -> Callable[Options, None]:
-        @wraps(function)
-        def command(*args: Options.args, **values: Options.kwargs) -> None:
-            if loads_files:
-                importlib.import_module("offbeat_lab.train").import_from_current_directory()
-            implementation = importlib.import_module(f"offbeat.cli.{module}")
-            getattr(implementation, function.__name__)(*args, **values)
-
-        return command
-
-    return decorate
-
-
-@with_options()
-@implemented_in("runs")
-def train(job: Job, options: TrainOptions) -> None:
-    """Train a recipe under one strategy on local worker processes, or on those of torchrun.
-
-    [bold]Examples[/bold]
-
-    offbeat train digits --strategy selsync:delta=0.3 --workers 4
-    offbeat train mnist:cnn -s local:period=8 --data ~/mnist --records run.jsonl
-    offbeat train digits -s diloco --checkpoints runs/digits --save-every 100
-    offbeat train digits -s diloco --checkpoints runs/digits --resume
-    offbeat train digits --workers 4 -s streaming --elastic
-    torchrun --nproc-per-node 4 -m offbeat.cli train digits -s async:staleness=16
-    """
-
-
-@with_options("log", "timeout_seconds", *_SAVING)
-@implemented_in("runs")
-def simulate(job: Job, options: SimulateOptions, simulated: VirtualClusterOptions) -> None:
-    """Train a recipe on simulated workers in this process: real training, virtual seconds.
-
-    [bold]Examples[/bold]
-
-    offbeat simulate digits -s bsp -n 16 --bandwidth 5gbit --latency 50us
-    offbeat simulate digits -s local:period=8 -n 16 --step-time 80ms --jitter 0.2
-    offbeat simulate digits -n 16 --workers-per-node 8 --inside 200gbit
-    """
-
-
-@with_options("log", *_SAVING)
-@implemented_in("runs")
-def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions) -> None:
-    """Run strategies one after the other under the same seeds; write table, plot and report.
-
-    The baseline ideal is bsp on an infinitely fast network. To continue an
-    interrupted comparison, repeat its command, with the same --output.
-
-    [bold]Examples[/bold]
-
-    offbeat compare digits -s bsp -s local:period=8 -s selsync --workers 4
-    offbeat compare digits -s bsp -s async --bandwidth 100Mbit/s --seeds 3
-    offbeat compare digits -s bsp -s diloco --simulate -n 16 --step-time 80ms
-    offbeat compare digits -s bsp -s diloco --tune 6 --simulate --step-time 20ms
-    offbeat compare digits -s bsp -s 'local:period=8 --wire int8 --lr-scale 2'
-    offbeat compare digits -s ideal -s bsp -s torch:ddp,hook=powersgd,rank=2
-    offbeat compare path/to/file.py -s bsp -s local:period=8 --step-time 50ms
-    torchrun --nproc-per-node 4 -m offbeat.cli compare digits -s bsp -s diloco
-    """
-
-
-@implemented_in("lists")
-def report(
-    results: Annotated[Path, typer.Argument(help="A results.jsonl, as compare writes it.")],
-    output: Annotated[
-        Path | None,
+@implemented_in("offbeat.cli.network")
+def plan(
+    *,
+    parameters: Annotated[
+        str, typer.Option(help="Number of parameters, as in 25M.", rich_help_panel=_MODEL)
+    ],
+    step_time: Annotated[
+        str,
+        typer.Option(help="Step time without communication, as in 120ms.", rich_help_panel=_MODEL),
+    ],
+    strategy: Annotated[
+        list[str] | None,
         typer.Option(
-            "--output",
-            "-o",
-            help="The page to write.",
-            show_default="report.html in the same directory",
+            "--strategy",
+            "-s",
+            metavar="METHOD",
+            help="Strategy to forecast, instead of the default ones; repeatable.",
+            rich_help_panel=_MODEL,
         ),
     ] = None,
-) -> None:
-    """Write the page of a comparison: one self-contained HTML file.
-
-    [bold]Examples[/bold]
-
-    offbeat report runs/digits/results.jsonl
-    offbeat report runs/digits/results.jsonl -o page.html
-    """
-
-
-@implemented_in("watch")
-def watch(
-    records: Annotated[
-        Path,
-        typer.Argument(
-            help="What --records or attach(log=…) names, one of its files, or a directory of them."
+    wire: Annotated[
+        Precision | None,
+        typer.Option(
+            metavar="NAME",
+            help="Precision of what is sent: float32, bfloat16, int8, int4, int2, auto.",
+            show_default="float32; streaming chooses",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        str,
+        typer.Option(
+            help="Bandwidth of each worker's link, as in 5Gbit/s.", rich_help_panel=_WORKERS
         ),
     ],
-    once: Annotated[bool, typer.Option("--once", help="Show the state once, and exit.")] = False,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", help="Number of workers.", rich_help_panel=_WORKERS)
+    ] = 4,
+    latency: Annotated[
+        str, typer.Option(help="Latency of a message, as in 50us.", rich_help_panel=_WORKERS)
+    ] = "100us",
+    jitter: Annotated[
+        float,
+        typer.Option(
+            help="Relative standard deviation of the step time.", rich_help_panel=_WORKERS
+        ),
+    ] = 0.0,
+    workers_per_node: Annotated[
+        int,
+        typer.Option(help="Workers per node, which share its link.", rich_help_panel=_WORKERS),
+    ] = 1,
+    inside: Annotated[
+        str | None,
+        typer.Option(
+            help="Bandwidth inside a node.", show_default=_NODE_BANDWIDTH, rich_help_panel=_WORKERS
+        ),
+    ] = None,
+    inside_latency: Annotated[
+        str | None,
+        typer.Option(
+            help="Latency inside a node.", show_default=_NODE_LATENCY, rich_help_panel=_WORKERS
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel="Output"),
+    ] = False,
 ) -> None:
-    """Show a training by its records: a row per worker, every second until it has finished.
-
-    Speed, idle share and sent data are those of the last 30 s of training.
-
-    [bold]Examples[/bold]
-
-    offbeat watch runs/mnist.jsonl
-
-    offbeat watch runs --once
-    """
-
-
-@with_options()
-@implemented_in("network")
-def plan(options: PlanOptions) -> None:
     """Predict the time of a step under each strategy, and recommend one to try first.
 
     The speed-up counts steps, not the time to a metric: a strategy may need
@@ -156,32 +92,73 @@ def plan(options: PlanOptions) -> None:
     [bold]Examples[/bold]
 
     offbeat plan --parameters 25M --step-time 120ms -n 16 --bandwidth 5gbit
-    offbeat plan --model digits --bandwidth 100Mbit/s -s bsp -s diloco:period=50
-    offbeat plan --model digits -n 32 --workers-per-node 8 --bandwidth 5gbit
-    torchrun --nproc-per-node 2 -m offbeat.cli plan --model digits --probe
+    offbeat plan --parameters 1M --step-time 9ms --bandwidth 1gbit -s diloco
     """
 
 
-@implemented_in("network")
-def probe(
-    seconds: Annotated[float, typer.Option(help="Target duration.")] = 20.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Measure the network between the workers of torchrun, and warn of anomalies.
-
-    [bold]Example[/bold]
-
-    torchrun --nproc-per-node 2 -m offbeat.cli probe --seconds 5
-    """
-
-
-@with_options()
-@implemented_in("elastic", loads_files=False)
+@implemented_in("offbeat.cli.elastic", loads_files=False)
 def run(
     script: Annotated[str, typer.Argument(help="The script. Its own arguments follow it.")],
     arguments: Annotated[list[str] | None, typer.Argument(show_default=False)] = None,
     *,
-    options: RunOptions,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            "--workers",
+            "-n",
+            metavar="N",
+            help="Number of workers. 2:4 is 4, or at least 2 after 30 s.",
+            show_default="as in the joined store",
+            rich_help_panel=_WORKERS,
+        ),
+    ] = None,
+    here: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of workers on this machine.",
+            show_default="all, or 1 with --join",
+            rich_help_panel=_WORKERS,
+        ),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Store for several machines: host:port of this one, or file:///path.",
+            show_default="on this machine alone",
+            rich_help_panel=_WORKERS,
+        ),
+    ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Store that another machine keeps.",
+            rich_help_panel=_WORKERS,
+        ),
+    ] = None,
+    module: Annotated[
+        bool,
+        typer.Option("--module", "-m", help="SCRIPT is a module.", rich_help_panel=_WORKERS),
+    ] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh", help="New interpreters instead of forks.", rich_help_panel=_WORKERS
+        ),
+    ] = False,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            help="Restarts of a worker; a minute of life forgets them.", rich_help_panel=_LIMITS
+        ),
+    ] = 3,
+    grace: Annotated[
+        str,
+        typer.Option(
+            help="Time of the workers to end after SIGTERM or Ctrl-C.", rich_help_panel=_LIMITS
+        ),
+    ] = "20s",
 ) -> None:
     """Run a script on several workers, and restart a worker that fails while the others train.
 
@@ -197,7 +174,7 @@ def run(
     """
 
 
-@implemented_in("elastic", loads_files=False)
+@implemented_in("offbeat.cli.elastic", loads_files=False)
 def store(
     port: Annotated[int, typer.Option(help="Port; 0 chooses a free one.")] = 29500,
     host: Annotated[
@@ -219,19 +196,9 @@ def store(
     """
 
 
-@implemented_in("lists")
-def recipes() -> None:
-    """List the recipes.
-
-    [bold]Example[/bold]
-
-    offbeat recipes
-    """
-
-
-@implemented_in("lists")
+@implemented_in("offbeat.cli.lists")
 def strategies() -> None:
-    """List the strategies and their settings, and the baselines to compare them with.
+    """List the strategies and their settings.
 
     [bold]Example[/bold]
 
@@ -239,8 +206,4 @@ def strategies() -> None:
     """
 
 
-COMMANDS = (
-    *(train, simulate, compare, report, watch),
-    *(run, store),
-    *(plan, probe, recipes, strategies),
-)
+COMMANDS = (run, store, plan, strategies)

@@ -9,7 +9,6 @@ import time
 from typing import NoReturn
 
 from offbeat.arguments import require_integer
-from offbeat.cli.options import RunOptions
 from offbeat.elastic.address import parse_address
 from offbeat.launcher import output
 from offbeat.launcher.launch import Launch, launch
@@ -21,42 +20,56 @@ _ONE_MACHINE = "127.0.0.1:0"
 _POLL_SECONDS = 0.2
 
 
-def run(script: str, arguments: list[str] | None, options: RunOptions) -> NoReturn:
+def run(
+    script: str,
+    arguments: list[str] | None,
+    *,
+    workers: str | None,
+    here: int | None,
+    store: str | None,
+    join: str | None,
+    module: bool,
+    fresh: bool,
+    max_restarts: int,
+    grace: str,
+) -> NoReturn:
     """Run a script on workers that are restarted. Exits with the code of the launcher."""
-    address = options.join or options.store or _ONE_MACHINE
+    address = join or store or _ONE_MACHINE
     settings = Launch(
-        program=Program(script, tuple(arguments or ()), options.module),
-        workers=options.workers,
-        here=_workers_here(options),
+        program=Program(script, tuple(arguments or ()), module),
+        workers=workers,
+        here=_workers_here(workers, here, store, join),
         store=address,
-        keeps_store=options.join is None and not address.startswith("file://"),
-        max_restarts=options.max_restarts,
-        fresh=options.fresh,
-        grace_seconds=to_seconds(options.grace, allow_zero=True),
+        keeps_store=join is None and not address.startswith("file://"),
+        max_restarts=max_restarts,
+        fresh=fresh,
+        grace_seconds=to_seconds(grace, allow_zero=True),
     )
-    require_integer("max-restarts", options.max_restarts, least=0)
+    require_integer("max-restarts", max_restarts, least=0)
     path = parse_address(address)
     if isinstance(path, str) and os.path.isdir(path):
         raise ValueError(f"{address} is a directory; name a file in it, which may not exist yet")
     if isinstance(path, str) and not os.path.isdir(folder := os.path.dirname(path)):
         raise ValueError(f"{address}: the directory {folder} does not exist")
-    _require_program(script, options.module)
+    _require_program(script, module)
     raise SystemExit(launch(settings))
 
 
-def _workers_here(options: RunOptions) -> int:
+def _workers_here(
+    workers: str | None, here: int | None, store: str | None, join: str | None
+) -> int:
     """Return the number of workers on this machine. Raises ValueError for a contradiction."""
-    alone = options.store is None and options.join is None
-    if options.store is not None and options.join is not None:
+    alone = store is None and join is None
+    if store is not None and join is not None:
         raise ValueError("--store keeps the store here and --join finds it elsewhere: give one")
-    if options.workers is None and options.join is None:
+    if workers is None and join is None:
         raise ValueError("run needs --workers, as in --workers 4, or --join host:port")
-    most = None if options.workers is None else parse_workers(options.workers)
-    usual = 1 if most is None or options.join is not None else most
-    here = usual if options.here is None else options.here
+    most = None if workers is None else parse_workers(workers)
+    usual = 1 if most is None or join is not None else most
+    here = usual if here is None else here
     require_integer("here", here, least=1)
     if most is not None and here > most:
-        raise ValueError(f"--here {here}: there are --workers {options.workers} in all")
+        raise ValueError(f"--here {here}: there are --workers {workers} in all")
     if most is not None and here < most and alone:
         raise ValueError(
             f"--here {here} of {most}: the other machines need --store with an address of this "

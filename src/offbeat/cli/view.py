@@ -1,54 +1,19 @@
-"""Output of the command line: tables, and paths of written files."""
-
-from pathlib import Path
+"""Output of the command line: tables on a terminal."""
 
 import rich.table
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from offbeat.display.narrow import narrow
 from offbeat.display.table import Table
-from offbeat.units import show_seconds
-from offbeat_lab.timing.step_time import StepTime
 
 console = Console(markup=False, emoji=False)  # paths may have brackets and colons
 WIDER = "a wider terminal shows them"
 _WIDE = 100  # columns
-_MOST_SPREAD = 3.0  # ratio of the longest steps to the shortest, above which a warning is printed
-
-
-def print_path(what: str, path: Path) -> None:
-    """Print the path of a written file."""
-    console.print(f"{what} {path}", highlight=False, soft_wrap=True)
-
-
-def print_step_time(recipe: str, step: StepTime, *, only_warn: bool = False) -> None:
-    """Print a measured step time. Warn on standard error if its steps differed much."""
-    if not only_warn:
-        time = show_seconds(step.seconds)
-        console.print(
-            f"a step of {recipe} takes {time} here, as measured now; --step-time sets another time",
-            highlight=False,
-            soft_wrap=True,
-        )
-    if step.high > _MOST_SPREAD * step.low:
-        typer.echo(
-            f"warning: measured steps took {show_seconds(step.low)} to {show_seconds(step.high)} "
-            "(10 % and 90 % quantiles), perhaps because other programs were running: set "
-            "--step-time, or measure again on an idle machine",
-            err=True,
-        )
 
 
 def print_table(table: Table, *, texts: int = 1) -> None:
     """Print a table with its caption. The first ``texts`` columns are text, the others numbers."""
-    console.print(rendered(table, texts=texts))
-    console.print()
-
-
-def rendered(table: Table, *, texts: int = 1) -> RenderableType:
-    """Return what ``print_table`` prints, without the empty line after it."""
     gap = 2 if console.width >= _WIDE else 1
     grid = rich.table.Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for number, (heading, *cells) in enumerate(zip(table.headings, *table.rows, strict=True)):
@@ -61,7 +26,8 @@ def rendered(table: Table, *, texts: int = 1) -> RenderableType:
             no_wrap=unwrapped,
             overflow="fold",
         )
-    return _captioned(table, grid)
+    console.print(_captioned(table, grid))
+    console.print()
 
 
 def print_narrow_table(table: Table, *, labels: int = 1, rest: str = WIDER) -> None:

@@ -3,14 +3,18 @@
 import math
 import zlib
 from collections.abc import Iterator, Sequence, Sized
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from offbeat.data.partition import Indices, Part, check_parts
+Indices: TypeAlias = npt.NDArray[np.int64]
+"""Sample indices of one worker, as an array."""
+Part: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
+"""Sample indices of one worker, as given by a caller."""
 
 _SHUFFLE = 3  # generators are seeded by (seed, purpose, epoch, rank); this is the purpose
 
@@ -43,7 +47,7 @@ class SelDPSampler(Sampler[int]):
         drop_last: True to drop the last indices instead of repeating the first ones. Cannot be
             combined with a partition.
         partition: List of the sample indices of each worker, for example from
-            ``partition_by_label``. It must be equal on all workers. None: all workers read all
+            ``numpy.array_split``. It must be equal on all workers. None: all workers read all
             samples.
 
     Attributes:
@@ -110,7 +114,7 @@ class SelDPSampler(Sampler[int]):
                 "drop_last cannot be combined with a partition, whose parts are never cut; leave "
                 "drop_last out"
             )
-        parts = check_parts(partition, len(self.dataset))
+        parts = _check_parts(partition, len(self.dataset))
         for number, part in enumerate(parts):
             if len(part) == 0:
                 raise ValueError(
@@ -211,3 +215,29 @@ class SelDPSampler(Sampler[int]):
             )
         self.epoch = state["epoch"]
         self.position = self._resume = state["position"]
+
+
+def _check_parts(parts: Sequence[Part], samples: int) -> list[Indices]:
+    """Check that the parts hold distinct indices in [0, ``samples``). Return them as arrays."""
+    checked = []
+    for number, part in enumerate(parts):
+        array = part.cpu().numpy() if isinstance(part, torch.Tensor) else np.asarray(part)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise TypeError(
+                f"part {number} must be a list of integer indices, got {array.dtype} of shape "
+                f"{list(array.shape)}"
+            )
+        outside = array[(array < 0) | (array >= samples)]
+        if outside.size:
+            raise ValueError(
+                f"part {number} must hold indices in [0, {samples}), got {outside[0]}; it was made "
+                "for another dataset"
+            )
+        checked.append(array.astype(np.int64))
+    times = np.bincount(np.concatenate([*checked, np.empty(0, np.int64)]), minlength=1)
+    if times.max() > 1:
+        raise ValueError(
+            f"every index may occur only once in all parts, index {times.argmax()} occurs "
+            f"{times.max()} times"
+        )
+    return checked

@@ -26,7 +26,7 @@ def new_figure(width: float, height: float, *, dpi: int) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'offbeat[plot]'") from error
+        raise ImportError("plots need matplotlib: pip install 'offbeat[lab]'") from error
     figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     return figure, figure.subplots()
 

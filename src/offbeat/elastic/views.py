@@ -34,28 +34,14 @@ from offbeat.elastic.state_transfer import (
     send_values,
 )
 from offbeat.errors import CommunicationError, MismatchError
-from offbeat.quantization.automatic_wire import AdaptiveWire
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Strategy
 from offbeat.telemetry import Stats
-from offbeat.training.checks.compatibility import chooses_precision
 from offbeat.training.checks.consistency import difference, versioned
 from offbeat.training.iteration import Iteration
 from offbeat.transport.membership import ModelLostError
-from offbeat.transport.team import Team
 
 logger = logging.getLogger("offbeat")
-
-
-def open_wire(team: Team, strategy: Strategy, precision: Precision) -> Wire:
-    """Return the *wire* of one view: the object that sums tensors over the workers. A collective.
-
-    With the ``precision`` "auto", the wire chooses the precision of messages at run time, unless
-    the strategy does so.
-    """
-    if precision == "auto" and not chooses_precision(strategy):
-        return AdaptiveWire(team)
-    return Wire(team, precision)
 
 
 @dataclass(frozen=True)
@@ -271,7 +257,7 @@ class Views:
             what = f"mean of the models at the beginning of view {team.view}"
             ExactMean(team, worker.replica).average(weight, total, what=what)
         self._common, self._rounds, self._unsynced = team.view, 0, False
-        worker.open_view(open_wire(team, self._strategy, self._precision))
+        worker.open_view(Wire(team, self._precision))
         worker.norm_squared = None
         iteration.choose_overlap()
         flow = flow_of(self._strategy, worker)

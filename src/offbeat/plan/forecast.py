@@ -21,7 +21,7 @@ class Forecast:
 
     Attributes:
         strategy: Text form of the strategy, such as "local:period=8"; as given, if given as text.
-        wire: Precision at which means are sent. If the strategy chooses it, the last choice.
+        wire: Precision at which means are sent.
         step_seconds: Mean duration of a step, with waiting.
         throughput: Samples per second relative to a single worker. N workers reach N at best.
         idle: Share of the time that a worker waits for others, in [0, 1]. With nodes, only the
@@ -85,8 +85,8 @@ def measure(
 ) -> Measured:
     """Simulate training with ``strategy`` until it is steady or time is up. Return its figures.
 
-    ``wire`` is "auto" for a strategy that chooses the precision itself. ``text`` replaces the text
-    form of the strategy in the forecast. ``most_seconds`` limits the processor time of the run.
+    ``text`` replaces the text form of the strategy in the forecast. ``most_seconds`` limits the
+    processor time of the run.
     """
     detector = SteadyStateDetector(
         jitter=setting.jitter > 0, alone=setting.alone, most_seconds=most_seconds
@@ -109,7 +109,7 @@ def measure(
         apart = float(max(gaps))
     forecast = Forecast(
         strategy=text or str(strategy),
-        wire=record.details.get("wire", wire),
+        wire=wire,
         step_seconds=seconds,
         throughput=setting.workers * setting.step_seconds / seconds,
         idle=min(1.0, max(0.0, 1 - computed / seconds)),

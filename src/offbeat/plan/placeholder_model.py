@@ -21,9 +21,8 @@ from typing_extensions import override
 from offbeat.averaging import AttachedOptimizer, Replica, Worker, flow_of
 from offbeat.averaging.buckets import as_real, staging_dtype
 from offbeat.averaging.replica import saved_buffers
-from offbeat.elastic.views import open_wire
 from offbeat.nodes.gradients import NodeBuffers, NodeMean
-from offbeat.quantization.wire import Precision
+from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies import Strategy
 from offbeat.telemetry import Stats
 from offbeat.training.iteration import Iteration
@@ -234,7 +233,7 @@ class PlaceholderTraining:
         optimizer: Any = model.optimizer
         optimizers = [AttachedOptimizer(0, optimizer, model.tensors, scale)]
         with team.account.paused():
-            opened = open_wire(team, strategy, wire)
+            opened = Wire(team, wire)
         worker = Worker(team, replica, optimizers, opened)
         node: NodeBuffers | None = None
         if team.node is not None and averages:

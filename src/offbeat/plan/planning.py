@@ -14,10 +14,10 @@ from offbeat.plan.result import Plan
 from offbeat.plan.run import Setting, with_node_cost
 from offbeat.plan.suggest import evaluate, suggestions
 from offbeat.quantization.wire import Precision, require_precision
-from offbeat.registry import parse_strategy
 from offbeat.simulate import Network
 from offbeat.strategies import BSP, SelSync, Strategy
 from offbeat.strategies.base import CustomFlow
+from offbeat.strategies.registry import parse_strategy
 from offbeat.training.checks.compatibility import require_abilities
 from offbeat.units import to_seconds
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from offbeat.plan.forecast import FAR_APART, Forecast, Measured, every, number, percent
 from offbeat.plan.run import Setting
 from offbeat.plan.suggest import IDLE_LIMIT, SHORT_PERIOD
-from offbeat.registry import STRATEGIES
 from offbeat.strategies import (
     BSP,
     AsyncAveraging,
     LocalSGD,
     StreamingAveraging,
 )
+from offbeat.strategies.registry import STRATEGIES
 
 NEGLIGIBLE_IDLE = 0.02
 """Largest idle share at which BSP is said to cost almost nothing. The *idle share* is the share of

@@ -15,11 +15,11 @@ from offbeat.plan.communicator import team_of
 from offbeat.plan.placeholder_model import PlaceholderModel, PlaceholderTraining, Shapes
 from offbeat.plan.record import Record
 from offbeat.quantization.wire import Precision
-from offbeat.registry import STRATEGIES
 from offbeat.simulate import Network
 from offbeat.simulate.randomness import RandomState
 from offbeat.simulate.workers import SimulatedWorker
 from offbeat.strategies import BSP, Strategy
+from offbeat.strategies.registry import STRATEGIES
 
 _DRAWS = 20_000  # random steps whose mean is the expected duration of a node's step
 _NODE_STEPS = 3  # steps of a single node: all later ones take as long as the third
@@ -89,8 +89,7 @@ def run(strategy: Strategy, wire: Precision, setting: Setting, ended: Ended) -> 
     ``RepresentativeCluster`` do not support. If the workers turn out to differ, the training is
     simulated again with the first worker of each node, and a new record begins.
 
-    ``wire`` is "auto" for a strategy that chooses the precision itself. ``ended`` is called after
-    each step of all running workers.
+    ``ended`` is called after each step of all running workers.
     """
     uneven_nodes = setting.network.workers_per_node > 1 and setting.jitter
     if type(strategy) in STRATEGIES.values() and not uneven_nodes:
@@ -114,7 +113,7 @@ def run_members(
 
     Args:
         strategy: The strategy.
-        wire: Precision, or "auto" for a strategy that chooses the precision itself.
+        wire: Precision of what is sent.
         setting: Model and cluster.
         members: Global ranks: worker 0 alone, or ``setting.representatives``.
         ended: Returns True once the record is long enough. Called after each step of ``members``.

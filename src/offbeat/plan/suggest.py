@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from offbeat.plan.forecast import Measured, measure
 from offbeat.plan.run import Setting
-from offbeat.quantization.automatic_wire import CHOICES, MOST_WAITING
 from offbeat.quantization.wire import Precision
 from offbeat.strategies import (
     BSP,
@@ -20,7 +19,6 @@ from offbeat.strategies import (
     Strategy,
     StreamingAveraging,
 )
-from offbeat.training.checks.compatibility import chooses_precision
 
 IDLE_LIMIT = 0.05
 """Largest idle share that the search for a setting accepts."""
@@ -34,35 +32,13 @@ _GROWTH = 1.25  # least factor from one staleness to the next in a search
 _RUNS = 5  # limit of the values tried in a search, after the first one for LocalSGD
 _TINY = 1e-6  # rounding error of an idle share
 _NOISE = 0.003  # with jitter: statistical error of an idle share
-_FAST = 1e18  # bits per second of a link that takes no time
 
 
 def evaluate(
     strategy: Strategy, wire: Precision | None, setting: Setting, text: str | None = None
 ) -> Measured:
-    """Simulate ``strategy`` and return its forecast. ``wire=None`` means the strategy's default.
-
-    If ``wire`` is "auto" and the strategy does not choose a precision itself, float32, bfloat16 and
-    int8 are tried in this order. The first one with which workers wait for the link for at most a
-    tenth of the time is used, otherwise int8. Training aims at the same limit.
-    """
-    wire = wire or strategy.default_wire
-    if wire != "auto" or chooses_precision(strategy):
-        return measure(strategy, wire, setting, text=text)
-    without_link = _step_without_link(strategy, setting)
-    for precision in CHOICES:
-        measured = measure(strategy, precision, setting, text=text)
-        if 1 - without_link / measured.forecast.step_seconds <= MOST_WAITING:
-            break
-    return measured
-
-
-def _step_without_link(strategy: Strategy, setting: Setting) -> float:
-    """Return the seconds of a step if the link takes no time, so that only jitter causes waits."""
-    if not setting.jitter:
-        return setting.step_seconds + setting.tail
-    fast = replace(setting, network=replace(setting.network, bandwidth=_FAST, latency=0.0))
-    return measure(strategy, "float32", fast).forecast.step_seconds
+    """Simulate ``strategy`` and return its forecast. ``wire=None`` means the strategy's default."""
+    return measure(strategy, wire or strategy.default_wire, setting, text=text)
 
 
 def suggestions(wire: Precision | None, setting: Setting) -> Iterator[Measured]:

@@ -51,17 +51,6 @@ def uses_single_stage(precision: str, workers: int) -> bool:
     return workers * _bits(precision) <= _SINGLE_STAGE_LIMIT * sum_bits(precision)
 
 
-def update_bits(precision: str, workers: int) -> float:
-    """Return the bits per number of ``Wire.sum_updates``, in one or two stages.
-
-    As in ``sum_bits``, each of N workers sends (N − 1)/N of these bits per number. In a single
-    stage, b bits per number go to N − 1 workers. So N·b is returned.
-    """
-    if uses_single_stage(precision, workers):
-        return workers * _bits(precision)
-    return sum_bits(precision)
-
-
 def _bits(precision: str) -> float:
     return 8 * CODECS[precision].block_bytes / BLOCK
 

@@ -27,7 +27,7 @@ from offbeat.transport.team import Team
 
 
 def require_precision(precision: object) -> None:
-    """Raise ValueError if ``precision`` is not the name of a precision or "auto"."""
+    """Raise ValueError if ``precision`` is not the name of a precision."""
     require_choice("wire", precision, get_args(Precision))
 
 
@@ -39,7 +39,7 @@ class Wire:
     Args:
         team: The workers.
         precision: "float32" sends tensors unchanged. "bfloat16", "int8", "int4" and "int2" quantize
-            them. With "auto", each call of ``sum_updates`` gives the precision.
+            them.
     """
 
     def __init__(self, team: Team, precision: Precision = "float32") -> None:
@@ -57,37 +57,6 @@ class Wire:
     def exact(self) -> bool:
         """True if no sum is quantized: at float32, or with a single worker."""
         return self.precision == "float32" or self._team.size == 1
-
-    @property
-    def strategy_sets_precision(self) -> bool:
-        """True if the strategy must give the precision of each sum."""
-        return self.precision == "auto"
-
-    # -- hooks for ``AdaptiveWire``, which chooses its precision by measurements -----------------
-
-    @property
-    def measurement_count(self) -> int:
-        """Number of values that ``measurements`` returns."""
-        return 0
-
-    def measurements(self, step: int, *, stepping: bool) -> tuple[float, ...]:
-        """Return measurements, which the worker sends with its vote in a round. Here: none.
-
-        Args:
-            step: Number of local steps so far.
-            stepping: True if this worker takes a step in the round.
-        """
-        return ()
-
-    def apply_measurements(self, sums: Handle[tuple[float, ...]]) -> None:
-        """Choose the precision from the sum of ``measurements`` over the workers. Here: nothing."""
-
-    def discard_interval(self) -> None:
-        """Exclude the time from the last vote to the next: it is not training time."""
-
-    def details(self) -> dict[str, str]:
-        """Return the chosen precision and the reason for ``Stats.details``. Here: nothing."""
-        return {}
 
     # -- sums ------------------------------------------------------------------------------------
 
@@ -242,7 +211,6 @@ class Wire:
                 f"cannot sum at precision {precision!r}: the wire was made for 'float32' and does "
                 "not quantize; make the wire with a lossy precision"
             )
-        assert precision != "auto", "each sum must name its precision"
         if precision not in self._codecs:
             kind = StageCodecs if self._scale == 1 else BlankStageCodecs
             self._codecs[precision] = kind(precision)

@@ -111,7 +111,7 @@ class Gradients:
     Attributes:
         every_step: True if every round averages the gradients. ``decide`` is then never called, and
             the gradients may be sent during backward. False: the workers exchange votes first. They
-            average the gradients if ``decide`` returns a ``Launch`` with ``parts`` > 0.
+            average the gradients if ``decide`` returns a number > 0.
     """
 
     every_step: bool = True
@@ -129,12 +129,12 @@ class CustomFlow:
     Attributes:
         make: Function that receives the strategy and an ``offbeat.averaging.Worker``, and returns
             an ``offbeat.averaging.Flow``.
-        check: Function that receives the number of workers and the optimizers of one worker, and
-            raises ValueError or AttachError if they cannot train with the strategy.
+        check: Function that receives the number of workers, and raises ValueError or AttachError if
+            so many cannot train with the strategy.
         blocking: True if all workers take their steps together: a worker waits for the others only
             in operations that all workers start in the same step.
     """
 
     make: Callable[[Any, Any], Any]
-    check: Callable[[int, Any], object] = lambda workers, optimizers: None
+    check: Callable[[int], object] = lambda workers: None
     blocking: bool = False

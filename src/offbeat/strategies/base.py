@@ -41,9 +41,9 @@ of the calls.
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from offbeat.arguments import Precision, check_settings, setting
 from offbeat.checkpoint.state import transient
@@ -52,7 +52,6 @@ from offbeat.strategies.averages import CustomFlow, Gradients, Outer, SharedMode
 __all__ = [
     "CustomFlow",
     "Gradients",
-    "Launch",
     "Outer",
     "Precision",
     "SharedModel",
@@ -67,22 +66,6 @@ __all__ = [
 
 
 # -- rounds ----------------------------------------------------------------------------------------
-
-
-class Launch(NamedTuple):
-    """The decision of a round: how many parts all workers launch, and at which precision.
-
-    Attributes:
-        parts: Number of parts to launch, a whole number. ``inf``: all parts. 0: none. The parts
-            take turns: with 4 parts and ``parts=3``, the first round launches parts 0, 1 and 2, and
-            the next round parts 3, 0 and 1. With ``Gradients`` any number but 0 averages all
-            gradients.
-        precision: Precision of these launches. None: the ``wire`` given to ``attach``. Any other
-            value requires ``error_feedback``.
-    """
-
-    parts: float = math.inf
-    precision: Precision | None = None
 
 
 class Tally:
@@ -179,10 +162,6 @@ class WorkerView:
             all parts in flight and the tally have arrived. Only with ``lands="arrived"``.
         waited: Seconds for which this worker has waited in this way at the last step boundary.
         timed_out: True if this wait has ended before the parts and the tally had arrived.
-        precision: The ``wire`` given to ``attach`` (common). None: ``decide`` must choose the
-            precision of each launch.
-        bits: Bits per element of a sum of updates, by precision (common). Each of N workers sends
-            (N − 1)/N of these bits.
         record: Values that the strategy adds to the telemetry record of this step.
         details: Totals that the strategy adds to ``Stats.details``.
     """
@@ -210,8 +189,6 @@ class WorkerView:
     wait_limit: float = 0.0
     waited: float = transient(default=0.0)
     timed_out: bool = transient(default=False)
-    precision: Precision | None = transient(default="float32")
-    bits: Mapping[str, float] = transient(default_factory=dict)
     record: dict[str, Any] = transient(default_factory=dict)
     details: dict[str, Any] = transient(default_factory=dict)
 
@@ -300,12 +277,19 @@ class Strategy(ABC):
         """
         return ()
 
-    def decide(self, worker: WorkerView, tally: Tally) -> Launch:
-        """Return the decision of a round, which must depend on the tally and common values only.
+    def decide(self, worker: WorkerView, tally: Tally) -> float:
+        """Return the number of parts that all workers launch in this round.
 
-        Never called with ``Gradients(every_step=True)``.
+        The parts take turns: with 4 parts and the result 3, the first round launches parts 0, 1 and
+        2, and the next round parts 3, 0 and 1. With ``Gradients`` any number but 0 averages all
+        gradients. Never called with ``Gradients(every_step=True)``.
+
+        The result must depend on the tally and common values only.
+
+        Returns:
+            A whole number. ``inf``: all parts, the default. 0: none.
         """
-        return Launch()
+        return math.inf
 
     def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
         """Return μ and a for the landing of ``part``: v ← μ·v + D, then P ← P + D + a·v.

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from typing_extensions import override
 
-from offbeat.strategies.base import Launch, Outer, SharedModel, Strategy, Tally, WorkerView, setting
+from offbeat.strategies.base import Outer, SharedModel, Strategy, Tally, WorkerView, setting
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -104,5 +104,5 @@ class DiLoCo(Strategy):
         return float(worker.since_launch >= j * period // parts - (j - 1) * period // parts)
 
     @override
-    def decide(self, worker: WorkerView, tally: Tally) -> Launch:
-        return Launch(parts=1)
+    def decide(self, worker: WorkerView, tally: Tally) -> float:
+        return 1

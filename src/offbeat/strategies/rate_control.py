@@ -1,4 +1,4 @@
-"""Rate control of streaming averaging: parts in flight, waits, and precision.
+"""Rate control of streaming averaging: parts in flight and waits.
 
 Each worker limits the launches that it requests in two ways. The *window* is the largest number of
 parts in flight. A part is *late* if it is in flight for more steps than it would be over an idle
@@ -7,19 +7,13 @@ limits the processor time that launching and landing take. An *allowance* limits
 the worker waits for parts in flight.
 
 A *pass* of the model is complete when every part has landed once. Each worker measures the number
-of local steps in a pass. With ``wire="auto"`` the mean over the workers determines the precision:
-fewer bits if a pass takes many steps, more bits if it takes few.
+of local steps in a pass.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offbeat.quantization.precision import PrecisionControl
-from offbeat.strategies.base import Precision, common, transient
-
-TARGET_PASS_STEPS = 2.5
-"""Target for the number of local steps in a pass. If passes are longer, fewer bits are sent. It is
-above 2, because a quantized part may land two steps after its launch, even on a fast link."""
+from offbeat.strategies.base import transient
 
 _LEAST_WINDOW = 2  # parts; the link sends one of them until the worker notices the other's arrival
 _LATE_AGE = 2  # steps; over an idle link a part lands sooner, because workers are half a step apart
@@ -41,17 +35,14 @@ _LEAST_STEPS = 8  # shortest measurement of the steps in a pass, in local steps
 
 @dataclass
 class RateControl:
-    """Window, CPU budget and precision of one worker.
+    """Window and CPU budget of one worker.
 
     Attributes:
-        control: Chooses the precision. Equal on all workers.
         window: Number of parts in flight up to which this worker requests launches.
-        probing: True while the window grows fast: at the start of training and after a change of
-            the precision, until a part is late.
+        probing: True while the window grows fast: from the start of training until a part is late.
         start_step: Local step at which the current measurement of the steps in a pass began.
         landed: Number of landings in this measurement. A negative number −n means that the
-            measurement begins after n more landings. These parts may have the previous precision.
-        crowded: True if more than 1/4 of the parts were late in a step of this measurement.
+            measurement begins after n more landings.
         step_seconds: Duration of a local step in seconds, an exponential average. 0: unknown.
         part_seconds: Seconds to launch and land a part, without waiting, an exponential average. 0:
             unknown.
@@ -64,12 +55,10 @@ class RateControl:
         seen_landings: Number of landings at the last call of ``count``.
     """
 
-    control: PrecisionControl = common(default_factory=lambda: PrecisionControl("int4"))
     window: int = _LEAST_WINDOW
     probing: bool = True
     start_step: int = 0
     landed: int = 0
-    crowded: bool = False
     step_seconds: float = 0.0
     part_seconds: float = 0.0
     budget: float = 0.0
@@ -78,11 +67,6 @@ class RateControl:
     stepped_at: float | None = transient(default=None)
     seen_launches: int = 0
     seen_landings: int = 0
-
-    @property
-    def precision(self) -> Precision:
-        """Precision of the next launches."""
-        return self.control.precision
 
     def count(self, launches: int, landings: int, step: int) -> None:
         """Subtract new launches from the budget, and count new landings. Arguments are totals."""
@@ -150,7 +134,7 @@ class RateControl:
         late = sum(age >= _LATE_AGE for age in ages)
         if late > parts // _LATE_SHARE:
             least = min(_LEAST_WINDOW, parts)
-            self.window, self.probing, self.crowded = max(least, self.window - 1), False, True
+            self.window, self.probing = max(least, self.window - 1), False
         elif late:
             self.probing = False
         else:
@@ -159,38 +143,21 @@ class RateControl:
             # launch of a part that is still in flight, and this launch follows its landing at once.
             self.window = min(2 * parts, self.window + growth)
 
-    def pass_steps(self, step: int, parts: int, *, chooses: bool) -> float | None:
+    def pass_steps(self, step: int, parts: int) -> float | None:
         """Return the measured number of local steps in a pass.
 
         The result is None if the measurement has fewer than two passes or eight steps. The
         measurement starts again while the window still grows fast.
-
-        ``chooses`` is True if the rate control also chooses the precision. The result is then 1 if
-        neither window nor budget limits the launches, because fewer bits would not help.
         """
-        widest = self.window == 2 * parts
-        unlimited = chooses and widest and self.budget >= parts and not self.crowded
-        if self.probing and not widest and self.landed > 0:  # the window still grows
+        if self.probing and self.window != 2 * parts and self.landed > 0:  # the window still grows
             self.start_step, self.landed = step, 0
         if self.landed < 2 * parts or step - self.start_step < _LEAST_STEPS:
             return None
-        return 1.0 if unlimited else (step - self.start_step) * parts / self.landed
+        return (step - self.start_step) * parts / self.landed
 
     def restart_count(self, step: int) -> None:
         """Start a new measurement of the steps in a pass."""
-        self.start_step, self.landed, self.crowded = step, 0, False
-
-    def choose(self, steps: float, step: int, bits: Mapping[str, float], parts: int) -> bool:
-        """Choose fewer bits if a pass takes too long, and more bits if it is fast.
-
-        ``steps`` is the mean over the workers of the number of local steps in a pass. Returns True
-        if the precision has changed.
-        """
-        self.restart_count(step)
-        changed = self.control.update(steps / TARGET_PASS_STEPS, bits)
-        if changed:
-            self.probing, self.landed = True, -parts
-        return changed
+        self.start_step, self.landed = step, 0
 
 
 def _smooth(mean: float, new: float) -> float:

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from offbeat.strategies.base import (
     Gradients,
-    Launch,
     SharedModel,
     Strategy,
     Tally,
@@ -169,7 +168,7 @@ class SelSync(Strategy):
         return float(flag), change if math.isfinite(change) else 0.0
 
     @override
-    def decide(self, worker: WorkerView, tally: Tally) -> Launch:
+    def decide(self, worker: WorkerView, tally: Tally) -> float:
         """Adjust δ. Synchronize on a flag, in the warm-up, and after ``max_interval`` steps."""
         state: SelSyncState = worker.state
         flags, changes = tally.votes
@@ -178,8 +177,8 @@ class SelSync(Strategy):
         state.decided += 1
         overdue = self.max_interval is not None and worker.rounds >= self.max_interval
         if flags or overdue or state.decided <= self.warmup_steps:
-            return Launch()
-        return Launch(parts=0)
+            return math.inf
+        return 0
 
 
 def _count_not_finite(worker: WorkerView) -> None:

@@ -11,7 +11,6 @@ from typing import ClassVar, Literal
 from typing_extensions import override
 
 from offbeat.strategies.base import (
-    Launch,
     Outer,
     Precision,
     SharedModel,
@@ -43,7 +42,7 @@ class StreamingState:
     """State of ``StreamingAveraging`` on one worker.
 
     Attributes:
-        rate: Limits the number of parts in flight and chooses the precision.
+        rate: Limits the number of parts in flight.
         launch_steps: For each part, the mean of the workers' local steps at its last launch.
         gain: Newest outer gain G.
         pass_steps: Mean number of local steps in a pass of the model. 0: unknown.
@@ -95,8 +94,7 @@ class StreamingAveraging(Strategy):
 
     ``schedule="eager"``: the parts take turns, and the workers launch as many as keep the link
     busy. A part lands at the end of the local step in which its mean arrives, or later if earlier
-    launches have not landed. The default ``wire`` is "int2". ``wire="auto"`` chooses the precision
-    during training, so that a pass of the model takes about 2.5 local steps if possible.
+    launches have not landed. The default ``wire`` is "int2".
 
     If a mean arrives shortly after the end of a step, the part lands and is launched again one step
     later. This delays the next mean of all workers. So a worker may wait for the parts in flight:
@@ -231,16 +229,15 @@ class StreamingAveraging(Strategy):
         if not worker.stepping:
             return 0.0, 0.0, worker.sent_squared, worker.mean_squared
         worker.state.voted_step = worker.step
-        chooses = worker.precision is None
-        steps = _up_to_date(worker).pass_steps(worker.step, worker.count, chooses=chooses)
+        steps = _up_to_date(worker).pass_steps(worker.step, worker.count)
         pass_steps = math.inf if steps is None else steps
         return pass_steps, float(worker.step), worker.sent_squared, worker.mean_squared
 
     @override
-    def decide(self, worker: WorkerView, tally: Tally) -> Launch:
+    def decide(self, worker: WorkerView, tally: Tally) -> float:
         """Launch the parts of the cyclic schedule, or the mean number that the workers want."""
         if self.schedule == "cyclic":
-            return Launch(parts=self._cycle(worker.count)[1])
+            return self._cycle(worker.count)[1]
         stepping = max(1, tally.stepping)
         if worker.stepping and stepping > 1:
             own = worker.state.voted_step
@@ -248,8 +245,7 @@ class StreamingAveraging(Strategy):
         pass_steps = tally.votes[0] / stepping
         if math.isfinite(pass_steps):
             self._use_pass_steps(worker, pass_steps)
-        number = max(1, int(tally.wanted / stepping + 0.5))
-        return Launch(number, worker.state.rate.precision if worker.precision is None else None)
+        return max(1, int(tally.wanted / stepping + 0.5))
 
     @staticmethod
     def _measure_speed(state: StreamingState, own: int, others: float) -> None:
@@ -259,18 +255,13 @@ class StreamingAveraging(Strategy):
             state.own_step, state.others_step = own, others
 
     def _use_pass_steps(self, worker: WorkerView, steps: float) -> None:
-        """Store the mean number of local steps in a pass, and adapt an automatic precision."""
+        """Store the mean number of local steps in a pass, and log the first one."""
         state: StreamingState = worker.state
-        rate, first, changed = _up_to_date(worker), not state.pass_steps, False
-        if worker.precision is None:
-            changed = rate.choose(steps, worker.step, worker.bits, worker.count)
-        else:
-            rate.restart_count(worker.step)
-        state.pass_steps = steps
-        if first or changed:
+        _up_to_date(worker).restart_count(worker.step)
+        if not state.pass_steps:
             text = "the whole model (%d part%s) is averaged every %.1f steps"
-            text += f"; the precision is now {rate.precision}" if changed else ""
             logger.info(text, worker.count, "s" * (worker.count > 1), steps)
+        state.pass_steps = steps
 
     @override
     def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
@@ -314,8 +305,6 @@ class StreamingAveraging(Strategy):
             worker.wait_limit = rate.wait_limit() if helps else 0.0
         rate.resize(worker.ages, worker.count)
         worker.details.update(window=rate.window, pass_steps=state.pass_steps)
-        if worker.precision is None:
-            worker.details["wire"] = rate.precision
 
 
 def _up_to_date(worker: WorkerView) -> RateControl:

@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 from offbeat.arguments import require_integer
 from offbeat.averaging import AttachedOptimizer, NonFinite, Replica, Worker, flow_of
-from offbeat.elastic.views import Views, open_wire
+from offbeat.elastic.views import Views
 from offbeat.errors import AttachError
 from offbeat.nodes.gradients import NodeBuffers, NodeMean
 from offbeat.nodes.shards import Shards
@@ -66,8 +66,7 @@ class Components:
         joined: True if this worker has joined a running training.
         views: The view changes of elastic training; None if training is not elastic.
         objects: The model, followed by the torch optimizers.
-        lease_boards: Number of boards that were opened for leases of data.
-        at_end: Functions to call before the connections are closed.
+        leased_samplers: Number of ``LeasedSampler`` objects of this training.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Components:
             if not self.joined:
                 require_consistency(team.everyone, lines, settings_of(model, optimizers))
                 copy_rank_0(team, replica.everything())
-                opened = open_wire(team, strategy, wire)
+                opened = Wire(team, wire)
         worker = self.worker = Worker(team, replica, optimizers, opened, non_finite)
         worker.scaled = scaler is not None and scaler.is_enabled()
         self.recorder = StatsRecorder(worker, log)
@@ -129,7 +128,7 @@ class Components:
         if team.everyone.size == 1:
             self.unfinished.cancel()
         self.iteration.guard.on_failure = self.unfinished.cancel
-        self.lease_boards, self.at_end = 0, list[Callable[[], object]]()
+        self.leased_samplers = 0
         self.recorder.restart()
         self.consensus.note_start()
 
@@ -208,9 +207,6 @@ class Components:
 
     def close(self, *, together: bool) -> None:
         """Remove all hooks and close the connections. ``together`` as in ``Communicator.close``."""
-        for function in self.at_end:
-            function()
-        self.at_end.clear()
         self.unfinished.cancel()
         self.iteration.close()
         if self.consensus.distance is not None:

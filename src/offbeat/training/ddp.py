@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import AttachError
-from offbeat.quantization.wire import Precision
 from offbeat.strategies.base import Strategy
 from offbeat.training.checks.compatibility import repeatable
 from offbeat.transport.communicator import Transport
@@ -77,11 +76,10 @@ class DDPSuppressor:
         model: nn.Module,
         group: dist.ProcessGroup | Transport | None,
         strategy: Strategy,
-        wire: Precision,
     ) -> None:
         self.steps: Callable[[], int] = lambda: 0
         self._parameters = {id(p) for p in model.parameters()}
-        self._strategy, self._wire = strategy, wire
+        self._strategy = strategy
         self._hooks: list[RemovableHandle] = []
         self._suppressed: list[DistributedDataParallel] = []
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -131,7 +129,7 @@ class DDPSuppressor:
         if len(ranks) == 1:
             return False
         if len(common) == 1:
-            require_repeatable(self._strategy, self._wire)
+            require_repeatable(self._strategy)
             return False
         if set(ranks) != set(self._members):
             raise AttachError(
@@ -175,7 +173,7 @@ def _switch_off(wrapper: DistributedDataParallel, args: object = None) -> None:
     wrapper.require_forward_param_sync = False  # no broadcast of buffers before a forward pass
 
 
-def require_repeatable(strategy: Strategy, wire: Precision) -> None:
+def require_repeatable(strategy: Strategy) -> None:
     """Raise AttachError if the result of training depends on when messages arrive.
 
     The workers of one machine average in different groups, and messages arrive at different times
@@ -186,11 +184,6 @@ def require_repeatable(strategy: Strategy, wire: Precision) -> None:
             f"the workers of a node would get different models: {strategy} depends on when "
             "messages arrive, and their gradients are averaged in each step for one model. "
             f"Use BSP, LocalSGD, SelSync, DiLoCo or a cyclic schedule, {_ADVICE}"
-        )
-    if wire == "auto":
-        raise AttachError(
-            'the workers of a node would get different models: wire="auto" chooses by how long '
-            f"each group waits. Name a precision, {_ADVICE}"
         )
 
 

@@ -164,7 +164,7 @@ class Team:
 
     @property
     def uncounted(self) -> Communicator:
-        """The communicator without accounting, for background threads and data injection."""
+        """The communicator without accounting, for background threads."""
         return self.communicator.inner
 
     def close(self, *, together: bool = False) -> None:

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.data.leasing.access import team_of
 from offbeat.strategies import Strategy
-from offbeat.synchronizer import Synchronizer, snapshot_of
+from offbeat.synchronizer import Synchronizer, components_of, snapshot_of
 from offbeat.telemetry import Stats
 from offbeat_lab.recipes import Task
 from offbeat_lab.timing.time_limit import Clock
@@ -83,12 +82,19 @@ class Method(ABC):
 
 
 class Attached(Method):
-    """Trains a task with a strategy of this package, by the result of ``attach``."""
+    """Trains a task with a strategy of this package, by the result of ``attach``.
+
+    Attributes:
+        sync: The synchronizer.
+        now: Function that returns the seconds of this worker's clock, virtual in the simulator. All
+            processes of a machine have the same clock.
+    """
 
     limited_clock: ClassVar[Clock] = "own"
 
     def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
         self._task, self._lr_scale, self.sync = task, lr_scale, sync
+        self.now = components_of(sync, "a run").team.host.now
 
     @property
     @override
@@ -152,8 +158,7 @@ class Elastic(Attached):
 
     def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
         super().__init__(task, lr_scale, sync)
-        self._now = team_of(sync).host.now  # the same clock in all processes of a machine
-        self._start = self._now()
+        self._start = self.now()
         sync.share_state(lambda: (self._start, task.position), self._load)
 
     def _load(self, state: tuple[float, int]) -> None:
@@ -162,7 +167,7 @@ class Elastic(Attached):
     @property
     @override
     def seconds(self) -> float:
-        return self._now() - self._start
+        return self.now() - self._start
 
 
 SAVING = ("checkpoints", "save_every", "resume")

@@ -4,11 +4,11 @@ from torch.optim import Optimizer
 
 from offbeat.arguments import did_you_mean
 from offbeat.errors import AttachError
-from offbeat.registry import parse_strategy, read_settings
 from offbeat.strategies import Strategy
 from offbeat.strategies.base import CustomFlow
-from offbeat.training.checks.compatibility import require_blocking
+from offbeat.strategies.registry import parse_strategy, read_settings
 from offbeat.training.learning_rate.adam_correction import require_correctable
+from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.methods.accelerate import AccelerateLocalSGD
 from offbeat_lab.methods.base import Baseline
 from offbeat_lab.methods.ddp import DDP, Accumulate, PostLocal
@@ -32,7 +32,7 @@ PREFIXES = tuple(dict.fromkeys(kind.name.partition(":")[0] + ":" for kind in PEE
 def parse_method(text: str) -> Strategy | Baseline:
     """Return the strategy or baseline that ``text`` names, with its settings."""
     if not is_baseline(text):
-        return parse_strategy(text)
+        return parse_strategy(text, STRATEGIES)
     name, _, settings = text.strip().partition(",")
     if name not in BASELINES:
         raise ValueError(
@@ -77,11 +77,15 @@ def check_run(
     if isinstance(method, Baseline):
         return
     averages = method.averages()
+    if injection and not averages.blocking:
+        raise ValueError(
+            f"data injection with {method}: its workers do not wait for each other, as data "
+            "injection requires in every step; use BSP, LocalSGD, SelSync, FedAvg, or DiLoCo "
+            "without overlap"
+        )
     try:
         if isinstance(averages, CustomFlow):
-            averages.check(workers, [optimizer])
-        if injection:
-            require_blocking(method, "data injection")
+            averages.check(workers)
         if adam_correction:
             require_correctable([optimizer])
     except AttachError as error:

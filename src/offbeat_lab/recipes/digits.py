@@ -29,7 +29,7 @@ def _read() -> tuple[Tensor, Tensor]:
     """Return all 1797 images in [0, 1] and their labels."""
     package = find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
-        raise ImportError("the digits recipe needs scikit-learn: pip install 'offbeat[recipes]'")
+        raise ImportError("the digits recipe needs scikit-learn: pip install 'offbeat[lab]'")
     # Read the file directly: importing scikit-learn takes about as long as importing torch. The
     # file has one line per image: 64 pixels from 0 to 16, and the label.
     file = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")

@@ -18,7 +18,7 @@ def page(results: Sequence[Result]) -> str:
     try:
         from jinja2 import Environment
     except ImportError as error:
-        raise ImportError("a report needs Jinja2: pip install 'offbeat[cli]'") from error
+        raise ImportError("a report needs Jinja2: pip install 'offbeat[lab]'") from error
     chosen, results = tuning(results), without_trials(results)
     first = results[0]
     common, differing = configurations(results)

@@ -8,11 +8,11 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from offbeat.baselines import SPARTA, DesLoc, FedAvg, PowerSGD, SparseLoCo
 from offbeat.display.table import Table
-from offbeat.registry import parse_strategy
-from offbeat.strategies.base import Gradients, SharedModel
+from offbeat.strategies.base import Gradients, SharedModel, Strategy
 from offbeat.units import show_bytes, show_seconds
+from offbeat_lab.baselines import FedAvg, PowerSGD, SparseLoCo
+from offbeat_lab.methods.registry import parse_method
 from offbeat_lab.report.rows import (
     FAILURES,
     common_options,
@@ -106,15 +106,15 @@ def _has_lssr(result: Result) -> bool:
     Also returns True for peers, and for custom strategies that cannot be imported here.
     """
     try:
-        strategy = parse_strategy(result.strategy)
+        method = parse_method(result.strategy)
     except (ValueError, TypeError):
         return True
-    averages = strategy.averages()
+    if not isinstance(method, Strategy):
+        return True
+    averages = method.averages()
     if isinstance(averages, SharedModel):
         return not averages.eager
-    return isinstance(averages, Gradients) or isinstance(
-        strategy, FedAvg | DesLoc | SparseLoCo | SPARTA | PowerSGD
-    )
+    return isinstance(averages, Gradients) or isinstance(method, FedAvg | SparseLoCo | PowerSGD)
 
 
 def _not_reached(runs: Sequence[Result]) -> str:

@@ -15,7 +15,7 @@ from offbeat.averaging.parts.part import Part
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import Worker
 from offbeat.checkpoint.state import transient
-from offbeat.strategies.base import Launch, Precision, SharedModel, Strategy, WorkerView
+from offbeat.strategies.base import SharedModel, Strategy, WorkerView
 from offbeat.transport.handle import Completed
 
 # With error feedback the pipeline adds up ‖u‖² and ‖D‖² over the landings, where D is the mean
@@ -31,12 +31,10 @@ class QueuedLaunch:
         part: Index of the part.
         round: The round that decided the launch. The sum of its votes contains Σ w, the sum of the
             workers' weights.
-        precision: Precision of this launch. None: the precision given to ``attach``.
     """
 
     part: int
     round: Round
-    precision: Precision | None
 
 
 @dataclass
@@ -87,9 +85,6 @@ class Pipeline:
         self._view, self._check = view, check
         self.changed, self.report_non_finite = True, False
         self.state = PipelineState(parts)
-        # For each part, the step of the launch that landed last, and of the one before it.
-        self._landed_steps = [worker.step] * len(parts)
-        self._received_steps = [*self._landed_steps]
         view.count = len(self.state.parts)
 
     @property
@@ -112,16 +107,6 @@ class Pipeline:
         """True if the model contains local changes that were not sent (``lands=0``: not landed)."""
         step = self._worker.step
         return self._worker.touched or any(step > part.synced_step for part in self.parts)
-
-    @property
-    def received_step(self) -> int:
-        """Newest local step up to which all workers have received the changes of this worker.
-
-        A worker launches a part again only after the part has landed. So when a part lands here,
-        its previous launch has landed on all workers. After a checkpoint was loaded the result may
-        be too small, until each part has landed twice.
-        """
-        return min(self._received_steps)
 
     def step_skipped(self) -> None:
         """Do not count the current step as unsynchronized: it has not changed the model."""
@@ -151,14 +136,11 @@ class Pipeline:
 
     # -- launching -------------------------------------------------------------------------------
 
-    def add(self, launch: Launch, round: Round) -> None:
-        """Queue the launches of a round: the next ``launch.parts`` parts in cyclic order."""
+    def add(self, parts: float, round: Round) -> None:
+        """Queue the launches of a round: the next ``parts`` parts in cyclic order, or all (inf)."""
         state, count = self.state, len(self.parts)
-        number = count if launch.parts == math.inf else int(launch.parts)
-        state.queue += [
-            QueuedLaunch((state.next_part + i) % count, round, launch.precision)
-            for i in range(number)
-        ]
+        number = count if parts == math.inf else int(parts)
+        state.queue += [QueuedLaunch((state.next_part + i) % count, round) for i in range(number)]
         state.next_part = (state.next_part + number) % count
         self._update_view()
 
@@ -208,7 +190,6 @@ class Pipeline:
             buffer_weight=buffer_weight,
             step=worker.step,
             what=f"launch {view.launches} (part {queued.part}) at step {worker.step}",
-            precision=queued.precision,
             outer_step=outer_step,
         )
         if not shared.blocking:
@@ -261,9 +242,7 @@ class Pipeline:
         else:
             part.discard()
         self._spend(began)
-        landed = state.in_flight.pop(0)
-        self._received_steps[landed] = self._landed_steps[landed]
-        self._landed_steps[landed] = part.launched_step
+        state.in_flight.pop(0)
         self._update_view()
         view.landings += 1
         view.fresh_step = max(view.fresh_step, part.launched_step)

@@ -74,7 +74,6 @@ def require_abilities(
                     "one worker per node; leave it out, or use a strategy to train with"
                 )
         return
-    _require_wire(strategy, wire, averages, nodes=nodes)
     if adam_correction and isinstance(averages, Gradients):
         raise AttachError(
             f"adam_correction with {strategy}: the workers average gradients, so each Adam steps "
@@ -104,47 +103,12 @@ def require_abilities(
         )
 
 
-def _require_wire(
-    strategy: Strategy, wire: Precision, averages: SharedModel | Gradients, *, nodes: bool
-) -> None:
-    if wire != "auto" or chooses_precision(strategy):
-        return
-    if isinstance(averages, SharedModel) and averages.error_feedback:
-        raise ValueError(
-            f'wire="auto" with {strategy}: a fixed schedule gives the same bits in every run, and '
-            "a precision chosen by measurement would not. Name a precision"
-        )
-    if nodes:
-        raise AttachError(
-            'wire="auto" with node_group: the precision follows from the time that each worker '
-            "waits, which differs inside a node. Name a precision"
-        )
-
-
-def chooses_precision(strategy: Strategy) -> bool:
-    """Return True if under ``wire="auto"`` the strategy chooses the precision of each launch."""
-    averages = strategy.averages()
-    return isinstance(averages, SharedModel) and averages.error_feedback and averages.eager
-
-
 def repeatable(strategy: Strategy) -> bool:
     """Return True if results do not depend on when messages arrive. False for a ``CustomFlow``."""
     averages = strategy.averages()
     if isinstance(averages, CustomFlow):
         return False
     return isinstance(averages, Gradients) or not averages.eager
-
-
-def require_blocking(strategy: Strategy, what: str) -> None:
-    """Raise AttachError unless the workers of ``strategy`` wait for each mean.
-
-    ``what`` names a feature in which all workers wait for each other in every step.
-    """
-    if not strategy.averages().blocking:
-        raise AttachError(
-            f"{what} with {strategy}: its workers do not wait for each other, as {what} requires "
-            "in every step; use BSP, LocalSGD, SelSync, FedAvg, or DiLoCo without overlap"
-        )
 
 
 def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:

@@ -1,0 +1,64 @@
+"""How commands are declared, those of the laboratory included."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec
+
+import typer.core
+
+Options = ParamSpec("Options")
+
+
+def implemented_in(
+    module: str, *, loads_files: bool = True
+) -> Callable[[Callable[Options, None]], Callable[Options, None]]:
+    """Return a decorator that makes a command call its implementation.
+
+    The decorated function only declares a command: its options and help text. The implementation
+    is the function with the same name in ``module``, which is imported when the command runs. Help
+    and shell completion are fast this way, because they do not import torch.
+
+    Args:
+        module: Name of the module in full.
+        loads_files: True if the command can import a recipe or a strategy of the user.
+    """
+
+    def decorate(function: Callable[Options, None]) -> Callable[Options, None]:
+        @wraps(function)
+        def command(*args: Options.args, **values: Options.kwargs) -> None:
+            # Console scripts and `python -P` do not add the current directory to the path.
+            if loads_files and "" not in sys.path and os.getcwd() not in sys.path:
+                sys.path.insert(0, os.getcwd())
+            implementation = importlib.import_module(module)
+            getattr(implementation, function.__name__)(*args, **values)
+
+        return command
+
+    return decorate
+
+
+class Command(typer.core.TyperCommand):
+    """A command that refuses an option given twice. Typer would ignore all values but the last.
+
+    Its help lists ``--help`` in the last panel, not in one of its own before the others.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments. Raise ValueError if an option with a single value is repeated."""
+        if not ctx.resilient_parsing:  # not while a shell completes the line
+            _, _, given = self.make_parser(ctx).parse_args(args=[*args])
+            for parameter in given:
+                if given.count(parameter) > 1 and not parameter.multiple:
+                    raise ValueError(f"{parameter.opts[0]} is given twice: give it once")
+        return super().parse_args(ctx, args)
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return the option ``--help``."""
+        shown: Any = super().get_help_option(ctx)
+        panels = [getattr(parameter, "rich_help_panel", None) for parameter in self.params]
+        if shown is not None:
+            shown.rich_help_panel = next(filter(None, reversed(panels)), None)
+        return shown

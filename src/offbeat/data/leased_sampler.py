@@ -1,0 +1,470 @@
+"""A batch sampler whose workers take as many batches of each epoch as they can train on."""
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Sampler
+
+from offbeat.arguments import require_integer
+from offbeat.data.leases import Leases, Queue, Range, Report, count, without
+from offbeat.errors import AttachError
+from offbeat.synchronizer import Synchronizer, components_of
+from offbeat.transport.host import Promise
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What determines the batches of every epoch. Equal on all workers."""
+
+    samples: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+    drop_last: bool
+    total_batches: int | None
+
+    @property
+    def batches(self) -> int:
+        """Number of batches in an epoch, without ``total_batches``."""
+        whole = self.samples // self.batch_size
+        return whole if self.drop_last else math.ceil(self.samples / self.batch_size)
+
+    def batches_of(self, epoch: int) -> int:
+        """Return the number of batches in an epoch. 0 if ``total_batches`` are used up."""
+        if self.total_batches is None:
+            return self.batches
+        return max(0, min(self.batches, self.total_batches - epoch * self.batches))
+
+    def order(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Return the samples of an epoch in their order, the same as in ``DistributedSampler``."""
+        if not self.shuffle:
+            return np.arange(self.samples)
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        order: npt.NDArray[np.int64] = torch.randperm(
+            self.samples, generator=generator, device="cpu"
+        ).numpy()
+        return order
+
+
+class LeasedSampler(Sampler[list[int]]):
+    """Divides each epoch among the workers as they train: a faster worker takes more batches.
+
+    The samples of an epoch are shuffled, in the same way on all workers, and cut into batches.
+    Each worker takes chunks of consecutive batches from a queue in the store that the workers
+    share. It fetches the next chunk in the background while it trains on the one before. The chunks
+    become shorter towards the end of an epoch. A worker that finds the queue empty continues with
+    the next epoch and does not wait.
+
+    **Guarantees.** If no worker is lost, every sample is used exactly once per epoch, by one
+    worker. In *elastic training* (``min_workers``) every sample is used at least once per epoch:
+    the workers wait for each other at the end of an epoch, in a ``consensus``, and train on the
+    chunks that lost workers had taken and not completed. Some of these samples may be used
+    twice; ``repeated`` counts them. Steps of a lost worker that no mean over the workers contains
+    are lost, and so is a step that a membership change makes a worker skip. They are not repeated.
+
+    **Use** as a batch sampler, with a ``LeasedLoader`` around the DataLoader, which tells the
+    sampler which batches were trained on::
+
+        sampler = LeasedSampler(dataset, batch_size=32, sync=sync)
+        loader = LeasedLoader(DataLoader(dataset, batch_sampler=sampler))
+        for epoch in range(sampler.epoch, epochs):
+            sampler.set_epoch(epoch)
+            for batch in loader:
+                ...
+
+    **Steps.** Workers take different numbers of steps, so a schedule of the learning rate should
+    follow ``progress``. Strategies that wait for all workers in every round keep the workers in
+    lock step, so the workers take equal shares again.
+
+    Args:
+        dataset: Any object with a length.
+        batch_size: Number of samples in a batch (≥ 1).
+        sync: The synchronizer that ``attach`` returned. Its workers share the samples.
+        shuffle: True to shuffle in every epoch, in the order of ``DistributedSampler``.
+        seed: Seed of the shuffle, equal on all workers.
+        drop_last: True to leave out the last batch of an epoch if it is smaller.
+        total_batches: Number of batches that all workers use together in the whole training. The
+            epochs end when they are used up. None: no limit.
+
+    Attributes:
+        sync: The synchronizer.
+        epoch: Number of the epoch of the next iteration. An iteration to the end adds 1.
+            A worker that joins a training starts from the epoch that the others train on.
+        batches: Number of batches that all workers use together in an epoch.
+        repeated: Number of samples that this worker has taken over from lost workers. A lost worker
+            may have used them before.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of its range, or an epoch has no batch.
+        AttachError: After ``finish`` or ``detach``, or the synchronizer has nodes of workers.
+        OffbeatError: The workers have no store, as with a custom ``Transport``.
+
+    All workers create their samplers in the same order. If the settings differ between workers, the
+    first iteration raises a ``MismatchError``. If the store does not answer within
+    ``timeout_seconds``, an iteration raises a ``CommunicationError``.
+
+    *Communication*: one round trip to the store for each chunk, in the background except for the
+    first one of an epoch. In elastic training also one consensus, and a few round trips for each
+    worker, at the end of an epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        *,
+        sync: Synchronizer,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        total_batches: int | None = None,
+    ) -> None:
+        require_integer("batch_size", batch_size, least=1)
+        require_integer("seed", seed, least=0)
+        if total_batches is not None:
+            require_integer("total_batches", total_batches, least=1)
+        samples = len(dataset)
+        self._settings = _Settings(samples, batch_size, shuffle, seed, drop_last, total_batches)
+        self.batches = self._settings.batches
+        if not self.batches:
+            dropped = " after drop_last" if drop_last else ""
+            raise ValueError(f"{samples} samples give no batch of {batch_size}{dropped}")
+        components = components_of(sync, "LeasedSampler")
+        team = self._team = components.team
+        if team.node is not None:
+            raise AttachError(
+                "LeasedSampler with node_group: the workers of a node must take equally many "
+                "steps; give them equal shares of the data"
+            )
+        self.sync, self.epoch, self.repeated = sync, 0, 0
+        self._elastic = components.views is not None
+        board = team.communicator.board(f"LeasedSampler/{components.leased_samplers}")
+        self._leases = Leases(team, board)
+        components.leased_samplers += 1
+        components.worker.leases_data = True
+        self._resumed: dict[int, list[Range]] = {}  # what a checkpoint has left of some epochs
+        self._queue: Queue | None = None  # None between two epochs
+        self._order = np.arange(0)  # samples of the epoch in progress
+        self._ahead: Promise[tuple[int, list[Range]]] | None = None  # the next chunk
+        self._least = 1  # least number of batches of a chunk
+        self._ready: deque[tuple[int, float]] = deque()  # taken batches, each with its progress
+        self._drawn = 0  # number of these that the running iteration has drawn
+        self._in_use: deque[tuple[int, int]] = deque()  # handed out, each with the steps before it
+        self._done: dict[int, list[Range]] = {}  # batches that were trained on, by epoch
+        self._begun: int | None = None  # number of the epoch that was begun last
+        self._ended = -1  # number of the last epoch that was used up
+        self._progress = 0.0
+        self._has_loader = False
+        if not components.unfinished.steps:
+            sync.share_state(self._values_for_joining, self._join)
+
+    # -- epochs ----------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch of this worker if all are equally fast."""
+        return math.ceil(self.batches / self._team.size)
+
+    @property
+    def progress(self) -> float:
+        """Estimated number of epochs that all workers together have done.
+
+        It belongs to the newest batch and increases with each batch, on every worker at about the
+        same time. It is an estimate, because the other workers are in the middle of their chunks.
+        """
+        return self._progress
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next epoch, which determines the shuffle.
+
+        Raises:
+            ValueError: The samples of this epoch are used up.
+        """
+        require_integer("epoch", epoch, least=0)
+        if epoch <= self._ended:
+            raise ValueError(
+                f"epoch {epoch} is used up, the next one is {self._ended + 1}: create a new "
+                "LeasedSampler to train on it again"
+            )
+        self.epoch = epoch
+
+    def _values_for_joining(self) -> dict[str, Any]:
+        """Return what a worker that joins needs: the epoch that was begun last, and ``_resumed``.
+
+        The scripts of all workers may enter ``consensus`` after each epoch. A worker that joins
+        while the others wait there has to enter this consensus, too. So it starts from the epoch
+        that they have just ended, although no batch of it is left.
+        """
+        epoch = self.epoch if self._begun is None else self._begun
+        return {"epoch": epoch, "resumed": self._resumed}
+
+    def _join(self, values: dict[str, Any]) -> None:
+        self.epoch, self._resumed = values["epoch"], values["resumed"]
+        self._progress = float(self.epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Iterate over the batches of this worker, as lists of samples. Blocks if none is ready.
+
+        After an iteration that was left early, the next one of the same epoch continues it.
+        """
+        if self._elastic and not self._has_loader:
+            raise AttachError(
+                "a LeasedSampler in elastic training needs a LeasedLoader around the DataLoader, "
+                "so that the samples of lost workers are used: LeasedLoader(DataLoader(dataset, "
+                "batch_sampler=sampler))"
+            )
+        if self._queue is None or self._queue.epoch != self.epoch:
+            self._begin(self.epoch)
+        self._drawn = 0
+        size = self._settings.batch_size
+        while self._drawn < len(self._ready) or self._take():
+            number, _ = self._ready[self._drawn]
+            self._drawn += 1
+            if not self._has_loader:
+                self.hand_out()
+            yield self._order[number * size : (number + 1) * size].tolist()
+        if not self._has_loader:
+            self.end_queue()
+
+    def _begin(self, epoch: int) -> None:
+        if self._begun is None:
+            self._leases.require_equal(str(self._settings))
+        self._begun = epoch
+        self._ready.clear()
+        self._in_use.clear()
+        self._order = self._settings.order(epoch)
+        self._open(Queue(epoch, 0, self._batches_of(epoch)))
+
+    def _batches_of(self, epoch: int) -> list[Range]:
+        return self._resumed.get(epoch, [(0, self._settings.batches_of(epoch))])
+
+    def _open(self, queue: Queue) -> None:
+        self._queue, self._ahead = queue, None
+
+    # -- chunks ----------------------------------------------------------------------------------
+
+    def _take(self) -> bool:
+        """Take the chunk that was fetched, and fetch another one. Returns False if there is none.
+
+        Blocks until the chunk is there.
+        """
+        queue = self._queue
+        assert queue is not None
+        if self._ahead is None:
+            self._ahead = self._fetch(queue)
+        else:  # a chunk should last until the next one is there
+            self._least = max(1, self._least - 1 if self._ahead.fulfilled else 2 * self._least)
+        position, chunk = self._leases.result(self._ahead)
+        if not chunk:
+            return False
+        settings, workers = self._settings, self._team.size
+        last = settings.batches_of(queue.epoch)
+        # If all workers are equally fast, all have done as many batches of their chunks.
+        done = last - count(queue.ranges) + position
+        for number in (number for start, end in chunk for number in range(start, end)):
+            done += workers
+            self._ready.append((number, queue.epoch + min(last, done) / settings.batches))
+            if queue.number:
+                size = settings.batch_size
+                self.repeated += min(size, settings.samples - number * size)
+        self._ahead = self._fetch(queue)
+        return True
+
+    def _fetch(self, queue: Queue) -> Promise[tuple[int, list[Range]]]:
+        components_of(self.sync, "LeasedSampler")  # raises after the end of training
+        return self._leases.fetch(queue, self._least, self._report() if self._elastic else None)
+
+    def count_by_loader(self) -> None:
+        """Let a loader call ``hand_out`` and ``end_queue``. Otherwise drawn batches count."""
+        self._has_loader = True
+
+    def hand_out(self) -> None:
+        """Note that the training loop receives a batch, the oldest one drawn. Never blocks."""
+        number, progress = self._ready.popleft()
+        self._drawn -= 1
+        self._progress = max(self._progress, progress)
+        self._note_done(self.sync.step)
+        self._in_use.append((number, self.sync.step))
+
+    def _note_done(self, steps: float) -> None:
+        """Note that the batches that were handed out before the last of ``steps`` are done."""
+        assert self._queue is not None
+        done = self._done.setdefault(self._queue.epoch, [])
+        while self._in_use and self._in_use[0][1] < steps:
+            number, _ = self._in_use.popleft()
+            if done and done[-1][1] == number:
+                done[-1] = (done[-1][0], number + 1)
+            else:
+                done.append((number, number + 1))
+
+    # -- the end of an epoch ---------------------------------------------------------------------
+
+    def end_queue(self) -> bool:
+        """Handle the end of the queue, after training on all batches of this worker.
+
+        In elastic training it waits until all workers have done so. Returns True if the next
+        iteration has batches of the same epoch, which lost workers have left.
+        """
+        queue = self._queue
+        assert queue is not None
+        self._note_done(math.inf)  # also batches without a step
+        if self._elastic and (left := self._agree_on_left()):
+            self._open(Queue(queue.epoch, queue.number + 1, left))
+            return True
+        self._ended, self.epoch, self._queue = queue.epoch, queue.epoch + 1, None
+        return False
+
+    def _agree_on_left(self) -> list[Range]:
+        """Return what lost workers have left of the epoch. All workers return the same.
+
+        In ``consensus`` this worker takes part in the rounds of the workers that still train. One
+        of these may also evaluate in a ``consensus`` in the middle of the epoch. So the reports
+        tell whether all workers have reached the end.
+        """
+        report = self._report(waits=True)
+        whole = self._batches_of(report.epoch)
+        left = self._leases.next_queue(report, whole, None)
+        while left is None:
+            with self.sync.consensus():
+                pass
+            # A worker that has called ``finish`` takes no further batch: do not wait for it.
+            complete = components_of(self.sync, "LeasedSampler").consensus.complete
+            left = self._leases.next_queue(report, whole, self._team.members if complete else ())
+        return left
+
+    def _report(self, *, waits: bool = False) -> Report:
+        queue = self._queue
+        assert queue is not None
+        done = tuple(self._done.get(queue.epoch, ()))
+        return Report(queue.epoch, queue.number, waits, done)
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the batches that are left, the same on all workers, for a checkpoint.
+
+        A collective: all workers call it, each after any number of steps, inside or outside of
+        ``sync.consensus()``. Outside, it enters one. A batch that was handed out counts as used if
+        the worker has taken a step since. Any number of workers can continue from the state.
+
+        Raises:
+            AttachError: after ``finish`` or ``detach``.
+            CheckpointError: another worker has called ``finish``.
+            CommunicationError: a worker was lost meanwhile.
+        """
+        what = "LeasedSampler.state_dict()"
+        components = components_of(self.sync, what)
+        if not components.iteration.shows_consensus:
+            with self.sync.consensus():
+                return self.state_dict()
+        components.consensus.require_complete(what)
+        if self._queue is not None:
+            self._note_done(self.sync.step)
+        epochs = self._gather(self.epoch if self._queue is None else self._queue.epoch)
+        span = range(min(epochs), max([*epochs, *self._resumed]) + 1)
+        done = {epoch: self._done.get(epoch, []) for epoch in span}
+        if self._elastic:  # what lost workers have done
+            done = {epoch: [*own, *self._leases.reported(epoch)] for epoch, own in done.items()}
+        every = self._gather([*done.values()])
+        left = {
+            epoch: without(self._batches_of(epoch), (tuple(each) for one in parts for each in one))
+            for epoch, *parts in zip(span, *every, strict=True)
+        }
+        return {
+            **vars(self._settings),
+            "epoch": next((epoch for epoch in span if left[epoch]), span[-1]),
+            "left": {str(epoch): ranges for epoch, ranges in left.items()},
+        }
+
+    def _gather(self, value: object) -> list[Any]:
+        """Return the values of all workers. A collective."""
+        payload = json.dumps(value).encode()
+        with self._team.account.paused():
+            texts = self._team.communicator.gather_bytes(payload, what="data in use")
+        return [json.loads(text) for text in texts]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a result of ``state_dict``. All workers call it before their first epoch.
+
+        Then iterate from the epoch ``sampler.epoch`` on.
+
+        Raises:
+            ValueError: The state has other settings than this sampler, or an epoch has begun.
+        """
+        if self._begun is not None:
+            raise ValueError("load_state_dict() after the first epoch has begun: call it before")
+        for name, value in vars(self._settings).items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"the state was saved with {name}={state.get(name)!r}, this sampler has "
+                    f"{name}={value!r}"
+                )
+        left = {int(number): ranges for number, ranges in state["left"].items()}
+        resumed = {epoch: [(a, b) for a, b in ranges] for epoch, ranges in left.items()}
+        self._join({"epoch": state["epoch"], "resumed": resumed})
+        self._ended = self.epoch - 1
+
+
+class LeasedLoader(Iterable[Any]):
+    """Wraps a DataLoader whose batches come from a ``LeasedSampler``.
+
+    A DataLoader with worker processes (``num_workers``) draws batches from the sampler ahead of
+    use. This class tells the sampler which of them the training loop has received. So a lost worker
+    or a checkpoint does not count batches as used that were only read ahead. The sampler takes
+    chunks in the main process. At the end of training a fast worker may end earlier than a slow
+    one, by up to the number of batches that the slow one has read ahead.
+
+    In elastic training, an iteration ends when all workers have used the samples of the epoch, and
+    also those that lost workers have left. All workers iterate to the end. They call ``consensus``
+    equally often, and enter other collectives only between two epochs.
+
+    Args:
+        loader: A DataLoader with ``batch_sampler=sampler``, or with ``batch_size=None`` and
+            ``sampler=sampler``.
+
+    Attributes:
+        loader: The wrapped loader.
+        sampler: Its ``LeasedSampler``.
+
+    Raises:
+        TypeError: The loader has no ``LeasedSampler``.
+        ValueError: The loader returns other batches than the sampler, or in another order.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        candidates = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
+        found = next((each for each in candidates if isinstance(each, LeasedSampler)), None)
+        if found is None:
+            raise TypeError(
+                "loader must be a DataLoader with batch_sampler=LeasedSampler(…), got "
+                f"{type(loader).__name__} with {candidates[0]!r}"
+            )
+        if found is candidates[1] and getattr(loader, "batch_size", None) is not None:
+            raise ValueError(
+                "the loader joins batches of the LeasedSampler to larger ones: pass it as "
+                "batch_sampler=, or as sampler= with batch_size=None"
+            )
+        if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+            raise ValueError("in_order=False changes the order of the batches: leave it out")
+        self.loader, self.sampler = loader, found
+        found.count_by_loader()
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch of this worker if all are equally fast."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the batches that this worker takes in this epoch."""
+        more = True
+        while more:
+            for batch in self.loader:
+                self.sampler.hand_out()
+                yield batch
+            more = self.sampler.end_queue()

@@ -1,0 +1,31 @@
+"""Baselines: published strategies to compare with.
+
+They take no ``wire``: the algorithm itself determines what its messages contain. They need a fixed
+set of workers.
+"""
+
+from collections.abc import Mapping
+
+from offbeat.strategies import Strategy, registry
+from offbeat_lab.baselines.downpour import Downpour
+from offbeat_lab.baselines.easgd import EASGD
+from offbeat_lab.baselines.fedavg import FedAvg
+from offbeat_lab.baselines.powersgd import PowerSGD
+from offbeat_lab.baselines.sparseloco import SparseLoCo
+from offbeat_lab.baselines.ssp import SSP
+
+__all__ = [
+    "EASGD",
+    "SSP",
+    "STRATEGIES",
+    "Downpour",
+    "FedAvg",
+    "PowerSGD",
+    "SparseLoCo",
+]
+
+STRATEGIES: Mapping[str, type[Strategy]] = {
+    **registry.STRATEGIES,
+    **{s.name: s for s in (FedAvg, SSP, Downpour, EASGD, SparseLoCo, PowerSGD)},
+}
+"""Strategy classes by name: the strategies of Offbeat, and the baselines."""

@@ -1,0 +1,282 @@
+"""Downpour SGD: workers push gradients to a parameter server and fetch its model.
+
+Symbols: x is a worker's local model, z the server's model. η and λ are the worker's learning rate
+and weight decay. N is the number of workers. G is the sum of the scaled gradients that a worker has
+not pushed yet. ``server_strategy.py`` explains the terms of parameter servers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from offbeat.averaging.buckets import as_real, pack_mixed, unpack
+from offbeat.averaging.worker import AttachedOptimizer
+from offbeat.checkpoint.state import transient
+from offbeat.errors import AttachError
+from offbeat.strategies.base import setting
+from offbeat_lab.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
+from offbeat_lab.baselines.shard import Rule
+
+
+def _require_unchanged_gradients(group: dict[str, Any]) -> None:
+    """Raise AttachError if SGD with Nesterov momentum overwrites the gradients that G needs.
+
+    Its loops over all tensors at once do, which are torch's default on a GPU.
+    """
+    on_gpu = any(parameter.is_cuda for parameter in group["params"])
+    if group.get("foreach") or (on_gpu and not group.get("fused")):
+        raise AttachError(
+            "downpour cannot read the gradients of SGD(nesterov=True, foreach=True), which "
+            "overwrites them: give foreach=False"
+        )
+
+
+@dataclass(eq=False)
+class SGDRule(Rule):
+    """z ← z − lr·G, as in ``torch.optim.SGD``."""
+
+    lr: float = transient(default=1.0)
+
+    @override
+    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
+        shard.add_(values, alpha=-self.lr)
+
+
+@dataclass(eq=False)
+class AdagradRule(Rule):
+    """q ← q + G²;  z ← z − lr·G/(√q + 1e-10), as in ``torch.optim.Adagrad``. ``squares`` is q."""
+
+    lr: float = transient(default=1.0)
+    squares: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+
+    @override
+    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
+        self.squares.addcmul_(values, values)
+        shard.addcdiv_(values, self.squares.sqrt().add_(1e-10), value=-self.lr)
+
+
+@dataclass
+class DownpourState(ServerState):
+    """State of a ``DownpourFlow``.
+
+    Attributes:
+        gradients: G as one vector.
+        requested: x at the last request for z.
+        requested_step: ``steps`` at the last request for z.
+        push_due: True if the next request must push G.
+        fetch_due: True if the next request must pull z.
+        fetching: True if the last request pulls z.
+    """
+
+    gradients: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    requested: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    requested_step: int = 0
+    steps: int = 0
+    push_due: bool = False
+    fetch_due: bool = False
+    fetching: bool = False
+
+
+class DownpourFlow(ServerFlow):
+    """Handles the events of a training step for ``Downpour``."""
+
+    uses_gradients = True
+    strategy: "Downpour"
+    state: DownpourState
+
+    @override
+    def rule(self, shard: Tensor) -> Rule:
+        lr = 1.0 if self.strategy.server_lr is None else self.strategy.server_lr
+        if self.strategy.server_optimizer == "adagrad":
+            return AdagradRule(lr, torch.zeros_like(shard))
+        return SGDRule(lr)
+
+    @override
+    def initial_state(self, model: Tensor) -> DownpourState:
+        self._decayed: set[int] = set()  # indices of optimizers whose λx was added in this step
+        self._offsets: dict[int, int] = {}  # offset in G of each parameter, by its id()
+        offset = 0
+        for tensor in self.tensors:
+            self._offsets[id(tensor)] = offset
+            offset += as_real(tensor.detach()).numel()
+        return DownpourState(gradients=torch.zeros_like(model), requested=model.clone())
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    @override
+    def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        """Add the weight decay term λx to G, before the optimizer changes x."""
+        # If a GradScaler skipped the previous step, λx was already added then.
+        if optimizer.index not in self._decayed:
+            self._decayed.add(optimizer.index)
+            for group, parameter, scale in self._with_gradient(optimizer):
+                decay = float(group.get("weight_decay", 0.0))
+                if decay:
+                    value = as_real(parameter.detach())
+                    self._add(parameter, value, scale * decay)
+        return False
+
+    @override
+    def optimizer_stepped(self, optimizer: AttachedOptimizer) -> None:
+        """Add the gradients that the optimizer has just used to G."""
+        self._decayed.discard(optimizer.index)
+        for group, parameter, scale in self._with_gradient(optimizer):
+            gradient = parameter.grad
+            assert gradient is not None
+            gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
+            sign = -1 if group.get("maximize") else 1
+            self._add(parameter, gradient, sign * scale)
+
+    def _with_gradient(
+        self, optimizer: AttachedOptimizer
+    ) -> Iterator[tuple[dict[str, Any], nn.Parameter, float]]:
+        """Yield (parameter group, parameter, factor in G) for each parameter with a gradient.
+
+        The factor is 1 with ``server_lr``, and otherwise η/N.
+        """
+        for group in optimizer.optimizer.param_groups:
+            if group.get("nesterov") and group.get("foreach") is not False:
+                _require_unchanged_gradients(group)
+            scale = 1.0
+            if self.strategy.server_lr is None:
+                scale = float(group["lr"]) / self.worker.size
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) in self._offsets:
+                    yield group, parameter, scale
+
+    def _add(self, parameter: nn.Parameter, value: Tensor, factor: float) -> None:
+        """Add ``factor · value`` to the part of G, on the CPU, that belongs to ``parameter``."""
+        offset = self._offsets[id(parameter)]
+        part = self.state.gradients[offset : offset + value.numel()].view(value.shape)
+        part.add_(value.to(part.device), alpha=factor)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    @override
+    def step_ended(self) -> bool:
+        """Start a request if one is due, without waiting for answers. True if z has arrived."""
+        state, strategy = self.state, self.strategy
+        state.steps += 1
+        state.unpushed += 1
+        state.push_due = state.push_due or state.steps % strategy.push_every == 0
+        state.fetch_due = state.fetch_due or state.steps % strategy.fetch_every == 0
+        fetched = self._take()
+        self._send()
+        # The answer has arrived already if this rank holds the only shard.
+        fetched = self._take() or fetched
+        self.report()
+        return fetched
+
+    def _take(self) -> bool:
+        """If z has arrived, x ← z + (x − x at the request), and return True."""
+        state, server = self.state, self.server
+        if server.take() is None or not state.fetching:
+            return False
+        if state.steps > state.requested_step:
+            _replace(self.tensors, state.requested, server.vector)
+        else:
+            unpack(server.vector, self.tensors)
+        return True
+
+    def _send(self) -> None:
+        """Start a request if a push or a fetch is due and no request is in flight."""
+        state, server = self.state, self.server
+        push, fetch = state.push_due, state.fetch_due
+        if not server.idle or not (push or fetch):
+            return
+        if push:
+            self.stage_push(self.state.gradients)
+        if fetch:
+            pack_mixed(self.tensors, state.requested)
+            state.requested_step = state.steps
+        server.start("push" if not fetch else "push_pull" if push else "pull")
+        state.fetching, state.push_due, state.fetch_due = fetch, False, False
+
+    @override
+    def flush(self) -> None:
+        """Wait for the answer to the request in flight, then start a push of the rest of G."""
+        if self.state.unpushed:
+            self.server.await_answer()
+            self._take()
+            self.stage_push(self.state.gradients)
+            self.server.start("push")
+            self.state.fetching = False
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Downpour(ServerStrategy):
+    """Workers train locally, push accumulated gradients to a server, and fetch its model.
+
+    **Update** of a worker with the local model x. T is the step of its optimizer with the gradient
+    g, the learning rate η and the weight decay λ. z is the server's model, N the number of workers,
+    and G the sum of the scaled gradients since the last push:
+
+        x ← T(x, g);  G ← G + η·(g + λx)/N        with server_lr: G ← G + (g + λx)
+        if z has arrived:     x ← z + (x − x at the request for z)
+        every n_push steps:   send G;  G ← 0;  the server: z ← z − G
+                                               with server_lr: one step of its optimizer on G
+        every n_fetch steps:  request z
+
+    The worker computes while a request is in flight. At most one request is in flight. Pushes and
+    fetches that become due meanwhile are part of the next request, and G continues to grow.
+
+    By default G contains the factor η, so that schedules and the learning rates of parameter groups
+    take effect. The division by N gives η the same meaning as under BSP, where the gradients of all
+    workers are averaged in every step. With ``server_lr`` only the server applies a learning rate.
+
+    Args:
+        push_every: Steps between two pushes, n_push ≥ 1.
+        fetch_every: Steps between two fetches, n_fetch ≥ 1.
+        server_optimizer: "sgd", or "adagrad", which requires ``server_lr``.
+        server_lr: Learning rate of the server's optimizer, > 0. It is not divided by N, although N
+            workers push N times as often as one. None: the worker applies its learning rate.
+        servers: See ``ServerStrategy``.
+
+    *Communication*: G every n_push steps and the model every n_fetch steps, or less often if the
+    network is too slow. *Memory*: three flat copies of the model: G, the buffer of the request,
+    and x at the last request. If all ranks are servers, a rank's shard and its buffers add up to
+    one more copy. A server also stores the state of its optimizer. *State*: G, x at the request,
+    the counters, this rank's shard of z and the state of its optimizer.
+
+    On ranks with a shard, ``Stats.details`` contains the staleness of the pushes to it. The
+    staleness of a push is the number of pushes by other workers since the last fetch of the worker
+    that pushes.
+
+    *Differs from the paper*: a worker adds to z the steps that it has taken while z was in flight.
+    In the paper z replaces x, which loses these steps. ``finish`` pushes the rest of G. There is no
+    warm-up with a single worker.
+
+    Source: Dean et al., "Large scale distributed deep networks", NeurIPS 2012, §4.1 and
+    Algorithm 7.1.
+    """
+
+    name: ClassVar[str] = "downpour"
+    flow: ClassVar[type[ServerFlow]] = DownpourFlow
+    push_every: int = setting(1, least=1)
+    fetch_every: int = setting(1, least=1)
+    server_optimizer: Literal["sgd", "adagrad"] = "sgd"
+    server_lr: float | None = setting(None, above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.server_lr is None and self.server_optimizer == "adagrad":
+            raise ValueError(
+                'server_optimizer="adagrad" requires server_lr, usually larger than the learning '
+                "rate of SGD, for example 0.1"
+            )
+
+
+def _replace(tensors: Sequence[Tensor], requested: Tensor, new: Tensor) -> None:
+    """tensors ← new + (tensors − requested), computed in the dtype of ``new``."""
+    with torch.no_grad():
+        offset = 0
+        for tensor in tensors:
+            target = as_real(tensor.detach())
+            place = slice(offset, offset + target.numel())
+            steps = target.to(new) - requested[place].view(target.shape)
+            target.copy_(steps.add_(new[place].view(target.shape)))
+            offset += target.numel()

@@ -1,0 +1,278 @@
+"""Base classes of the strategies with a parameter server: settings, flow and state.
+
+The vector of all parameters is divided into *shards*, stored on one or more ranks. A ``Rule``
+applies the workers' pushes to a shard. A consensus shows the server's model.
+``offbeat.strategies.base`` explains the other terms.
+"""
+
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from offbeat.arguments import require_integer
+from offbeat.averaging.buckets import as_real, pack_mixed, staging_dtype, unpack
+from offbeat.averaging.flow import Flow
+from offbeat.averaging.norm import squared_norm
+from offbeat.averaging.votes import Round
+from offbeat.averaging.worker import AttachedOptimizer, Worker
+from offbeat.errors import OffbeatError
+from offbeat.strategies.base import CustomFlow, Strategy
+from offbeat_lab.baselines.parameter_server import ParameterServer
+from offbeat_lab.baselines.shard import Rule
+
+logger = logging.getLogger("offbeat")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ServerStrategy(Strategy):
+    """Base class of strategies in which each worker exchanges values with a parameter server.
+
+    The server's model is the result of training: ``consensus`` gives it to all workers temporarily,
+    ``finish`` permanently. ``consensus`` leaves out the steps that a worker has not pushed;
+    ``finish`` pushes them first. The server holds no buffers. ``consensus`` and ``finish`` average
+    floating-point and complex buffers over the workers, and set signed integer buffers to their
+    maximum.
+
+    Args:
+        servers: Ranks among which the server's model is divided, for example ``(0, 1)``, or ``0/1``
+            on a command line. None: all ranks, so that the traffic is spread over all links.
+    """
+
+    flow: ClassVar[type["ServerFlow"]]
+    """Subclass of ``ServerFlow`` that drives the strategy on each worker."""
+
+    servers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.servers is None:
+            return
+        if isinstance(self.servers, int) and not isinstance(self.servers, bool):
+            object.__setattr__(self, "servers", (self.servers,))
+        if not isinstance(self.servers, tuple):
+            raise TypeError(f"servers must be a tuple of ranks, got {self.servers!r}")
+        for rank in self.servers:
+            require_integer("a rank in servers", rank, least=0)
+        if not self.servers or len(set(self.servers)) < len(self.servers):
+            raise ValueError(f"servers must be one or more different ranks, got {self.servers}")
+
+    @override
+    def averages(self) -> CustomFlow:
+        return CustomFlow(self.flow, self._check_run)
+
+    def _check_run(self, workers: int) -> None:
+        """Raise unless these workers can train with the strategy; see ``CustomFlow``."""
+        if self.servers is not None and max(self.servers) >= workers:
+            raise ValueError(
+                f"servers={self.servers} contains a rank that does not exist: with {workers} "
+                f"workers the ranks are 0 to {workers - 1}"
+            )
+
+
+@dataclass
+class ServerState:
+    """State of a ``ServerFlow`` in a checkpoint. Each strategy adds fields.
+
+    Attributes:
+        unpushed: Number of local steps that this worker has not pushed yet.
+        server: ``ParameterServer.state_dict()`` at the last checkpoint.
+    """
+
+    unpushed: int = 0
+    server: dict[str, Any] = field(default_factory=dict)
+
+
+class ServerFlow(Flow):
+    """Drives a strategy with a parameter server on one worker.
+
+    A subclass defines ``rule``, ``initial_state``, ``flush`` and ``step_ended``. ``step_ended``
+    returns True if this worker's model has received values from the server.
+
+    Attributes:
+        tensors: Parameters of this worker's model, in the order of the server's vector.
+        state: State for checkpoints.
+    """
+
+    uses_gradients = False
+    can_exclude = False
+    server: ParameterServer
+    tensors: list[Tensor]
+    state: ServerState
+
+    def __init__(self, strategy: Strategy, worker: Worker) -> None:
+        super().__init__(strategy, worker)
+        self._started = self._flushed = self._warned = False
+
+    # -- methods of the strategies ---------------------------------------------------------------
+
+    @abstractmethod
+    def rule(self, shard: Tensor) -> Rule:
+        """Return the rule that applies pushes to a shard, given the shard's initial values."""
+
+    @abstractmethod
+    def initial_state(self, model: Tensor) -> ServerState:
+        """Return the initial state, given the initial model of all workers as a vector."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Start the last push, with all local steps that this worker has not pushed yet.
+
+        Called at most once, when training ends. May block until an earlier request is answered.
+        """
+
+    def barrier_reached(self, clock: int) -> None:
+        """Handle the end of a barrier, given the minimum clock of all workers. Default: nothing."""
+
+    # -- start, end and consensus ----------------------------------------------------------------
+
+    @override
+    def start(self, common: dict[str, Any] | None = None) -> None:
+        """Create the parameter server with this worker's model, which is equal on all workers."""
+        worker, strategy = self.worker, self.strategy
+        assert isinstance(strategy, ServerStrategy)
+        self.tensors = [p for _, p in worker.replica.parameters]
+        model = _model_vector(self.tensors)
+        if self._started:  # a checkpoint that was saved inside a consensus is loaded
+            self.server.reset(model)
+            worker.barrier("the start of the parameter server")
+        else:
+            self.server = ParameterServer(
+                worker.team, model, servers=strategy.servers, rule=self.rule
+            )
+        self._started = True
+        self.state = self.initial_state(model)
+
+    @property
+    @override
+    def unsynced(self) -> bool:
+        return self.worker.touched or self.state.unpushed > 0
+
+    @override
+    def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+        return False
+
+    @override
+    def pause(self, *, finishing: bool) -> None:
+        """Push the remaining steps if training ends. Block until all workers are at the barrier."""
+        if finishing and self.unsynced and not self._flushed:
+            self.flush()
+        self._flushed = self._flushed or finishing
+        self.barrier_reached(self.server.barrier())
+
+    @override
+    def consensus(self, last: Round, *, final: bool) -> None:
+        """Replace the parameters by the server's and average the buffers. A collective."""
+        worker = self.worker
+        unpack(self.server.read(), self.tensors)
+        if worker.size > 1:
+            what = f"{'final mean' if final else 'consensus'} of the buffers at step {worker.step}"
+            worker.exact_mean.average_buffers(1.0, worker.size, what=what)
+        # No worker may push before all workers have read the vector.
+        worker.barrier("the end of the consensus")
+        if final:
+            self.report()
+            self.server.leave()
+
+    @override
+    def snapshot(self) -> list[Tensor]:
+        """Contribute this rank's shard of the server's vector, times the number of workers.
+
+        The other elements are 0, so that the mean over the workers is the server's vector.
+        """
+        copies = super().snapshot()
+        unpack(self.server.own_part().mul_(self.worker.size), copies[: len(self.tensors)])
+        return copies
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    @override
+    def before_save(self, barrier: Callable[[], object]) -> None:
+        """Copy this rank's state of the server after all pushes have arrived. A collective."""
+        self.barrier_reached(self.server.barrier())
+        self.state.server = self.server.state_dict()
+        # No worker may push before all servers have copied their shards.
+        self.worker.barrier("the copy of the parameter server")
+
+    @override
+    def after_load(self) -> None:
+        """Restore this rank's state of the server. A collective."""
+        self.server.load_state_dict(self.state.server)
+        self.worker.barrier("the copy of the parameter server")
+
+    # -- votes: sent only at a barrier, where no worker takes a step -------------------------------
+
+    @override
+    def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
+        """Report to all workers that this worker takes no step (``stepping`` is False here)."""
+        vote = self.rounds.vote(
+            weight=0.0, stepping=False, finishing=finishing, wanted=0.0, finite=True, numbers=()
+        )
+        return self.rounds.send(vote)
+
+    @override
+    def decide(self, round: Round) -> bool:
+        raise AssertionError("no worker of a parameter server votes in a step")
+
+    # -- pushes ----------------------------------------------------------------------------------
+
+    def check_push(self, values: Tensor) -> None:
+        """Raise or warn if ``values``, which are pushed next, contain NaN or infinity.
+
+        With ``non_finite="warn"`` only the first such push is logged, and the caller pushes the
+        values nevertheless. A single worker is not checked.
+
+        Raises:
+            OffbeatError: A value is not finite, and ``non_finite`` is not "warn".
+        """
+        worker = self.worker
+        if worker.size == 1 or math.isfinite(squared_norm([values])):
+            return
+        worker.details["non_finite"] = worker.details.get("non_finite", 0) + 1
+        message = (
+            f"rank {worker.rank} would push NaN or infinity to the parameter server at step "
+            f"{worker.step}"
+        )
+        if worker.guarded:
+            raise OffbeatError(f'{message}; the server has not received it (non_finite="raise")')
+        if not self._warned:
+            self._warned = True
+            logger.warning('%s: all workers receive it; non_finite="raise" prevents that', message)
+
+    def stage_push(self, values: Tensor) -> None:
+        """Move ``values`` to the vector that is pushed next, and set ``unpushed`` to 0.
+
+        ``values`` become 0. The caller must then start the request that pushes them. Non-finite
+        values are handled as in ``check_push``.
+        """
+        self.check_push(values)
+        self.server.vector.copy_(values)
+        values.zero_()
+        self.state.unpushed = 0
+
+    def report(self) -> None:
+        """Write the pulled bytes, and the statistics of this rank's shard, to ``Stats.details``."""
+        details, shard = self.worker.details, self.server.shard
+        details["pulled_bytes"] = self.server.pulled_bytes
+        if shard is not None:
+            details.update(
+                pushes_served=shard.pushes,
+                staleness_max=max(shard.staleness, default=0),
+                staleness_histogram=dict(shard.staleness),
+            )
+
+
+def _model_vector(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a copy of all ``tensors`` as one float32 or float64 vector on the CPU."""
+    double = any(staging_dtype(t) == torch.float64 for t in tensors)
+    elements = sum(as_real(t.detach()).numel() for t in tensors)
+    dtype = torch.float64 if double else torch.float32
+    vector = torch.empty(elements, dtype=dtype, device="cpu")
+    pack_mixed(tensors, vector)
+    return vector

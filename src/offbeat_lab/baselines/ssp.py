@@ -1,0 +1,183 @@
+"""SSP, stale synchronous parallel: a parameter server that limits how far a worker may be ahead.
+
+A worker's *clock* c is its number of local steps. z is the server's model. A worker's model x is
+called its *cache*: a copy of z, to which the worker adds its own update u after each step. S is the
+sum of the updates that the worker has not sent to the server yet. The cache is *fresh* up to clock
+f if it contains the first f updates of every worker.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from offbeat.averaging.buckets import as_real, pack_mixed, unpack
+from offbeat.strategies.base import setting
+from offbeat_lab.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
+from offbeat_lab.baselines.shard import Rule
+
+
+@dataclass
+class SSPState(ServerState):
+    """State of an ``SSPFlow``.
+
+    Attributes:
+        cache: x as one vector. Not used with a single worker.
+        updates: S as one vector.
+        clock: c, the number of local steps. Stays 0 with a single worker.
+        fresh_clock: f, the clock up to which the cache is fresh.
+        pulling: True if the last request pulls z.
+    """
+
+    cache: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    updates: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    clock: int = 0
+    fresh_clock: int = 0
+    pulling: bool = False
+
+
+class SSPFlow(ServerFlow):
+    """Handles the events of a training step for ``SSP``."""
+
+    strategy: "SSP"
+    state: SSPState
+
+    @override
+    def rule(self, shard: Tensor) -> Rule:
+        return Rule()  # z ← z + S
+
+    @override
+    def initial_state(self, model: Tensor) -> SSPState:
+        return SSPState(cache=model.clone(), updates=torch.zeros_like(model))
+
+    @override
+    def step_ended(self) -> bool:
+        """Push and pull as needed. Block while f < c − ``staleness``. True if x was refreshed."""
+        state, worker = self.state, self.worker
+        # A single worker copies its parameters to z. Adding their change to z would round.
+        if worker.size == 1:
+            pack_mixed(self.tensors, self.server.vector)
+            self.server.reset(self.server.vector)
+            return True
+        self._add_update()
+        refreshed = self._take()
+        self._send()
+        while state.fresh_clock < state.clock - self.strategy.staleness:
+            refreshed = self._take(wait=True) or refreshed
+            self._send()
+        unpack(state.cache, self.tensors)
+        worker.record["staleness"] = max(0, state.clock - state.fresh_clock)
+        worker.details["pulls"] = worker.details.get("pulls", 0) + refreshed
+        self.report()
+        return refreshed
+
+    def _add_update(self) -> None:
+        """x ← x + u; S ← S + u; c ← c + 1. Tensor by tensor, so that u needs little memory."""
+        state, workers, offset = self.state, self.worker.size, 0
+        for tensor in self.tensors:
+            stepped = as_real(tensor.detach()).reshape(-1)
+            place = slice(offset, offset + stepped.numel())
+            cache = state.cache[place]
+            update = (stepped.to(cache) - cache).div_(workers)
+            cache.add_(update)
+            state.updates[place].add_(update)
+            offset = place.stop
+        state.clock += 1
+        state.unpushed += 1
+
+    def _take(self, *, wait: bool = False) -> bool:
+        """Take the answer if it has arrived. If it contains z: x ← z + S, and return True.
+
+        ``wait=True`` blocks until the answer has arrived.
+        """
+        state, clock = self.state, self.server.take(wait=wait)
+        if clock is None or not state.pulling:
+            return False
+        torch.add(self.server.vector, state.updates, out=state.cache)
+        state.fresh_clock = max(state.fresh_clock, clock)
+        return True
+
+    def _send(self) -> None:
+        """Push S, unless a request is in flight. Pull z if "ahead", or if x is not fresh enough."""
+        state, ahead = self.state, self.strategy.refresh == "ahead"
+        needed = state.clock - self.strategy.staleness  # a step ends when f ≥ needed
+        too_old = state.fresh_clock < needed
+        if not self.server.idle or not (state.unpushed or too_old):
+            return
+        self.stage_push(self.state.updates)
+        state.pulling = ahead or too_old
+        if state.pulling:
+            needed = min(state.clock, needed + ahead)
+            self.server.start("push_pull", clock=state.clock, min_clock=needed)
+        else:
+            self.server.start("push", clock=state.clock)
+
+    @override
+    def flush(self) -> None:
+        """Wait for the answer to the request in flight, then start the last push."""
+        self.server.await_answer(release=True)
+        self._take()
+        self.stage_push(self.state.updates)
+        self.server.start("push", clock=self.state.clock)
+        self.state.pulling = False
+
+    @override
+    def barrier_reached(self, clock: int) -> None:
+        # During the barrier, answers ignored the clocks of waiting workers, so f may be too large.
+        self.state.fresh_clock = min(self.state.fresh_clock, clock)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SSP(ServerStrategy):
+    """Workers push all updates to a server. A worker waits if it is too far ahead of another one.
+
+    **Update**. x is the worker's model, a cached copy of the server's model z. T is the step of the
+    worker's optimizer with the gradient g. The clock c is the worker's number of local steps, and s
+    is ``staleness``. S is the sum of the updates that were not sent yet, N the number of workers:
+
+        x̂ ← T(x, g);  u = (x̂ − x)/N
+        x ← x + u;  S ← S + u;  c ← c + 1
+        if the answer to the last request has arrived:
+            x ← answer + S
+        if no request is in flight:
+            send S, c;  S ← 0;  the server: z ← z + S, and it answers with z
+        while x may lack one of the first c − s updates of another worker (the *bound*):
+            wait for an answer, then x ← answer + S, and send the next request
+
+    The worker computes while a request is in flight. Updates made meanwhile add up in S and are
+    sent with the next request. During training a worker waits only at the bound. Updates are
+    divided by N, so a learning rate has the same meaning as under BSP, where the gradients of all
+    workers are averaged in every step. With ``staleness=0`` and plain SGD this is BSP up to
+    rounding.
+
+    The server delays the answer until every worker's clock is at least min(c, c − s + 1). Clocks of
+    c − s would satisfy the bound of this step, but not that of the next step. Workers that wait at
+    a barrier, for example without further data, do not count.
+
+    Args:
+        staleness: s ≥ 0, the number of steps that a worker may be ahead of the slowest one.
+        refresh: When x is refreshed from z. "ahead": as above, as often as the network allows.
+            "lazy": only when the bound requires it, by an answer at clock c − s. Other requests
+            only push. Between two refreshes x then receives only this worker's updates, divided by
+            N. For large s, training may diverge although "ahead" converges.
+        servers: See ``ServerStrategy``.
+
+    *Communication*: a request sends as many bytes as the model has, and its answer returns as
+    many. At most one request is in flight. If the network is fast enough, a worker makes one
+    request in each step. With "lazy", z comes back only at a refresh. *Memory*: three flat copies
+    of the model (cache, S, the request), and one for serving if all ranks serve. *State*: cache,
+    S, the clocks, and this rank's part of z.
+
+    *Differs from the paper*: the paper does not divide the updates by N. It refreshes single rows
+    of x; this implementation refreshes the whole of x.
+
+    Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
+    server", NeurIPS 2013, §2-3.
+    """
+
+    name: ClassVar[str] = "ssp"
+    flow: ClassVar[type[ServerFlow]] = SSPFlow
+    staleness: int = setting(least=0)
+    refresh: Literal["ahead", "lazy"] = "ahead"

@@ -1,0 +1,1 @@
+"""Commands of the laboratory, which ``offbeat`` offers if the extra ``lab`` is installed."""

@@ -1,0 +1,97 @@
+"""Checks of command-line arguments before a run, so that mistakes are found at once."""
+
+import importlib.util
+import tempfile
+from dataclasses import fields, replace
+from pathlib import Path
+
+from offbeat.strategies import Strategy
+from offbeat_lab.cli.options import VirtualClusterOptions
+from offbeat_lab.job import Job
+from offbeat_lab.methods.registry import parse_method
+from offbeat_lab.recipes import Task
+
+_PICTURES = (".png", ".pdf", ".svg")
+
+
+def require_file(option: str, path: Path | None) -> None:
+    """Raise ValueError if ``path`` is a directory."""
+    if path is not None and path.is_dir():
+        raise ValueError(f"{option} {path}: it is a directory; name a file")
+
+
+def require_folder(option: str, path: Path | None) -> None:
+    """Raise ValueError if ``path`` is a file or named like a file of results."""
+    if path is not None and (path.is_file() or path.suffix == ".jsonl"):
+        raise ValueError(f"{option} {path}: name a directory, not a file")
+
+
+def require_writable(option: str, folder: Path) -> None:
+    """Create the directory ``folder``. Raise ValueError unless files can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option}: cannot write to {folder}: {error.strerror}") from None
+
+
+def require_picture(option: str, path: Path | None) -> None:
+    """Raise unless a plot can be written at ``path`` or ``path`` is None."""
+    if path is None:
+        return
+    require_file(option, path)
+    if path.suffix.lower() not in _PICTURES:
+        raise ValueError(f"{option} {path}: its name must end in {', '.join(_PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("plots need matplotlib: pip install 'offbeat[lab]'")
+
+
+def check_method(job: Job, text: str, task: Task | None) -> Task:
+    """Return the task of a comparison. Raise unless a method can train it with these settings.
+
+    Args:
+        job: Settings that all methods share.
+        text: The method with its own options, such as ``local:period=8 --wire int8``.
+        task: Result of an earlier call for the same comparison. None: build the task now.
+    """
+    run = job.under(text)
+    parse_method(run.strategy)
+    try:
+        run.check_method()
+    except ValueError as error:
+        if run != replace(job, strategy=run.strategy):  # the method has options of its own
+            raise
+        raise ValueError(
+            f"{error}; to give an option to some strategies only, write it after them, as in "
+            "-s 'local:period=8 --wire int8'"
+        ) from None
+    return run.check(task)
+
+
+def require_distinct(job: Job, strategies: list[str]) -> None:
+    """Raise ValueError if two methods have the same settings, even if written differently."""
+    seen: dict[object, str] = {}
+    for text in strategies:
+        run = job.under(text)
+        method = parse_method(run.strategy)
+        default_wire = method.default_wire if isinstance(method, Strategy) else None
+        key = replace(run, strategy="", wire=run.wire or default_wire), repr(method)
+        if key in seen:
+            raise ValueError(
+                f"{text!r} is given twice"
+                if text == seen[key]
+                else f"{text!r} and {seen[key]!r} are the same; leave one out, and repeat with "
+                "--seeds"
+            )
+        seen[key] = text
+
+
+def require_no_simulator_options(options: VirtualClusterOptions) -> None:
+    """Raise ValueError if an option is set that only simulated workers have."""
+    # Real workers have these, too. --workers-per-node 1, the default, describes them correctly.
+    both = ("step_time", "jitter", "scenario")
+    for field in fields(options):
+        if field.name not in both and getattr(options, field.name) != field.default:
+            option = f"--{field.name.replace('_', '-')}"
+            raise ValueError(f"{option} is for simulated workers; add --simulate, or leave it out")

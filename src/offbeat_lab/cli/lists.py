@@ -1,0 +1,48 @@
+"""Implementations of the commands ``recipes`` and ``report``."""
+
+from pathlib import Path
+
+from offbeat.cli.lists import print_kinds
+from offbeat.cli.view import console, print_table
+from offbeat.display.table import Table
+from offbeat_lab.cli.checks import require_file
+from offbeat_lab.cli.view import print_path
+from offbeat_lab.methods.registry import BASELINES
+from offbeat_lab.recipes import RECIPES
+from offbeat_lab.report import page
+from offbeat_lab.results import read_results, writing
+
+
+def recipes() -> None:
+    """List the recipes, and the baselines with their settings."""
+    rows = tuple(
+        (
+            recipe.name,
+            recipe.description,
+            f"{recipe.metric} {recipe.target:g}",
+            f"--data DIR: {recipe.needs_data}" if recipe.needs_data else "",
+        )
+        for recipe in RECIPES.values()
+    )
+    print_table(Table(("recipe", "what", "target", "needs"), rows), texts=4)
+    console.print("Your own: path/to/file.py\n", highlight=False)
+    print_kinds("baseline", BASELINES)
+    console.print("As text: name,setting=value,setting=value", highlight=False)
+
+
+def report(results: Path, output: Path | None) -> None:
+    """Write the HTML page of a comparison."""
+    if results.is_dir():
+        raise ValueError(f"{results} is a directory; name its results.jsonl")
+    if not results.exists():
+        raise FileNotFoundError(f"looked for results in {results}, which does not exist")
+    path = results.with_name("report.html") if output is None else output
+    require_file("--output", path)
+    read = read_results(results, trials=True)
+    if all(result.trial is not None for result in read):
+        raise ValueError(f"{results} holds no result of a comparison")
+    text = page(read)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.write_text(text, encoding="utf-8")
+    print_path("report", path)

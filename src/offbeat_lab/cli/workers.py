@@ -1,0 +1,188 @@
+"""Chooses the worker processes of a run: new ones, restarted ones, or those of torchrun.
+
+A *job* is the settings of one run. A *runner* runs jobs on worker processes. *Under a launcher*
+means that a launcher has started this process as one of the workers.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from offbeat.cli.view import console
+from offbeat.errors import OffbeatError
+from offbeat.launcher.launch import Launch, launch
+from offbeat.launcher.worker import PRELOADED, Program
+from offbeat.units import to_bandwidth
+from offbeat_lab.cli.checks import require_file
+from offbeat_lab.job import LEASED, Job
+from offbeat_lab.launch.cores import share_cores
+from offbeat_lab.launch.runners import ExternalLauncher, Loopback, Runner, ShapedLinks
+from offbeat_lab.methods.registry import is_elastic
+from offbeat_lab.scenario import Scenario
+from offbeat_lab.train import choose_backend
+
+
+def is_launched() -> bool:
+    """Return True if a launcher has started this process as a worker."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def require_single_process(what: str) -> None:
+    """Raise ValueError under a launcher. ``what`` names the command or option in the message."""
+    if is_launched():
+        raise ValueError(f"{what} simulates all workers in one process: start it once, by itself")
+
+
+def with_launched_workers(job: Job) -> Job:
+    """Return ``job``. Under a launcher, replace its number of workers by the launcher's.
+
+    Raises:
+        ValueError: ``job.workers`` is neither the launcher's number nor the default.
+    """
+    if not is_launched():
+        return job
+    started = int(os.environ["WORLD_SIZE"])
+    if job.workers not in (started, Job.workers):
+        raise ValueError(
+            f"--workers {job.workers}: the launcher has started {started}, leave the option out"
+        )
+    return replace(job, workers=started)
+
+
+def command_line() -> str:
+    """Return a command line that repeats this run, with ``torchrun`` under a launcher."""
+    program = ["offbeat"]
+    if is_launched():
+        local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        program = ["torchrun", "--nproc-per-node", local, "-m", "offbeat.cli"]
+    return shlex.join([*program, *sys.argv[1:]])
+
+
+def train_elastic(job: Job, bandwidth: str | None) -> NoReturn:
+    """Train a recipe on workers that are restarted. Exits with the code of the launcher.
+
+    Raises ValueError for a setting that does not work with workers that come and go.
+    """
+    refused = {
+        "torchrun": is_launched(),
+        "--bandwidth": bandwidth is not None,
+        "--evaluations": job.evaluations is not None,
+        "--max-seconds": job.max_seconds is not None,
+        "--checkpoints": job.checkpoints is not None,
+        "--injection": job.injection is not None,
+        f"--partition {job.partition}": job.partition not in (None, LEASED),
+    }
+    for what, given in refused.items():
+        if given:
+            raise ValueError(f"--elastic with {what}: workers come and go; leave one of them out")
+    require_file("--records", None if job.log is None else Path(job.log))
+    job = replace(job, live=True, evaluations=1, partition=LEASED)
+    job.check()
+    if not is_elastic(job.strategy):
+        raise ValueError(f"--elastic with {job.strategy}: a baseline needs all its workers")
+    text = json.dumps(asdict(job))
+    settings = Launch(
+        program=Program("offbeat_lab.elastic", (text,), True, (PRELOADED, "offbeat_lab.train")),
+        workers=str(job.workers),
+        here=job.workers,
+        store="127.0.0.1:0",
+        keeps_store=True,
+        max_restarts=3,
+        fresh=False,
+        grace_seconds=20.0,
+    )
+    raise SystemExit(launch(settings))
+
+
+@contextlib.contextmanager
+def real_workers(
+    job: Job, bandwidth: str | None, check: Callable[[], object]
+) -> Iterator[Runner | None]:
+    """Provide a runner of jobs on real processes, as a context manager.
+
+    Under a launcher, rank 0 decides which jobs are run. Each other rank takes part in them while it
+    enters its context. It blocks there until rank 0 has left its own context.
+
+    Args:
+        job: Job with the number of workers and the time-out.
+        bandwidth: Limit on the bandwidth of each worker's link. None: no limit.
+        check: Function that raises for mistakes. It is called before any process starts or
+            connects, under a launcher on rank 0 only.
+
+    Yields:
+        The runner, or None under a launcher on ranks other than 0.
+
+    Raises:
+        ValueError: ``bandwidth`` is given under a launcher, or only a part of the launcher's
+            variables is set.
+    """
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if name in os.environ and other not in os.environ:
+            raise ValueError(f"{name} is set and {other} is not: set both, as torchrun, or neither")
+    # This variable is for scripts: the workers of this command would gather at that store.
+    os.environ.pop("OFFBEAT_STORE", None)
+    if is_launched():
+        if bandwidth is not None:
+            raise ValueError("--bandwidth shapes the links of processes that offbeat starts itself")
+        with _launched(job, check) as runner:
+            yield runner
+        return
+    check()
+    if bandwidth is None:
+        yield Loopback()
+    else:
+        scenario = Scenario.from_json(job.scenario)
+        changes = scenario.by_worker(scenario.bandwidths(job.workers), job.workers)
+        nodes = len({process.worker for process in scenario.processes(job.workers)})
+        with ShapedLinks(nodes, to_bandwidth(bandwidth), changes=changes) as links:
+            yield links
+
+
+def connect(backend: str, timeout_seconds: float, setting: str = "") -> None:
+    """Create the default process group of the launcher's workers. Raises OffbeatError if it fails.
+
+    ``timeout_seconds`` is also the time limit of the group's operations. Errors name it after the
+    option ``setting``.
+    """
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    except dist.DistError as error:
+        raise OffbeatError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not connect to the "
+            f"others that the launcher has started, at {os.environ.get('MASTER_ADDR')}:"
+            f"{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT) within {setting}"
+            f"{timeout_seconds:g} s: {str(error).strip().splitlines()[0]}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _launched(job: Job, check: Callable[[], object]) -> Iterator[Runner | None]:
+    if os.environ["RANK"] == "0":
+        check()
+    # Torch imports this module with the first optimizer. If the process group existed by then,
+    # default arguments in the module would keep it, so destroy_process_group would not end gloo's
+    # threads. One that frees a tensor while Python exits aborts the process.
+    importlib.import_module("torch.distributed.nn")
+    connect(choose_backend(), job.timeout_seconds, "--timeout ")
+    share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", job.workers)))
+    runner = ExternalLauncher()
+    try:
+        if dist.get_rank() > 0:
+            runner.follow()
+            yield None
+        else:
+            console.print(f"joined the {job.workers} processes that the launcher has started")
+            yield runner
+            runner.end()
+    finally:
+        dist.destroy_process_group()
