@@ -17,7 +17,7 @@ from torch import nn
 import offbeat
 from benchmarks.harness import IMAGES
 from offbeat import Compute, Network, simulate
-from offbeat.display.plots import new_figure
+from offbeat.extend import new_figure
 from offbeat.simulate.cluster import Span
 
 WORKERS, PARTS, SIDE = 4, 4, 512

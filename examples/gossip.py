@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import offbeat
-from offbeat.averaging import Flow
-from offbeat.strategies.base import CustomFlow, Strategy, setting
+from offbeat import Strategy
+from offbeat.extend import CustomFlow, Flow, setting
 
 
 @dataclass

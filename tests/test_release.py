@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import offbeat
+import offbeat.extend
 from offbeat_lab import baselines
 from pages import DOCS
 from public_api import SNAPSHOT, public_api
@@ -81,6 +82,12 @@ def test_a_short_path_is_a_public_name() -> None:
     assert {path.rpartition(".")[2] for path in short} <= {*offbeat.__all__, "errors"}
 
 
+def test_the_page_about_extensions_lists_every_name() -> None:
+    """Each once, also those that only the laboratory uses."""
+    listed = names_in_table(section("extending", "The names in `offbeat.extend`"))
+    assert sorted(listed) == sorted(offbeat.extend.__all__)
+
+
 def test_the_table_of_attach_has_all_of_its_arguments() -> None:
     """Each once."""
     asked = names_in_table(section("api", "Attach"))
@@ -115,7 +122,7 @@ def test_the_recorded_parameters_are_those_of_the_code() -> None:
 @pytest.mark.parametrize("page", ["api", "choosing", "quantization", "strategies"])
 def test_a_page_that_lists_the_baselines_lists_all(page: str) -> None:
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    names = {*baselines.__all__} - {"STRATEGIES"}
+    names = {kind.__name__ for kind in baselines.PUBLISHED.values()}
     assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
 
 

@@ -21,8 +21,8 @@ import offbeat
 from benchmarks.papers.discrepancy import DIGITS, Problem, recording_worker, slope, to_mean
 from benchmarks.papers.runs import save, small_figure
 from offbeat import Compute, Network, Strategy
-from offbeat.display.plots import colours_of
 from offbeat_lab import EASGD, SSP, Downpour
+from offbeat_lab.report.plots import colours_of
 
 NAME = "distances"
 WORKERS = (2, 4, 8)

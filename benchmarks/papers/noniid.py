@@ -13,10 +13,11 @@ from typing import Any
 
 from benchmarks.harness import IMAGES, MNIST, RESULTS, save_json
 from benchmarks.papers.runs import Row, compare_in, grouped, parser_for, spread
-from offbeat.display.plots import colours_of, new_figure
+from offbeat.extend import new_figure
 from offbeat.simulate import Compute, Network
 from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import VirtualCluster
+from offbeat_lab.report.plots import colours_of
 from offbeat_lab.results import Result
 
 NAME = "noniid"

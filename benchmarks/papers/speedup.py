@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.papers.runs import Setting, parser_for, percent, save, small_figure
-from offbeat.display.plots import colours_of
+from offbeat_lab.report.plots import colours_of
 from offbeat_lab.results import Result
 
 NAME = "speedup"

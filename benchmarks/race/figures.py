@@ -6,8 +6,9 @@ from pathlib import Path
 from benchmarks.harness import RESULTS
 from benchmarks.race.studies import HEADLINE
 from benchmarks.race.tables import NAMES, cells_of, differences, runs_of
-from offbeat.display.plots import colours_of, new_figure
+from offbeat.extend import new_figure
 from offbeat_lab.report.intervals import interval_of
+from offbeat_lab.report.plots import colours_of
 
 
 def draw(workload: str, path: Path, folder: Path = RESULTS) -> None:

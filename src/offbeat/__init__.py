@@ -82,7 +82,7 @@ else:
         __name__,
         __all__,
         (
-            *("data", "errors", "plan", "simulate", "strategies", "strategies.registry"),
+            *("errors", "strategies", "strategies.registry", "data", "plan", "simulate"),
             *("telemetry", "attach", "synchronizer", "elastic.joining", "checkpoint.save_load"),
             *("training.batchnorm", "training.learning_rate.schedule"),
         ),

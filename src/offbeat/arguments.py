@@ -17,9 +17,6 @@ from typing import Any, Literal
 Precision = Literal["float32", "bfloat16", "int8", "int4", "int2"]
 """Precision of the numbers that workers send."""
 
-OptimizerName = Literal["sgd", "adamw", "muon"]
-"""Optimizer that can replace that of a recipe."""
-
 _LARGEST = 3.4e38  # largest float32
 _LARGEST_INTEGER = 2**63 - 1
 

@@ -17,7 +17,8 @@ def import_lazily(
     Args:
         package: Full name of the package.
         names: Public names of the package: names that ``modules`` define, or names of modules.
-        modules: Modules of the package. The first use of any public name imports all of them.
+        modules: Modules of the package. The first use of a name imports them in order, up to the
+            one that defines the name.
     """
 
     def find(name: str) -> Any:

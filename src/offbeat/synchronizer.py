@@ -258,6 +258,15 @@ class Synchronizer:
 
     # -- checkpoints -------------------------------------------------------------------------
 
+    def _require_savable(self) -> None:
+        """Raise CheckpointError if the strategy's state cannot be saved and loaded."""
+        flow = self._iteration.flow
+        if not flow.can_save:
+            raise CheckpointError(
+                f"{flow.strategy} cannot be saved or resumed: save inside consensus(), and load "
+                "that model before attach()"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Return counters, totals and the strategy's state as plain values for ``torch.save``.
 
@@ -270,12 +279,14 @@ class Synchronizer:
         number of workers.
 
         Raises:
+            CheckpointError: the strategy cannot be saved.
             AttachError: after ``detach``, or in the middle of an iteration.
         """
         flow = self._iteration.flow
         if self._finished or (self._active and self._iteration.shows_consensus):
             return consensus_of(flow, self.stats)
         self._require_active("state_dict()")
+        self._require_savable()
         self._iteration.require_boundary("state_dict()")
         self._consensus.accept_loaded("state_dict()")
         with self._iteration.guard:
@@ -291,11 +302,13 @@ class Synchronizer:
 
         Raises:
             CheckpointError: the state of a worker is damaged, or belongs to another strategy,
-                ``wire``, number of workers, rank, model or step. Raised on every worker.
+                ``wire``, number of workers, rank, model or step; or the strategy cannot be saved.
+                Raised on every worker.
             AttachError: after ``finish`` or ``detach``, inside ``consensus``, or in the middle of
                 an iteration.
         """
         self._require_active("load_state_dict()")
+        self._require_savable()
         self._iteration.require_own_model("load_state_dict()")
         self._iteration.require_boundary("load_state_dict()")
         flow, refused = self._iteration.flow, None
@@ -347,6 +360,14 @@ def snapshot_of(sync: Synchronizer) -> list[Tensor]:
     """
     with sync._recorder.paused():
         return sync._iteration.flow.snapshot()
+
+
+def clock_of(sync: Synchronizer) -> Callable[[], float]:
+    """Return a function that returns the seconds of this worker's clock.
+
+    The clock is virtual in the simulator. All processes of a machine have the same clock.
+    """
+    return sync._host.now
 
 
 def has_joined(sync: Synchronizer) -> bool:

@@ -7,7 +7,7 @@ custom recipe needs.
 
 from typing import TYPE_CHECKING
 
-from offbeat.lazy_imports import import_lazily
+from offbeat.extend import import_lazily
 
 __all__ = [
     "EASGD",

@@ -12,9 +12,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from offbeat.checkpoint.save_load import load, save
-from offbeat.errors import CheckpointError
-from offbeat.synchronizer import Synchronizer
+from offbeat import CheckpointError, Synchronizer, load, save
 from offbeat_lab.events import (
     Evaluation,
     EvaluationCount,

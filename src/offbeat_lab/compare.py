@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import offbeat
-from offbeat.telemetry import Stats
+from offbeat import Stats
 from offbeat_lab.events import End, Evaluation, EvaluationCount, Event, Start
 from offbeat_lab.job import Job, method_fields
 from offbeat_lab.launch.runners import Runner

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offbeat.averaging.buckets import as_real, pack_mixed, staging_dtype, unpack
-from offbeat.errors import CommunicationError, OffbeatError
+from offbeat import CommunicationError, OffbeatError
+from offbeat.extend import as_real, pack_mixed, staging_dtype, unpack
 from offbeat_lab.events import Evaluation
 from offbeat_lab.recipes.held_out import HeldOut
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from offbeat.averaging import Replica
+from offbeat.extend import Replica
 from offbeat_lab.evaluation import (
     MAX_EVALUATIONS,
     Snapshot,

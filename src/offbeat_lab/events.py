@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
-from offbeat.telemetry import Stats
+from offbeat import Stats
 
 
 @dataclass(frozen=True)

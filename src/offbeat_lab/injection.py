@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.errors import MismatchError
+from offbeat import MismatchError
 from offbeat_lab.evaluation import gather_bytes
 from offbeat_lab.recipes.datasets import Batch
 

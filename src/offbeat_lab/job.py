@@ -13,14 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from offbeat.arguments import (
-    OptimizerName,
-    Precision,
-    check_settings,
-    setting,
-    types_of,
-)
-from offbeat_lab.options import Panel, flag_pairs, method_options, option, option_of
+from offbeat.extend import Precision, check_settings, setting, types_of
+from offbeat_lab.options import OptimizerName, Panel, flag_pairs, method_options, option, option_of
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -265,7 +259,7 @@ class Job:
                 )
 
     def _check_bounds(self) -> None:
-        from offbeat.training.checks.compatibility import require_timeout
+        from offbeat.extend import require_timeout
         from offbeat_lab.timing.padding import parse_slow
 
         parse_slow(self.slow, self.workers)
@@ -282,8 +276,8 @@ class Job:
 
     def check_method(self) -> None:
         """Raise unless the strategy or baseline supports the settings of this job."""
-        from offbeat.errors import AttachError
-        from offbeat.training.checks.compatibility import require_abilities
+        from offbeat import AttachError
+        from offbeat.extend import require_abilities
         from offbeat_lab.methods.base import Baseline
         from offbeat_lab.methods.registry import parse_method
 
@@ -330,7 +324,7 @@ class Job:
 
     def _implied(self, name: str) -> object:
         """Return the strategy's default for the field ``wire``; None for other fields."""
-        from offbeat.strategies import Strategy
+        from offbeat import Strategy
         from offbeat_lab.methods.registry import parse_method
 
         if name != "wire":

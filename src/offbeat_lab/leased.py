@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from offbeat import Synchronizer
 from offbeat.data import LeasedLoader, LeasedSampler
-from offbeat.synchronizer import Synchronizer
 from offbeat_lab.recipes import Task
 
 

@@ -4,9 +4,12 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
-from offbeat.arguments import setting
+from offbeat.extend import setting
+
+OptimizerName = Literal["sgd", "adamw", "muon"]
+"""Optimizer that can replace that of a recipe."""
 
 
 class Panel(StrEnum):

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from offbeat.arguments import POSITIVE, require_integer, require_number
+from offbeat.extend import POSITIVE, require_integer, require_number
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 """Sample indices of one worker or of one label, as an array."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offbeat.telemetry import Stats
+from offbeat import Stats
 from offbeat_lab.events import Evaluation, stats_of
 from offbeat_lab.job import Job
 from offbeat_lab.methods.registry import is_ideal, is_peer

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
-from offbeat.arguments import did_you_mean
 from offbeat.data import SelDPSampler
+from offbeat.extend import did_you_mean
 from offbeat_lab.partition import partition_by_label, partition_dirichlet
 from offbeat_lab.recipes import Task
 

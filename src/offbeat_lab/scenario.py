@@ -36,8 +36,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from offbeat.arguments import Range, did_you_mean, require_integer, require_number
-from offbeat.units import to_bandwidth, to_seconds
+from offbeat.extend import (
+    Range,
+    did_you_mean,
+    require_integer,
+    require_number,
+    to_bandwidth,
+    to_seconds,
+)
 
 _KEYS = ("at", "worker", "speed", "bandwidth", "die", "join")
 _SPEED = Range(above=0, hint="0.5: half as fast")

@@ -24,11 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
-from offbeat.attach import attach
-from offbeat.errors import EndedError, OffbeatError
-from offbeat.simulate import Compute
-from offbeat.strategies import BSP, Strategy
-from offbeat.synchronizer import Synchronizer
+from offbeat import BSP, Compute, EndedError, OffbeatError, Strategy, Synchronizer, attach
 from offbeat_lab.checkpoints import EventLog, RunCheckpoints
 from offbeat_lab.evaluation import Snapshot, gather
 from offbeat_lab.evaluator import Evaluator

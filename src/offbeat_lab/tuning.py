@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offbeat.strategies import Strategy
+from offbeat import Strategy
 from offbeat_lab.job import MOST_SEED, Job
 from offbeat_lab.methods.registry import is_ideal, parse_method
 from offbeat_lab.results import Result, Trial

@@ -1,10 +1,10 @@
 """Properties of all strategies with a parameter server: checkpoints, failures, shutdown."""
 
 import dataclasses
-import io
 import math
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import offbeat
 from cells import nightly, some
 from loops import attach, error_of
 from offbeat import Compute, Network, simulate
@@ -34,68 +35,43 @@ EVERY: list[Strategy] = [
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
-def staggered(
-    strategy: Strategy, latency: str, saved: list[bytes] | None, stop: int
-) -> tuple[list[Any], Any]:
-    """Train three workers, from 0 or from ``saved`` at step 6, up to ``stop``, and save."""
-
-    def work() -> Any:
-        rank = dist.get_rank()
-        model = make_model(seed=rank)
-        optimizer = OPTIMIZERS["momentum"](model.parameters())
-        sync = attach(model, optimizer, strategy)
-        if saved is not None:
-            state = torch.load(io.BytesIO(saved[rank]), weights_only=True)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            sync.load_state_dict(state["sync"])
-        trace = []
-        while sync.step < stop:
-            train_step(model, optimizer, make_batch(rank, sync.step))
-            trace.append(flat(model))
-        file = io.BytesIO()
-        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({**states, "sync": sync.state_dict()}, file)
-        # The barrier of the save has aligned the workers: those who continue wait as they did.
-        for step in range(stop, 12 if saved is None else 0):
-            train_step(model, optimizer, make_batch(rank, step))
-            trace.append(flat(model))
-        sync.finish()
-        return trace, flat(model), file.getvalue()
-
-    compute = Compute("10ms", slowdown={1: 1.07, 2: 1.17})
-    network = Network("100Gbit/s", latency=latency)
-    results = simulate(work, workers=3, network=network, compute=compute).results
-    return [(trace, end) for trace, end, _ in results], [file for *_, file in results]
+def saved(rank: int, size: int, strategy: Strategy, folder: Path) -> Any:
+    """Try to save and to load at step 3, save in a consensus, and train on to step 6."""
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    sync = attach(model, optimizer, strategy)
+    for step in range(3):
+        train_step(model, optimizer, make_batch(rank, step))
+    before = flat(model)
+    calls = (
+        sync.state_dict,
+        lambda: sync.load_state_dict({}),
+        lambda: offbeat.save(folder, sync),
+        lambda: offbeat.load(folder, sync),
+    )
+    errors = [error_of(call) for call in calls]
+    unchanged = torch.equal(flat(model), before)
+    with sync.consensus():
+        file = torch.load(offbeat.save(folder, sync), weights_only=True)
+        same = all(map(torch.equal, file["model"].values(), model.state_dict().values()))
+    for step in range(3, 6):
+        train_step(model, optimizer, make_batch(rank, step))
+    sync.finish()
+    return errors, unchanged, same, flat(model)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("latency", [pytest.param("0s", marks=pytest.mark.nightly), "13ms"])
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        SSP(staleness=2),
-        *nightly([SSP(staleness=20)]),
-        SSP(staleness=2, refresh="lazy"),
-        *nightly([Downpour()]),
-        Downpour(push_every=2, fetch_every=3),
-        EASGD(
-            period=4, difference="after_step"
-        ),  # with "before_step" finish pushes, in no fixed order
-    ],
-    ids=str,
-)
-def test_asynchronous_workers_continue_from_a_checkpoint(strategy: Strategy, latency: str) -> None:
-    """Workers that are saved at step 6 and resumed train as without a restart.
-
-    With the longer latency a request is in flight when they save, and updates wait to be sent.
-    """
-    whole, saved = staggered(strategy, latency, None, 6)
-    resumed, _ = staggered(strategy, latency, saved, 12)
-    for (trace, end), (rest, other) in zip(whole, resumed, strict=True):
-        for i, (a, b) in enumerate(zip(rest, trace[6:], strict=True)):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=f"step {6 + i}")
-        torch.testing.assert_close(other, end, rtol=0, atol=1e-12)
+@pytest.mark.parametrize("strategy", [SSP(staleness=1), Downpour(), EASGD(period=2)], ids=str)
+def test_only_a_consensus_can_be_saved(strategy: Strategy, tmp_path: Path) -> None:
+    """Everything else is refused in one line, and training continues."""
+    results = run(saved, strategy, tmp_path, workers=2)
+    for errors, unchanged, same, end in results:
+        for kinds, message in errors:
+            assert kinds[0] == "CheckpointError"
+            assert message.startswith(f"{strategy} cannot be saved or resumed: save inside ")
+            assert "\n" not in message
+        assert unchanged
+        assert same
+        assert torch.equal(end, results[0][3])
 
 
 # -- conservation --------------------------------------------------------------------------------

@@ -1,15 +1,11 @@
 """A shard without communication: the order and content of its answers, and the staleness."""
 
-import io
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from offbeat.checkpoint import state as checkpoint
-from offbeat_lab.baselines.downpour import AdagradRule
 from offbeat_lab.baselines.shard import NO_CLOCK, Answer, Request, Rule, Shard
 
 
@@ -82,53 +78,3 @@ def test_no_clock_counts_if_all_workers_wait_at_the_barrier_or_are_not_waited_fo
     it.ask("arrives", "barrier", 0)
     it.ask("asks", "pull", 1)
     assert it.answers == [("arrives", NO_CLOCK, None), ("asks", NO_CLOCK, [0.0, 0.0])]
-
-
-# -- checkpoints ----------------------------------------------------------------------------------
-
-
-RULES = [lambda shard: Rule(), lambda shard: AdagradRule(0.1, torch.zeros_like(shard))]
-
-
-@pytest.mark.parametrize("rule", RULES, ids=["add", "adagrad"])
-def test_a_shard_continues_where_it_was_saved(rule: Callable[[Tensor], Rule]) -> None:
-    """Values, clocks, counters and the state of the rule are saved as plain values."""
-    generator = torch.Generator().manual_seed(3)
-    requests = [
-        (["push", "push_pull", "pull"][int(kind)], int(worker), float(value), int(clock))
-        for kind, worker, value, clock in zip(
-            torch.randint(0, 3, (60,), generator=generator),
-            torch.randint(0, 3, (60,), generator=generator),
-            torch.randn(60, generator=generator, dtype=torch.float64),
-            torch.arange(60) // 3,
-            strict=True,
-        )
-    ]
-
-    def serve(it: Recorder, some: list[tuple[str, int, float, int]]) -> None:
-        for kind, worker, value, clock in some:
-            push = kind != "pull"
-            clocks = {"clock": clock} if push else {}
-            it.ask("", kind, worker, value if push else None, **clocks)
-
-    whole, first, second = (Recorder(rule=rule) for _ in range(3))
-    serve(whole, requests)
-    serve(first, requests[:31])
-    state = torch.load(_saved(checkpoint.save(first.shard)), weights_only=True)
-    checkpoint.check(second.shard, state, "the shard")
-    serve(first, requests[31:40])  # what was saved is a copy
-    checkpoint.load(second.shard, state)
-    serve(second, requests[31:])
-    a, b = checkpoint.save(whole.shard), checkpoint.save(second.shard)
-    assert a.keys() == b.keys()
-    for key in a.keys() - {"values", "rule"}:
-        assert a[key] == b[key], key
-    assert torch.equal(a["values"], b["values"])
-    assert whole.answers[-5:] == second.answers[-5:]
-
-
-def _saved(state: dict[str, Any]) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return file

@@ -1,4 +1,4 @@
-"""SparseLoCo and SPARTA: their messages, large and unusual tensors, and convergence."""
+"""SparseLoCo: its messages, their bytes, and buffers."""
 
 import math
 from typing import Any

@@ -33,7 +33,6 @@ ROWS = [
     ("local:period=3", "int8"),
     ("async:staleness=4,outer_momentum=0.5", "float32"),
     ("streaming:parts=3,schedule=cyclic,staleness=4", "int8"),
-    ("ssp:staleness=0", "float32"),
     ("bsp", "int8"),
     ("selsync:target_lssr=0.5,flags=deferred", "float32"),
 ]
@@ -143,19 +142,14 @@ def resuming(rank: int, size: int, text: str, wire: str, folder: Path) -> Any:
 def test_a_loaded_training_continues_bit_for_bit(text: str, wire: str, tmp_path: Path) -> None:
     """Model, optimizer, schedule, scaler, random states and totals. Saving changes nothing."""
     plain = run(whole, text, wire, workers=3)
-    # SSP's server adds updates in the order of their arrival: two runs without a checkpoint differ
-    # by up to 4e-5. A worker that waits repeats its request, which changes the totals in the last
-    # row.
-    atol = 2e-4 if text.startswith("ssp") else 0.0
-    last = STEPS + 1 if text.startswith("ssp") else STEPS + 2
     for got, want in zip(run(saving, text, wire, tmp_path, workers=3), plain, strict=True):
-        torch.testing.assert_close(got[:last], want[:last], rtol=0, atol=atol)
+        assert torch.equal(got, want)
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == [f"step-{step}.rank{rank}.pt" for step in (4, 5) for rank in range(3)]
     resumed = run(resuming, text, wire, tmp_path, workers=3)
     for (step, got), want in zip(resumed, plain, strict=True):
         assert step == 5
-        torch.testing.assert_close(got[: last - 5], want[5:last], rtol=0, atol=atol)
+        assert torch.equal(got, want[5:])
 
 
 # -- whatever crashed ----------------------------------------------------------------------------
@@ -480,8 +474,7 @@ def from_consensus(rank: int, size: int, text: str, folder: Path, model: Any) ->
     scaler = torch.amp.GradScaler("cpu")
     if model is not None:
         net.load_state_dict(model)
-    wire = "float32" if text.startswith("ssp") else "int8"  # baselines send exact messages
-    sync = attach(net, optimizer, text, wire=wire)
+    sync = attach(net, optimizer, text, wire="int8")
     step = 0
     if model is None:
         found = offbeat.load(folder, sync, scheduler=scheduler, scaler=scaler)
@@ -670,7 +663,7 @@ def over_and_again(rank: int, size: int, text: str, folder: Path) -> Any:
     return found.step, step, torch.stack(seen), all_numbers(model)
 
 
-@pytest.mark.parametrize("text", ["streaming", "async:schedule=eager", "downpour"])
+@pytest.mark.parametrize("text", ["streaming", "async:schedule=eager"])
 def test_processes_save_and_load_while_training(text: str, tmp_path: Path) -> None:
     """On real processes, with everything that is in flight at that moment."""
     results = workers.run(over_and_again, text, tmp_path, workers=2)

@@ -13,7 +13,7 @@ import offbeat
 from loops import all_numbers, attach, error_of
 from offbeat.checkpoint import state as checkpoint
 from problems import OPTIMIZERS, loss_of, make_batch, make_wide, train_step
-from worlds import run, simulated
+from worlds import run
 
 State = dict[str, Any]
 STEPS, SAVE_AT = 8, 4
@@ -25,7 +25,6 @@ ROWS = [
     ("bsp", "int8"),
     ("selsync:delta=0.02,aggregate=gradients", "float32"),
     ("diloco:period=3,fragments=2,overlap=1", "bfloat16"),
-    ("ssp:staleness=0", "float32"),
 ]
 every_row = pytest.mark.parametrize(
     ("text", "wire"),
@@ -53,15 +52,6 @@ def tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, dict | list):
         for one in values.values() if isinstance(values, dict) else values:
             yield from tensors(one)
-
-
-def run_row(function: Any, text: str, *args: Any, workers: int) -> list[Any]:
-    """Run a function with the strategy ``text``, so that two runs give the same bits.
-
-    The server of SSP adds pushes in the order of their arrival, so SSP runs on simulated workers.
-    """
-    chosen = simulated if text.startswith("ssp") else run
-    return chosen(function, text, *args, workers=workers)
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -138,8 +128,8 @@ def load_spoiled(rank: int, size: int, text: str, wire: str, spoil: bool) -> Any
 @every_row
 def test_a_damaged_state_is_refused_by_all_and_changes_nothing(text: str, wire: str) -> None:
     """Rank 1 names the damage, rank 0 names rank 1, and both continue training as before."""
-    plain = run_row(load_spoiled, text, wire, False, workers=2)
-    for rank, (seen, trace) in enumerate(run_row(load_spoiled, text, wire, True, workers=2)):
+    plain = run(load_spoiled, text, wire, False, workers=2)
+    for rank, (seen, trace) in enumerate(run(load_spoiled, text, wire, True, workers=2)):
         assert torch.equal(trace, plain[rank][1])
         expected = {name: pattern for name, (_, pattern) in SPOILED.items()}
         expected["another step"] = "rank 1 was given the state of a worker at step 3, rank 0 that "
@@ -177,8 +167,8 @@ def load_of(rank: int, size: int, text: str, wire: str, given: list[State]) -> A
 def test_states_of_other_ranks_and_worlds_are_refused() -> None:
     """Rank 0's file on both ranks, swapped files, and files of three workers on two."""
     text, wire = ROWS[0]
-    two, three = (run_row(states, text, wire, workers=size) for size in (2, 3))
-    fresh = run_row(load_of, text, wire, [None, None], workers=2)
+    two, three = (run(states, text, wire, workers=size) for size in (2, 3))
+    fresh = run(load_of, text, wire, [None, None], workers=2)
     cannot = "rank {} cannot load, so no worker does: "
     rank = "the state was saved by rank {}, this is rank {}: each worker loads what it has saved "
     world = "the state was saved by one of 3 workers, here are 2: start as many, or load a chec"
@@ -189,14 +179,14 @@ def test_states_of_other_ranks_and_worlds_are_refused() -> None:
         ([two[0], three[1]], [cannot.format(1) + world, world]),
     ]
     for given, expected in cases:
-        results = run_row(load_of, text, wire, given, workers=2)
+        results = run(load_of, text, wire, given, workers=2)
         for ((kinds, message), trace), start, (_, undisturbed) in zip(
             results, expected, fresh, strict=True
         ):
             assert kinds[0] == "CheckpointError"
             assert message.startswith(start), message
             assert torch.equal(trace, undisturbed)
-    for (kinds, message), _ in run_row(load_of, text, wire, two, workers=2):
+    for (kinds, message), _ in run(load_of, text, wire, two, workers=2):
         assert not kinds, message
 
 
@@ -359,10 +349,9 @@ def gone_back(rank: int, size: int, text: str, wire: str, at: int) -> Tensor:
 @every_row
 def test_a_training_can_return_to_an_earlier_state(text: str, wire: str) -> None:
     """With everything that was in flight then, and nothing that is in flight when it is loaded."""
-    size = 1 if text.startswith("ssp") else 2  # a server adds in the order of arrival
-    whole = run(gone_back, text, wire, 0, workers=size)
+    whole = run(gone_back, text, wire, 0, workers=2)
     for at in (1, 3):
-        for got, want in zip(run(gone_back, text, wire, at, workers=size), whole, strict=True):
+        for got, want in zip(run(gone_back, text, wire, at, workers=2), whole, strict=True):
             assert torch.equal(got, want)
 
 

@@ -9,7 +9,8 @@ import pytest
 from cli.commands import Call
 from offbeat.arguments import range_of
 from offbeat.cli import view
-from offbeat_lab.baselines import STRATEGIES
+from offbeat.extend import STRATEGIES
+from offbeat_lab.baselines import PUBLISHED
 from offbeat_lab.cli.view import print_path
 from offbeat_lab.methods.registry import BASELINES
 from offbeat_lab.recipes import RECIPES
@@ -29,9 +30,10 @@ def test_recipes_are_listed(call: Call) -> None:
 def settings_in(out: str) -> dict[str, dict[str, str]]:
     """Return the printed range of each setting of each strategy."""
     found: dict[str, dict[str, str]] = {}
-    heading = next(line for line in out.splitlines() if line.startswith("strategy "))
+    lines = iter(out.splitlines())
+    heading = next(line for line in lines if line.startswith("strategy "))
     setting, allowed = heading.index("setting"), heading.index("allowed")
-    for line in out.splitlines()[1:]:
+    for line in lines:
         if line.startswith("As text"):
             return found
         if line[:1].strip():
@@ -67,15 +69,20 @@ def test_no_word_is_broken_in_80_columns(
 
 @pytest.mark.parametrize("width", [100, 200])
 def test_strategies_are_listed(call: Call, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    """`offbeat strategies` names every strategy, each setting with its default, and its range."""
+    """Every strategy, each setting with its default, and its range.
+
+    `offbeat strategies` lists those to train with, and `offbeat recipes` those to compare with.
+    """
     monkeypatch.setattr(view.console, "width", width)
-    code, out, err = call("strategies")
-    assert (code, err) == (0, "")
-    assert "name:setting=value" in out
-    found = settings_in(out)
-    assert list(found) == list(STRATEGIES)
+    found: dict[str, dict[str, str]] = {}
+    for command in ("strategies", "recipes"):
+        code, out, err = call(command)
+        assert (code, err) == (0, "")
+        assert "name:setting=value" in out
+        found |= settings_in(out)
+    assert list(found) == [*STRATEGIES, *PUBLISHED]
     chosen = {("selsync", "target_lssr"): 0.9}  # where nothing is given
-    for name, kind in STRATEGIES.items():
+    for name, kind in (STRATEGIES | PUBLISHED).items():
         fields = dataclasses.fields(kind)
         assert len(found[name]) == len(fields)
         for one in fields:
@@ -89,7 +96,7 @@ def test_baselines_are_listed(call: Call) -> None:
     """Below the recipes, with their settings and how they are written."""
     below = call("recipes")[1].partition("Your own: path/to/file.py")[2]
     assert "As text: name,setting=value" in below
-    lines = below.splitlines()
+    lines = below.partition("\nbaseline ")[2].splitlines()
     names = [line.split()[0] for line in lines if re.match(r"ideal|\w+:", line)]
     assert names == list(BASELINES)
     assert re.search(r"^ +warmup_steps=0 +≥ 0 *$", below, re.MULTILINE)
@@ -104,6 +111,7 @@ def test_ranges_are_those_that_are_checked(call: Call) -> None:
     assert found["async"]["outer_momentum=0.0"] == "[0, 1)"
     assert found["async"]["schedule=cyclic"] == "cyclic, eager"
     assert found["diloco"]["outer_dtype=None"] == "float32, bfloat16, float64"
+    found = settings_in(call("recipes")[1])
     assert found["easgd"]["synchronous=False"] == "true, false"
     assert re.fullmatch(r"\(0, 1\]", found["fedavg"]["fraction=1.0"])
 

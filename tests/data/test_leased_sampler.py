@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -654,6 +655,62 @@ def test_another_number_of_workers_continues(stop: int) -> None:
     assert samples_used([*first, *second]) == Counter({s: 2 for s in range(SAMPLES)})
     once_more = simulated(lambda: second_part(state), workers=2).results
     assert [each["used"] for each in once_more] == [each["used"] for each in second]
+
+
+def save_twice(loaded: Any) -> dict[str, Any]:
+    """Continue from a state, and save again before and within the first epoch."""
+    model, optimizer, sync = attach()
+    sampler = LeasedSampler(dataset(), 4, sync=sync, seed=5)
+    sampler.load_state_dict(loaded)
+    before = sampler.state_dict()
+    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
+    sampler.set_epoch(sampler.epoch)
+    used = train_on(model, optimizer, islice(loader, 1))
+    state = sampler.state_dict()
+    sync.finish()
+    return {"before": before, "used": [used], "state": state}
+
+
+def test_a_state_may_be_saved_before_the_epochs_of_the_last_one_have_ended() -> None:
+    """Worker 1 stops in epoch 0, with a chunk in hand, and the others in epoch 1."""
+    first = simulated(lambda: first_part(5 if dist.get_rank() == 1 else 30), workers=3).results
+    state = first[0]["state"]
+    assert [epoch for epoch, ranges in state["left"].items() if ranges] == ["0", "1"]
+    second = simulated(lambda: save_twice(state), workers=2).results
+    for each in second:
+        assert each["before"] == state
+        assert each["state"] == second[0]["state"]
+    third = simulated(lambda: second_part(second[0]["state"]), workers=2).results
+    assert samples_used([*first, *second, *third]) == Counter({s: 2 for s in range(SAMPLES)})
+
+
+def lose_and_save(record: dict[int, Any]) -> Any:
+    """Worker 2 is killed in the epoch, and the others save after it has ended or within it."""
+    rank = dist.get_rank()
+    model, optimizer, sync = attach("bsp", min_workers=1, timeout_seconds=2.0)
+    sampler = LeasedSampler(dataset(), 4, sync=sync, seed=5)
+    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
+    used = record[rank] = {"used": [[], []]}
+    for batch in loader:
+        used["used"][0] += train_on(model, optimizer, [batch])
+        if sync.step == 15:
+            break
+    with sync.consensus():
+        state = sampler.state_dict()
+    sync.finish()
+    return state
+
+
+def test_what_a_lost_worker_has_reported_is_not_left() -> None:
+    record: dict[int, Any] = {}
+    faults = (Kill(worker=2, at=0.12),)
+    states = simulated(lambda: lose_and_save(record), workers=3, faults=faults).results
+    assert states[0] == states[1]
+    second = simulated(lambda: second_part(states[0]), workers=2).results
+    uses = used_by([*record.values(), *second])
+    assert uses.keys() == {(e, s) for e in range(2) for s in range(SAMPLES)}
+    lost = Counter(record[2]["used"][0])
+    assert 0 < sum(uses.values()) - 2 * SAMPLES < sum(lost.values()) / 2
 
 
 def save_at_step_10() -> dict[str, Any]:

@@ -65,15 +65,6 @@ def _communicator(space: Space) -> Any:
     return open_communicator(None, 60.0, what="a page")
 
 
-def _paths(space: Space) -> list[str]:
-    paths, inputs, labels = [], *get(space, "dataset").tensors
-    for number in range(8):
-        rows = torch.column_stack([labels, inputs])[number::8]
-        paths.append(f"part{number}.csv")
-        np.savetxt(paths[-1], rows.numpy(), delimiter=",")
-    return paths
-
-
 def _held_out(space: Space) -> TensorDataset:
     return TensorDataset(torch.arange(10.0), torch.arange(10.0) + 0.05)
 
@@ -102,7 +93,6 @@ SUPPLIES: dict[str, Callable[[Space], Any]] = {
     "sources": lambda space: ["a", "b"] * 32,
     "dataset": _dataset,
     "validation": _dataset,
-    "paths": _paths,
     "sampler": _sampler,
     "loader": _loader,
     "scheduler": _scheduler,

@@ -50,6 +50,11 @@ class Row:
         return isinstance(self.strategy.averages(), CustomFlow)
 
     @property
+    def served(self) -> bool:
+        """True if a parameter server holds the model."""
+        return isinstance(self.strategy, ServerStrategy)
+
+    @property
     def excludes(self) -> bool:
         """True if it takes ``non_finite="exclude"``."""
         averages = self.strategy.averages()
@@ -59,8 +64,7 @@ class Row:
     def repeatable(self) -> int:
         """Number of workers with which two runs give the same bits."""
         # A server of processes adds up in the order in which updates arrive, which rounds.
-        served = isinstance(self.strategy, ServerStrategy)
-        return 1 if self.timed or (served and worlds.world == "gloo") else 3
+        return 1 if self.timed or (self.served and worlds.world == "gloo") else 3
 
 
 _TRIGGER: Any = {"delta": 0.5, "smoothing": 0.5}

@@ -404,7 +404,7 @@ RESUMED = [(wire, step) for step in (5, 8) for wire in ("float32", "bfloat16", "
 def test_a_resumed_training_continues_bit_for_bit(row: Row, resumed: tuple[str, int]) -> None:
     """The file contains everything that later steps depend on, over each wire."""
     wire, at = resumed
-    if row.baseline and wire != "float32":
+    if row.baseline and (wire != "float32" or row.served):
         return  # tests/baselines
     size = row.repeatable
     whole = run(resume, row.text, wire, 0, 11, workers=size)

@@ -41,6 +41,7 @@ class Flow(ABC):
         uses_gradients: True if the flow reads or changes gradients.
         needs_unscaled: True if a GradScaler must unscale the gradients before the flow reads them.
         can_exclude: True if the flow supports ``non_finite="exclude"``.
+        can_save: True if ``state`` can be saved and loaded.
         waits: True if all workers wait for each mean, and their local models become equal to it.
         replicates: True if all workers that step have the same parameters between two steps.
         votes_between_steps: True if workers vote after the optimizers have stepped, not before.
@@ -50,6 +51,7 @@ class Flow(ABC):
     uses_gradients = True
     needs_unscaled = True
     can_exclude = True
+    can_save = True
     waits = False
     replicates = False
     votes_between_steps = False
@@ -80,7 +82,7 @@ class Flow(ABC):
         """
         raise AttachError(
             f"{self.strategy} does not support model.load_state_dict() after attach(): load before "
-            "attach(), or use offbeat.load()"
+            "attach()"
         )
 
     def keep_local(self, before: "Flow") -> None:  # noqa: B027

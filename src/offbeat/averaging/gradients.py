@@ -288,7 +288,7 @@ class GradientMean:
             for bucket in others:
                 self._launch(bucket, contribute=contribute)
         counts = sums[self._slots + 2 :]
-        land(self._landings(contributing if take else 0, counts), self._team.host)
+        self._land(contributing if take else 0, counts)
         if self.overlap:  # ``changed`` is equal on all workers, so they switch it off together
             self._repeats = self._repeats + 1 if changed else 0
             self.overlap = self._repeats <= _MOST_REPEATS
@@ -300,8 +300,8 @@ class GradientMean:
         parameters = [p for bucket in self._buckets for p in bucket.parameters]
         return [_presence(p.grad) if contribute else 0.0 for p in parameters]
 
-    def _landings(self, divisor: float, counts: Sequence[float]) -> list[Landing]:
-        """Return a landing for each bucket, which replaces the gradients by sum / ``divisor``.
+    def _land(self, divisor: float, counts: Sequence[float]) -> None:
+        """Replace the gradients by the buckets' sums / ``divisor``, all of them or none.
 
         ``counts`` are the sums of ``_presence`` over the workers. With ``divisor`` 0 nothing is
         written.
@@ -313,7 +313,7 @@ class GradientMean:
                 landings.append(bucket.landing(divisor, own))
             else:
                 landings.append(Landing(bucket.handle, write=lambda: None))
-        return landings
+        land(landings, self._team.host)
 
     def _agree(self, numbers: list[float], contribute: bool) -> Handle[Tensor]:
         """Send the last bucket, and sum ``numbers`` over the workers."""

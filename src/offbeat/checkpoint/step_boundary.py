@@ -69,7 +69,8 @@ def step_boundary(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
     Raises:
         AttachError: after ``finish`` or ``detach``, or in the middle of an iteration. Or inside
             ``consensus``, if ``loads`` is set or ``fully_shard`` has divided the model.
-        CheckpointError: inside ``consensus``, and another worker has called ``finish``.
+        CheckpointError: inside ``consensus``, and another worker has called ``finish``. Or the
+            caller loads, and the strategy cannot be saved and loaded.
     """
     require_synchronizer(sync)
     iteration = sync._iteration
@@ -82,6 +83,7 @@ def step_boundary(sync: Synchronizer, what: str, *, loads: bool = False) -> Iter
             )
         sync._components.shards.reshard()
     if loads:
+        sync._require_savable()
         iteration.require_own_model(what)
     iteration.require_boundary(what)
     sync._consensus.require_complete(what)

@@ -1,7 +1,5 @@
 """A board of simulated workers, whose operations take virtual time."""
 
-from collections import deque
-
 from typing_extensions import override
 
 from offbeat.simulate.cluster import SimulatedCluster
@@ -12,8 +10,8 @@ class SimulatedBoard(Board):
     """One worker's access to a board that is kept on a machine of its own.
 
     A request takes the latency of the network to reach the board, and the answer takes as long
-    again. Bandwidths do not matter, because the messages are short. Interruptions of the network
-    (``Cut``) delay no request.
+    again. ``put`` has no answer. Bandwidths do not matter, because the messages are short.
+    Interruptions of the network (``Cut``) delay no request.
 
     Args:
         cluster: The simulated cluster.
@@ -24,7 +22,6 @@ class SimulatedBoard(Board):
     def __init__(self, cluster: SimulatedCluster, rank: int, values: LocalBoard) -> None:
         self._cluster, self._rank, self._values = cluster, rank, values
         self._latency_seconds = cluster.network.latency
-        self._written: deque[tuple[str, str]] = deque()  # not arrived yet, oldest first
 
     @override
     def add(self, key: str, amount: int) -> int:
@@ -49,16 +46,8 @@ class SimulatedBoard(Board):
 
     @override
     def put(self, key: str, value: str) -> None:
-        kernel = self._cluster.workers.kernel
-        self._written.append((key, value))
-        arrival = kernel.now + self._latency_seconds
-        kernel.at(arrival, self._arrive, f"{key} is written")
-
-    def _arrive(self) -> None:
-        if self._written:
-            self._values.put(*self._written.popleft())
+        self._travel(key)
+        self._values.put(key, value)
 
     def _travel(self, key: str) -> None:
         self._cluster.idle(self._rank, self._latency_seconds, f"the board for {key}")
-        while self._written:  # a request does not overtake earlier writes
-            self._arrive()

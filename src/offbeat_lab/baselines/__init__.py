@@ -6,7 +6,8 @@ set of workers.
 
 from collections.abc import Mapping
 
-from offbeat.strategies import Strategy, registry
+from offbeat import Strategy
+from offbeat.extend import STRATEGIES as TO_TRAIN_WITH
 from offbeat_lab.baselines.downpour import Downpour
 from offbeat_lab.baselines.easgd import EASGD
 from offbeat_lab.baselines.fedavg import FedAvg
@@ -16,6 +17,7 @@ from offbeat_lab.baselines.ssp import SSP
 
 __all__ = [
     "EASGD",
+    "PUBLISHED",
     "SSP",
     "STRATEGIES",
     "Downpour",
@@ -24,8 +26,9 @@ __all__ = [
     "SparseLoCo",
 ]
 
-STRATEGIES: Mapping[str, type[Strategy]] = {
-    **registry.STRATEGIES,
-    **{s.name: s for s in (FedAvg, SSP, Downpour, EASGD, SparseLoCo, PowerSGD)},
+PUBLISHED: Mapping[str, type[Strategy]] = {
+    s.name: s for s in (FedAvg, SSP, Downpour, EASGD, SparseLoCo, PowerSGD)
 }
+"""The baselines by name."""
+STRATEGIES = {**TO_TRAIN_WITH, **PUBLISHED}
 """Strategy classes by name: the strategies of Offbeat, and the baselines."""

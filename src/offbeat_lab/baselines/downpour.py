@@ -6,18 +6,15 @@ not pushed yet. ``server_strategy.py`` explains the terms of parameter servers.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from offbeat.averaging.buckets import as_real, pack_mixed, unpack
-from offbeat.averaging.worker import AttachedOptimizer
-from offbeat.checkpoint.state import transient
-from offbeat.errors import AttachError
-from offbeat.strategies.base import setting
+from offbeat import AttachError
+from offbeat.extend import AttachedOptimizer, as_real, pack_mixed, setting, unpack
 from offbeat_lab.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat_lab.baselines.shard import Rule
 
@@ -39,7 +36,7 @@ def _require_unchanged_gradients(group: dict[str, Any]) -> None:
 class SGDRule(Rule):
     """z ← z − lr·G, as in ``torch.optim.SGD``."""
 
-    lr: float = transient(default=1.0)
+    lr: float
 
     @override
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
@@ -50,8 +47,8 @@ class SGDRule(Rule):
 class AdagradRule(Rule):
     """q ← q + G²;  z ← z − lr·G/(√q + 1e-10), as in ``torch.optim.Adagrad``. ``squares`` is q."""
 
-    lr: float = transient(default=1.0)
-    squares: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    lr: float
+    squares: Tensor
 
     @override
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
@@ -59,7 +56,7 @@ class AdagradRule(Rule):
         shard.addcdiv_(values, self.squares.sqrt().add_(1e-10), value=-self.lr)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DownpourState(ServerState):
     """State of a ``DownpourFlow``.
 
@@ -72,8 +69,8 @@ class DownpourState(ServerState):
         fetching: True if the last request pulls z.
     """
 
-    gradients: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
-    requested: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    gradients: Tensor
+    requested: Tensor
     requested_step: int = 0
     steps: int = 0
     push_due: bool = False
@@ -239,8 +236,7 @@ class Downpour(ServerStrategy):
     *Communication*: G every n_push steps and the model every n_fetch steps, or less often if the
     network is too slow. *Memory*: three flat copies of the model: G, the buffer of the request,
     and x at the last request. If all ranks are servers, a rank's shard and its buffers add up to
-    one more copy. A server also stores the state of its optimizer. *State*: G, x at the request,
-    the counters, this rank's shard of z and the state of its optimizer.
+    one more copy. A server also stores the state of its optimizer.
 
     On ranks with a shard, ``Stats.details`` contains the staleness of the pushes to it. The
     staleness of a push is the number of pushes by other workers since the last fetch of the worker

@@ -4,16 +4,13 @@ x is a worker's local model, and z the *centre*, a model on the parameter server
 ``server_strategy.py`` explains the terms of parameter servers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.buckets import add_to, pack_mixed
-from offbeat.averaging.worker import AttachedOptimizer
-from offbeat.checkpoint.state import transient
-from offbeat.strategies.base import setting
+from offbeat.extend import AttachedOptimizer, add_to, pack_mixed, setting
 from offbeat_lab.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat_lab.baselines.shard import Rule
 
@@ -26,8 +23,8 @@ class ElasticRule(Rule):
         differences: d of each worker's last push, by rank, until it is sent as the answer.
     """
 
-    alpha: float = transient(default=0.0)
-    differences: dict[int, Tensor] = transient(default_factory=dict)
+    alpha: float
+    differences: dict[int, Tensor] = field(default_factory=dict)
 
     @override
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
@@ -53,7 +50,7 @@ class SynchronousElasticRule(ElasticRule):
         pending: (rank, d) of each push whose d was not added to z yet.
     """
 
-    pending: list[tuple[int, Tensor]] = transient(default_factory=list)
+    pending: list[tuple[int, Tensor]] = field(default_factory=list)
 
     @override
     def _add_difference(self, shard: Tensor, source: int) -> None:
@@ -164,7 +161,7 @@ class EASGD(ServerStrategy):
 
     *Communication*: the model to the server, and d back, every ``period`` steps; blocking.
     *Memory*: one flat copy of the model, one for serving if all ranks serve, and on a serving rank
-    one copy of its shard for each exchange in flight. *State*: the counters and the centre.
+    one copy of its shard for each exchange in flight.
 
     *Differs from the paper*: workers exchange at the last step of a period, in the paper at the
     first. ``finish`` moves z once more towards each worker that has steps since the x that it

@@ -20,15 +20,11 @@ answers cannot be confused.
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from offbeat.checkpoint.state import load, save
-from offbeat.transport.handle import Completed, Handle, explained
-from offbeat.transport.host import Promise
-from offbeat.transport.team import Team
+from offbeat.extend import Completed, Handle, Promise, Team, explained
 from offbeat_lab.baselines.shard import NO_CLOCK, Answer, Request, RequestKind, Rule, Shard
 from offbeat_lab.baselines.shard_service import (
     ANSWER,
@@ -215,8 +211,6 @@ class ParameterServer:
             if self._service is not None:
                 self._service.wait_for_leaves()
 
-    # -- checkpoints -----------------------------------------------------------------------------
-
     def reset(self, vector: Tensor) -> None:
         """Replace the server's values, and ``self.vector``, by ``vector``. Sends no messages.
 
@@ -226,22 +220,6 @@ class ParameterServer:
         self.vector.copy_(vector)
         if self.shard is not None:
             self.shard.reset(vector[self._slices[self._team.rank]])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state. No request may be in flight."""
-        return {
-            "shard": None if self.shard is None else save(self.shard),
-            "answer": self._answer,
-            "vector": None if self._answer is None else self.vector.clone(),
-            "pulled_bytes": self.pulled_bytes,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of ``state_dict``. No request may be in flight."""
-        load(self.shard, state["shard"])
-        self._answer, self.pulled_bytes = state["answer"], state["pulled_bytes"]
-        if self._answer is not None:
-            self.vector.copy_(state["vector"])
 
     # -- messages --------------------------------------------------------------------------------
 

@@ -15,14 +15,24 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.buckets import as_real, group_tensors, staging_dtype
-from offbeat.averaging.gradient_flow import GradientFlow, GradientFlowState
-from offbeat.averaging.gradients import GradientMean
-from offbeat.averaging.norm import squared_norm
-from offbeat.averaging.parts.landing import land
-from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.strategies.base import CustomFlow, Gradients, Strategy, WorkerView, setting
-from offbeat.transport.handle import Completed, Handle
+from offbeat import Strategy
+from offbeat.extend import (
+    AttachedOptimizer,
+    Completed,
+    CustomFlow,
+    GradientFlow,
+    GradientFlowState,
+    GradientMean,
+    Gradients,
+    Handle,
+    Worker,
+    WorkerView,
+    as_real,
+    group_tensors,
+    setting,
+    squared_norm,
+    staging_dtype,
+)
 
 _PURPOSE = int.from_bytes(b"powersgd", "big")  # part of the seed of the first Q
 
@@ -93,7 +103,7 @@ class LowRankMean(GradientMean):
             m.copy_(mean)
         for other, mean in zip(others, means[len(matrices) :], strict=True):
             other.copy_(mean)
-        land(self._landings(float(take), counts), self._team.host)
+        self._land(float(take), counts)
         return numbers[: self._slots]
 
     def _stage(self, contribute: bool) -> tuple[list[Tensor], list[Tensor]]:

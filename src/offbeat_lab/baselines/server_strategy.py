@@ -8,22 +8,28 @@ applies the workers' pushes to a shard. A consensus shows the server's model.
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.arguments import require_integer
-from offbeat.averaging.buckets import as_real, pack_mixed, staging_dtype, unpack
-from offbeat.averaging.flow import Flow
-from offbeat.averaging.norm import squared_norm
-from offbeat.averaging.votes import Round
-from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.errors import OffbeatError
-from offbeat.strategies.base import CustomFlow, Strategy
+from offbeat import OffbeatError, Strategy
+from offbeat.extend import (
+    AttachedOptimizer,
+    CustomFlow,
+    Flow,
+    Round,
+    Worker,
+    as_real,
+    pack_mixed,
+    require_integer,
+    squared_norm,
+    staging_dtype,
+    unpack,
+)
 from offbeat_lab.baselines.parameter_server import ParameterServer
 from offbeat_lab.baselines.shard import Rule
 
@@ -78,15 +84,13 @@ class ServerStrategy(Strategy):
 
 @dataclass
 class ServerState:
-    """State of a ``ServerFlow`` in a checkpoint. Each strategy adds fields.
+    """State of a ``ServerFlow`` on one worker. Each strategy adds fields.
 
     Attributes:
         unpushed: Number of local steps that this worker has not pushed yet.
-        server: ``ParameterServer.state_dict()`` at the last checkpoint.
     """
 
     unpushed: int = 0
-    server: dict[str, Any] = field(default_factory=dict)
 
 
 class ServerFlow(Flow):
@@ -97,18 +101,19 @@ class ServerFlow(Flow):
 
     Attributes:
         tensors: Parameters of this worker's model, in the order of the server's vector.
-        state: State for checkpoints.
+        state: State of this worker.
     """
 
     uses_gradients = False
     can_exclude = False
+    can_save = False
     server: ParameterServer
     tensors: list[Tensor]
     state: ServerState
 
     def __init__(self, strategy: Strategy, worker: Worker) -> None:
         super().__init__(strategy, worker)
-        self._started = self._flushed = self._warned = False
+        self._flushed = self._warned = False
 
     # -- methods of the strategies ---------------------------------------------------------------
 
@@ -139,14 +144,7 @@ class ServerFlow(Flow):
         assert isinstance(strategy, ServerStrategy)
         self.tensors = [p for _, p in worker.replica.parameters]
         model = _model_vector(self.tensors)
-        if self._started:  # a checkpoint that was saved inside a consensus is loaded
-            self.server.reset(model)
-            worker.barrier("the start of the parameter server")
-        else:
-            self.server = ParameterServer(
-                worker.team, model, servers=strategy.servers, rule=self.rule
-            )
-        self._started = True
+        self.server = ParameterServer(worker.team, model, servers=strategy.servers, rule=self.rule)
         self.state = self.initial_state(model)
 
     @property
@@ -189,22 +187,6 @@ class ServerFlow(Flow):
         copies = super().snapshot()
         unpack(self.server.own_part().mul_(self.worker.size), copies[: len(self.tensors)])
         return copies
-
-    # -- checkpoints -----------------------------------------------------------------------------
-
-    @override
-    def before_save(self, barrier: Callable[[], object]) -> None:
-        """Copy this rank's state of the server after all pushes have arrived. A collective."""
-        self.barrier_reached(self.server.barrier())
-        self.state.server = self.server.state_dict()
-        # No worker may push before all servers have copied their shards.
-        self.worker.barrier("the copy of the parameter server")
-
-    @override
-    def after_load(self) -> None:
-        """Restore this rank's state of the server. A collective."""
-        self.server.load_state_dict(self.state.server)
-        self.worker.barrier("the copy of the parameter server")
 
     # -- votes: sent only at a barrier, where no worker takes a step -------------------------------
 

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from offbeat.errors import OffbeatError
+from offbeat import OffbeatError
 
 NO_CLOCK = 2**62
 """Clock of a worker for which no other worker waits. Larger than all real clocks."""
@@ -99,8 +99,7 @@ class Rule:
     """The update rule of a shard, which applies pushed values. This base class adds them.
 
     A rule must work element by element, because a shard holds only a part of the vector. A subclass
-    is a dataclass. Checkpoints contain its fields, except the transient ones. Only one thread at a
-    time calls the rule.
+    is a dataclass. Only one thread at a time calls the rule.
     """
 
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:

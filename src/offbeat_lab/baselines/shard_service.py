@@ -6,10 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offbeat.transport.communicator import Communicator
-from offbeat.transport.handle import Completed, Handle, explained
-from offbeat.transport.host import Promise
-from offbeat.transport.team import Team
+from offbeat.extend import Communicator, Completed, Handle, Promise, Team, explained
 from offbeat_lab.baselines.shard import Answer, Request, Shard
 
 REQUEST, PUSHED, ANSWER, PULLED, CONTROL = range(1, 6)

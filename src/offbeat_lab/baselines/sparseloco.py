@@ -19,12 +19,19 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from offbeat.averaging.buckets import unpack
-from offbeat.averaging.model_flow import ModelFlow
-from offbeat.averaging.parts.part import Part
-from offbeat.averaging.votes import Round
-from offbeat.strategies.base import CustomFlow, Outer, SharedModel, Strategy, WorkerView, setting
-from offbeat.transport.handle import Handle
+from offbeat import Strategy
+from offbeat.extend import (
+    CustomFlow,
+    Handle,
+    ModelFlow,
+    Outer,
+    Part,
+    Round,
+    SharedModel,
+    WorkerView,
+    setting,
+    unpack,
+)
 
 _CHUNK = 4096  # largest number of elements of a chunk: an index has 12 bits
 _BITS, _ENTRIES, _WORD = 14, 4, 7  # bits of an entry; entries and bytes of a word

@@ -6,20 +6,19 @@ sum of the updates that the worker has not sent to the server yet. The cache is 
 f if it contains the first f updates of every worker.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.buckets import as_real, pack_mixed, unpack
-from offbeat.strategies.base import setting
+from offbeat.extend import as_real, pack_mixed, setting, unpack
 from offbeat_lab.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat_lab.baselines.shard import Rule
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SSPState(ServerState):
     """State of an ``SSPFlow``.
 
@@ -31,8 +30,8 @@ class SSPState(ServerState):
         pulling: True if the last request pulls z.
     """
 
-    cache: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
-    updates: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    cache: Tensor
+    updates: Tensor
     clock: int = 0
     fresh_clock: int = 0
     pulling: bool = False
@@ -167,8 +166,7 @@ class SSP(ServerStrategy):
     *Communication*: a request sends as many bytes as the model has, and its answer returns as
     many. At most one request is in flight. If the network is fast enough, a worker makes one
     request in each step. With "lazy", z comes back only at a refresh. *Memory*: three flat copies
-    of the model (cache, S, the request), and one for serving if all ranks serve. *State*: cache,
-    S, the clocks, and this rank's part of z.
+    of the model (cache, S, the request), and one for serving if all ranks serve.
 
     *Differs from the paper*: the paper does not divide the updates by N. It refreshes single rows
     of x; this implementation refreshes the whole of x.

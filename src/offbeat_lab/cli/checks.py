@@ -5,7 +5,7 @@ import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
 
-from offbeat.strategies import Strategy
+from offbeat import Strategy
 from offbeat_lab.cli.options import VirtualClusterOptions
 from offbeat_lab.job import Job
 from offbeat_lab.methods.registry import parse_method

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from offbeat.cli.command import implemented_in
+from offbeat.extend import implemented_in
 from offbeat_lab.cli.options import (
     CompareOptions,
     SimulateOptions,

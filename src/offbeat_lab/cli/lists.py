@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from offbeat.cli.lists import print_kinds
-from offbeat.cli.view import console, print_table
-from offbeat.display.table import Table
+from offbeat.extend import Table, console, print_kinds, print_table
+from offbeat_lab.baselines import PUBLISHED
 from offbeat_lab.cli.checks import require_file
 from offbeat_lab.cli.view import print_path
 from offbeat_lab.methods.registry import BASELINES
@@ -14,7 +13,7 @@ from offbeat_lab.results import read_results, writing
 
 
 def recipes() -> None:
-    """List the recipes, and the baselines with their settings."""
+    """List the recipes, and strategies and baselines to compare with, with their settings."""
     rows = tuple(
         (
             recipe.name,
@@ -26,6 +25,8 @@ def recipes() -> None:
     )
     print_table(Table(("recipe", "what", "target", "needs"), rows), texts=4)
     console.print("Your own: path/to/file.py\n", highlight=False)
+    print_kinds("strategy", PUBLISHED)
+    console.print("As text: name:setting=value,setting=value\n", highlight=False)
     print_kinds("baseline", BASELINES)
     console.print("As text: name,setting=value,setting=value", highlight=False)
 

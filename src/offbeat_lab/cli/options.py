@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from offbeat.arguments import types_of
+from offbeat.extend import types_of
 from offbeat_lab.job import Job
 from offbeat_lab.options import Panel, option, option_of
 

@@ -12,8 +12,7 @@ from rich.table import Column
 from rich.text import Text
 from typing_extensions import override
 
-from offbeat.cli.view import console
-from offbeat.units import show_bandwidth, show_seconds
+from offbeat.extend import console, show_bandwidth, show_seconds
 from offbeat_lab.evaluation import MAX_EVALUATIONS
 from offbeat_lab.events import (
     Evaluation,

@@ -9,10 +9,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from offbeat.arguments import require_integer
-from offbeat.cli.view import WIDER, console, print_narrow_table
-from offbeat.simulate import Network
-from offbeat.units import to_seconds
+from offbeat import Network
+from offbeat.cli.view import WIDER
+from offbeat.extend import console, print_narrow_table, require_integer, to_seconds
 from offbeat_lab import compare as comparison
 from offbeat_lab import report
 from offbeat_lab.cli.checks import (

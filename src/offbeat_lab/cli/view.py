@@ -4,8 +4,7 @@ from pathlib import Path
 
 import typer
 
-from offbeat.cli.view import console
-from offbeat.units import show_seconds
+from offbeat.extend import console, show_seconds
 from offbeat_lab.timing.step_time import StepTime
 
 _MOST_SPREAD = 3.0  # ratio of the longest steps to the shortest, above which a warning is printed

@@ -18,11 +18,10 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from offbeat.cli.view import console
-from offbeat.errors import OffbeatError
+from offbeat import OffbeatError
+from offbeat.extend import console, to_bandwidth
 from offbeat.launcher.launch import Launch, launch
 from offbeat.launcher.worker import PRELOADED, Program
-from offbeat.units import to_bandwidth
 from offbeat_lab.cli.checks import require_file
 from offbeat_lab.job import LEASED, Job
 from offbeat_lab.launch.cores import share_cores

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self, TypeVar
 
-from offbeat.errors import OffbeatError
-from offbeat.units import show_bandwidth
+from offbeat import OffbeatError
+from offbeat.extend import show_bandwidth
 
 T = TypeVar("T")
 _PREFIX = "offbeat"

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.averaging import Replica
-from offbeat.telemetry import Stats
+from offbeat import Stats
+from offbeat.extend import Replica
 from offbeat_lab.evaluation import Snapshot, evaluation_of
 from offbeat_lab.events import End, Event, Waiting, stats_of
 from offbeat_lab.job import Job

@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-from offbeat.errors import OffbeatError
+from offbeat import OffbeatError
 from offbeat.launcher import forking
 from offbeat.launcher.forking import ForkedProcess
 from offbeat.launcher.store import keep_store

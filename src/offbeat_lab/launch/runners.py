@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from offbeat.simulate import Compute, Join, Kill, Network, Simulation, simulate
-from offbeat.units import show_bandwidth, show_seconds
+from offbeat import Compute, Network, Simulation, simulate
+from offbeat.extend import Join, Kill, show_bandwidth, show_seconds
 from offbeat_lab.evaluation import Snapshot, gather
 from offbeat_lab.events import Event
 from offbeat_lab.job import LEASED, Job

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from offbeat.errors import CommunicationTimeout
+from offbeat import CommunicationTimeout
 
 _SAVED = -1
 _FINISHED = 1 << 62  # larger than every step

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from offbeat.arguments import setting
+from offbeat.extend import setting
 from offbeat_lab.evaluation import explain_failures
 from offbeat_lab.methods.peer import Peer, TrainingLoop, worker_address
 from offbeat_lab.recipes import Task

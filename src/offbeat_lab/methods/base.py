@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.strategies import Strategy
-from offbeat.synchronizer import Synchronizer, components_of, snapshot_of
-from offbeat.telemetry import Stats
+from offbeat import Stats, Strategy, Synchronizer
+from offbeat.extend import clock_of, snapshot_of
 from offbeat_lab.recipes import Task
 from offbeat_lab.timing.time_limit import Clock
 
@@ -94,7 +93,7 @@ class Attached(Method):
 
     def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
         self._task, self._lr_scale, self.sync = task, lr_scale, sync
-        self.now = components_of(sync, "a run").team.host.now
+        self.now = clock_of(sync)
 
     @property
     @override

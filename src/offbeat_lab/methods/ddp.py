@@ -15,7 +15,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from offbeat.arguments import setting
+from offbeat.extend import setting
 from offbeat_lab.methods.peer import Peer, TrainingLoop
 from offbeat_lab.recipes import Task
 

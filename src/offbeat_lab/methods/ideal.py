@@ -12,10 +12,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from typing_extensions import override
 
-from offbeat.simulate import Compute
-from offbeat.strategies import BSP, Strategy
-from offbeat.synchronizer import Synchronizer
-from offbeat.telemetry import Stats
+from offbeat import BSP, Compute, Stats, Strategy, Synchronizer
 from offbeat_lab.methods.base import Attached, Baseline, Method
 from offbeat_lab.recipes import Task
 from offbeat_lab.scenario import Process

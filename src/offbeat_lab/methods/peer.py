@@ -19,13 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from offbeat.arguments import check_settings
-from offbeat.averaging import Replica
-from offbeat.errors import OffbeatError
-from offbeat.strategies import Strategy
-from offbeat.synchronizer import Synchronizer
-from offbeat.telemetry import Stats
-from offbeat.transport.torch_backend.network_interface import address_of
+from offbeat import OffbeatError, Stats, Strategy, Synchronizer
+from offbeat.extend import Replica, address_of, check_settings
 from offbeat_lab.evaluation import explain_failures
 from offbeat_lab.methods.base import Baseline, Method
 from offbeat_lab.recipes import Task

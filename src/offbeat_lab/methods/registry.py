@@ -2,12 +2,8 @@
 
 from torch.optim import Optimizer
 
-from offbeat.arguments import did_you_mean
-from offbeat.errors import AttachError
-from offbeat.strategies import Strategy
-from offbeat.strategies.base import CustomFlow
-from offbeat.strategies.registry import parse_strategy, read_settings
-from offbeat.training.learning_rate.adam_correction import require_correctable
+from offbeat import AttachError, Strategy, parse_strategy
+from offbeat.extend import CustomFlow, did_you_mean, read_settings, require_correctable
 from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.methods.accelerate import AccelerateLocalSGD
 from offbeat_lab.methods.base import Baseline

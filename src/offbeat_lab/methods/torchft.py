@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from offbeat.arguments import setting
-from offbeat.errors import CommunicationError
+from offbeat import CommunicationError
+from offbeat.extend import setting
 from offbeat_lab.evaluation import gather
 from offbeat_lab.methods.peer import Peer, TrainingLoop, worker_address
 from offbeat_lab.recipes import Task

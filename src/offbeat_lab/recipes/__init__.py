@@ -3,7 +3,7 @@
 A recipe has a model, data, an optimizer, a learning-rate schedule, a metric and a target.
 """
 
-from offbeat.arguments import did_you_mean
+from offbeat.extend import did_you_mean
 from offbeat_lab.recipes import cifar, digits, mnist, stdlib_lm, wikitext
 from offbeat_lab.recipes.base import Recipe, Setup, Task
 from offbeat_lab.recipes.custom import is_file_recipe, load_file_recipe

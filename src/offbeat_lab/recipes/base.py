@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from offbeat.arguments import OptimizerName, require_integer
+from offbeat.extend import require_integer
+from offbeat_lab.options import OptimizerName
 from offbeat_lab.recipes.datasets import Samples, as_samples
 from offbeat_lab.recipes.held_out import HeldOut
 from offbeat_lab.recipes.optimizers import with_optimizer

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from offbeat.arguments import POSITIVE, require_number
+from offbeat.extend import POSITIVE, require_number
 from offbeat_lab.recipes.base import Recipe, Setup, Task
 from offbeat_lab.recipes.datasets import Samples, as_samples
 

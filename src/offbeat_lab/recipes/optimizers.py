@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from typing_extensions import override
 
-from offbeat.arguments import OptimizerName
+from offbeat_lab.options import OptimizerName
 
 
 class MuonWithAdamW(Optimizer):

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from offbeat.display.table import Table
+from offbeat.extend import Table
 from offbeat_lab.report.intervals import MIN_SEEDS, interval_of
 from offbeat_lab.report.rows import (
     DIVERGED,

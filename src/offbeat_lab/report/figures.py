@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offbeat.display.plots import INK, as_svg, colours_of, new_figure
+from offbeat.extend import new_figure
+from offbeat_lab.report.plots import INK, as_svg, colours_of
 from offbeat_lab.report.rows import Row, rows_of
 from offbeat_lab.report.tables import caption
 from offbeat_lab.results import Result

@@ -8,9 +8,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from offbeat.display.table import Table
-from offbeat.strategies.base import Gradients, SharedModel, Strategy
-from offbeat.units import show_bytes, show_seconds
+from offbeat import Strategy
+from offbeat.extend import Gradients, SharedModel, Table, show_bytes, show_seconds
 from offbeat_lab.baselines import FedAvg, PowerSGD, SparseLoCo
 from offbeat_lab.methods.registry import parse_method
 from offbeat_lab.report.rows import (

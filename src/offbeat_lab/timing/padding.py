@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from offbeat.simulate import Compute
+from offbeat import Compute
 from offbeat_lab.recipes import Task
 from offbeat_lab.recipes.base import device_of
 from offbeat_lab.timing.step_time import PADDING, LocalTraining, now
