@@ -45,6 +45,9 @@ class GossipFlow(Flow):
             )
         )
 
+    def is_finite(self, optimizer, *, stepping):
+        return self.worker.finite_model()
+
     def step_ended(self):
         round, self._pending = self._pending, None
         return bool(self.act(round))

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-MEGABYTE = 2**20
-
 
 @contextlib.contextmanager
 def small_disk(path: Path) -> Iterator[Path]:

@@ -13,12 +13,11 @@ import offbeat
 from faults import Fault, Faults
 from offbeat.elastic.connect import open_communicator
 from offbeat.strategies.base import Strategy
-from offbeat.transport.communicator import Communicator, Wrapper
-from offbeat.transport.handle import Handle
-from offbeat.transport.operation import Operation
+from offbeat.transport.communicator import Communicator
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from offbeat_lab.baselines import STRATEGIES
 from problems import flat, loss_of
+from recording import Recording
 
 
 def attach(model: nn.Module, optimizer: Any, strategy: Strategy | str, **options: Any) -> Any:
@@ -139,25 +138,9 @@ class Recorded:
         self.tensors: list[weakref.ref[Tensor]] = []
 
     def make_communicator(self, timeout_seconds: float) -> Communicator:
-        return _Recording(open_communicator(None, timeout_seconds, what="a test"), self)
+        inner = open_communicator(None, timeout_seconds, what="a test")
+        return Recording(inner, self.operations, self.tensors)
 
     def sums(self, name: str) -> list[int]:
         """Return the bytes of each sum whose name begins with ``name``."""
         return [b for kind, what, b in self.operations if kind == "Sum" and what.startswith(name)]
-
-
-class _Recording(Wrapper):
-    def __init__(self, inner: Communicator, record: Recorded) -> None:
-        super().__init__(inner)
-        self._record = record
-
-    def start(self, operation: Operation[Any]) -> Handle[Any]:
-        size = operation.sent_bytes(self.rank)
-        self._record.operations.append((type(operation).__name__, operation.what, size))
-        tensor = getattr(operation, "tensor", None)
-        if tensor is not None:
-            self._record.tensors.append(weakref.ref(tensor))
-        return super().start(operation)
-
-    def twin(self) -> Communicator:
-        return _Recording(self.inner.twin(), self._record)

@@ -1,8 +1,9 @@
 """A communicator that records the operations it starts."""
 
-from dataclasses import dataclass
+import weakref
 from typing import TypeVar
 
+from torch import Tensor
 from typing_extensions import override
 
 from offbeat.transport.communicator import Communicator, Wrapper
@@ -12,37 +13,33 @@ from offbeat.transport.operation import Operation
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Started:
-    """A recorded operation.
+class Recording(Wrapper):
+    """Records every operation, including those of its twins.
 
     Attributes:
-        kind: Name of its class, such as ``Sum``.
-        what: Its name in error messages.
-        sent_bytes: Payload of this worker in bytes.
-        seconds: Time of the start on the host's clock.
+        operations: Kind, name and payload bytes of each operation, in order.
+        tensors: Weak references to the tensors sent.
     """
 
-    kind: str
-    what: str
-    sent_bytes: int
-    seconds: float
-
-
-class Recording(Wrapper):
-    """Records every operation, including those of its twins, in ``started``."""
-
-    def __init__(self, inner: Communicator, started: list[Started] | None = None) -> None:
+    def __init__(
+        self,
+        inner: Communicator,
+        operations: list[tuple[str, str, int]] | None = None,
+        tensors: list[weakref.ref[Tensor]] | None = None,
+    ) -> None:
         super().__init__(inner)
-        self.started: list[Started] = [] if started is None else started
+        self.operations = [] if operations is None else operations
+        self.tensors = [] if tensors is None else tensors
 
     @override
     def start(self, operation: Operation[T]) -> Handle[T]:
-        sent = operation.sent_bytes(self.rank)
-        kind, now = type(operation).__name__, self.host.now()
-        self.started.append(Started(kind, operation.what, sent, now))
+        size = operation.sent_bytes(self.rank)
+        self.operations.append((type(operation).__name__, operation.what, size))
+        tensor = getattr(operation, "tensor", None)
+        if tensor is not None:
+            self.tensors.append(weakref.ref(tensor))
         return self.inner.start(operation)
 
     @override
     def twin(self) -> Communicator:
-        return Recording(self.inner.twin(), self.started)
+        return Recording(self.inner.twin(), self.operations, self.tensors)

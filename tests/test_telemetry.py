@@ -18,18 +18,14 @@ import offbeat
 from loops import Sink
 from offbeat.telemetry import JsonLines, Records, Stats, open_sinks
 from problems import (
-    bsp_reference,
     changes,
-    flat,
     gradients,
     loss_of,
     make_batch,
     make_model,
     squared,
-    train_step,
 )
 from workers import run
-from worlds import simulated
 
 
 def refuse(name: str) -> None:
@@ -187,30 +183,6 @@ class Fails(Sink):
 
     def __str__(self) -> str:
         return "runs/it"
-
-
-def full_disk(rank: int, size: int) -> Any:
-    model = make_model(seed=rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    fails, kept = Fails(OSError(28, "No space left on device")), Sink()
-    log = [JsonLines("/dev/full"), fails, kept] if rank == 1 else [kept]
-    sync = offbeat.attach(model, optimizer, offbeat.BSP(), log=log, timeout_seconds=20)
-    for step in range(4):
-        train_step(model, optimizer, make_batch(rank, step))
-    sync.finish()
-    return flat(model), len(fails.records), fails.closed, len(kept.records), kept.closed
-
-
-def test_a_full_disk_does_not_stop_the_training(caplog: pytest.LogCaptureFixture) -> None:
-    """One warning names path and reason. The other sinks and the training continue."""
-    results = simulated(full_disk, workers=2)
-    want = bsp_reference(2, "sgd", steps=4)[-1]
-    for model, *_ in results:
-        torch.testing.assert_close(model, want)
-    assert results[1][1:] == (2, 1, 4, 1)
-    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    goes_on = "is no longer written, training continues: [Errno 28] No space left on device"
-    assert warnings == [f"rank 1: the log {where} {goes_on}" for where in ("/dev/full", "runs/it")]
 
 
 def test_a_last_line_that_cannot_be_written_does_not_stop_the_end(

@@ -315,19 +315,3 @@ def test_a_worker_at_its_bound_requests_a_round() -> None:
         assert result == ({1: 4, 2: 3, 3: 3}, 3)
     ((histogram, landings),) = simulated(run_ahead, workers=1)
     assert (max(histogram), landings) == (10, 0)
-
-
-# -- what a strategy may not do --------------------------------------------------------------------
-
-
-def test_a_mean_of_gradients_on_demand_cannot_exclude_a_worker() -> None:
-    """The worker would step with the gradient that was excluded."""
-
-    def refuse(rank: int, size: int) -> None:
-        model = make_model()
-        text = "selsync:delta=0.3,aggregate=gradients"
-        with pytest.raises(ValueError, match=r"with selsync.*average the parameters"):
-            attach(model, sgd(model), text, non_finite="exclude")
-        attach(model, sgd(model), text, non_finite="raise").detach()
-
-    simulated(refuse, workers=2)

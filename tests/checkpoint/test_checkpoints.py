@@ -585,31 +585,6 @@ def test_a_checkpoint_accepts_only_what_can_be_read_again(tmp_path: Path) -> Non
             files.with_digest({"extra": [value]})
 
 
-def scaler_enabled_later(rank: int, size: int, folder: Path) -> Any:
-    """Save with a disabled scaler, load with an enabled one. Returns the error and two models."""
-    found = []
-    for enabled in (False, True):
-        model = make_model(seed=int(enabled))
-        optimizer = sgd(model)
-        sync = attach(model, optimizer, "local:period=2")
-        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
-        if enabled:
-            before = all_numbers(model).clone()
-            found = [*error_of(lambda: offbeat.load(folder, sync, scaler=scaler)), before]  # noqa: B023
-        else:
-            train_step(model, optimizer, make_batch(rank, 0))
-            offbeat.save(folder, sync, scaler=scaler)
-        sync.detach()
-    return [*found, all_numbers(model)]
-
-
-def test_an_enabled_scaler_cannot_load_a_disabled_one(tmp_path: Path) -> None:
-    ((kinds, message, before, after),) = run(scaler_enabled_later, tmp_path, workers=1)
-    assert kinds[0] == "CheckpointError"
-    assert "saved with a disabled scaler" in message
-    assert torch.equal(before, after)
-
-
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "multistep": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4]),
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),

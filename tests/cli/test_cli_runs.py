@@ -163,6 +163,7 @@ def test_a_training_is_told_and_recorded_while_it_runs(
 
 
 @needs_namespaces
+@pytest.mark.nightly  # tests/lab/test_cluster.py sends over shaped links, without a command
 def test_workers_on_shaped_links(call: Call, tmp_path: Path) -> None:
     """The result has the rate, and the namespaces are gone afterwards."""
     argv = ("compare", "digits", "-s", "local:period=4", *SHORT, "--bandwidth", "100Mbit/s")

@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -106,6 +105,12 @@ class Worker:
 
 def store() -> Any:
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+
+
+def stop(*args: Any) -> None:
+    """Stop this process as the kernel does, and tell the others its id."""
+    store().set("stopped", str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def die() -> None:
@@ -253,8 +258,7 @@ def test_without_the_store_no_worker_continues() -> None:
 def be_stopped(rank: int, size: int) -> Any:
     worker = Worker(rank, size, timeout_seconds=1.0, silence_seconds=0.5).until(*range(size))
     if rank == 2:
-        store().set("stopped", str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop()
         with pytest.raises(CommunicationError) as caught:
             worker.until(0, 1)
         worker.communicator.close()
@@ -300,11 +304,6 @@ def test_a_busy_member_is_awaited() -> None:
 def stop_before_proposing(rank: int, size: int) -> Any:
     worker = Worker(rank, size, timeout_seconds=0.6).until(*range(size))
     if rank == 0:
-
-        def stop(*args: Any) -> None:
-            store().set("stopped", str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
-
         agreement.Agreement._propose = stop  # type: ignore[method-assign, assignment]
     if rank == 1:
         die()
@@ -328,13 +327,12 @@ def be_stopped_before_opening(rank: int, size: int) -> Any:
     if rank == 2:
         enter = membership.Participant.enter
 
-        def stop(*args: Any) -> Any:
+        def stop_and_enter(*args: Any) -> Any:
             membership.Participant.enter = enter  # type: ignore[method-assign]
-            store().set("stopped", str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop()
             return enter(*args)
 
-        membership.Participant.enter = stop  # type: ignore[assignment, method-assign]
+        membership.Participant.enter = stop_and_enter  # type: ignore[assignment, method-assign]
         with pytest.raises(CommunicationError) as caught:
             worker.until(1, 3)
         worker.communicator.close()
@@ -637,32 +635,6 @@ def test_joining_nothing_raises(tmp_path: Path) -> None:
 
 
 # -- stores and messages --------------------------------------------------------------------------
-
-
-def begin_from(rank: int, _: int, size: int, folder: str) -> Any:
-    """Rank 0 dies and a worker joins, with a store from the environment or a file."""
-    address = f"file://{folder}/store" if folder else None
-    if rank < size:
-        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", RANK=str(rank), WORLD_SIZE=str(size))
-        settings: Any = {"rank": rank, "world_size": size} if folder else {}
-        limit = timedelta(seconds=30)
-        dist.init_process_group("gloo", init_method=address, timeout=limit, **settings)
-    else:
-        store().wait(["died"])
-    worker = Worker(rank, size, address=address)
-    if rank < size:
-        worker.until(*range(size))
-    if rank == 0:
-        die()
-    return worker.until(*range(1, size + 1)).finish()
-
-
-@pytest.mark.parametrize("kind", ["environment", "file"])
-def test_training_begins_from_the_environment_or_a_file(kind: str, tmp_path: Path) -> None:
-    folder = str(tmp_path) if kind == "file" else ""
-    results = run(begin_from, 3, folder, workers=0, newcomers=4, may_die=(0,))
-    for views in results[1:]:
-        assert views[-1][1] == (1, 2, 3)
 
 
 def use_another_backend(rank: int, size: int) -> str:

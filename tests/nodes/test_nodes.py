@@ -60,8 +60,8 @@ def record_across() -> list[Recording]:
 
 def across(made: list[Recording]) -> tuple[int, int]:
     """Return bytes and operations so far, including the set-up."""
-    started = made[0].started
-    return sum(one.sent_bytes for one in started), len(started)
+    sizes = [size for _, _, size in made[0].operations]
+    return sum(sizes), len(sizes)
 
 
 # -- values ---------------------------------------------------------------------------------------

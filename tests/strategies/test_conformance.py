@@ -149,7 +149,11 @@ def check_counts(
 
 @each(ROWS)
 @pytest.mark.parametrize(
-    ("kind", "policy"), [("momentum", "raise"), ("adamw", "raise"), ("momentum", "exclude")]
+    ("kind", "policy"),
+    [
+        *(("momentum", "raise"), ("adamw", "raise")),
+        pytest.param("momentum", "exclude", marks=pytest.mark.nightly),
+    ],
 )
 def test_one_worker_trains_as_if_alone(row: Row, kind: str, policy: str) -> None:
     """The same script with one process is plain training, for any optimizer."""

@@ -1,101 +1,19 @@
-"""An algorithm with its own flow, which averages neither models nor gradients."""
+"""The example of an algorithm with its own flow, which averages neither models nor gradients."""
 
 import io
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
+from examples.gossip import Gossip
 from torch import Tensor
 
 import offbeat
 from loops import attach, close, sgd
-from offbeat import AttachError, Strategy
-from offbeat.averaging import AttachedOptimizer, Flow
-from offbeat.averaging.votes import Round
-from offbeat.strategies.base import CustomFlow, setting
+from offbeat import AttachError
 from offbeat_lab import PowerSGD, SparseLoCo
 from problems import OPTIMIZERS, Simulated, assign, flat, make_batch, make_model, train_step
 from worlds import run
-
-
-@dataclass
-class GossipState:
-    exchanges: int = 0
-
-
-class GossipFlow(Flow):
-    """x ← (1 − a)·x + a·x of the left neighbour. Only neighbours exchange messages."""
-
-    state: GossipState
-    strategy: "Gossip"
-
-    def start(self, common: dict[str, Any] | None = None) -> None:
-        self.state = GossipState()
-
-    @property
-    def unsynced(self) -> bool:
-        return self.worker.step > 0
-
-    def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        if last:
-            self._pending = self.vote(0, stepping=True)
-        return False
-
-    def step_ended(self) -> bool:
-        round, self._pending = self._pending, None
-        assert round is not None
-        return bool(self.act(round))
-
-    def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
-        finite = self.check_finite(stepping=stepping)
-        vote = self.rounds.vote(
-            weight=1.0,
-            stepping=stepping,
-            finishing=finishing,
-            wanted=0.0,
-            finite=finite,
-            numbers=(),
-        )
-        return self.rounds.send(vote)
-
-    def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
-        return self.worker.finite_model()
-
-    def decide(self, round: Round) -> bool:
-        worker = self.worker
-        round.wait()
-        if worker.size == 1:
-            return False
-        for bucket in worker.replica.buckets("parameters"):
-            own, communicator = bucket.pack().clone(), worker.team.communicator
-            right, left = (worker.rank + 1) % worker.size, (worker.rank - 1) % worker.size
-            sending = communicator.send(own, destination=right, what="gossip")
-            received = communicator.receive(
-                torch.empty_like(own), source=left, what="gossip"
-            ).wait()
-            sending.wait()
-            bucket.flat.copy_(own.lerp(received, self.strategy.share))
-            bucket.unpack()
-        self.state.exchanges += 1
-        worker.details["exchanges"] = self.state.exchanges
-        return True
-
-    def consensus(self, last: Round, *, final: bool) -> None:
-        mean = self.worker.exact_mean
-        average = mean.average if final else mean.show
-        average(1.0, self.worker.size, what="consensus")
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Gossip(Strategy):
-    """After each step a worker moves a share of the way to the model of its left neighbour."""
-
-    name: ClassVar[str] = "gossip"
-    share: float = setting(0.5, above=0, below=1)
-
-    def averages(self) -> CustomFlow:
-        return CustomFlow(GossipFlow)
 
 
 def train(rank: int, size: int, counts: list[int], look: int, resume: int) -> dict[str, Any]:
@@ -121,8 +39,8 @@ def train(rank: int, size: int, counts: list[int], look: int, resume: int) -> di
             with sync.consensus():
                 seen = flat(model)
     sync.finish()
-    details = sync.stats.details
-    return {"trace": trace, "seen": seen, "end": flat(model), "exchanges": details["exchanges"]}
+    exchanges = sync._iteration.flow.state.exchanges
+    return {"trace": trace, "seen": seen, "end": flat(model), "exchanges": exchanges}
 
 
 def reference(counts: list[int], look: int) -> tuple[list[list[Tensor]], Tensor | None, Tensor]:
@@ -203,6 +121,6 @@ def test_abilities_that_a_custom_flow_does_not_have_are_refused(option: dict[str
     (name,) = option
     for texts in run(refuse, workers=2):
         assert all(text.startswith(name) for text in texts)
-        assert "with gossip: " in texts[0] or "with test_custom_flow:Gossip: " in texts[0]
+        assert "with examples.gossip:Gossip: " in texts[0]
         for text, baseline in zip(texts[1:], ("powersgd", "sparseloco"), strict=True):
             assert f"with {baseline}: baselines to compare with" in text

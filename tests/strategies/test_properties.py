@@ -139,13 +139,6 @@ def test_accumulated_gradients_and_closures_are_one_step(row: Row) -> None:
         assert a["counted"] == b["counted"] == c["counted"]
 
 
-class Overflowing(torch.amp.GradScaler):
-    """A GradScaler on the CPU, with a scale that overflows in one step on one worker."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu", init_scale=2.0**10, growth_interval=1000)
-
-
 def warming_up(rank: int, size: int, batches: list[int]) -> list[list[bool]]:
     """Return of each step whether it had a mean, in one list for each of two epochs."""
     model = make_model(seed=rank)
@@ -175,27 +168,6 @@ def test_a_warm_up_ends_on_all_workers_at_once(batches: list[int]) -> None:
     for rank, epochs in enumerate(run(warming_up, batches, workers=2)):
         steps = batches[rank]
         assert epochs == [[True] * steps, [True, False, False, False, True][:steps]]
-
-
-def scale(rank: int, size: int, text: str) -> dict[str, Any]:
-    model = make_model(seed=rank, dtype=torch.float32)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    scaler = Overflowing()
-    sync = attach(model, optimizer, text, scaler=scaler)
-    scales = []
-    for step in range(9):
-        optimizer.zero_grad()
-        loss = loss_of(model, make_batch(rank, step, dtype=torch.float32))
-        if step == 4 and rank == 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        if step % 2:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    sync.finish()
-    return {"end": flat(model), "steps": sync.stats.steps, "scales": scales}
 
 
 # -- words -------------------------------------------------------------------------------------
