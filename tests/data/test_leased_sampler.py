@@ -739,6 +739,26 @@ def test_workers_at_the_same_step_save_between_two_steps() -> None:
         assert len(left) == 58 - 3 * 10
 
 
+def test_a_batch_counts_as_used_from_the_next_step_on() -> None:
+    """Also with several batches in a step: two of three batches were handed out since the step."""
+
+    def worker() -> tuple[Any, Any]:
+        model, optimizer, sync = attach()
+        sampler = LeasedSampler(dataset(), 4, sync=sync)
+        batches = iter(LeasedLoader(DataLoader(dataset(), batch_sampler=sampler)))
+        train_on(model, optimizer, islice(batches, 1))
+        for _ in range(2):
+            next(batches)
+        before = sampler.state_dict()["left"]
+        optimizer.step()
+        after = sampler.state_dict()["left"]
+        sync.detach()
+        return before, after
+
+    (result,) = simulated(worker, workers=1).results
+    assert result == ({"0": [(1, 58)]}, {"0": [(3, 58)]})
+
+
 def test_a_state_of_other_data_is_refused() -> None:
     def worker() -> None:
         _, _, sync = attach()
