@@ -349,7 +349,7 @@ def test_all_is_every_public_name() -> None:
         "import offbeat.simulate.run; offbeat.simulate.__name__; import offbeat.simulate.network; "
         "from offbeat import simulate; simulate.__name__; offbeat.simulate.__name__; "
         "import offbeat.attach; offbeat.attach.__kwdefaults__; from offbeat.attach import attach",
-        "import offbeat.plan.run; offbeat.plan.__name__; from offbeat.plan import plan, Plan; "
+        "import offbeat.plan; offbeat.plan.__name__; from offbeat.plan import plan, Plan; "
         "assert offbeat.plan is plan; assert offbeat.Plan is Plan",
         *nightly(
             [

@@ -16,8 +16,10 @@ from typing_extensions import override
 from offbeat.averaging.buckets import pack_mixed, unpack
 from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat.baselines.shard import NO_CLOCK, Rule
-from offbeat.checkpoint.state import transient
-from offbeat.strategies.base import setting
+from offbeat.strategies.base import (
+    setting,
+    transient,
+)
 
 _NOT_MEASURED = -1  # as the clock in a request, it leaves the worker's clock unchanged
 

@@ -17,9 +17,11 @@ from offbeat.averaging.buckets import as_real, pack_mixed, unpack
 from offbeat.averaging.worker import AttachedOptimizer
 from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat.baselines.shard import Rule
-from offbeat.checkpoint.state import transient
 from offbeat.errors import AttachError
-from offbeat.strategies.base import setting
+from offbeat.strategies.base import (
+    setting,
+    transient,
+)
 
 
 def _require_unchanged_gradients(group: dict[str, Any]) -> None:

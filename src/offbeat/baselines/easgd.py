@@ -16,8 +16,10 @@ from offbeat.averaging.buckets import add_to, pack_mixed
 from offbeat.averaging.worker import AttachedOptimizer
 from offbeat.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
 from offbeat.baselines.shard import Rule
-from offbeat.checkpoint.state import transient
-from offbeat.strategies.base import setting
+from offbeat.strategies.base import (
+    setting,
+    transient,
+)
 
 
 @dataclass(eq=False)

@@ -19,8 +19,14 @@ from typing_extensions import override
 from offbeat.arguments import POSITIVE, require_number
 from offbeat.averaging.model_flow import ModelFlow
 from offbeat.averaging.votes import Round
-from offbeat.checkpoint.state import transient
-from offbeat.strategies.base import CustomFlow, SharedModel, Strategy, WorkerView, setting
+from offbeat.strategies.base import (
+    CustomFlow,
+    SharedModel,
+    Strategy,
+    WorkerView,
+    setting,
+    transient,
+)
 
 _PURPOSE = int.from_bytes(b"fedavg", "big")  # part of the seed of each draw
 _LARGEST_DENOMINATOR = 10**6  # settings are converted to fractions: 0.1 is exactly 1/10

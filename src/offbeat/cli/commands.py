@@ -146,7 +146,7 @@ def watch(
 
 
 @with_options()
-@implemented_in("network")
+@implemented_in("plan", loads_files=False)
 def plan(options: PlanOptions) -> None:
     """Predict the time of a step under each strategy, and recommend one to try first.
 
@@ -156,9 +156,8 @@ def plan(options: PlanOptions) -> None:
     [bold]Examples[/bold]
 
     offbeat plan --parameters 25M --step-time 120ms -n 16 --bandwidth 5gbit
-    offbeat plan --model digits --bandwidth 100Mbit/s -s bsp -s diloco:period=50
-    offbeat plan --model digits -n 32 --workers-per-node 8 --bandwidth 5gbit
-    torchrun --nproc-per-node 2 -m offbeat.cli plan --model digits --probe
+    offbeat plan --parameters 25M --step-time 120ms --bandwidth 5gbit -s bsp -s 'bsp --wire int8'
+    offbeat plan --parameters 25M --step-time 120ms -n 32 --workers-per-node 8 --bandwidth 5gbit
     """
 
 

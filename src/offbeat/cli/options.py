@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from offbeat.arguments import Precision, types_of
+from offbeat.arguments import types_of
 from offbeat_lab.job import Job
 from offbeat_lab.options import Panel, option, option_of
 
@@ -125,25 +125,12 @@ class PlanOptions(NodeOptions):
     workers: int | None = option(
         Panel.WORKERS, "Number of workers.", "--workers", "-n", unset=str(USUAL_WORKERS)
     )
-    wire: Precision | None = option(
-        Panel.STRATEGIES,
-        "Precision of what is sent: float32, bfloat16, int8, int4, int2, auto.",
-        metavar="NAME",
-        unset="float32; streaming chooses",
-    )
     strategies: list[str] | None = option(
         Panel.STRATEGIES,
-        "Strategy to forecast, instead of the default ones; repeatable.",
+        "Strategy, as in 'bsp --wire int4', instead of the default ones; repeatable.",
         "--strategy",
         "-s",
         metavar="METHOD",
-    )
-    model: str | None = option(
-        Panel.TRAINED, "Recipe or file.py to measure parameters and step time of.", metavar="RECIPE"
-    )
-    data: Path | None = option(Panel.TRAINED, "Directory of the recipe's data.")
-    probe: bool = option(
-        Panel.WORKERS, "Measure the network, under torchrun.", "--probe", default=False
     )
     as_json: bool = option(Panel.OUTPUT, "Print JSON instead of a table.", "--json", default=False)
 

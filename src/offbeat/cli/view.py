@@ -1,6 +1,7 @@
 """Output of the command line: tables, and paths of written files."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rich.table
 import typer
@@ -10,7 +11,9 @@ from rich.text import Text
 from offbeat.display.narrow import narrow
 from offbeat.display.table import Table
 from offbeat.units import show_seconds
-from offbeat_lab.timing.step_time import StepTime
+
+if TYPE_CHECKING:
+    from offbeat_lab.timing.step_time import StepTime
 
 console = Console(markup=False, emoji=False)  # paths may have brackets and colons
 WIDER = "a wider terminal shows them"
@@ -23,7 +26,7 @@ def print_path(what: str, path: Path) -> None:
     console.print(f"{what} {path}", highlight=False, soft_wrap=True)
 
 
-def print_step_time(recipe: str, step: StepTime, *, only_warn: bool = False) -> None:
+def print_step_time(recipe: str, step: "StepTime", *, only_warn: bool = False) -> None:
     """Print a measured step time. Warn on standard error if its steps differed much."""
     if not only_warn:
         time = show_seconds(step.seconds)
