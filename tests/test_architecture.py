@@ -60,7 +60,7 @@ LEVELS = [
 STRATEGIES_IMPORT = {
     *("abc", "collections", "dataclasses", "functools", "logging", "math"),
     *("typing", "typing_extensions"),
-    *("offbeat.strategies", "offbeat.arguments", "offbeat.checkpoint.state"),
+    *("offbeat.strategies", "offbeat.arguments"),
     "offbeat.quantization.precision",
 }
 NETWORKS_THREADS_AND_CLOCKS = {

@@ -475,7 +475,7 @@ def _forecast(strategy: Strategy, wire: str, setting: _Setting) -> tuple[float, 
             return setting.scheduled(period, 0, cost), period, sent / period
         case SelSync():
             assert strategy.target_lssr is not None
-            every = 1 / (1 - strategy.target_lssr)
+            every = min(1 / (1 - strategy.target_lssr), strategy.max_interval or math.inf)
             sent = numbers + (sent - numbers) / every
             if strategy.flags == "deferred":  # the votes of a step arrive during the next one
                 return setting.scheduled(every, 0, cost), every, sent
@@ -538,8 +538,8 @@ def _streaming(
     In the eager schedule a pass of the model takes T = (votes and all parts)/t steps, but at least
     1, or 4/3 with more than two parts, whose launches are staggered. A worker waits for parts if
     they arrive within a quarter of a step after the end of the step: for T − 1 steps, and for the
-    share ``patience`` of the time at most. If T is so large that the staleness bound is reached, a
-    pass takes as many steps as the bound.
+    share ``patience`` of the time at most. If T is so large that workers wait at the staleness
+    bound, it limits the steps of a pass.
     """
     links, step = setting.links, setting.step[0]
     numbers = _VOTE_BYTES + 32
@@ -557,8 +557,11 @@ def _streaming(
         step += links.inside.all_reduce(8 * 5)
     passing = (votes + parts * part + links.after(size)) / step
     steps, waits = max(passing, 4 / 3 if parts > 2 else 1.0), 0.0
-    if passing > strategy.staleness * parts / (min(2, parts) + 1):
-        steps, waits = strategy.staleness, passing / strategy.staleness - 1
+    # Two parts at most are in flight, so the newest mean is up to three parts old.
+    longest = strategy.staleness * parts / (min(2, parts) + 1)
+    if passing > longest:
+        steps = min(strategy.staleness, longest)
+        waits = passing / steps - 1
     elif passing <= 1.25 and not setting.jitter:
         waits = min(max(0.0, passing - 1), strategy.patience / (1 - strategy.patience))
     return step * (1 + waits), steps, (numbers + parts * sent) / steps

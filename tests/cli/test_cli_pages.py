@@ -22,7 +22,7 @@ from torch.distributed.run import get_args_parser
 
 from cli.commands import Call, ended
 from offbeat import cli
-from offbeat.cli import elastic, launcher, network, runs
+from offbeat.cli import elastic, launcher, runs
 from offbeat_lab.launch.cluster import Cluster
 from pages import ROOT, SHELL, Block, blocks_in, code_on, files_of
 
@@ -102,7 +102,6 @@ def begin(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], 
     monkeypatch.setattr(launcher, "ShapedLinks", reached)
     monkeypatch.setattr(runs, "measure_recipe", reached)
     monkeypatch.setattr(launcher.dist, "init_process_group", reached)
-    monkeypatch.setattr(network, "measure_recipe", reached)
     monkeypatch.setattr(elastic, "launch", reached)
     monkeypatch.setattr("offbeat.launcher.store.keep_store", reached)
     return main

@@ -1,0 +1,232 @@
+"""The recommendation, the arguments and the display of a plan."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat import Plan, plan
+from offbeat.registry import parse_strategy
+
+formulas = sys.modules["offbeat.plan"]
+ROOT = Path(__file__).parents[2]
+CASE: dict[str, Any] = dict(parameters="25M", step_time="100ms", workers=4, bandwidth="1Gbit/s")
+SMALL: dict[str, Any] = {**CASE, "parameters": "200k"}
+
+
+def texts(result: Plan) -> list[str]:
+    return [row.strategy for row in result.rows]
+
+
+# -- the rule --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "advice"),
+    [
+        ("1Gbit/s", "bsp"),  # a mean takes 10 ms, of which 4.0 % of the step are visible
+        ("400Mbit/s", "streaming"),
+        ("20Mbit/s", "streaming"),  # DDP waits 81 %
+        ("8Mbit/s", None),  # 92 %
+    ],
+)
+def test_the_waiting_of_ddp_decides(bandwidth: str, advice: str | None) -> None:
+    result = plan(
+        **{**SMALL, "bandwidth": bandwidth, "step_time": "200ms" if advice == "bsp" else "60ms"}
+    )
+    idle = result.rows[0].idle
+    assert texts(result)[0] == "bsp"
+    assert result.recommendation == advice
+    assert advice == ("bsp" if idle < 0.05 else "streaming" if idle <= 0.9 else None)
+    assert f"{formulas.percent(idle)} of the time" in result.reason
+
+
+def test_a_wait_at_the_limit_does_not_change_the_advice() -> None:
+    """Streaming may wait 5 % of the time, and is recommended nevertheless."""
+    for bandwidth in ("180Mbit/s", "190Mbit/s", "200Mbit/s", "210Mbit/s", "220Mbit/s"):
+        result = plan(parameters="124M", step_time="2.5s", workers=8, bandwidth=bandwidth)
+        assert result.recommendation in ("streaming", None)
+        assert result.recommendation is not None or result.rows[0].idle > 0.9
+
+
+def test_long_latencies_take_int4() -> None:
+    """With int2 streaming averaging does not arrive there: docs/choosing.md."""
+    result = plan(**{**SMALL, "latency": "120ms"})
+    assert result.recommendation == "streaming --wire int4"
+    assert texts(result)[-2:] == ["streaming", "streaming --wire int4"]
+    assert "streaming --wire int4" not in texts(plan(**SMALL))
+
+
+def test_a_single_worker_never_waits() -> None:
+    for changes in ({"workers": 1}, {"workers": 2, "workers_per_node": 2}):
+        result = plan(**{**SMALL, **changes}, jitter=0.5)
+        assert result.recommendation == "bsp"
+        assert result.reason == "a single worker or node waits for no other"
+        for row in result.rows:
+            assert (row.idle, row.payload_bytes, row.interval_steps) == (0, 0, math.inf)
+
+
+def test_jitter_alone_is_a_reason() -> None:
+    """On a fast network 8 workers with 10 % jitter wait 12.5 % with BSP."""
+    result = plan(**{**SMALL, "bandwidth": 1e12, "workers": 8, "latency": 0}, jitter=0.1)
+    assert result.rows[0].idle == pytest.approx(0.125, abs=0.008)
+    assert result.recommendation == "streaming"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/choosing.md"])
+def test_the_pages_show_the_same_rule(page: str) -> None:
+    """Limits and strategies of the table are those of the code."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    start = re.search(r"^ *\| (DDP waits|idle under BSP).*$", text, re.MULTILINE)
+    assert start is not None
+    table = text[start.start() :].partition("\n\n")[0]
+    least, most = (f"{100 * limit:g}" for limit in (formulas.LEAST_WAITING, formulas.MOST_WAITING))
+    for limits in (f"less than {least} %", f"{least} to {most} %", f"more than {most} %"):
+        assert limits in table, limits
+    by_name = {
+        "`StreamingAveraging()`": "streaming",
+        '`LocalSGD(period=2)` with `wire="int4"`': "local:period=2 --wire int4",
+        '`BSP()` with `wire="int4"`': "bsp --wire int4",
+    }
+    for shown, row in by_name.items():
+        assert shown in table
+        assert row in texts(plan(**CASE))
+
+
+# -- the measured range ----------------------------------------------------------------------------
+
+
+def test_s_is_the_steps_to_send_the_model_once() -> None:
+    """124 million numbers of 32 bits over 1 Gbit/s, in steps of half a second."""
+    result = plan(parameters="124M", step_time="500ms", workers=8, bandwidth="1Gbit/s")
+    assert result.send_steps == pytest.approx(7.936)
+    assert "S = 7.9: a link needs 7.9 steps" in result.advice()[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, None),
+        ({"parameters": "5M", "bandwidth": "10Gbit/s"}, "models of up to 0.5 million parameters"),
+        ({"workers": 17}, "up to 16 workers"),
+        ({"bandwidth": "3Mbit/s"}, "S up to 9"),
+    ],
+)
+def test_a_warning_names_what_was_not_measured(changes: dict[str, Any], named: str | None) -> None:
+    """Then speed-ups of averaged models are upper bounds, and beyond S = 9 unknown for some."""
+    result = plan(**{**SMALL, "bandwidth": "50Mbit/s", **changes})
+    if named is not None:
+        assert named in result.warning
+    assert bool(result.warning) == (named is not None)
+    shown = {row[0]: row[2] for row in result.table().rows}
+    assert shown["bsp"].startswith(("0", "1", "2", "3", "4"))
+    assert shown["local:period=8"].startswith("≤ ") == (named is not None)
+    assert (shown["streaming"] == "unknown") == ("S up to 9" in result.warning)
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def test_every_setting_is_answered_at_once() -> None:
+    """Extreme models and links. On an idle machine each takes a few milliseconds."""
+    begin = time.process_time()
+    for parameters in ("1", "150k", "7B", "1T"):
+        for bandwidth in ("1kbit/s", "10Mbit/s", "100Gbit/s"):
+            for workers, jitter in ((2, 0.0), (10_000, 0.3)):
+                changes = dict(parameters=parameters, bandwidth=bandwidth, jitter=jitter)
+                for row in plan(**{**CASE, **changes, "workers": workers}).rows:
+                    assert row.step_seconds >= 0.1 * (1 - 1e-9)
+                    assert 0 <= row.idle <= 1
+    assert time.process_time() - begin < 24 * 2
+
+
+def test_torch_is_not_imported() -> None:
+    code = f"""
+import sys
+from offbeat.plan import plan
+plan(**{CASE!r})
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_rows_are_the_given_strategies() -> None:
+    given = ["bsp --wire int8", "diloco:period=50", "streaming --wire int2"]
+    result = plan(**CASE, strategies=given)
+    assert texts(result) == ["bsp --wire int8", "diloco:period=50", "streaming"]
+    assert [row.wire for row in result.rows] == ["int8", "float32", "int2"]
+    assert result.recommendation == plan(**CASE).recommendation, "the rule does not depend on rows"
+    for text in texts(plan(**CASE)):
+        parse_strategy(text.partition(" --wire ")[0])
+
+
+@pytest.mark.parametrize(
+    "text", ["fedavg:period=8", "ssp:staleness=3", "mine:Mine:period=2", "ideal", "torch:ddp"]
+)
+def test_other_strategies_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"none for .*with offbeat compare --simulate"):
+        plan(**CASE, strategies=["bsp", text])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parameters": "25 apples"}, "25M"),
+        ({"step_time": "fast"}, "50ms"),
+        ({"step_time": -1}, "50ms"),
+        ({"bandwidth": "1GB/s"}, "1Gbit/s"),
+        ({"bandwidth": 0}, "1Gbit/s"),
+        ({"latency": "1"}, "100us"),
+        ({"latency": -1e-6}, "100us"),
+        ({"workers": 0}, "workers must be at least 1"),
+        ({"jitter": 10}, "0.1 for 10 %"),
+        ({"jitter": math.nan}, "0.1 for 10 %"),
+        ({"strategies": []}, "must be a list like"),
+        ({"strategies": "bsp"}, "must be a list like"),
+        ({"strategies": ["bps"]}, "did you mean 'bsp'"),
+        ({"strategies": ["local"]}, "local:period=8"),
+        ({"strategies": ["bsp --wire int3"]}, "--wire must be"),
+        ({"strategies": ["selsync:delta=0.3"]}, "plan needs target_lssr"),
+        ({"workers": 9, "workers_per_node": 2}, "workers=9 do not fill nodes"),
+        ({"inside": "10Gbit/s"}, "inside needs nodes"),
+        ({"inside_latency": "1us"}, "inside needs nodes"),
+    ],
+)
+def test_impossible_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
+    """The error shows the right form."""
+    with pytest.raises(ValueError, match=message):
+        plan(**{**CASE, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"parameters": None}, {"workers": 2.5}, {"jitter": "0.1"}, {"strategies": [3]}],
+)
+def test_wrong_types_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        plan(**{**CASE, **changes})
+
+
+# -- display ---------------------------------------------------------------------------------------
+
+
+def test_table_and_dictionary() -> None:
+    """The dictionary contains JSON values, and the table shows them."""
+    result = plan(**{**CASE, "workers": 8}, workers_per_node=2)
+    assert result.caption.startswith(
+        "25,000,000 parameters (100.0 MB), 100 ms a step, 8 workers, 1 Gbit/s, latency 100 us "
+        "between nodes of 2 with 100 Gbit/s, latency 10 us, which step every 10"
+    )
+    table = result.table()
+    assert all(len(row) == len(table.headings) for row in table.rows)
+    told = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert [row["strategy"] for row in told["rows"]] == [row[0] for row in table.rows]
+    assert told["model_bytes"] == 100e6
+    alone = plan(**{**CASE, "workers": 1}).to_dict()
+    assert alone["rows"][0]["interval_steps"] == "inf"
