@@ -52,7 +52,6 @@ def idle_call(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs.comparison, "run_and_record", refuse)
     monkeypatch.setattr(runs, "measure_recipe", refuse)
-    monkeypatch.setattr(network, "measure_recipe", refuse)
     monkeypatch.setattr(network.probing, "probe", refuse)
     monkeypatch.setattr(elastic, "launch", refuse)
     monkeypatch.setattr("offbeat.launcher.store.keep_store", refuse)

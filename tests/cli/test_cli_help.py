@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from cli.commands import Call, ended
-from offbeat.cli import commands, elastic, lists, network, runs, watch
+from offbeat.cli import commands, elastic, lists, network, plan, runs, watch
 from offbeat_lab.methods.base import SAVING
 from offbeat_lab.options import Panel
 
@@ -95,7 +95,7 @@ def test_the_shell_completes_without_torch() -> None:
 def test_a_command_and_its_implementation_have_the_same_parameters(command: object) -> None:
     """The function of the same name in another module takes what the declaration declares."""
     declared = inspect.unwrap(command)  # type: ignore[arg-type]
-    modules = runs, network, lists, watch, elastic
+    modules = runs, network, plan, lists, watch, elastic
     candidates = [vars(module).get(declared.__name__) for module in modules]
     (function,) = (one for one in candidates if inspect.isfunction(one))
     assert [*inspect.signature(function).parameters] == [*inspect.signature(declared).parameters]

@@ -156,8 +156,8 @@ def plan(options: PlanOptions) -> None:
     [bold]Examples[/bold]
 
     offbeat plan --parameters 25M --step-time 120ms -n 16 --bandwidth 5gbit
-    offbeat plan --parameters 25M --step-time 120ms --bandwidth 5gbit -s bsp -s 'bsp --wire int8'
-    offbeat plan --parameters 25M --step-time 120ms -n 32 --workers-per-node 8 --bandwidth 5gbit
+    offbeat plan --parameters 1B --step-time 2s --bandwidth 5gbit -s streaming
+    offbeat plan --parameters 1B --step-time 2s --bandwidth 5gbit -n 8 --jitter 0.1
     """
 
 
