@@ -157,7 +157,7 @@ def plan(options: PlanOptions) -> None:
 
     offbeat plan --parameters 25M --step-time 120ms -n 16 --bandwidth 5gbit
     offbeat plan --parameters 1B --step-time 2s --bandwidth 5gbit -s streaming
-    offbeat plan --parameters 1B --step-time 2s --bandwidth 5gbit -n 8 --jitter 0.1
+    offbeat plan --parameters 1B --step-time 2s --bandwidth 5gbit --jitter 0.1
     """
 
 
