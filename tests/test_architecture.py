@@ -62,7 +62,7 @@ LEVELS = [
 STRATEGIES_IMPORT = {
     *("abc", "collections", "dataclasses", "functools", "importlib", "logging", "math"),
     *("typing", "typing_extensions"),
-    *("offbeat.strategies", "offbeat.arguments", "offbeat.checkpoint.state"),
+    *("offbeat.strategies", "offbeat.arguments"),
 }
 NETWORKS_THREADS_AND_CLOCKS = {
     "torch.distributed",
@@ -428,7 +428,7 @@ def test_all_is_every_public_name() -> None:
         "import offbeat.attach; offbeat.attach.__kwdefaults__; from offbeat.attach import attach",
         *nightly(
             [
-                "import offbeat.plan.run; offbeat.plan.__name__; "
+                "import offbeat.plan; offbeat.plan.__name__; "
                 "from offbeat.plan import plan, Plan; "
                 "assert offbeat.plan is plan; assert offbeat.Plan is Plan",
                 "from offbeat import *; simulate.__name__, data.SelDPSampler; "

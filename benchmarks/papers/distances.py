@@ -2,9 +2,10 @@
 
 The problem and the protocol are those of ``discrepancy``, which has asynchronous averaging and
 gradient delay only. After every τ-th local step, before the method acts, the mean over the workers
-of ‖x_n − mean(x)‖ is measured; results are means over the second half of the run. τ is the staleness of asynchronous averaging, the period of local SGD and EASGD, and the
-bound of SSP. A mean of the model takes 0.45 τ steps on the links, which also sets the age of the
-parts of streaming averaging and of Downpour's gradients.
+of ‖x_n − mean(x)‖ is measured; results are means over the second half of the run. τ is the
+staleness of asynchronous averaging, the period of local SGD and EASGD, and the bound of SSP. A mean
+of the model takes 0.45 τ steps on the links, which also sets the age of the parts of streaming
+averaging and of Downpour's gradients.
 
     python -m benchmarks.papers.distances
 """

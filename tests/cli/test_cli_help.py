@@ -9,7 +9,7 @@ import pytest
 
 from cli.commands import Call, ended
 from offbeat import cli
-from offbeat.cli import elastic, lists, network
+from offbeat.cli import elastic, lists, plan
 from offbeat_lab.cli import commands as lab_commands
 from offbeat_lab.cli import lists as lab_lists
 from offbeat_lab.cli import runs
@@ -100,7 +100,7 @@ def test_the_shell_completes_without_torch() -> None:
 def test_a_command_and_its_implementation_have_the_same_parameters(command: object) -> None:
     """The function of the same name in another module takes what the declaration declares."""
     declared = inspect.unwrap(command)  # type: ignore[arg-type]
-    modules = runs, network, lists, lab_lists, elastic
+    modules = runs, plan, lists, lab_lists, elastic
     candidates = [vars(module).get(declared.__name__) for module in modules]
     (function,) = (one for one in candidates if inspect.isfunction(one))
     inspect.signature(function).bind(**dict.fromkeys(inspect.signature(declared).parameters))

@@ -110,13 +110,3 @@ def test_the_example_of_a_custom_flow_runs(capsys: pytest.CaptureFixture[str]) -
     """It checks by itself that all workers end with the same model."""
     runpy.run_path(str(ROOT / "examples" / "gossip.py"), run_name="__main__")
     assert "all workers end with" in capsys.readouterr().out
-
-
-def test_it_is_planned() -> None:
-    """The plan is that of local SGD with the longest period, over every wire."""
-    case: dict[str, Any] = {"parameters": 25e6, "step_time": 0.1, "workers": 4, "bandwidth": 1e9}
-    for wire in ("float32", "bfloat16", "int8"):
-        plain = GrowingPeriod(most=8, outer_lr=1.0)
-        own, local = offbeat.plan(**case, wire=wire, strategies=[plain, "local:period=8"]).rows
-        assert own.step_seconds == pytest.approx(local.step_seconds, rel=1e-9)
-        assert own.strategy == str(plain)

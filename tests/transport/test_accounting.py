@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 import offbeat
-from offbeat.transport.accounting import Account, Accounting
+from offbeat.transport.accounting import Accounting
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
 from offbeat.transport.host import Promise, ThreadHost
@@ -206,23 +206,3 @@ def test_wait_seconds_is_the_time_blocked_in_wait() -> None:
         failing.wait()
     assert account.wait_seconds == 4.5
     assert communicator.host.now() == clock.seconds == 14.5
-
-
-def test_callbacks_run_before_the_wait_for_a_collective() -> None:
-    """All callbacks run at each wait, with the handle, also for twins.
-
-    They do not run for done() or messages.
-    """
-    account, calls = Account(), []
-    communicator = Accounting(Slow(), account)
-    for name in ("first", "second"):
-        account.before_waiting.append(lambda handle, name=name: calls.append((name, handle.done())))
-    promise: Promise[int] = communicator.host.promise()
-    promise.fulfil(1)
-    communicator.sum(torch.zeros(2), what="test").done()
-    assert Accounting(SingleCommunicator(), account).await_promise(promise, what="test").wait() == 1
-    assert calls == []
-    communicator.sum(torch.zeros(2), what="test").wait()
-    assert calls == [("first", False), ("second", False)]
-    Accounting(SingleCommunicator(), account).twin().sum(torch.zeros(2), what="test").wait()
-    assert calls[2:] == [("first", True), ("second", True)]

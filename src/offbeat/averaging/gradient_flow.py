@@ -19,8 +19,12 @@ from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradients import GradientMean
 from offbeat.averaging.votes import Round, Vote
 from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.checkpoint.state import transient
-from offbeat.strategies.base import Gradients, Strategy, WorkerView
+from offbeat.strategies.base import (
+    Gradients,
+    Strategy,
+    WorkerView,
+    transient,
+)
 
 
 @dataclass

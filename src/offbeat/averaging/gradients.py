@@ -42,7 +42,7 @@ _Layout = Literal["none", "dense", "sparse"]
 
 
 def gradient_buckets(
-    parameters: Sequence[nn.Parameter], bucket_bytes: float = BUCKET_BYTES, scale: float = 1.0
+    parameters: Sequence[nn.Parameter], bucket_bytes: float = BUCKET_BYTES
 ) -> list[list[nn.Parameter]]:
     """Return the parameters in buckets, in the order in which backward computes their gradients.
 
@@ -50,12 +50,10 @@ def gradient_buckets(
         parameters: Parameters of one optimizer in the model's order, the same on all workers.
         bucket_bytes: Largest size of a bucket in bytes, unless a single parameter is larger. The
             first bucket is full once it holds 1 MiB.
-        scale: 1. In a simulation with small placeholder tensors: number of real parameters that one
-            tensor element stands for.
     """
     order = [p for p in reversed(parameters) if p.numel()]
     first = min(bucket_bytes, FIRST_BUCKET_BYTES)
-    groups = group_tensors(order, bucket_bytes / scale, first / scale)
+    groups = group_tensors(order, bucket_bytes, first)
     # A bucket is complete when backward has computed the gradient of its last parameter, so the
     # buckets are sorted by their last parameters.
     position = {id(p): i for i, p in enumerate(order)}
@@ -234,9 +232,9 @@ class GradientMean:
         flat = bucket.pack(float(contribute))
         if self.overlap:
             bucket.remember()
-        what, tail = "mean of the gradients", bucket.tail.numel()
-        if tail:
-            bucket.handle = self._team.communicator.sum(flat, what=what, tail=tail)
+        what = "mean of the gradients"
+        if bucket.tail.numel():
+            bucket.handle = self._team.communicator.sum(flat, what=what)
             return
         bucket.handle = self._wire.sum(
             flat,

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from offbeat.averaging.buckets import BUCKET_BYTES, Bucket, make_buckets
+from offbeat.averaging.buckets import Bucket, make_buckets
 
 Contents = Literal["averaged", "parameters", "buffers"]
 """Kind of tensors in a bucket; see ``Replica.buckets``."""
@@ -50,8 +50,6 @@ class Replica:
     Args:
         model: The model.
         trainable: The parameters to average, even if they have no gradient.
-        scale: 1. In a simulation with small placeholder tensors: number of real parameters that one
-            tensor element stands for.
         buffers_of: Module that holds the model's buffers. None: ``model``.
 
     Attributes:
@@ -63,10 +61,9 @@ class Replica:
         self,
         model: nn.Module,
         trainable: Iterable[nn.Parameter],
-        scale: float = 1.0,
         buffers_of: nn.Module | None = None,
     ) -> None:
-        self._model, self._bucket_bytes = model, BUCKET_BYTES / scale
+        self._model = model
         chosen = {id(p) for p in trainable}
         self.parameters = sorted(
             ((name, p) for name, p in model.named_parameters() if id(p) in chosen),
@@ -143,7 +140,7 @@ class Replica:
             tensors += self.float_buffers()
         previous, buckets = self._buckets.get(kind, ([], []))
         if [id(t) for t in previous] != [id(t) for t in tensors]:
-            buckets = make_buckets(tensors, self._bucket_bytes)
+            buckets = make_buckets(tensors)
             self._buckets[kind] = (tensors, buckets)
         return buckets
 

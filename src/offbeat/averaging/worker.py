@@ -34,19 +34,16 @@ class AttachedOptimizer:
         index: Position in the list of optimizers passed to ``attach``.
         optimizer: The torch optimizer.
         parameters: The parameters of this optimizer, in the model's order.
-        scale: 1. In a simulation with small placeholder tensors: number of real parameters that one
-            tensor element stands for.
     """
 
     index: int
     optimizer: torch.optim.Optimizer
     parameters: list[nn.Parameter]
-    scale: float = 1.0
 
     @cached_property
     def buckets(self) -> list[list[nn.Parameter]]:
         """The parameters in buckets, in the order in which backward computes their gradients."""
-        return gradient_buckets(self.parameters, scale=self.scale)
+        return gradient_buckets(self.parameters)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the parameters that have one."""

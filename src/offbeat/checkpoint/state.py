@@ -2,8 +2,8 @@
 
 A state is a dataclass, for example that of a strategy. *Plain values* are numbers, text, tensors,
 None, and lists and dictionaries of these. ``save`` converts a dataclass to plain values, without
-the fields that are declared as ``transient``. ``check`` compares their structure with that of a
-dataclass, and ``load`` writes them into it.
+the fields that ``offbeat.strategies.base.transient`` declares. ``check`` compares their structure
+with that of a dataclass, and ``load`` writes them into it.
 """
 
 import copy
@@ -11,7 +11,6 @@ import dataclasses
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,6 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import CheckpointError
-
-
-def transient(**options: Any) -> Any:
-    """Declare a dataclass field that checkpoints do not contain, such as a handle or a hook.
-
-    ``options`` are arguments of ``dataclasses.field``.
-    """
-    return field(metadata={"transient": True}, **options)
 
 
 def saved_fields(state: Any) -> "list[dataclasses.Field[Any]]":

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from offbeat.arguments import Precision
 from offbeat.cli.command import implemented_in
 
 _MODEL = "Model and strategies"
@@ -16,7 +15,7 @@ _LIMITS = "Limits"
 _NODE_BANDWIDTH, _NODE_LATENCY = "100Gbit/s", "10us"  # as in `offbeat.simulate.network`
 
 
-@implemented_in("offbeat.cli.network")
+@implemented_in("offbeat.cli.plan", loads_files=False)
 def plan(
     *,
     parameters: Annotated[
@@ -32,16 +31,7 @@ def plan(
             "--strategy",
             "-s",
             metavar="METHOD",
-            help="Strategy to forecast, instead of the default ones; repeatable.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    wire: Annotated[
-        Precision | None,
-        typer.Option(
-            metavar="NAME",
-            help="Precision of what is sent: float32, bfloat16, int8, int4, int2, auto.",
-            show_default="float32; streaming chooses",
+            help="Strategy, as in 'bsp --wire int4', instead of the default ones; repeatable.",
             rich_help_panel=_MODEL,
         ),
     ] = None,
@@ -92,7 +82,8 @@ def plan(
     [bold]Examples[/bold]
 
     offbeat plan --parameters 25M --step-time 120ms -n 16 --bandwidth 5gbit
-    offbeat plan --parameters 1M --step-time 9ms --bandwidth 1gbit -s diloco
+    offbeat plan --parameters 1B --step-time 2s --bandwidth 5gbit -s streaming
+    offbeat plan --parameters 1B --step-time 2s --bandwidth 5gbit --jitter 0.1
     """
 
 

@@ -5,7 +5,6 @@ of equal length, in whole blocks; zeros fill the end. ``two_stage_sum.py`` descr
 of a sum. A sum of updates over few workers takes a single stage instead (``uses_single_stage``).
 """
 
-from collections.abc import Sequence
 from itertools import product
 
 import torch
@@ -143,30 +142,10 @@ class StageCodecs:
 
     def first_payload(self, elements: int, device: torch.device) -> Tensor:
         """Return an uninitialized first-stage payload for ``elements`` numbers."""
-        return self.empty(elements // BLOCK * self.first.block_bytes, device)
+        size = elements // BLOCK * self.first.block_bytes
+        return torch.empty(size, dtype=torch.uint8, device=device)
 
     def second_payload(self, errors: Tensor) -> Tensor:
         """Return an uninitialized second-stage payload for as many numbers as ``errors`` has."""
-        return self.empty(errors.numel() // BLOCK * self.second.block_bytes, errors.device)
-
-    # ``placeholder_codecs.py`` overrides the following methods.
-
-    def empty(self, size: int, device: torch.device) -> Tensor:
-        """Return an uninitialized payload of ``size`` bytes."""
-        return torch.empty(size, dtype=torch.uint8, device=device)
-
-    def chunks(self, payload: Tensor, workers: int) -> Sequence[Tensor]:
-        """Return the chunks of ``payload``, one per worker."""
-        return payload.chunk(workers)
-
-    def zero_payload(self, payload: Tensor) -> Tensor:
-        """Fill ``payload`` so that it decodes to zeros, and return it."""
-        return payload.zero_()
-
-    def zero_errors(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return zeros, the quantization errors before the first sum."""
-        return torch.zeros(*shape, dtype=torch.float32, device=device)
-
-    def copy_errors(self, errors: Tensor, into: Tensor | None) -> Tensor:
-        """Return a copy of ``errors``, in the memory of ``into`` if it is given."""
-        return errors.clone() if into is None else into.copy_(errors)
+        size = errors.numel() // BLOCK * self.second.block_bytes
+        return torch.empty(size, dtype=torch.uint8, device=errors.device)

@@ -40,10 +40,11 @@ class ErrorFeedback:
         self.sent, self.summed = sent, summed
         self._saved: dict[str, Tensor] = {}
 
-    def save(self, stage: Literal["sent", "summed"], codecs: StageCodecs) -> None:
+    def save(self, stage: Literal["sent", "summed"]) -> None:
         """Keep a copy of the errors of one stage for ``restore``."""
         errors: Tensor = getattr(self, stage)
-        self._saved[stage] = codecs.copy_errors(errors, self._saved.get(stage))
+        saved = self._saved.get(stage)
+        self._saved[stage] = errors.clone() if saved is None else saved.copy_(errors)
 
     def restore(self) -> None:
         """Set the errors of both stages to the saved copies."""
@@ -90,18 +91,18 @@ def start_sum(
     def start_second(received: Tensor) -> Handle[list[Tensor]]:
         """Add up this worker's chunk and send the sum to all workers. Runs in the background."""
         if tentative:
-            errors.save("summed", codecs)
+            errors.save("summed")
         if contribute or bool(received.any()):
             second = codecs.reduce(received, team.size, errors.summed)
         else:
             # All workers sent zeros. Send zeros, too, and keep the errors for a later sum.
-            second = codecs.zero_payload(codecs.second_payload(errors.summed))
+            second = codecs.second_payload(errors.summed).zero_()
         return twin.gather(second, what=what)
 
     elements = errors.summed.numel()
     exchange = Exchange(what=what, tensor=payload)
     # Count both stages now, because the step in which the second one starts may vary.
-    team.account.sent(exchange.sent_bytes(team.rank, team.host.scale))
+    team.account.sent(exchange.sent_bytes(team.rank))
     team.account.sent(elements // BLOCK * codecs.second.block_bytes)
     first = team.uncounted.start(exchange)
     both = team.communicator.timed(team.stages.start(first, start_second, what=what, like=payload))

@@ -10,9 +10,9 @@ sums differ in the place where the errors are stored:
   worker receives all updates and adds them up.
 """
 
-import math
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
 from offbeat.arguments import Precision as Precision
@@ -20,7 +20,6 @@ from offbeat.arguments import require_choice
 from offbeat.quantization.decoding import LazyVector, PayloadVector, TensorVector, UpdateSum
 from offbeat.quantization.kernels import BLOCK, kernels
 from offbeat.quantization.payloads import StageCodecs, uses_single_stage
-from offbeat.quantization.placeholder_codecs import BlankStageCodecs
 from offbeat.quantization.two_stage_sum import ErrorFeedback, start_sum
 from offbeat.transport.handle import Handle
 from offbeat.transport.team import Team
@@ -47,10 +46,8 @@ class Wire:
         self._team, self.precision = team, precision
         self._streams: dict[str, ErrorFeedback] = {}
         self._codecs: dict[str, StageCodecs] = {}
-        self._scale = team.host.scale
         if not self.exact:
-            if self._scale == 1:
-                kernels()  # compile now, not in the first step
+            kernels()  # compile now, not in the first step
             self._twin = team.uncounted.twin()
 
     @property
@@ -94,13 +91,13 @@ class Wire:
             return self._team.communicator.sum(tensor, what=what)
         errors = self._errors_of(stream, vector, codecs)
         if tentative:
-            errors.save("sent", codecs)
+            errors.save("sent")
         else:
             errors.discard_saved()
         if contribute:
             payload = codecs.encode(tensor, errors.sent)
         else:
-            payload = codecs.zero_payload(codecs.first_payload(errors.sent.numel(), tensor.device))
+            payload = codecs.first_payload(errors.sent.numel(), tensor.device).zero_()
         total = start_sum(
             payload,
             self._team,
@@ -170,7 +167,7 @@ class Wire:
             contribute=contribute,
             what=what,
         )
-        chunks = [[part] for part in codecs.chunks(payload, size)]
+        chunks = [[part] for part in payload.chunk(size)]
         return UpdateSum(total, PayloadVector(codecs.first, chunks, chunk, update))
 
     def undo(self, stream: str) -> None:
@@ -186,7 +183,7 @@ class Wire:
         self, update: LazyVector, codecs: StageCodecs, contribute: bool, what: str
     ) -> UpdateSum:
         """Sum in a single stage: each worker adds all updates in the order of the ranks."""
-        chunk = -(-self._scaled_elements(update) // BLOCK) * BLOCK
+        chunk = -(-update.elements // BLOCK) * BLOCK
         payload = self._encode_update(update, codecs, 1, chunk, contribute)
         gathering = self._team.communicator.gather(payload, what=what)
         total: Handle[LazyVector] = gathering.then(
@@ -199,7 +196,7 @@ class Wire:
     ) -> Tensor:
         if contribute:
             return codecs.encode_update(update, chunks, chunk)
-        return codecs.zero_payload(codecs.first_payload(chunks * chunk, update.device))
+        return codecs.first_payload(chunks * chunk, update.device).zero_()
 
     def _codecs_for(self, vector: LazyVector, precision: Precision) -> StageCodecs | None:
         """Return the codecs for a sum of ``vector``, or None if the sum is exact."""
@@ -212,23 +209,15 @@ class Wire:
                 "not quantize; make the wire with a lossy precision"
             )
         if precision not in self._codecs:
-            kind = StageCodecs if self._scale == 1 else BlankStageCodecs
-            self._codecs[precision] = kind(precision)
+            self._codecs[precision] = StageCodecs(precision)
         codecs = self._codecs[precision]
         blocks = self._team.size * self._chunk_blocks(vector)
         quantized_bytes = blocks * codecs.largest_block_bytes
-        return codecs if quantized_bytes < vector.nbytes * self._scale else None
+        return codecs if quantized_bytes < vector.nbytes else None
 
     def _chunk_blocks(self, vector: LazyVector) -> int:
         """Return the number of blocks in each worker's chunk."""
-        return -(-self._scaled_elements(vector) // (BLOCK * self._team.size))
-
-    def _scaled_elements(self, vector: LazyVector) -> int:
-        """Return the number of elements that ``vector`` represents.
-
-        In some simulations a small vector represents a large one (``Host.scale``).
-        """
-        return math.ceil(vector.elements * self._scale)
+        return -(-vector.elements // (BLOCK * self._team.size))
 
     # -- error feedback --------------------------------------------------------------------------
 
@@ -244,7 +233,8 @@ class Wire:
         shape = (0 if second_stage_only else rows, columns)
         errors, device = self._streams.get(stream), vector.device
         if errors is None:
-            sent, summed = codecs.zero_errors(shape, device), codecs.zero_errors((columns,), device)
+            sent = torch.zeros(*shape, dtype=torch.float32, device=device)
+            summed = torch.zeros(columns, dtype=torch.float32, device=device)
             errors = self._streams[stream] = ErrorFeedback(sent, summed)
         elif errors.sent.device != device:  # loaded from a checkpoint
             errors.sent, errors.summed = errors.sent.to(device), errors.summed.to(device)

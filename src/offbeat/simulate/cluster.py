@@ -19,7 +19,6 @@ from offbeat.simulate.connections import Connections, Group, PendingOperation
 from offbeat.simulate.kernel import Signal
 from offbeat.simulate.network import CollectiveKind, Network, sent_bytes
 from offbeat.simulate.workers import Workers
-from offbeat.transport.placeholder_tensors import bytes_of
 
 _Address = tuple[int, int, int, int]  # context, source, destination and tag of a message
 
@@ -56,7 +55,7 @@ class Contribution:
 
     Attributes:
         what: Name in errors and in the timeline.
-        size_bytes: Size from which the duration is computed, bytes.
+        tensor: This worker's tensor.
         combine: Computes the result from the tensors of all workers, in rank order. It must not
             change the tensors. It is called on one worker only.
         store: Stores the result on this worker.
@@ -65,7 +64,6 @@ class Contribution:
     kind: CollectiveKind
     what: str
     tensor: Tensor
-    size_bytes: float
     combine: Callable[[Sequence[Tensor]], Any]
     store: Callable[[Any], object]
 
@@ -78,16 +76,6 @@ class Contribution:
         return f"{self.what} ({self.kind}, {tuple(self.tensor.shape)} {self.tensor.dtype})"
 
 
-class EndSignal(Signal):
-    """Signal that fires when a collective ends or fails.
-
-    Attributes:
-        seconds: Virtual time of the end if there is no fault; infinite until the transfer starts.
-    """
-
-    seconds: float = float("inf")
-
-
 class PendingCollective(PendingOperation):
     """A collective that at least one worker has joined.
 
@@ -95,10 +83,8 @@ class PendingCollective(PendingOperation):
         contributions: Inputs of the workers that have joined, by global rank.
     """
 
-    signal: EndSignal
-
     def __init__(self, members: Sequence[int]) -> None:
-        super().__init__(members, EndSignal())
+        super().__init__(members, Signal())
         self.contributions: dict[int, Contribution] = {}
 
     def finish(self, ranks: Sequence[int], stored_on: Iterable[int]) -> None:
@@ -125,8 +111,6 @@ class SimulatedCluster:
         seed: Seed of the compute jitter.
         faulty: True if the run has faults, such as lost workers.
         spans: Activities of all workers so far.
-        scale: Elements of the full model per element of a float32 tensor; 1 unless the tensors are
-            placeholders for larger ones (``Host.scale``).
         connections: Groups of connected workers, and the failures of their connections.
         size: Number of workers at the start.
     """
@@ -137,7 +121,6 @@ class SimulatedCluster:
     seed: int
     faulty: bool = False
     spans: list[Span] = field(default_factory=list)
-    scale: float = 1.0
 
     def __post_init__(self) -> None:
         self.size = len(self.workers.all)
@@ -202,7 +185,7 @@ class SimulatedCluster:
 
     # -- collectives -----------------------------------------------------------------------------
 
-    def join(self, group: Group, context: int, rank: int, contribution: Contribution) -> EndSignal:
+    def join(self, group: Group, context: int, rank: int, contribution: Contribution) -> Signal:
         """Let a worker join the next collective of ``context``. Return its end signal.
 
         Raises:
@@ -222,15 +205,11 @@ class SimulatedCluster:
                 f"rank {first_rank} started {first}"
             )
         operation.contributions[rank] = contribution
-        if len(operation.contributions) == len(self.participants(group)):
+        if len(operation.contributions) == len(group.members):
             del self._collectives[key]
             if operation.can_succeed:
                 self._transfer(operation, group, first)
         return operation.signal
-
-    def participants(self, group: Group) -> Sequence[int]:
-        """Return the members of ``group`` that must join before a collective starts: all."""
-        return group.members
 
     def _transfer(
         self, operation: PendingCollective, group: Group, contribution: Contribution
@@ -243,9 +222,8 @@ class SimulatedCluster:
         cards = self._cards_of_collective(ranks, sharing)
         start = max(kernel.now, *(max(card.up, card.down) for card in cards))
         network = self.network.at(start)
-        kind, size, what = contribution.kind, contribution.size_bytes, contribution.what
+        kind, size, what = contribution.kind, contribution.tensor.nbytes, contribution.what
         end = start + network.collective_seconds(kind, size, ranks, sharing)
-        operation.signal.seconds = end
         each, inside = sent_bytes(kind, size, len(ranks)), not network.crosses(ranks)
         for card in cards:
             card.up = card.down = end
@@ -297,7 +275,7 @@ class SimulatedCluster:
         (global rank of the sender, global rank of the receiver, tag).
         """
         source, destination, _ = route
-        kernel, size_bytes = self.workers.kernel, bytes_of(tensor, self.scale)
+        kernel, size_bytes = self.workers.kernel, tensor.nbytes
         size = float(size_bytes)
         inside = not self.network.crosses((source, destination))
         up, down = (

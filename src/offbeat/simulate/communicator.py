@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -91,8 +91,6 @@ class SimulatedCommunicator(Communicator):
         boards: Boards of the training by name, shared by all workers.
     """
 
-    handle_type: ClassVar[type[SimulatedHandle]] = SimulatedHandle
-
     def __init__(
         self,
         cluster: SimulatedCluster,
@@ -122,7 +120,7 @@ class SimulatedCommunicator(Communicator):
                 parts = [torch.empty_like(tensor) for _ in range(self.size)]
 
                 def store_parts(tensors: Sequence[Tensor]) -> None:
-                    for part, received in zip(parts, self._by_rank(tensors), strict=True):
+                    for part, received in zip(parts, tensors, strict=True):
                         part.copy_(received)
 
                 return self._join("gather", operation, list, store_parts, parts)
@@ -130,24 +128,23 @@ class SimulatedCommunicator(Communicator):
                 result = torch.empty_like(tensor)
 
                 def store_chunks(tensors: Sequence[Tensor]) -> None:
-                    received = self._by_rank(tensors)
-                    torch.cat([each.chunk(self.size)[self.rank] for each in received], out=result)
+                    torch.cat([each.chunk(self.size)[self.rank] for each in tensors], out=result)
 
                 return self._join("exchange", operation, list, store_chunks, result)
             case Send(tensor=tensor, destination=destination, tag=tag, what=what):
                 route = self.member, self.group.members[destination], tag
                 signal = self.cluster.send(self.group, self._context, route, tensor, what)
-                return self.handle_type(self, signal, tensor, what)
+                return SimulatedHandle(self, signal, tensor, what)
             case Receive(tensor=tensor, source=source, tag=tag, what=what, patient=patient):
                 route = self.group.members[source], self.member, tag
                 signal = self.cluster.receive(self.group, self._context, route, tensor)
-                return self.handle_type(self, signal, tensor, what, patient=patient)
+                return SimulatedHandle(self, signal, tensor, what, patient=patient)
             case Await(promise=promise, what=what, patient=patient):
                 assert isinstance(promise, SimulatedPromise)
                 signal = promise.signal
                 if self.cluster.faulty:  # a time-out of this wait must not fulfil the promise
                     promise.signal.then((signal := Signal()).fire)
-                handle = self.handle_type(self, signal, None, what, patient=patient)
+                handle = SimulatedHandle(self, signal, None, what, patient=patient)
                 return handle.then(lambda _: promise.result)
         raise TypeError(f"there is no simulated {type(operation).__name__}")
 
@@ -178,19 +175,9 @@ class SimulatedCommunicator(Communicator):
     ) -> Handle[Any]:
         """Start a collective whose handle returns ``result`` (None: the operation's tensor)."""
         tensor, what = operation.tensor, operation.what
-        size_bytes = self._size_bytes(operation)
-        contribution = Contribution(kind, what, tensor, size_bytes, combine, store)
+        contribution = Contribution(kind, what, tensor, combine, store)
         signal = self.cluster.join(self.group, self._context, self.member, contribution)
-        return self.handle_type(self, signal, tensor if result is None else result, what)
-
-    def _by_rank(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return one tensor per rank. Overridden where not every rank contributes a tensor."""
-        return tensors
-
-    def _size_bytes(self, operation: Any) -> float:
-        """Return the size from which the duration of a collective is computed, in bytes."""
-        size: int = operation.tensor.nbytes
-        return size
+        return SimulatedHandle(self, signal, tensor if result is None else result, what)
 
     @override
     def twin(self) -> Communicator:

@@ -41,7 +41,7 @@ class SimulatedHost(Host):
     """
 
     def __init__(self, cluster: SimulatedCluster, rank: int) -> None:
-        self._cluster, self._rank, self.scale = cluster, rank, cluster.scale
+        self._cluster, self._rank = cluster, rank
         self.totals: list[Callable[[], object]] = []
         self._polls, self._polled_seconds, self._sleep_seconds = 0, 0.0, _SHORTEST_SLEEP_SECONDS
 

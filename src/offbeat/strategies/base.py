@@ -46,7 +46,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from offbeat.arguments import Precision, check_settings, setting
-from offbeat.checkpoint.state import transient
 from offbeat.strategies.averages import CustomFlow, Gradients, Outer, SharedModel
 
 __all__ = [
@@ -116,6 +115,14 @@ def local(**options: Any) -> Any:
     nested dataclasses. ``options`` are arguments of ``dataclasses.field``.
     """
     return field(metadata={"local": True}, **options)
+
+
+def transient(**options: Any) -> Any:
+    """Declare a dataclass field that checkpoints do not contain, such as a handle or a hook.
+
+    ``options`` are arguments of ``dataclasses.field``.
+    """
+    return field(metadata={"transient": True}, **options)
 
 
 @dataclass(kw_only=True)

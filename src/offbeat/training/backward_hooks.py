@@ -79,11 +79,6 @@ class BackwardHooks:
             self.close()
         return continues
 
-    def report_all(self) -> None:
-        """Report all buckets but the last, for a simulated model, which has no backward pass."""
-        while self._hooks and self._next < len(self._sizes) - 1:
-            self._report()
-
     def end_step(self) -> None:
         """End the current step. The next backward pass belongs to the next step."""
         if self._counts:

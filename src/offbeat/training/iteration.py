@@ -130,11 +130,6 @@ class Iteration:
         if len(buckets) > 1:
             self._backward = BackwardHooks(buckets, self._host, self._bucket_ready)
 
-    def report_buckets(self) -> None:
-        """Report the buckets of one step, for a simulated model, which has no backward pass."""
-        if self._backward is not None:
-            self._backward.report_all()
-
     def _bucket_ready(self, bucket: int) -> bool:
         """Pass a bucket to the node or the flow. Returns False to receive no further bucket."""
         if not self.active or self._failure is not None:

@@ -1,8 +1,8 @@
 """Accounting: a communicator that counts the bytes it sends and the seconds it waits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from typing_extensions import override
 
@@ -22,14 +22,11 @@ class Account:
 
     Attributes:
         wait_seconds: Time for which this worker waited for others.
-        before_waiting: Functions to call before this worker waits for a collective. Their argument
-            is the handle of the collective.
     """
 
     def __init__(self, senders: int = 1) -> None:
         self._senders, self._bytes = senders, 0
         self.wait_seconds = 0.0
-        self.before_waiting: list[Callable[[Handle[Any]], None]] = []
         self._paused = False
 
     @property
@@ -37,8 +34,7 @@ class Account:
         """Bytes of the tensors that were passed to operations, divided by ``senders``.
 
         A tensor counts once, however many workers receive it. A broadcast counts on its source
-        only. Received tensors do not count. In a simulation, a small tensor that represents a large
-        one counts with the size of the large one.
+        only. Received tensors do not count.
         """
         return self._bytes // self._senders
 
@@ -80,12 +76,12 @@ class Accounting(Wrapper):
     @override
     def start(self, operation: Operation[T]) -> Handle[T]:
         handle = self.inner.start(operation)
-        self.account.sent(operation.sent_bytes(self.rank, self.host.scale))
-        return _Timed(handle, self, operation.collective)
+        self.account.sent(operation.sent_bytes(self.rank))
+        return _Timed(handle, self)
 
     def timed(self, handle: Handle[T]) -> Handle[T]:
-        """Return a handle of a collective that ``inner`` has started. Its waits are counted."""
-        return _Timed(handle, self, collective=True)
+        """Return a handle of an operation that ``inner`` has started. Its waits are counted."""
+        return _Timed(handle, self)
 
     @override
     def twin(self) -> "Accounting":
@@ -93,8 +89,8 @@ class Accounting(Wrapper):
 
 
 class _Timed(Handle[T]):
-    def __init__(self, handle: Handle[T], communicator: Accounting, collective: bool) -> None:
-        self._handle, self._communicator, self._collective = handle, communicator, collective
+    def __init__(self, handle: Handle[T], communicator: Accounting) -> None:
+        self._handle, self._communicator = handle, communicator
 
     @override
     def done(self) -> bool:
@@ -103,9 +99,6 @@ class _Timed(Handle[T]):
     @override
     def wait(self) -> T:
         account, now = self._communicator.account, self._communicator.host.now
-        if self._collective:
-            for callback in account.before_waiting:
-                callback(self._handle)
         start = now()
         try:
             return self._handle.wait()

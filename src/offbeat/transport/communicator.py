@@ -99,9 +99,9 @@ class Communicator(ABC):
         raise OffbeatError(f"a {type(self).__name__} has no board, so workers cannot lease data")
 
     @final
-    def sum(self, tensor: Tensor, *, what: str, tail: int = 0) -> Handle[Tensor]:
+    def sum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:
         """Start replacing ``tensor`` by its sum over the workers."""
-        return self.start(Sum(what=what, tensor=tensor, tail=tail))
+        return self.start(Sum(what=what, tensor=tensor))
 
     @final
     def maximum(self, tensor: Tensor, *, what: str) -> Handle[Tensor]:

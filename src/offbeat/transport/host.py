@@ -42,15 +42,7 @@ class Promise(Generic[T]):
 
 
 class Host(ABC):
-    """Clock and background threads of one worker.
-
-    Attributes:
-        scale: Number of model parameters that one exchanged float32 element represents (≥ 1). It is
-            1 in real training. A simulation may exchange small tensors in place of a large model;
-            see ``transport/placeholder_tensors.py``.
-    """
-
-    scale: float = 1.0
+    """Clock and background threads of one worker."""
 
     @abstractmethod
     def now(self) -> float:

@@ -11,7 +11,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.transport.host import Promise
-from offbeat.transport.placeholder_tensors import bytes_of
 
 R = TypeVar("R")
 
@@ -29,14 +28,8 @@ class Operation(Generic[R]):
     collective: ClassVar[bool] = True
     """True if all workers must start the operation; False for messages and promises."""
 
-    def sent_bytes(self, rank: int, scale: float = 1.0) -> int:
-        """Return the size in bytes of the tensor that worker ``rank`` sends; 0 if it sends none.
-
-        Args:
-            rank: Rank of this worker.
-            scale: Number of model parameters that one float32 element represents
-                (``Host.scale``): 1 in real training, possibly more in a simulation.
-        """
+    def sent_bytes(self, rank: int) -> int:
+        """Return the size in bytes of the tensor that worker ``rank`` sends; 0 if it sends none."""
         return 0
 
 
@@ -47,16 +40,14 @@ class _OnTensor(Operation[R]):
     Attributes:
         tensor: Tensor of this worker. ``Sum``, ``Maximum``, ``Broadcast`` and ``Receive`` overwrite
             it with the result. The other operations only read it.
-        tail: Number of elements at the end of ``tensor`` that are not model data. In a simulation,
-            ``Host.scale`` does not apply to them.
     """
 
     tensor: Tensor
-    tail: int = 0
 
     @override
-    def sent_bytes(self, rank: int, scale: float = 1.0) -> int:
-        return bytes_of(self.tensor, scale, self.tail)
+    def sent_bytes(self, rank: int) -> int:
+        size: int = self.tensor.nbytes
+        return size
 
 
 class Sum(_OnTensor[Tensor]):
@@ -86,8 +77,8 @@ class Broadcast(_OnTensor[Tensor]):
     source: int = 0
 
     @override
-    def sent_bytes(self, rank: int, scale: float = 1.0) -> int:
-        return super().sent_bytes(rank, scale) if rank == self.source else 0
+    def sent_bytes(self, rank: int) -> int:
+        return super().sent_bytes(rank) if rank == self.source else 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -116,7 +107,7 @@ class Receive(_OnTensor[Tensor]):
     patient: bool = False
 
     @override
-    def sent_bytes(self, rank: int, scale: float = 1.0) -> int:
+    def sent_bytes(self, rank: int) -> int:
         return 0
 
 

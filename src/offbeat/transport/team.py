@@ -78,7 +78,6 @@ class Team:
 
     def enter(self, view: View) -> None:
         """Replace the current view by ``view``. The caller has closed the current one."""
-        self.account.before_waiting.clear()
         self._set_view(view)
 
     @property

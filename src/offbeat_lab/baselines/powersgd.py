@@ -124,7 +124,7 @@ class LowRankMean(GradientMean):
             tail = group[0].new_tensor([] if handles else numbers)
             flat = torch.cat([*(t.reshape(-1) for t in group), tail])
             what = "low-rank mean of the gradients"
-            handles.append(self._team.communicator.sum(flat, what=what, tail=len(tail)))
+            handles.append(self._team.communicator.sum(flat, what=what))
         flats, sums = [handle.wait() for handle in handles], dict[int, Tensor]()
         for group, flat in zip(groups, flats, strict=True):
             sizes = [t.numel() for t in group]

@@ -6,8 +6,10 @@ from typing import Any
 from offbeat.averaging.parts.pipeline import PipelineState
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import Worker
-from offbeat.checkpoint.state import transient
-from offbeat.strategies.base import WorkerView
+from offbeat.strategies.base import (
+    WorkerView,
+    transient,
+)
 
 
 @dataclass

@@ -71,8 +71,7 @@ def land(landings: Sequence[Landing], host: Host) -> None:
                 written.append(early)
             sums = landing.handle.wait()
             now = host.now()
-            # A scale other than 1 means a simulation with small placeholders, written quickly.
-            slow = host.scale == 1 and sums.nbytes < (now - before) * _SLOW_BYTES_PER_SECOND
+            slow = sums.nbytes < (now - before) * _SLOW_BYTES_PER_SECOND
             before = now
             if landing.swap is not None:
                 arrived.append(landing)

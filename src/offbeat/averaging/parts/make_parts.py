@@ -25,7 +25,7 @@ def make_parts(worker: Worker, shared: SharedModel) -> list[Part]:
     the sum of each part together. So some of these parts may be empty.
     """
     tensors, team = [p for _, p in worker.replica.parameters], worker.team
-    size = round(team.host.scale * sum(t.nbytes for t in tensors))
+    size = sum(t.nbytes for t in tensors)
     if team.sharded:
         size = round(team.agree(size)[0])
     number = shared.parts(size) if callable(shared.parts) else shared.parts

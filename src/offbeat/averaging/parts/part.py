@@ -26,9 +26,11 @@ from offbeat.averaging.buckets import BUCKET_BYTES, group_tensors, unpack
 from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.parts.landing import Landing, land
 from offbeat.averaging.parts.part_bucket import PartBucket
-from offbeat.checkpoint.state import transient
 from offbeat.quantization.wire import Precision, Wire
-from offbeat.strategies.base import Outer
+from offbeat.strategies.base import (
+    Outer,
+    transient,
+)
 from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.team import Team
 
@@ -105,7 +107,7 @@ class Part(ABC):
     ) -> None:
         self._team, self._wire, self._name = team, wire, name
         part_bytes = sum(t.nbytes for t in parameters())
-        self._bucket_bytes = max(BUCKET_BYTES / team.host.scale, part_bytes / self.most_buckets)
+        self._bucket_bytes = max(BUCKET_BYTES, part_bytes / self.most_buckets)
         self._outer = Outer() if outer is None else outer
         self._find_parameters, self._find_buffers = parameters, buffers
         self._shared: int | None = None  # index of the bucket of parameters that contains buffers

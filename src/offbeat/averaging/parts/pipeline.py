@@ -14,8 +14,7 @@ from offbeat.averaging.parts.landing import Landing
 from offbeat.averaging.parts.part import Part
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import Worker
-from offbeat.checkpoint.state import transient
-from offbeat.strategies.base import SharedModel, Strategy, WorkerView
+from offbeat.strategies.base import SharedModel, Strategy, WorkerView, transient
 from offbeat.transport.handle import Completed
 
 # With error feedback the pipeline adds up ‖u‖² and ‖D‖² over the landings, where D is the mean

@@ -140,9 +140,8 @@ class UpdatePart(Part):
         view = self.buckets[i].flat_view
         total, limit = update.wait(), piece_elements(base.numel(), base.device)
         scratch = torch.empty(2, min(limit, base.numel()), dtype=view.dtype, device=base.device)
-        # The compiled loops always move P, and cannot read the placeholders of a simulation.
-        compiled = not show and self._team.host.scale == 1
-        kernels = kernels_for(scratch, base, *self.velocity[i : i + 1]) if compiled else None
+        # The compiled loops always move P.
+        kernels = None if show else kernels_for(scratch, base, *self.velocity[i : i + 1])
         squares, start = np.zeros(2), 0
         while start < base.numel():
             piece, done = scratch[:, : base.numel() - start], 0

@@ -1,0 +1,255 @@
+"""The formulas of a plan against the simulator, which runs the code of the strategies.
+
+Models of billions of parameters do not fit here. So a small model represents the large one: the
+simulated network multiplies the bytes of its messages, and its buckets are smaller by the same
+factor. A bucket then takes as long as a bucket of the large model, and there are as many. Only a
+model of more than ``MOST_BUCKETS`` buckets gets larger ones, here and in the formulas, in which
+time is linear in the number of buckets. Votes and agreements are not multiplied.
+"""
+
+import functools
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offbeat
+from cells import nightly
+from offbeat import Compute, Network, StreamingAveraging, parse_strategy, simulate
+from offbeat.averaging import buckets, gradients, worker
+from offbeat.averaging.parts import part
+from offbeat.quantization import codecs, kernels
+from offbeat.units import to_count, to_seconds
+
+MOST_BUCKETS = 8
+EXACT, VARIED = 0.02, 0.05  # relative errors that are allowed without jitter, and with it
+formulas = sys.modules["offbeat.plan"]  # ``offbeat.plan`` is the function
+
+
+class Model(nn.Module):
+    """Tensors of equal sizes, whose gradients are 1."""
+
+    def __init__(self, tensors: int, elements: int) -> None:
+        super().__init__()
+        self.p = nn.ParameterList(torch.zeros(elements) for _ in range(tensors))
+
+    def forward(self) -> Tensor:
+        return torch.stack([p.sum() for p in self.p]).sum()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a cluster under one strategy."""
+
+    parameters: str
+    step: str
+    workers: int
+    bandwidth: str
+    latency: str
+    strategy: str
+    jitter: float = 0.0
+    workers_per_node: int = 1
+
+    def __str__(self) -> str:
+        jitter = f" ± {100 * self.jitter:g} %" if self.jitter else ""
+        nodes = f" in nodes of {self.workers_per_node}" if self.workers_per_node > 1 else ""
+        return (
+            f"{self.strategy}: {self.parameters}, {self.step}{jitter}, {self.workers}{nodes}, "
+            f"{self.bandwidth}, {self.latency}"
+        )
+
+
+FIXED = ("bsp", "local:period=4", "selsync:target_lssr=0.9", "async")
+INT4 = ("bsp --wire int4", "local:period=2 --wire int4")
+ALL = (*FIXED, *INT4, "streaming")
+OTHERS = (
+    "async:schedule=eager,staleness=64",
+    "async:schedule=eager,staleness=5",
+    "diloco:period=8",
+    "diloco:period=6,fragments=2,overlap=2",
+    "selsync:target_lssr=0.9,flags=deferred",
+    "streaming:schedule=cyclic,staleness=8",
+)
+
+
+def cases(*setting: Any, strategies: tuple[str, ...] = ALL, **more: Any) -> list[Case]:
+    return [Case(*setting, strategy, **more) for strategy in strategies]
+
+
+CASES = [
+    *cases("150k", "20ms", 2, "10Mbit/s", "50ms", strategies=(*FIXED, "streaming --wire int4")),
+    *cases("150k", "20ms", 4, "1Gbit/s", "1ms"),
+    *cases("500k", "50ms", 4, "50Mbit/s", "100us", strategies=(*ALL, *OTHERS)),
+    *cases("500k", "50ms", 16, "100Mbit/s", "5ms", strategies=("bsp", "local:period=8")),
+    *cases("5M", "100ms", 8, "1Gbit/s", "500us", strategies=(*FIXED, *INT4)),
+    *cases("25M", "120ms", 4, "5Gbit/s", "100us"),
+    *cases("25M", "120ms", 16, "10Mbit/s", "20ms", strategies=("bsp", "local:period=8")),
+    *cases("124M", "500ms", 8, "1Gbit/s", "100us", strategies=(*FIXED, INT4[1])),
+    *cases("1B", "1s", 4, "10Gbit/s", "100us"),
+    *cases("1B", "2s", 2, "1Gbit/s", "10ms", strategies=(*ALL, *OTHERS)),
+    *cases("7B", "5s", 4, "25Gbit/s", "100us"),
+    *cases("7B", "5s", 16, "100Gbit/s", "10us", strategies=("bsp", "local:period=4")),
+    *cases("7B", "5s", 2, "10Mbit/s", "50ms", strategies=("bsp", "local:period=8", "async")),
+    *cases("1B", "2s", 64, "100Gbit/s", "1ms", strategies=("local:period=2",)),
+    *cases("25M", "120ms", 256, "10Gbit/s", "10us", strategies=("local:period=1",)),
+]
+MANY = cases("25M", "120ms", 256, "10Gbit/s", "10us", strategies=("bsp", "async"))
+VARYING = [
+    *cases(*("500k", "50ms", 4, "50Mbit/s", "100us"), strategies=(*FIXED, "streaming"), jitter=0.1),
+    *cases("25M", "120ms", 8, "5Gbit/s", "1ms", strategies=FIXED, jitter=0.2),
+    *cases(*("7B", "5s", 4, "100Gbit/s", "50us"), strategies=(*FIXED, "streaming"), jitter=0.05),
+    *cases("5M", "100ms", 16, "10Gbit/s", "100us", strategies=("local:period=8",), jitter=0.3),
+]
+NODES = cases(
+    *("25M", "120ms", 4, "5Gbit/s", "100us"),
+    strategies=("bsp", "local:period=4", "local:period=2 --wire int4", "async", "streaming"),
+    workers_per_node=2,
+)
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """The small model of a case.
+
+    Attributes:
+        tensors: Number of tensors.
+        elements: Elements of each tensor.
+        factor: Bytes of the large model for each byte of the small one.
+        bucket_bytes: Bytes of a bucket of the large model.
+    """
+
+    tensors: int
+    elements: int
+    factor: float
+    bucket_bytes: float
+
+    @classmethod
+    def of(cls, case: Case) -> "Smaller":
+        size = 4 * to_count(case.parameters)
+        bucket = max(buckets.BUCKET_BYTES, size / MOST_BUCKETS)
+        each = min(size / 8, bucket)  # so that a bucket consists of whole tensors
+        if case.strategy.startswith("bsp") or case.workers_per_node > 1:
+            # The first bucket of gradients is an eighth of the others.
+            each = min(size / 8, buckets.BUCKET_BYTES / 64) if size < bucket else bucket / 8
+        quantized = "--wire" in case.strategy or "streaming" in case.strategy
+        # A chunk of a quantized sum, an N-th of a tensor, consists of whole blocks.
+        elements = kernels.BLOCK * (case.workers if quantized else 1)
+        return cls(round(size / each), elements, each / (4 * elements), bucket)
+
+    @property
+    def parameters(self) -> float:
+        return self.tensors * self.elements * self.factor
+
+    def network(self, case: Case) -> Network:
+        """The network, on which a message of the model takes as long as if it were larger."""
+        factor, tensor_bytes = self.factor, 4 * self.elements
+
+        class LargerMessages(Network):
+            def collective_seconds(self, kind: Any, size_bytes: float, *rest: Any) -> float:
+                votes = kind == "gather" and size_bytes <= 96
+                agreement = kind == "reduce" and size_bytes < tensor_bytes / case.workers_per_node
+                larger = size_bytes if votes or agreement else factor * size_bytes
+                return super().collective_seconds(kind, larger, *rest)
+
+        return LargerMessages(case.bandwidth, case.latency, workers_per_node=case.workers_per_node)
+
+
+def durations(text: str, jitter: float) -> tuple[int, int]:
+    """Steps before the measurement and in it: whole cycles of the strategy."""
+    if text.startswith("streaming") or "eager" in text:
+        return 20, 20
+    cycle = getattr(parse_strategy(text), "period", 1)
+    cycle = 8 if text.startswith("async") else 10 if text.startswith("selsync") else cycle
+    if jitter:
+        return cycle, max(30, 6 * cycle)
+    return (1, 1) if text == "local:period=1" else (max(2, cycle), max(2, cycle))
+
+
+def simulated(case: Case, text: str, smaller: Smaller) -> float:
+    """Seconds of a step of a training in the simulator.
+
+    With jitter the mean of the drawn compute times is replaced by its expected value.
+    """
+    name, _, wire = text.partition(" --wire ")
+    settle, steps = durations(name, case.jitter)
+    # The gradients determine which steps synchronize. A fixed interval has the same share.
+    name = name.replace("target_lssr=0.9", "delta=inf,max_interval=10")
+    strategy = parse_strategy(name)
+
+    def train() -> float:
+        model = Model(smaller.tensors, smaller.elements)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        group: Any = "auto" if case.workers_per_node > 1 else None
+        precision: Any = wire or strategy.default_wire
+        sync = offbeat.attach(model, optimizer, strategy, wire=precision, node_group=group)
+        ends = []
+        for step in range(1, settle + steps + 1):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+            if step in (settle, settle + steps):
+                ends.append((sync.stats.wait_seconds, sync.stats.compute_seconds))
+        sync.detach()
+        waited, computed = (end - begin for begin, end in zip(*ends, strict=True))
+        return (waited + (steps * to_seconds(case.step) if case.jitter else computed)) / steps
+
+    compute = Compute(case.step, jitter=case.jitter)
+    found = simulate(train, workers=case.workers, network=smaller.network(case), compute=compute)
+    return sum(found.results) / case.workers
+
+
+def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    smaller = Smaller.of(case)
+    small_bucket = smaller.bucket_bytes / smaller.factor
+    first = smaller.bucket_bytes / 8
+    monkeypatch.setattr(part, "BUCKET_BYTES", small_bucket)
+    monkeypatch.setattr(gradients, "FIRST_BUCKET_BYTES", first / smaller.factor)
+    small_groups = functools.partial(gradients.gradient_buckets, bucket_bytes=small_bucket)
+    monkeypatch.setattr(worker, "gradient_buckets", small_groups)
+    monkeypatch.setattr(formulas, "BUCKET_BYTES", smaller.bucket_bytes)
+    monkeypatch.setattr(formulas, "FIRST_BUCKET_BYTES", first)
+    text = case.strategy
+    if text.startswith("streaming"):
+        parts: Any = StreamingAveraging().averages().parts
+        number = parts(round(4 * smaller.parameters))
+        name, _, rest = text.partition(" ")
+        text = f"{name}{',' if ':' in name else ':'}parts={number} {rest}".strip()
+    seconds = simulated(case, text, smaller)
+    (row,) = offbeat.plan(
+        parameters=smaller.parameters,
+        step_time=case.step,
+        workers=case.workers,
+        bandwidth=case.bandwidth,
+        latency=case.latency,
+        jitter=case.jitter,
+        workers_per_node=case.workers_per_node,
+        strategies=[text],
+    ).rows
+    assert row.step_seconds == pytest.approx(seconds, rel=VARIED if case.jitter else EXACT)
+
+
+@pytest.mark.parametrize("case", [*CASES, *nightly(MANY)], ids=str)
+def test_a_step_takes_as_long_as_in_the_simulator(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(case, monkeypatch)
+
+
+@pytest.mark.parametrize("case", VARYING, ids=str)
+def test_a_step_takes_as_long_with_jitter(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(case, monkeypatch)
+
+
+@pytest.mark.parametrize("case", NODES, ids=str)
+def test_a_step_takes_as_long_in_nodes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(case, monkeypatch)
+
+
+def test_the_constants_are_those_of_the_training() -> None:
+    assert formulas.BUCKET_BYTES == buckets.BUCKET_BYTES
+    assert formulas.FIRST_BUCKET_BYTES == gradients.FIRST_BUCKET_BYTES
+    assert formulas.BLOCK == kernels.BLOCK
+    assert {k: c.block_bytes for k, c in codecs.CODECS.items()} == formulas.BLOCK_BYTES
