@@ -9,7 +9,6 @@ from offbeat.strategies import Strategy
 from offbeat.strategies.base import CustomFlow
 from offbeat.training.checks.compatibility import require_blocking
 from offbeat.training.learning_rate.adam_correction import require_correctable
-from offbeat_lab.methods.accelerate import AccelerateLocalSGD
 from offbeat_lab.methods.base import Baseline
 from offbeat_lab.methods.ddp import DDP, Accumulate, PostLocal
 from offbeat_lab.methods.ideal import IDEAL, Ideal
@@ -22,7 +21,6 @@ PEERS: tuple[type[Peer], ...] = (
     Accumulate,
     TorchftLocalSGD,
     TorchftDiLoCo,
-    AccelerateLocalSGD,
 )
 BASELINES: dict[str, type[Baseline]] = {Ideal.name: Ideal, **{kind.name: kind for kind in PEERS}}
 PREFIXES = tuple(dict.fromkeys(kind.name.partition(":")[0] + ":" for kind in PEERS))
