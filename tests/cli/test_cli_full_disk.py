@@ -44,6 +44,7 @@ def test_a_file_that_does_not_fit_is_named(
         return result
 
     monkeypatch.setattr(runs.comparison, "compare", compare)
+    monkeypatch.setattr(Simulation, "plot", lambda *_: None)
 
     def full(path: Path, *_: object, **__: object) -> None:
         if Path(path).name == name:
