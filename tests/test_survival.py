@@ -64,17 +64,11 @@ ROWS = {
     "the same: `offbeat compare --output`": (
         "cli/test_cli_full_disk.py::test_results_that_do_not_fit_are_one_line"
     ),
-    "the same: a checkpoint of `offbeat train`": (
-        "cli/test_cli_full_disk.py::test_an_interrupted_run_reports_why_nothing_was_saved"
-    ),
-    "a worker of `offbeat train` or `compare` is killed": (
+    "a worker of `offbeat compare` is killed": (
         "cli/test_cli_runs.py::test_a_killed_worker_is_named"
     ),
-    "Ctrl-C, or SIGTERM to `offbeat train` or `compare`": (
+    "Ctrl-C, or SIGTERM to `offbeat compare`": (
         "cli/test_cli_runs.py::test_a_signal_ends_every_worker"
-    ),
-    "the same to `offbeat train --checkpoints`": (
-        "cli/test_cli_runs.py::test_a_signal_lets_all_workers_save"
     ),
     "the same while links are being shaped": (
         "cli/test_cli_runs.py::test_a_signal_while_links_are_shaped_leaves_no_namespace"
@@ -82,7 +76,7 @@ ROWS = {
     "a second one while that is being cleaned up": (
         "cli/test_cli_runs.py::test_a_second_signal_ends_at_once"
     ),
-    "SIGKILL to `offbeat train` or `compare`": (
+    "SIGKILL to `offbeat compare`": (
         "cli/test_cli_runs.py::test_workers_do_not_outlive_a_killed_parent"
     ),
 }

@@ -16,7 +16,7 @@ import torch
 
 import offbeat
 from offbeat import Stats
-from offbeat_lab.events import End, Evaluation, EvaluationCount, Event, Start
+from offbeat_lab.events import End, Evaluation, Event, Start
 from offbeat_lab.job import Job, method_fields
 from offbeat_lab.launch.runners import Runner
 from offbeat_lab.recipes import find_recipe
@@ -26,11 +26,9 @@ from offbeat_lab.tuning import with_ideal
 
 RESULTS = "results.jsonl"
 
-_DETERMINED = ("evaluations",)
-"""Fields that the first run of a comparison determines for all later runs, if the job does not."""
-_PER_RUN = {"strategy", "seed", *_DETERMINED, *method_fields()}
+_PER_RUN = {"strategy", "seed", *method_fields()}
 """Fields in which the runs of one comparison differ."""
-_IGNORED = {"log", "checkpoints", "save_every", "resume", "timeout_seconds"}
+_IGNORED = {"log", "timeout_seconds"}
 """Fields that may differ between a new run and the results already in the file."""
 _OPTIONS = {"step_seconds": "step-time"}
 """Field → command-line name, for fields whose option has another name."""
@@ -45,8 +43,6 @@ def run_and_record(
 ) -> Result:
     """Run ``job`` and return its ``Result``. Does not write the result to a file.
 
-    If the run chose its number of evaluations, this number is in ``Result.job``.
-
     ``on_event`` receives each event of rank 0. ``command`` is only stored in the result.
     """
     recipe = find_recipe(job.recipe)
@@ -55,12 +51,10 @@ def run_and_record(
     model_bytes: int | None = None
 
     def listen(event: Event) -> None:
-        nonlocal job, model_bytes
+        nonlocal model_bytes
         match event:
             case Start():
                 model_bytes = event.model_bytes
-            case EvaluationCount():
-                job = replace(job, evaluations=event.evaluations)
             case Evaluation():
                 points.append(event)
             case End():
@@ -101,7 +95,7 @@ def compare(
     *,
     seeds: int = 1,
     runner: Runner,
-    output: Path,
+    output: Path | None,
     on_start: Callable[[Job], None],
     on_event: Callable[[Event], None],
     on_reused: Callable[[Result], None] = lambda result: None,
@@ -111,8 +105,7 @@ def compare(
     """Run ``job`` with each method and seed, and append each result to a file of JSON lines.
 
     The outer loop is over the seeds. If the machine becomes slower meanwhile, this affects all
-    methods alike. If ``job`` does not set the number of evaluations, the first run chooses it for
-    all runs, so that they evaluate at the same steps.
+    methods alike.
 
     A run whose result is already in the file is skipped. To continue an interrupted comparison, or
     to add methods or seeds, call this function again with the same file.
@@ -123,6 +116,7 @@ def compare(
         seeds: Number of seeds. The first one is the seed of ``job``.
         runner: Starts the workers.
         output: Directory of ``results.jsonl``, or path of a file whose name ends in ``.jsonl``.
+            None: no file is read or written.
         on_start: Function that receives the job of each run before it starts.
         on_event: Function that receives each event of rank 0.
         on_reused: Function that receives the existing result of each skipped run, before the first
@@ -133,19 +127,18 @@ def compare(
             the methods are not tuned.
 
     Returns:
-        All results in the file, trials included, in its order.
+        All results, trials and those in the file included, in the order of the file.
 
     Raises:
         ValueError: the file holds results of another comparison, or an invalid line.
     """
-    path = output if output.suffix == ".jsonl" else output / RESULTS
-    path.parent.mkdir(parents=True, exist_ok=True)
-    results = _read_existing(path, job, runner, tune)
-    if results:
-        job = _with_determined(job, results[0].job)
+    path = None if output is None else output if output.suffix == ".jsonl" else output / RESULTS
+    results: list[Result] = []
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        results = _read_existing(path, job, runner, tune)
 
     def existing(run: Job, trial: Trial | None = None) -> Result | None:
-        run = _with_determined(run, job)
         for result in results:
             if result.trial == trial and _is_of(result, run):
                 on_reused(result)
@@ -153,16 +146,14 @@ def compare(
         return None
 
     def result_of(run: Job, trial: Trial | None = None) -> Result:
-        nonlocal job
         if (result := existing(run, trial)) is not None:
             return result
-        run = _with_determined(run, job)
         on_start(run)
         result = run_and_record(run, on_event, runner, command=command)
         result = replace(result, trial=trial)
-        job = _with_determined(job, result.job)
         results.append(result)
-        _append(path, json.dumps(result.to_dict()) + "\n")
+        if path is not None:
+            _append(path, json.dumps(result.to_dict()) + "\n")
         return result
 
     if tune is None:
@@ -221,8 +212,6 @@ def _read_existing(path: Path, job: Job, runner: Runner, tune: int | None) -> li
         versions=versions(),
         tune=tune,
     )
-    if job.evaluations is not None:
-        current["evaluations"] = job.evaluations
     for number, result in enumerate(results, start=1):
         existing = shared(
             result.job,
@@ -230,7 +219,6 @@ def _read_existing(path: Path, job: Job, runner: Runner, tune: int | None) -> li
             machine=result.machine,
             simulated=result.simulated,
             versions=dict(result.versions),
-            evaluations=result.job.evaluations,
             tune=tune if result.trial is None or tune is None else result.trial.budget,
         )
         name = next((name for name in current if current[name] != existing[name]), None)
@@ -243,18 +231,9 @@ def _read_existing(path: Path, job: Job, runner: Runner, tune: int | None) -> li
     return results
 
 
-def _with_determined(job: Job, other: Job) -> Job:
-    """Return ``job``. Fields of ``_DETERMINED`` that are None get the values of ``other``."""
-    missing = [name for name in _DETERMINED if getattr(job, name) is None]
-    return replace(job, **{name: getattr(other, name) for name in missing})
-
-
 def _is_of(result: Result, job: Job) -> bool:
     """Return True if ``result`` comes from a run of ``job``."""
     existing, wanted = public_job(result.job), public_job(job)
-    for name in _DETERMINED:
-        if wanted[name] is None:
-            del existing[name]
     return all(wanted[name] == value for name, value in existing.items() if name not in _IGNORED)
 
 

@@ -24,10 +24,6 @@ MAX_EVALUATIONS = 24
 """Largest number of evaluations, if the job does not set the number."""
 SNAPSHOT_BYTES = 2**30
 """Limit on the memory of a worker's snapshots, if the job does not set the number."""
-SHARE = 0.1
-"""Limit on the time of all evaluations together, as a share of the training time."""
-FREE_SECONDS = 3.0
-"""Seconds that all evaluations together may take even if this exceeds ``SHARE``."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +55,6 @@ def storable_evaluations(steps: int, snapshot_bytes: int) -> int:
     At least 1: the evaluation at the end needs no snapshot.
     """
     return min(steps, MAX_EVALUATIONS, 1 + SNAPSHOT_BYTES // snapshot_bytes)
-
-
-def affordable_evaluations(evaluation_seconds: float, training_seconds: float, most: int) -> int:
-    """Return how many of ``most`` evaluations a run can afford, at least 1.
-
-    The evaluations together may take a tenth of ``training_seconds``, the training time of the
-    whole run, or 3 s if that is longer. The number is a divisor of ``most``. If ``most`` ≤
-    ``steps``, ``evenly(steps, number)`` is therefore a subset of ``evenly(steps, most)``.
-    """
-    budget = max(SHARE * training_seconds, FREE_SECONDS)
-    numbers = (n for n in range(most, 0, -1) if most % n == 0)
-    return next((n for n in numbers if n * evaluation_seconds <= budget), 1)
 
 
 def average_over_workers(tensors: Sequence[Tensor], device: torch.device) -> None:

@@ -24,7 +24,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """Rank 0 took a step. Not emitted if an ``Evaluation`` of this step follows at once.
+    """Rank 0 took a step.
 
     Attributes:
         step: Number of steps.
@@ -45,7 +45,7 @@ class Step:
 class Evaluation:
     """All workers evaluated the mean of their models at a step, or a parameter server's model.
 
-    The evaluations follow in the order of their steps, usually after the training.
+    The evaluations follow in the order of their steps, after the training.
 
     Attributes:
         step: Number of steps of each worker. At the end of a run whose workers have taken different
@@ -78,36 +78,6 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class EvaluationCount:
-    """The run chose its number of evaluations. One is expected to take ``seconds``."""
-
-    evaluations: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """The run continues from a checkpoint. The events stored in the checkpoint follow."""
-
-    step: int
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """The run was asked to stop early, and has saved a checkpoint in ``directory``."""
-
-    step: int
-    directory: str
-
-
-@dataclass(frozen=True)
-class NotSaved:
-    """The run was asked to stop early and did not save a checkpoint. ``why`` is the reason."""
-
-    why: str
-
-
-@dataclass(frozen=True)
 class End:
     """Training has ended.
 
@@ -122,15 +92,9 @@ class End:
     step_seconds: float | None = None
 
 
-Event: TypeAlias = (
-    Start | Step | Evaluation | Waiting | EvaluationCount | Resumed | Stopped | NotSaved | End
-)
+Event: TypeAlias = Start | Step | Evaluation | Waiting | End
 
-_KINDS: dict[str, Any] = {  # checkpoints contain these names
-    **{"start": Start, "step": Step, "evaluation": Evaluation, "waiting": Waiting, "end": End},
-    **{"chosen": EvaluationCount, "resumed": Resumed, "left": Stopped, "unsaved": NotSaved},
-}
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Start, Step, Evaluation, Waiting, End)}
 
 
 def to_json(event: Event) -> str:
@@ -138,7 +102,7 @@ def to_json(event: Event) -> str:
     values = {name: value for name, value in asdict(event).items() if value is not None}
     if isinstance(event, End):
         values["stats"] = [stats.to_dict() for stats in event.stats]
-    return json.dumps({"event": _NAMES[type(event)], **values})
+    return json.dumps({"event": type(event).__name__, **values})
 
 
 def from_json(line: str | bytes) -> Event:

@@ -38,14 +38,11 @@ class Job:
     - ``step_seconds``: time that a real worker needs to compute a step; it sleeps for the rest of
       that time (see ``timing.padding``). None: step times are not controlled. It has no effect in
       the simulator.
-    - ``jitter``, ``slow``: artificial stragglers, for which steps take longer. Real workers require
-      ``step_seconds``.
+    - ``strategy``: strategy or baseline, as text such as ``local:period=8``. With ``jitter`` or
+      ``slow``, real workers require ``step_seconds``.
     - ``scenario``: deaths and joins of workers, and changes of speeds and bandwidths, as JSON text
       (see ``lab.scenario``). On real workers, speeds require ``step_seconds``. The runner of the
       job carries out all but the speeds of real workers.
-    - ``live``: True to evaluate during the training, inside a consensus. The metric is known at
-      once, but what is in flight lands early. Runs with checkpoints require it.
-    - ``workers_per_node``: number of workers of each simulated node.
     """
 
     recipe: str = option(
@@ -53,14 +50,7 @@ class Job:
         "A name in `offbeat recipes`, or path/to/file.py.",
         default=dataclasses.MISSING,
     )
-    strategy: str = option(
-        Panel.STRATEGIES,
-        "Strategy or baseline, as in `offbeat strategies`.",
-        "--strategy",
-        "-s",
-        default="bsp",
-        metavar="METHOD",
-    )
+    strategy: str = "streaming"
     workers: int = option(
         Panel.WORKERS, "Number of workers.", "--workers", "-n", default=4, least=1
     )
@@ -77,31 +67,28 @@ class Job:
     evaluations: int | None = option(
         Panel.OUTPUT,
         "Number of evaluations, evenly spaced.",
-        unset="24, or fewer if slow or large",
+        unset="24, or fewer of a large model",
         least=1,
     )
     max_steps: int | None = option(
         Panel.LIMITS, "Stop after this many steps of each worker.", least=1
     )
     max_seconds: float | None = option(Panel.LIMITS, "Stop after this training time.", above=0)
-    jitter: float = setting(0.0, least=0)
-    slow: str | None = None
+    jitter: float = option(
+        Panel.WORKERS, "Relative standard deviation of the step time.", default=0.0, least=0
+    )
+    slow: str | None = option(Panel.WORKERS, "Slow workers down, as in 0=2.", metavar="RANK=X")
     scenario: str | None = None
     step_seconds: float | None = setting(None, above=0)
-    live: bool = False
-    workers_per_node: int = setting(1, least=1)
+    workers_per_node: int = option(
+        Panel.WORKERS, "Workers per simulated node, which share its link.", default=1, least=1
+    )
     # Not --log, because torchrun has options that begin with it.
     log: str | None = option(
-        Panel.OUTPUT, "JSON lines of every step, one file per worker.", "--records", is_path=True
-    )
-    checkpoints: str | None = option(
-        Panel.OUTPUT, "Directory of the run's checkpoints.", is_path=True
-    )
-    save_every: int | None = option(
-        Panel.OUTPUT, "Steps between checkpoints.", unset="at the end and on Ctrl-C", least=1
-    )
-    resume: bool = option(
-        Panel.OUTPUT, "Continue from the newest complete checkpoint.", "--resume", default=False
+        Panel.OUTPUT,
+        "JSON lines of every step of a single run, one file per worker.",
+        "--records",
+        is_path=True,
     )
     timeout_seconds: float = option(
         Panel.LIMITS,
@@ -182,7 +169,6 @@ class Job:
         check_settings(self)
         self._check_bounds()
         self.check_method()
-        self._check_checkpoints()
         self._check_leases()
         recipe = find_recipe(self.recipe)
         recipe.check_data(self.data)
@@ -201,30 +187,6 @@ class Job:
         )
         self.sampler_for(task, 0)
         return task
-
-    def _check_checkpoints(self) -> None:
-        from offbeat.checkpoint.files import all_files
-
-        if self.checkpoints is None:
-            if self.save_every is not None or self.resume:
-                flag = "--resume" if self.resume else "--save-every"
-                raise ValueError(f"{flag} needs --checkpoints, the directory of the checkpoints")
-            return
-        if not self.live:
-            raise ValueError("checkpoints need a run with live=True, which evaluates as it trains")
-        if self.injection is not None:
-            raise ValueError(
-                "--checkpoints with --injection: a run's checkpoint does not contain the state of "
-                "data injection; leave one of them out"
-            )
-        saved = any(all_files(Path(self.checkpoints)))
-        if self.resume and not saved:
-            raise ValueError(f"--resume: {self.checkpoints} holds no checkpoint, leave it out")
-        if saved and not self.resume:
-            raise ValueError(
-                f"--checkpoints {self.checkpoints}: a run was saved there already; continue it "
-                "with --resume, or name another directory"
-            )
 
     def _check_leases(self) -> None:
         from offbeat_lab.methods.peer import Peer
@@ -245,8 +207,6 @@ class Job:
             return
         refused = {
             "--injection": self.injection is not None,
-            "--checkpoints": self.checkpoints is not None,
-            "--max-seconds in train": self.live and self.max_seconds is not None,
             f"--sampler {self.sampler}": self.sampler != Job.sampler,
             "nodes of several workers": self.workers_per_node > 1,
             self.strategy: isinstance(parse_method(self.strategy), Peer),

@@ -184,7 +184,7 @@ def public_job(job: Job) -> dict[str, Any]:
     Of directories and of an absolute path of a recipe, only the last name is kept.
     """
     values = asdict(job)
-    for name in ("data", "log", "checkpoints"):
+    for name in ("data", "log"):
         if values[name] is not None:
             values[name] = Path(values[name]).name
     if Path(values["recipe"]).is_absolute():

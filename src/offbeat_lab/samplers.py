@@ -1,6 +1,5 @@
 """The training data of each worker: sampler, partition, batches, settings of data injection."""
 
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -89,7 +88,6 @@ class Batches(Iterable[tuple[Tensor, ...]]):
         sampler: Sampler of this worker. It has a length and ``set_epoch``.
         size: Number of samples per batch. None: the task's batch size.
         readers: Number of processes that load batches in advance.
-        done: Number of batches to skip, because a resumed run has already trained on them.
     """
 
     def __init__(
@@ -99,48 +97,28 @@ class Batches(Iterable[tuple[Tensor, ...]]):
         *,
         size: int | None = None,
         readers: int = 0,
-        done: int = 0,
     ) -> None:
-        self._task, self._sampler, self._done = task, sampler, done
+        self._task, self._sampler = task, sampler
         size = task.batch_size if size is None else size
         total = len(sampler)  # type: ignore[arg-type]  # all samplers above have a length
-        self._grouped = _SkippingSampler(BatchSampler(sampler, size, drop_last=total > size))
+        grouped = BatchSampler(sampler, size, drop_last=total > size)
         self._loader = DataLoader(
-            task.samples, batch_size=None, sampler=self._grouped, num_workers=readers
+            task.samples, batch_size=None, sampler=grouped, num_workers=readers
         )
 
     def __len__(self) -> int:
         return self._task.steps
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        count, (epoch, self._grouped.skip) = self._done, divmod(self._done, len(self._grouped))
+        count = epoch = 0
         while True:
             self._sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-            # A DataLoader draws from torch's global generator when an epoch starts. A checkpoint
-            # inside an epoch contains the generator's state after this draw. When the epoch is
-            # resumed, a second draw must not change the state.
-            with torch.random.fork_rng(devices=[], enabled=self._grouped.skip > 0):
-                batches = iter(self._loader)
-            for batch in batches:
+            for batch in self._loader:
                 if count == self._task.steps:
                     return
                 count += 1
                 yield batch
             epoch += 1
-
-
-class _SkippingSampler(Sampler[list[int]]):
-    """Yields batches of indices. The next iteration, and no later one, omits the first ``skip``."""
-
-    def __init__(self, inner: BatchSampler) -> None:
-        self._inner, self.skip = inner, 0
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        skip, self.skip = self.skip, 0
-        return itertools.islice(iter(self._inner), skip, None)
 
 
 def parse_injection(text: str) -> tuple[float, float]:

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat import BSP, Compute, EndedError, OffbeatError, Strategy, Synchronizer, attach
-from offbeat_lab.checkpoints import EventLog, RunCheckpoints
 from offbeat_lab.evaluation import Snapshot, gather
 from offbeat_lab.evaluator import Evaluator
 from offbeat_lab.events import (
@@ -41,7 +40,6 @@ from offbeat_lab.injection import Injection, injected_batch_size
 from offbeat_lab.job import LEASED, Job
 from offbeat_lab.launch.cores import share_cores
 from offbeat_lab.launch.elastic import WorkerFiles
-from offbeat_lab.launch.stop_request import StopRequest
 from offbeat_lab.leased import LeasedBatches
 from offbeat_lab.methods.base import Attached, Baseline, Elastic, Method
 from offbeat_lab.methods.ideal import SharedIdeal
@@ -76,7 +74,6 @@ def worker_device() -> torch.device:
 def train_worker(
     job: Job,
     emit: Callable[[Event], None],
-    stop_request: StopRequest | None = None,
     *,
     rank: int | None = None,
     keep: Callable[[Snapshot], object] | None = None,
@@ -88,17 +85,11 @@ def train_worker(
     Rank 0 emits these events:
 
     - ``Start``, a ``Step`` for each step, every ``Evaluation`` in the order of the steps, ``End``;
-      with ``job.live``, an ``Evaluation`` replaces the ``Step`` after which it takes place;
-    - ``Waiting`` before longer work other than training, such as an evaluation;
-    - ``EvaluationCount`` when the run chooses its number of evaluations, unless the job sets it;
-    - ``Resumed``, followed by the events in the checkpoint, if the job continues a run;
-    - ``Stopped`` instead of ``End`` if the run is asked to stop early.
+    - ``Waiting`` before longer work other than training, such as an evaluation.
 
     Args:
         job: Configuration of the run.
         emit: Function that receives the events on rank 0. Other ranks do not call it.
-        stop_request: Object through which the run can be asked to stop early. Requires
-            ``job.checkpoints``.
         rank: Number of this process, for its seed and its step times. None: its rank.
         keep: Function that receives this worker's snapshots, the last one at the end. The run then
             has no evaluations and no ``End``, and its workers may die and join. None: the workers
@@ -110,7 +101,7 @@ def train_worker(
     rank = dist.get_rank() if rank is None else rank
     worker = _Worker(job, emit, rank, keep, count, ideal_steps)
     try:
-        worker.run(stop_request)
+        worker.run()
     except EndedError:
         if keep is None or worker.method is not None:
             raise  # otherwise this worker was to join when the others had finished
@@ -130,7 +121,7 @@ class _Worker:
     ) -> None:
         self._rank, self._keep, self._count, self._ideal_steps = rank, keep, count, ideal_steps
         self.method: Method | None = None
-        self._emit = EventLog(lambda event: emit(event) if self._reports() else None)
+        self._send = emit
         self._job, self._device = job, worker_device()
         # With the baseline ideal, several workers have equal shares.
         self._leases = job.partition == LEASED and not (
@@ -148,14 +139,17 @@ class _Worker:
         self._injection: Injection | None = None
         self._read_loss_at = 0.0
 
-    def _reports(self) -> bool:
-        """Return True on rank 0. If that worker dies, another one gets this rank."""
+    def _emit(self, event: Event) -> None:
+        """Emit an event on rank 0. If that worker dies, another one gets this rank."""
         method = self.method
         if isinstance(method, Elastic):
-            return method.sync.rank == 0
-        return (dist.get_rank() if self._keep is None else self._rank) == 0
+            rank = method.sync.rank
+        else:
+            rank = dist.get_rank() if self._keep is None else self._rank
+        if rank == 0:
+            self._send(event)
 
-    def run(self, stop_request: StopRequest | None) -> None:
+    def run(self) -> None:
         job, task, emit = self._job, self._task, self._emit
         emit(Waiting("connecting to the other workers"))
         self._control_step_times()
@@ -165,29 +159,20 @@ class _Worker:
             task.position = 0
         method = self.method = self._start_method()
         emit(Start(task.steps, sum(p.nbytes for p in task.model.parameters())))
-        checkpoints = RunCheckpoints(job, task, method, emit)
-        number = checkpoints.resume() or job.evaluations
-        evaluator = Evaluator(
-            job, task, self._recipe.metric, self._device, emit, number, self._keep
-        )
+        evaluator = Evaluator(job, task, self._recipe.metric, self._device, emit, self._keep)
         limit = self._time_limit(method)
-        if checkpoints.stop_if_requested(stop_request, task.steps):
-            return
         for batch in self._batches(method):
             method.train(batch)
-            over = limit.is_over(method.step, method.seconds)
-            evaluated_later = over and job.live  # by ``evaluator.finish``
-            evaluation = None if evaluated_later else evaluator.after_step(method)
-            emit(evaluation or self._step(method))
+            evaluator.after_step(method)
+            emit(self._step(method))
             if self._count is not None:
                 self._count(self._totals(method))
-            checkpoints.save_if_due(method.step if over else task.steps)
-            if over:
+            if limit.is_over(method.step, method.seconds):
                 break
-            if checkpoints.stop_if_requested(stop_request, task.steps):
-                return
         else:
-            evaluator.data_ended(method)
+            # All workers must store the same snapshots. With leased data, this worker may have
+            # taken its last batch before the others.
+            evaluator.after_step(method)
         emit(Waiting("finishing"))
         method.finish()
         if self._count is not None:
@@ -202,11 +187,10 @@ class _Worker:
     def _step(self, method: Method) -> Step:
         """Return the event of the step that the method has taken.
 
-        Reading the loss may wait for a GPU. It is read only in runs whose speed is not compared
-        with that of others (``job.live``), and there once per second.
+        Reading the loss may wait for a GPU, so it is read once per second.
         """
         stats, loss = method.stats, None
-        if self._job.live and method.loss is not None and time.monotonic() >= self._read_loss_at:
+        if method.loss is not None and time.monotonic() >= self._read_loss_at:
             loss = float(method.loss)
             self._read_loss_at = time.monotonic() + 1
         position = self._task.position_after(method.step)
@@ -269,8 +253,8 @@ class _Worker:
     def _time_limit(self, method: Method) -> TimeLimit:
         """Return the limit on the training time."""
         job, clock = self._job, method.limited_clock
-        # All workers evaluate together, or a worker takes no step without others.
-        if clock == "own" and (job.live or job.injection is not None or job.workers_per_node > 1):
+        # A worker takes no step without others.
+        if clock == "own" and (job.injection is not None or job.workers_per_node > 1):
             clock = "largest"
         return TimeLimit(job.max_seconds, self._task.steps, clock=clock, device=self._device)
 
@@ -289,9 +273,8 @@ class _Worker:
         """Iterate over this worker's batches, on its device.
 
         Args:
-            method: Method that trains on the batches. It has already trained on the first
-                ``method.step`` batches, which are skipped. The job's data injection is applied.
-                None: all batches, without injection.
+            method: Method that trains on the batches. The job's data injection is applied. None: no
+                injection.
             task: Task that provides the samples. None: the task of the run.
         """
         job, task = self._job, task or self._task
@@ -302,8 +285,7 @@ class _Worker:
             batches = LeasedBatches(task, sync, workers=job.workers, seed=seed, readers=readers)
         else:
             sampler = job.sampler_for(task, dist.get_rank())
-            done = 0 if method is None else method.step
-            batches = Batches(task, sampler, readers=readers, done=done)
+            batches = Batches(task, sampler, readers=readers)
             if job.injection is not None and isinstance(method, Attached):
                 alpha, beta = parse_injection(job.injection)
                 size = injected_batch_size(task.batch_size, alpha, beta, method.sync.size)
@@ -336,21 +318,18 @@ def encode(
     job: Job,
     rank: int,
     rendezvous: str,
-    stop_request: str | None = None,
     folder: str | None = None,
 ) -> str:
     """Return the JSON argument of ``python -m offbeat_lab.train`` for one worker.
 
     ``rendezvous`` is the path of a new file through which the workers find each other.
-    ``stop_request`` is the path of the ``StopRequest``'s file; None: the run cannot be asked to
-    stop. ``folder`` is the one of the ``WorkerFiles`` if workers die and join; each of them then
+    ``folder`` is the one of the ``WorkerFiles`` if workers die and join; each of them then
     has a ``rendezvous`` of its own. None: no worker dies or joins.
     """
     values = {
         "job": asdict(job),
         "rank": rank,
         "rendezvous": rendezvous,
-        "stop_request": stop_request,
         "folder": folder,
     }
     return json.dumps(values)
@@ -367,7 +346,7 @@ def main() -> None:
     os.dup2(2, 1)
     import_from_current_directory()
     values = json.loads(sys.argv[1])
-    job, rank, path = Job(**values["job"]), values["rank"], values["stop_request"]
+    job, rank = Job(**values["job"]), values["rank"]
     files = WorkerFiles(values["folder"], rank) if values["folder"] else None
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
     size, status = job.workers if files is None else 1, 0
@@ -383,7 +362,6 @@ def main() -> None:
         train_worker(
             job,
             lambda event: print(to_json(event), file=events, flush=True),
-            None if path is None else StopRequest(path, job.workers),
             rank=rank,
             keep=None if files is None else files.keep,
             count=None if files is None else files.count,

@@ -98,7 +98,7 @@ def workers_writing(log: Path) -> dict[int, int]:
     return found
 
 
-LONG = ("train", "digits", "--workers", "2", "--epochs", "600")  # 13,000 steps: minutes
+LONG = ("compare", "digits", "--workers", "2", "--epochs", "600")  # 13,000 steps: minutes
 
 
 @contextlib.contextmanager

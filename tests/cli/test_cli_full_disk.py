@@ -1,20 +1,19 @@
 """The command line on a disk that is really full: one line names the file or the reason."""
 
 import errno
-import re
-import signal
 from pathlib import Path
 
 import pytest
 
 from cells import some
-from cli.commands import COMMAND, LIMIT, Call, plain, started, until
+from cli.commands import Call
 from cli.test_cli_reports import SAVED
 from disks import fill, small_disk
 from offbeat.simulate import Simulation
 from offbeat_lab import report
 from offbeat_lab.cli import runs
-from offbeat_lab.results import read_results
+from offbeat_lab.launch.runners import VirtualCluster
+from offbeat_lab.results import Result, read_results
 
 VIRTUAL = ("--step-time", "20ms", "-n", "2")
 RUN = Simulation(1.0, [], [], 0.0, [], [], {})
@@ -30,7 +29,7 @@ def test_results_that_do_not_fit_are_one_line(call: Call, tmp_path: Path) -> Non
     assert (code, err) == (2, f"error: {out}/results.jsonl: No space left on device\n")
 
 
-FILES = ["table.md", "plot.png", "report.html", "page.html", "run.json"]
+FILES = ["table.md", "plot.png", "report.html", "page.html", "simulation.json"]
 
 
 @pytest.mark.parametrize("name", some(FILES, 0, 4))
@@ -39,8 +38,13 @@ def test_a_file_that_does_not_fit_is_named(
 ) -> None:
     """Writing fails without a name, as on a full disk. The run itself is not needed."""
     result = read_results(SAVED)
-    monkeypatch.setattr(runs.comparison, "compare", lambda *_, **__: result)
-    monkeypatch.setattr(runs, "_run_one", lambda job, runner: setattr(runner, "last", RUN))
+
+    def compare(*_: object, runner: VirtualCluster, **__: object) -> list[Result]:
+        runner.last = RUN
+        return result
+
+    monkeypatch.setattr(runs.comparison, "compare", compare)
+    monkeypatch.setattr(Simulation, "plot", lambda *_: None)
 
     def full(path: Path, *_: object, **__: object) -> None:
         if Path(path).name == name:
@@ -50,27 +54,6 @@ def test_a_file_that_does_not_fit_is_named(
     monkeypatch.setattr(report, "plot", lambda results, path: full(path))
     argv = {
         "page.html": ("report", str(SAVED), "-o", str(tmp_path / name)),
-        "run.json": ("simulate", "digits", *VIRTUAL, "--json", str(tmp_path / name)),
     }.get(name, ("compare", "digits", "-s", "bsp", "--simulate", *VIRTUAL, "-o", str(tmp_path)))
     code, _, err = call(*argv)
     assert (code, err) == (2, f"error: {tmp_path / name}: No space left on device\n")
-
-
-@pytest.mark.nightly
-def test_an_interrupted_run_reports_why_nothing_was_saved(tmp_path: Path) -> None:
-    """The line contains the error of the disk."""
-    with small_disk(tmp_path / "disk") as disk:
-        folder = disk / "saved"
-        folder.mkdir()
-        argv = ("train", "digits", "--workers", "2", "--epochs", "40", "--evaluations", "40")
-        with started(*COMMAND, *argv, "--checkpoints", str(folder)) as process:
-            assert process.stdout is not None
-            until(lambda: "  step " in process.stdout.readline(), "an evaluation")
-            fill(disk)
-            process.send_signal(signal.SIGTERM)
-            out, err = process.communicate(timeout=LIMIT)
-        assert not list(folder.iterdir())
-    assert process.returncode == 143
-    assert plain(err) == "interrupted; all workers have been ended\n"
-    why = r"worker \d failed: rank \d cannot save, so no worker does: .* No space left on device"
-    assert re.search(f"no checkpoint was saved at the end: {why}", plain(out)), out

@@ -3,6 +3,7 @@
 import importlib
 import re
 import shlex
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from offbeat_lab.job import Job
 from offbeat_lab.recipes import RECIPES
 
 COMMANDS = (
-    *("train", "simulate", "compare", "report", "recipes"),
+    *("compare", "report", "recipes"),
     *("run", "store", "plan", "strategies"),
 )
 APP: Any = typer.main.get_command(cli.app)
@@ -71,11 +72,10 @@ def test_examples_of_the_help_are_accepted(command: str, call: Call) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("train", "recipe"),
-        ("train digits --workers two", "--workers"),
-        ("train digits --nope", "--nope"),
-        ("train digits --wire int1", "--wire"),
-        ("compare digits", "--strategy"),
+        ("compare", "recipe"),
+        ("compare digits --workers two", "--workers"),
+        ("compare digits --nope", "--nope"),
+        ("compare digits --wire int1", "--wire"),
         ("nope", "nope"),
     ],
 )
@@ -89,7 +89,7 @@ def test_mistakes_in_options_name_the_option(argv: str, words: str, call: Call) 
 
 def test_a_mistake_of_a_real_process() -> None:
     """``python -m offbeat.cli`` ends with 2 and prints one line."""
-    code, out, err = ended(*COMMAND, "train", "nope")
+    code, out, err = ended(*COMMAND, "compare", "nope")
     assert (code, out) == (2, "")
     assert err.startswith(f"error: unknown recipe 'nope'; there are {', '.join(RECIPES)}, and your")
     assert err.count("\n") == 1
@@ -98,10 +98,41 @@ def test_a_mistake_of_a_real_process() -> None:
 def test_a_programming_error_is_not_swallowed(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only errors that a user can act on become one line."""
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(runs.comparison, "run_and_record", fail)
-    monkeypatch.setattr("sys.argv", ["offbeat", "train", "digits"])
+    monkeypatch.setattr("sys.argv", ["offbeat", "compare", "digits"])
     with pytest.raises(ZeroDivisionError):
         cli.main()
+
+
+@pytest.mark.parametrize("module", ["offbeat", "offbeat.cli"])
+def test_both_packages_run_as_a_module(module: str) -> None:
+    """``python -m`` with the short flag of the help."""
+    code, out, err = ended(sys.executable, "-m", module, "recipes", "-h")
+    assert (code, err) == (0, "")
+    assert "List the recipes" in out
+
+
+WITHOUT = """
+import importlib.util, sys
+
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "jinja2" else find(name, *more)
+from offbeat import cli
+
+assert not any(name.startswith("offbeat_lab") for name in sys.modules)
+cli.main()
+"""
+
+
+def test_without_its_extra_the_laboratory_is_named() -> None:
+    """Its commands are not in the help. One that is given says in a line how to install them."""
+    code, out, err = ended(sys.executable, "-c", WITHOUT, "--help")
+    assert (code, err) == (0, "")
+    assert "plan" in out
+    assert "compare" not in out
+    for command in ("compare", "report", "recipes"):
+        line = f"error: `offbeat {command}` needs the extra lab: pip install 'offbeat[lab]'\n"
+        assert ended(sys.executable, "-c", WITHOUT, command, "digits") == (2, "", line)

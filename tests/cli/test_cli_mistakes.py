@@ -44,19 +44,15 @@ BANDWIDTH = r"'1GB/s' is not a bandwidth; write a number and a unit, like 1Gbit/
 DURATION = "is not a duration; write a number and a unit, like 100us, 50ms, 1.5s or 2min"
 
 
-def train_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the rows with the command: all for ``train``, each for one of the other commands."""
-    others = ("simulate digits", "compare digits -s bsp", "compare digits -s bsp --simulate")
-    return [
-        *((f"train digits {argv}", message) for argv, message in rows),
-        *((f"{others[i % 3]} {argv}", message) for i, (argv, message) in enumerate(rows)),
-    ]
+def rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the rows with the command, for real and for simulated workers."""
+    commands = ("compare digits", "compare digits --simulate")
+    return [(f"{command} {argv}", message) for argv, message in rows for command in commands]
 
 
 def simulation_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the rows with the commands that simulate, one after the other."""
-    commands = ("simulate digits", "compare digits -s bsp --simulate")
-    return [(f"{commands[i % 2]} {argv}", message) for i, (argv, message) in enumerate(rows)]
+    """Return the rows with the command, for simulated workers."""
+    return [(f"compare digits --simulate {argv}", message) for argv, message in rows]
 
 
 JOB = [
@@ -97,24 +93,22 @@ SIMULATION = [
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        *train_rows(JOB),
+        *rows(JOB),
         *simulation_rows(SIMULATION),
-        ("train nope", NO_RECIPE),
-        ("simulate nope", NO_RECIPE),
         ("compare nope -s bsp", NO_RECIPE),
-        ("train mnist", "the mnist recipe needs --data DIR with .*"),
-        ("train mnist --data /no/where", "looked for .* in /no/where, which does not exist"),
-        ("train digits --timeout 0", "timeout must be positive and finite, got 0.0"),
-        ("train digits --bandwidth fast", "'fast' is not a bandwidth; write a number and a .*"),
-        ("train digits --bandwidth 0Mbit/s", ".*0Mbit/s.*"),
+        ("compare mnist", "the mnist recipe needs --data DIR with .*"),
+        ("compare mnist --data /no/where", "looked for .* in /no/where, which does not exist"),
+        ("compare digits --timeout 0", "timeout must be positive and finite, got 0.0"),
+        ("compare digits --bandwidth fast", "'fast' is not a bandwidth; write a number and a .*"),
+        ("compare digits --bandwidth 0Mbit/s", ".*0Mbit/s.*"),
         ("compare digits -s bsp --bandwidth 5", "'5' is not a bandwidth; write .*"),
         ("compare digits -s bsp --seeds 0", "seeds must be at least 1, got 0"),
-        ("train digits --evaluations 0", "evaluations must be at least 1, got 0"),
+        ("compare digits --evaluations 0", "evaluations must be at least 1, got 0"),
         (
-            "train digits -s downpour --wire int8",
+            "compare digits -s downpour --wire int8",
             "wire='int8' with downpour: .*",
         ),
-        ("train nope.py", "looked for the recipe nope.py in nope.py, which does not exist"),
+        ("compare nope.py", "looked for the recipe nope.py in nope.py, which does not exist"),
         (
             "compare digits -s bsp -s easgd --wire int8",
             "wire='int8' with easgd: .*; to give an option to some strategies only, "
@@ -122,61 +116,68 @@ SIMULATION = [
         ),
         ("compare digits -s bsp -s nope --wire int8", NO_STRATEGY),
         ("compare nope -s bsp --simulate", NO_RECIPE),
-        ("simulate digits -s torch:ddp", f"torch:ddp {NOT_SIMULATED}"),
+        ("compare digits --simulate -s torch:ddp", f"torch:ddp {NOT_SIMULATED}"),
         (
             "compare digits -s bsp -s torch:ddp,hook=fp16 --simulate",
             f"torch:ddp,hook=fp16 {NOT_SIMULATED}",
         ),
-        ("train digits -s ideal --records a", "--records a: ideal cannot honour it, leave it out"),
+        (
+            "compare digits -s ideal --records a",
+            "--records a: ideal cannot honour it, leave it out",
+        ),
         (
             "compare digits -s bsp -s torch:ddp --wire int8",
             "--wire int8: torch:ddp cannot honour it, leave it out; to give an option to some .*",
         ),
         # misspelled names
-        ("train digit", r"unknown recipe 'digit' \(did you mean 'digits'\?\); there are .*"),
-        ("train cifar10", r"unknown recipe 'cifar10' \(did you mean 'cifar10:cnn'\?\); .*"),
-        ("simulate stdlib_lm", r".* \(did you mean 'stdlib-lm'\?\); .*"),
-        ("train digits -s DiLoCO", r".* 'DiLoCO' \(did you mean 'diloco'\?\); there are .*"),
+        ("compare digit", r"unknown recipe 'digit' \(did you mean 'digits'\?\); there are .*"),
+        (
+            "compare mnist:cn",
+            r"unknown recipe 'mnist:cn' \(did you mean 'mnist:cnn'\?\); .*",
+        ),
+        ("compare stdlib_lm", r".* \(did you mean 'stdlib-lm'\?\); .*"),
+        ("compare digits -s DiLoCO", r".* 'DiLoCO' \(did you mean 'diloco'\?\); there are .*"),
         (f"{NET} -s strea", r"plan has .* \(did you mean 'streaming'\?\): .*"),
         ("compare digits -s torch:dpd", r".* 'torch:dpd' \(did you mean 'torch:ddp'\?\); .*"),
-        ("train digits --sampler defpd", r"sampler .*, got 'defpd' \(did you mean 'defdp'\?\)"),
-        ("train digits --wire in8", r".* '--wire'.* 'in8' .*'int2'\. \(did you mean 'int8'\?\)"),
+        ("compare digits --sampler defpd", r"sampler .*, got 'defpd' \(did you mean 'defdp'\?\)"),
+        ("compare digits --wire in8", r".* '--wire'.* 'in8' .*'int2'\. \(did you mean 'int8'\?\)"),
         ("compare digits -s 'bsp --wire in8'", r"wire must .* 'in8' \(did you mean 'int8'\?\)"),
         # where results go
         ("compare digits -s bsp -o FILES/file", "--output .*/file: name a directory, .*"),
         ("compare digits -s bsp --simulate -o FILES/new.jsonl", "--output .*: name a directory.*"),
-        ("simulate digits --json FILES/dir", "--json .*/dir: it is a directory; name a file"),
-        ("simulate digits --timeline FILES/dir", "--timeline .*/dir: it is a directory; .*"),
-        ("simulate digits --timeline a.xyz", "--timeline a.xyz: its name must end in .png, .*"),
-        ("simulate digits --timeline a.svg --json a.svg", "--timeline and --json are the same .*"),
-        ("train digits --checkpoints FILES/file", "--checkpoints .*: name a directory, not a file"),
-        ("train digits --checkpoints FILES/file/x", "--checkpoints: cannot write to .*/file/x: .*"),
         # creating a file in /proc fails even for root
-        ("simulate digits --step-time 1ms --json /proc/a", "--json: cannot write to /proc: .*"),
         (
             "compare digits -s bsp --simulate --step-time 1ms -o /proc",
             "--output: cannot write to /proc: .*",
         ),
-        ("train digits --records FILES/dir", "--records .*/dir: it is a directory; name a file"),
+        (
+            "compare digits -s bsp -s async --records a",
+            "--records is for a single run: give one .*",
+        ),
+        ("compare digits --seeds 2 --records a", "--records is for a single run: give one .*"),
+        ("compare digits --records FILES/dir", "--records .*/dir: it is a directory; name a file"),
         # numbers
-        ("train digits --epochs 1e-300", "1e-300 epochs are less than one of 1,437 samples"),
-        ("train digits --epochs 1e30", r"1e\+30 epochs are more than 1,000,000,000 steps"),
-        (f"train digits -n {HUGE}", f"workers must be at most 1000, got {HUGE}"),
-        (f"train digits --seed {HUGE}", f"seed must be at most 4000000, got {HUGE}"),
+        ("compare digits --epochs 1e-300", "1e-300 epochs are less than one of 1,437 samples"),
+        ("compare digits --epochs 1e30", r"1e\+30 epochs are more than 1,000,000,000 steps"),
+        (f"compare digits -n {HUGE}", f"workers must be at most 1000, got {HUGE}"),
+        (f"compare digits --seed {HUGE}", f"seed must be at most 4000000, got {HUGE}"),
         (f"compare digits -s bsp --seeds {HUGE}", f"seeds must be at most 1000, got {HUGE}"),
-        ("train digits --timeout 1e-300", "timeout must be at least 0.001, got 1e-300"),
-        ("train digits -s async:outer_lr=inf", "outer_lr must be positive and finite, got inf"),
-        (f"train digits -s streaming:parts={HUGE}", f"parts must be at most 1024, got {HUGE}"),
-        ("train digits -s streaming:outer_gain=1e300", r"outer_gain must be .* got 1e\+300"),
-        (f"train digits -s ssp:staleness={10**30}", "staleness must be an integer of 64 bits, .*"),
-        ("train digits --partition dirichlet:nan", "partition 'dirichlet:nan': .*"),
-        ("train digits --partition label:100", "partition 'label:100': .*"),
-        ("train digits --injection nan,nan", "injection needs two numbers .*"),
-        ("simulate digits --step-time 1e300s", "'1e300s' is not a duration; .*"),
-        ("simulate digits --step-time 1e-300s", "'1e-300s' is not a duration; .*"),
-        ("simulate digits --bandwidth 1e-300bit", "'1e-300bit' is not a bandwidth; .*"),
-        ("simulate digits --bandwidth=", "'' is not a bandwidth; .*"),
-        ("train digits --bandwidth 0.1bit/s", "links can be shaped to between .*, got 0.1 bit/s"),
+        ("compare digits --timeout 1e-300", "timeout must be at least 0.001, got 1e-300"),
+        ("compare digits -s async:outer_lr=inf", "outer_lr must be positive and finite, got inf"),
+        (f"compare digits -s streaming:parts={HUGE}", f"parts must be at most 1024, got {HUGE}"),
+        ("compare digits -s streaming:outer_gain=1e300", r"outer_gain must be .* got 1e\+300"),
+        (
+            f"compare digits -s ssp:staleness={10**30}",
+            "staleness must be an integer of 64 bits, .*",
+        ),
+        ("compare digits --partition dirichlet:nan", "partition 'dirichlet:nan': .*"),
+        ("compare digits --partition label:100", "partition 'label:100': .*"),
+        ("compare digits --injection nan,nan", "injection needs two numbers .*"),
+        ("compare digits --simulate --step-time 1e300s", "'1e300s' is not a duration; .*"),
+        ("compare digits --simulate --step-time 1e-300s", "'1e-300s' is not a duration; .*"),
+        ("compare digits --simulate --bandwidth 1e-300bit", "'1e-300bit' is not a bandwidth; .*"),
+        ("compare digits --simulate --bandwidth=", "'' is not a bandwidth; .*"),
+        ("compare digits --bandwidth 0.1bit/s", "links can be shaped to between .*, got 0.1 bit/s"),
         # things that do not go together
         ("compare digits -s bsp -s bsp", "'bsp' is given twice"),
         (
@@ -206,55 +207,40 @@ SIMULATION = [
         ("compare digits -s ''", NO_STRATEGY.replace("nope", "")),
         ("compare digits -s bsp --tune 3 --wire int8", "--wire int8: ideal cannot honour it, .*"),
         ("compare digits -s bsp --max-steps 0", "max_steps must be at least 1, got 0"),
-        ("train digits --max-seconds 0", "max_seconds must be positive and finite, got 0.0"),
+        ("compare digits --max-seconds 0", "max_seconds must be positive and finite, got 0.0"),
         ("report .", r"\. is a directory; name its results\.jsonl"),
         ("compare digits -s bsp --latency 1ms", "--latency is for simulated workers; .*"),
         ("compare digits -s bsp --inside 1Gbit/s", "--inside is for simulated workers; add .*"),
         # options given twice
-        (
-            "train digits -s bsp --strategy streaming",
-            "--strategy is given twice: give it once",
-        ),
-        ("simulate digits -n 2 -n 4", "--workers is given twice: give it once"),
+        ("compare digits --simulate -n 2 -n 4", "--workers is given twice: give it once"),
         ("compare digits -s bsp --slow 0=2 --slow 1=3", "--slow is given twice: give it once"),
         (f"{NET} --bandwidth 2gbit", "--bandwidth is given twice: give it once"),
         ("store --port 5 --port 6", "--port is given twice: give it once"),
         ("report a -o b -o c", "--output is given twice: give it once"),
-        ("train digits -s local:period=2,period=4", ".*period.* twice.*"),
+        ("compare digits -s local:period=2,period=4", ".*period.* twice.*"),
         ("compare digits -s 'bsp --sampler defdp' --partition label:2", "sampler 'defdp' with .*"),
-        ("train digits --partition leased --sampler defdp", "--.* leased with --sampler defdp: .*"),
+        (
+            "compare digits --partition leased --sampler defdp",
+            "--.* leased with --sampler defdp: .*",
+        ),
         # methods that cannot train this recipe with so many workers
         ("compare digits -s bsp -s fedavg:period=2,weights=1/2", "weights .* 4 workers, got 2: .*"),
         ("compare digits -s bsp -s downpour:servers=9/", r"servers=\(9,\) contains a rank .*"),
         ("compare digits -s easgd:synchronous=true,alpha=0.9", "synchronous EASGD requires .*"),
         ("compare digits -s 'local:period=2 --adam-correction on'", "adam_correction with SGD: .*"),
-        ("train digits --data /nope", "data /nope: the digits recipe brings its own data"),
+        ("compare digits --data /nope", "data /nope: the digits recipe brings its own data"),
         # files
-        ("train FILES/exit.py", ".*exit.py, line 1: it cannot be run: SystemExit: 3"),
-        ("train FILES/binary.py", ".*binary.py.*: it cannot be run: .*"),
-        ("train digits -s file_strategy:A", "importing .* failed: RuntimeError: of its own"),
+        ("compare FILES/exit.py", ".*exit.py, line 1: it cannot be run: SystemExit: 3"),
+        ("compare FILES/binary.py", ".*binary.py.*: it cannot be run: .*"),
+        ("compare digits -s file_strategy:A", "importing .* failed: RuntimeError: of its own"),
         # plan
         (f"{NET} -n {HUGE}", f"workers must be at most 10,000, got {HUGE}"),
         (f"{NET[:-5]}1GB/s", BANDWIDTH),
-        (f"{NET} --jitter 2", r"jitter must be in \\[0, 1\\], .*"),
+        (f"{NET} --jitter 2", r"jitter must be in \[0, 1\], .*"),
         ("plan --bandwidth 5gbit --step-time 1ms", "Missing option '--parameters'."),
         ("plan --parameters 25M --step-time 1s", "Missing option '--bandwidth'."),
         (f"{NET} -s ideal", "plan has formulas for bsp, .*, and none for ideal: .* --simulate"),
         (f"{NET} -s selsync:delta=0.3", "plan needs target_lssr, .*"),
-        # train --elastic
-        *(
-            (f"train digits --elastic {options}", f"--elastic with {what}: workers come and go; .*")
-            for options, what in [
-                ("--bandwidth 1gbit", "--bandwidth"),
-                ("--evaluations 3", "--evaluations"),
-                ("--max-seconds 9", "--max-seconds"),
-                ("--checkpoints no", "--checkpoints"),
-                ("--injection 0.5,0.5", "--injection"),
-                ("--partition label:2", "--partition label:2"),
-            ]
-        ),
-        ("train digits --elastic -s easgd", "--elastic with easgd: a baseline needs all its .*"),
-        ("train digits --elastic -s torch:ddp", "--.* torch:ddp: the workers take different .*"),
         # run and store
         ("run --workers 2", r"Missing argument '(?i:script)'\."),
         ("run FILES/exit.py", "run needs --workers, as in --workers 4, or --join host:port"),
@@ -313,7 +299,7 @@ def test_shaped_links_are_refused_where_they_cannot_be(
 ) -> None:
     """--bandwidth without root is exit code 1 and one line that says what is missing."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    code, out, err = idle_call("train", "digits", "--bandwidth", "200Mbit/s")
+    code, out, err = idle_call("compare", "digits", "--bandwidth", "200Mbit/s")
     assert (code, out) == (1, "")
     assert re.fullmatch("error: no shaped links here: network namespaces need .*\n", err)
 
@@ -331,7 +317,7 @@ def test_half_of_a_launcher_is_a_mistake(
 ) -> None:
     """Each process would otherwise train alone."""
     monkeypatch.setenv(name, "1")
-    code, out, err = idle_call("train", "digits")
+    code, out, err = idle_call("compare", "digits")
     assert (code, out) == (2, "")
     assert re.fullmatch(f"error: {name} is set and (RANK|WORLD_SIZE) is not: set both, .*\n", err)
 
@@ -351,10 +337,9 @@ def test_the_same_strategy_over_two_wires_is_two(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("train digits --bandwidth 200Mbit/s", "--bandwidth .*"),
-        ("train digits -n 8", "--workers 8: the launcher has started 2, leave the option out"),
+        ("compare digits --bandwidth 200Mbit/s", "--bandwidth .*"),
+        ("compare digits -n 8", "--workers 8: the launcher has started 2, leave the option out"),
         ("compare digits -s bsp --workers 8", "--workers 8: the launcher has started 2, .*"),
-        ("simulate digits", ".* simulates all workers in one process: start it .*"),
         ("compare digits -s bsp --simulate", ".* simulates all workers in one process: .*"),
     ],
 )
@@ -381,5 +366,5 @@ def test_the_error_of_a_run_is_one_line(
         raise error
 
     monkeypatch.setattr(runs.comparison, "run_and_record", fail)
-    found, _, err = call("train", "digits", "-n", "1")
+    found, _, err = call("compare", "digits", "-n", "1")
     assert (found, plain(err)) == (code, f"{text}\n")

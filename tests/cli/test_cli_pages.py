@@ -30,7 +30,7 @@ from pages import ROOT, SHELL, Block, blocks_in, code_on, files_of
 BLOCKS = [one for one in blocks_in(*SHELL) if one.way != "file"]
 APP: Any = typer.main.get_command(cli.app)
 STEPS = ["--max-steps", "3", "--evaluations", "1"]
-SHORT = {"train": STEPS, "simulate": STEPS, "compare": [*STEPS, "--seeds", "1"]}
+SHORT = {"compare": [*STEPS, "--seeds", "1"]}
 # Nothing can be said here about the arguments of these.
 OTHERS = {"apt-get", "ip", "mypy", "codespell", "export", "cd", "git", "source"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lab.test_report import make
 from offbeat_lab.cli import progress
-from offbeat_lab.events import Evaluation, EvaluationCount, Resumed, Start, Step, Waiting
+from offbeat_lab.events import Evaluation, Start, Step, Waiting
 from offbeat_lab.job import Job
 
 
@@ -39,26 +39,6 @@ def test_the_bar_shows_the_current_activity(capsys: pytest.CaptureFixture[str]) 
         assert shown(bar) == ("bsp", 3, 10, "test accuracy 0.7500")
         bar.start(Job("digits", "bsp", 2, seed=1, wire="int8"))
         assert shown(bar) == ("bsp --wire int8 seed 1", 0, None, "starting the workers")
-
-
-@pytest.mark.parametrize(
-    ("chosen", "words"),
-    [
-        (EvaluationCount(24, 0.01), ""),
-        (EvaluationCount(6, 1.5), "bsp  evaluating takes 1.5 s: 6 times in this run, so that"),
-        (EvaluationCount(1, 40.0), "bsp  evaluating takes 40 s: once in this run, so that"),
-    ],
-)
-def test_the_chosen_number_of_evaluations_is_printed(
-    capsys: pytest.CaptureFixture[str], chosen: EvaluationCount, words: str
-) -> None:
-    """The line names the option; the usual number has no line."""
-    with progress.Bar() as bar:
-        bar.start(Job("digits", "bsp", 2))
-        bar.event(chosen)
-    out = " ".join(capsys.readouterr().out.split())
-    assert " ".join(words.split()) in out
-    assert ("--evaluations" in out) == bool(words)
 
 
 @pytest.fixture
@@ -121,25 +101,20 @@ def test_the_clock_of_one_run_and_of_a_tuned_comparison(seconds: list[float]) ->
 
 
 @pytest.mark.parametrize(
-    ("job", "resumed", "left"),
+    ("job", "left"),
     [
-        (Job("digits", "bsp", 2), False, "about 50 s left"),
-        (Job("digits", "bsp", 2), True, "about 50 s left"),
-        (Job("digits", "bsp", 2, max_seconds=60.0), False, "about 40 s left"),
-        (Job("digits", "bsp", 2, max_seconds=60.0), True, "about 40 s left"),
-        (Job("digits", "torch:ddp", 2), False, "about 50 s left"),
+        (Job("digits", "bsp", 2), "about 50 s left"),
+        (Job("digits", "bsp", 2, max_seconds=60.0), "about 40 s left"),
+        (Job("digits", "torch:ddp", 2), "about 50 s left"),
     ],
 )
 def test_time_left_counts_from_the_first_step_to_the_earliest_end(
-    job: Job, resumed: bool, left: str, seconds: list[float], capsys: pytest.CaptureFixture[str]
+    job: Job, left: str, seconds: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A resumed run has taken steps before. The waiting time of torch's DDP is unknown."""
+    """The waiting time of torch's DDP is unknown."""
     with progress.Bar() as bar:
         bar.start(job)
         bar.event(Start(700, 400))
-        if resumed:
-            bar.event(Resumed(99))
-            bar.event(Evaluation(50, 5.0, 0.5, {}))  # stored in the checkpoint
         seconds[0] += 20
         bar.event(Step(100, 10.0))
         seconds[0] += 10

@@ -1,4 +1,4 @@
-"""The commands that train: their output, their files, and their end."""
+"""The command ``compare``: its output, its files, and its end."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ from cli.commands import (
 from offbeat.errors import OffbeatError
 from offbeat.launcher import forking
 from offbeat_lab.cli import progress, runs
-from offbeat_lab.events import Evaluation, Event
+from offbeat_lab.events import Event, Step
 from offbeat_lab.job import Job
 from offbeat_lab.launch import runners
 from offbeat_lab.launch.cluster import Cluster, run_cleanup
@@ -55,14 +55,13 @@ def table(out: str) -> str:
     """Return caption and table of a run, without the lines of its progress."""
     start = re.search(r"^digits, target ", out, re.MULTILINE)
     assert start, out
-    return re.split(r"\n(timeline|json|table) ", out[start.start() :])[0].rstrip()
+    return re.split(r"\n(table) ", out[start.start() :])[0].rstrip()
 
 
-def test_simulate_nodes(call: Call, tmp_path: Path) -> None:
+def test_nodes_are_simulated(call: Call, tmp_path: Path) -> None:
     """Two nodes of two train as two workers of twice the batch, and the result says so."""
-    argv = ("simulate", "digits", "-s", "local:period=2", "--workers", "4", "--epochs", "0.2")
-    told = tmp_path / "run.json"
-    nodes = ("--workers-per-node", "2", "--inside", "10Gbit/s", "--json", str(told))
+    argv = ("compare", "digits", "-s", "local:period=2", "--workers", "4", "--epochs", "0.2")
+    nodes = ("--simulate", "--workers-per-node", "2", "--inside", "10Gbit/s", "-o", str(tmp_path))
     code, out, err = call(*argv, *PLACE, *nodes, "--jitter", "0.1")
     assert (code, err) == (0, "")
     assert "steps varying by 10 %" in one_line(table(out))
@@ -70,7 +69,7 @@ def test_simulate_nodes(call: Call, tmp_path: Path) -> None:
         "4 workers (simulated), 200 Mbit/s between nodes of 2 (10 Gbit/s, 10 us latency), 100 us"
     )
     assert place in one_line(table(out))
-    run = json.loads(told.read_text())
+    run = json.loads((tmp_path / "simulation.json").read_text())
     assert run["configuration"]["network"]["inside"] == 1e10
     stats = run["stats"]
     assert stats[0]["payload_bytes"] == stats[1]["payload_bytes"] > 0
@@ -80,8 +79,8 @@ def test_simulate_nodes(call: Call, tmp_path: Path) -> None:
 # Worker processes
 
 
-def test_train(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short run ends with 0, a row of totals, and the records of both workers.
+def test_a_single_run(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short run ends with 0, a row of totals, and the records of both workers, without a report.
 
     Variables for scripts, and the name of the temporary folder, make no difference.
     """
@@ -90,7 +89,8 @@ def test_train(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "a #1").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a #1"))
     log = tmp_path / "deep" / "run.jsonl"
-    code, out, err = call("train", "digits", *SHORT, "-s", "local:period=4", "--records", str(log))
+    argv = ("compare", "digits", *SHORT, "-s", "local:period=4", "--records", str(log))
+    code, out, err = call(*argv)
     assert (code, err) == (0, "")
     caption = "digits, target test accuracy 0.985, 2 workers (real processes), loopback"
     assert caption in one_line(table(out))
@@ -129,11 +129,11 @@ print([open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc
 
 
 @pytest.mark.nightly
-def test_train_joins_torchrun() -> None:
+def test_a_run_joins_torchrun() -> None:
     """Under torchrun each process is one worker; rank 0 alone prints."""
     code, out, err = ended(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "offbeat.cli", "train", "digits", "-s", "selsync:delta=0.3"),
+        *("-m", "offbeat.cli", "compare", "digits", "-s", "selsync:delta=0.3"),
         *("--epochs", "0.2", "--evaluations", "5"),
     )
     assert code == 0, err
@@ -146,20 +146,14 @@ def test_train_joins_torchrun() -> None:
     assert re.search(r"2 workers \(real processes\), torchrun, gloo", one_line(out))
 
 
-def test_a_training_is_told_and_recorded_while_it_runs(
-    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Lines with loss, waiting, sent data and time left; `watch` shows the same run."""
+def test_a_run_is_told_while_it_trains(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines with loss, waiting, sent data and time left."""
     for name in ("_LINE_SECONDS", "_LEAST_SECONDS"):
         monkeypatch.setattr(progress, name, 0.0)
-    records = ("--records", str(tmp_path / "run.jsonl"))
-    code, out, err = call("train", "digits", *SHORT, "--evaluations", "1", *records)
+    code, out, err = call("compare", "digits", *SHORT, "--evaluations", "1")
     assert (code, err) == (0, "")
-    line = r"bsp  step \d of 5, loss \S+, waiting \d+%, sending \S+ [kM]bit/s, about \d+ s left$"
+    line = r"streaming  step \d of 5, loss \S+, waiting \d+%, sending \S+ [kM]bit/s, about \d"
     assert re.search(line, out, re.MULTILINE)
-    code, out, err = call("watch", str(tmp_path / "run.jsonl"))
-    assert (code, err) == (0, "")
-    assert re.findall(r"^(\d) +5/5 .* finished$", out, re.MULTILINE) == ["0", "1"]
 
 
 @needs_namespaces
@@ -185,21 +179,22 @@ def test_a_killed_worker_is_named(
     pids: dict[int, int] = {}
 
     def kill(bar: progress.Bar, event: Event) -> None:
-        if isinstance(event, Evaluation) and not pids:
+        if isinstance(event, Step) and not pids:
             pids.update(workers_writing(log))
             os.kill(pids[victim], signal.SIGKILL)
 
     monkeypatch.setattr(progress.Bar, "event", kill)
     argv = ("--workers", "2", "--epochs", "1", "--records", str(log))
-    code, _, err = call("train", "digits", *argv)
+    code, _, err = call("compare", "digits", *argv)
     assert (code, err) == (1, f"error: worker {victim} was ended by SIGKILL\n")
     assert sorted(pids) == [0, 1]
     assert not [pid for pid in pids.values() if alive(pid)]
 
 
-@pytest.mark.nightly  # one that lets them save first is below
 @needs_proc
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)]
+)
 def test_a_signal_ends_every_worker(tmp_path: Path, number: signal.Signals) -> None:
     """Exit code 130 or 143, no traceback, and no worker is left."""
     with training(tmp_path / "run.jsonl") as (process, pids):
@@ -210,59 +205,6 @@ def test_a_signal_ends_every_worker(tmp_path: Path, number: signal.Signals) -> N
     assert plain(err) == "interrupted; all workers have been ended\n"
     assert "Traceback" not in out
     assert not list(tmp_path.glob("offbeat-*")), "its temporary folder"
-
-
-SAVED = re.compile(r"  saved at step (\d+) in (\S+): --resume continues from it\n")
-
-
-@pytest.mark.parametrize(
-    ("number", "strategy"),
-    [
-        (signal.SIGTERM, "local:period=4"),
-        pytest.param(signal.SIGINT, "async:staleness=4", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_signal_lets_all_workers_save(
-    call: Call,
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
-    strategy: str,
-    tmp_path: Path,
-) -> None:
-    """All save at one step, which a line reports; a resumed run has the metrics of a whole one."""
-    folder, scratch = tmp_path / "saved", tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    argv = ("train", "digits", "-s", strategy, "--workers", "2", "--epochs", "8")
-    argv = (*argv, "--evaluations", "4")
-    saving = (*argv, "--checkpoints", str(folder), "--save-every", "100000")
-    show = progress.Bar.event
-
-    def interrupt(bar: progress.Bar, event: Event) -> None:
-        show(bar, event)
-        if isinstance(event, Evaluation) and not any(tmp_path.glob("sent")):
-            (tmp_path / "sent").touch()
-            os.kill(os.getpid(), number)
-
-    with monkeypatch.context() as interrupted, interruptible():
-        interrupted.setattr(progress.Bar, "event", interrupt)
-        code, out, err = call(*saving)
-    assert (code, err) == (128 + number, "interrupted; all workers have been ended\n")
-    found = SAVED.search(out)
-    assert found, out
-    assert found[2] == str(folder)
-    names = {f"step-{found[1]}.rank{rank}.pt" for rank in range(2)}
-    assert {path.name for path in folder.iterdir()} == names
-    assert not list(scratch.iterdir()), "its temporary folder"
-    if strategy.startswith("local"):
-        ends = []
-        for one in (argv, (*saving, "--resume")):
-            code, out, err = call(*one)
-            assert code == 0, err
-            ends.append(re.findall(r"  step (\d+), \S+ s of training: (.*)", out))
-        assert len(ends[0]) >= 4
-        assert ends[0] == ends[1]
-        assert f"local:period=4  continues from step {found[1]}" in out
 
 
 @contextlib.contextmanager
@@ -300,7 +242,7 @@ def test_a_signal_while_links_are_shaped_leaves_no_namespace(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(Cluster, "_shape", interrupt)
     with interruptible():
-        code, _, err = call("train", "digits", "--workers", "4", "--bandwidth", "1Gbit/s")
+        code, _, err = call("compare", "digits", "--workers", "4", "--bandwidth", "1Gbit/s")
     assert len(made) == 4, "the switch and three nodes"
     assert not offbeat_namespaces(os.getpid())
     assert (code, err) == (128 + number, "interrupted; all workers have been ended\n")
@@ -390,7 +332,7 @@ def test_without_a_step_time_it_is_measured(call: Call, monkeypatch: pytest.Monk
     for high, warned in ((0.017, False), (0.019, True)):
         step = StepTime(0.0071, 0.006, high)
         monkeypatch.setattr(runs, "measure_recipe", lambda *_, step=step, **__: (None, step))
-        code, out, err = call("simulate", "digits", *SHORT)
+        code, out, err = call("compare", "digits", "--simulate", *SHORT)
         first, _, rest = out.partition("\n")
         assert (code, first) == (0, SET_BY)
         assert "7.1 ms a step, virtual time" in one_line(rest)
@@ -415,24 +357,23 @@ def drawn_texts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def test_files_in_a_new_folder(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """--timeline and --json create their folders. The picture is labelled simulated."""
+    """A single simulated run has a timeline, labelled simulated, and its totals as JSON."""
     shown = drawn_texts(monkeypatch)
-    picture, values = tmp_path / "new" / "timeline.png", tmp_path / "other" / "run.json"
-    argv = ("simulate", "digits", *SHORT, *PLACE)
-    code, _, err = call(*argv, "--timeline", str(picture), "--json", str(values))
+    folder = tmp_path / "new" / "folder"
+    code, _, err = call("compare", "digits", "--simulate", *SHORT, *PLACE, "-o", str(folder))
     assert (code, err) == (0, "")
-    assert picture.read_bytes().startswith(PNG)
-    assert shown == [("simulated", "virtual seconds")]
-    assert json.loads(values.read_text())["simulated"] is True
+    assert (folder / "timeline.png").read_bytes().startswith(PNG)
+    assert shown[-1] == ("simulated", "virtual seconds")
+    assert json.loads((folder / "simulation.json").read_text())["simulated"] is True
 
 
 @pytest.mark.nightly
 def test_ctrl_c_ends_a_simulation() -> None:
     """SIGINT in the middle: exit code 130 and one line, within seconds."""
-    argv = ["simulate", "digits", "--workers", "2", "--epochs", "100", "--step-time", "20ms"]
+    argv = ["compare", "digits", "--simulate", "-n", "2", "--epochs", "100", "--step-time", "20ms"]
     with started(*COMMAND, *argv) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("bsp  step ")
+        assert process.stdout.readline().startswith("streaming  step ")
         process.send_signal(signal.SIGINT)
         sent = time.monotonic()
         out, err = process.communicate(timeout=LIMIT)
@@ -479,11 +420,8 @@ def test_compare(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert (folder / "plot.png").read_bytes().startswith(PNG)
 
 
-def test_the_printed_table_is_the_written_one(
-    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Every cell of table.md is printed, and the reason for a missing plot."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+def test_the_printed_table_is_the_written_one(call: Call, tmp_path: Path) -> None:
+    """Every cell of table.md is printed."""
     argv = ("compare", "digits", "-s", "bsp", "-s", "local:period=2", "--simulate", *SHORT, *PLACE)
     _, out, _ = call(*argv, "--output", str(tmp_path))
     printed = [line.split() for line in out.splitlines()]
@@ -492,7 +430,6 @@ def test_the_printed_table_is_the_written_one(
     assert [row[0] for row in rows] == ["`bsp`", "`local:period=2`"]
     for first, *others in rows:
         assert " ".join([first.strip("`"), *others]).split() in printed
-    assert "plot    none: it needs matplotlib, pip install 'offbeat[lab]'\n" in out
 
 
 @pytest.mark.parametrize(
@@ -508,13 +445,12 @@ def test_the_step_time_of_real_workers_is_part_of_every_job(
     asked = []
 
     def fail(job: Job, *args: Any, **kwargs: Any) -> None:
-        asked.append((job.step_seconds, job.live))
+        asked.append(job.step_seconds)
         raise OffbeatError("worker 1 failed: out of luck")
 
     monkeypatch.setattr(runs.comparison, "run_and_record", fail)
     call("compare", "digits", "-s", "bsp", *more, "--output", str(tmp_path))
-    call("train", "digits", "-s", "bsp")
-    assert asked == [(seconds, False), (None, True)]
+    assert asked == [seconds]
 
 
 # Strategies of one's own
@@ -535,11 +471,11 @@ def own_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("own_strategy")
 def test_a_custom_strategy(call: Call, tmp_path: Path) -> None:
     """A class of a module in the current directory can be simulated, compared and trained."""
-    code, out, err = call("simulate", "digits", "-s", OWN, *SHORT, *PLACE)
+    code, out, err = call("compare", "digits", "--simulate", "-s", OWN, *SHORT, *PLACE)
     assert (code, err) == (0, "")
     # Means after step 1 of 5, then after two more each: LSSR 2/5.
     assert re.search(rf"^{OWN} not reached .* 0\.40 ", table(out), re.MULTILINE)
-    code, out, err = call("train", "digits", "-s", OWN, *SHORT)
+    code, out, err = call("compare", "digits", "-s", OWN, *SHORT)
     assert (code, err) == (0, "")
     assert re.search(rf"^{OWN} not reached .* 0\.40 ", table(out), re.MULTILINE)
     argv = ("compare", "digits", "-s", "bsp", "-s", OWN, "--simulate", *SHORT, *PLACE)
@@ -558,7 +494,7 @@ def test_a_custom_strategy(call: Call, tmp_path: Path) -> None:
         ("growing_period:GrowingPeriod:least=1", ".*has no setting 'least'; it has most"),
     ],
 )
-@pytest.mark.parametrize("command", ["train digits", "simulate digits", "compare digits"])
+@pytest.mark.parametrize("command", ["compare digits", "compare digits --simulate"])
 def test_mistakes_with_a_custom_strategy(
     call: Call, monkeypatch: pytest.MonkeyPatch, command: str, text: str, message: str
 ) -> None:

@@ -52,15 +52,15 @@ def test_compare_with_a_scenario_in_virtual_time(call: Call, tmp_path: Path) -> 
     assert "is of another comparison, with scenario=" in one_line(err)
 
 
-def test_simulate_with_a_scenario(call: Call, tmp_path: Path) -> None:
+def test_a_scenario_changes_a_link(call: Call, tmp_path: Path) -> None:
     """The link of one of two workers has 1 Mbit/s: an all-reduce of 0.6 MB then takes 4.85 s.
 
     There are six of gradients, and the final mean of the models.
     """
-    path, totals = written(LINK, tmp_path), tmp_path / "totals.json"
-    argv = ("simulate", "digits", "-s", "bsp", "--step-time", "1ms", *SHORT)
-    assert call(*argv, "--scenario", str(path), "--json", str(totals))[0] == 0
-    found = json.loads(totals.read_text(encoding="utf-8"))
+    path, folder = written(LINK, tmp_path), tmp_path / "a"
+    argv = ("compare", "digits", "-s", "bsp", "--simulate", "--step-time", "1ms", *SHORT)
+    assert call(*argv, "--scenario", str(path), "--output", str(folder))[0] == 0
+    found = json.loads((folder / "simulation.json").read_text(encoding="utf-8"))
     assert found["configuration"]["network"]["per_worker_changes"] == {"0.0": {"1": 1e6}}
     assert found["stats"][0]["wait_seconds"] == pytest.approx(7 * 4 * 151_498 * 8 / 1e6, rel=0.02)
 

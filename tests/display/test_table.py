@@ -35,5 +35,5 @@ def test_a_figure_leaves_the_backend_alone(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"plots need matplotlib: pip install 'offbeat\[plot\]'"):
+    with pytest.raises(ImportError, match=r"plots need matplotlib: pip install 'offbeat\[lab\]'"):
         new_figure(2, 1, dpi=50)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab import tiny
-from offbeat_lab.recipes.models import resnet, sequential_cnns
+from offbeat_lab.recipes.models import resnet
 from offbeat_lab.recipes.models.resnet import ResNet
 
 
@@ -28,7 +28,5 @@ def recipe_tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let recipes build models with fewer and narrower layers."""
-    monkeypatch.setattr(sequential_cnns, "HIDDEN", 16)
-    monkeypatch.setattr(sequential_cnns, "VGG11", (8, "pool", 8, "pool", 512, "pool"))
-    monkeypatch.setattr(resnet, "ResNet", lambda block, _, classes: ResNet(block, (1, 1), classes))
+    """Let recipes build models with fewer layers."""
+    monkeypatch.setattr(resnet, "ResNet", lambda _, classes: ResNet((1, 1), classes))

@@ -12,7 +12,7 @@ from offbeat import Compute, Network, Stats
 from offbeat.errors import OffbeatError
 from offbeat_lab import compare as lab
 from offbeat_lab import report
-from offbeat_lab.events import End, Evaluation, EvaluationCount, Event, Start
+from offbeat_lab.events import End, Evaluation, Event, Start
 from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import Loopback, Runner, VirtualCluster
 from offbeat_lab.results import Result, read_results
@@ -94,8 +94,8 @@ def test_strategies_share_seed_model_and_data_order(compared: Compared) -> None:
 # Without processes: events written by hand
 
 
-class Choosing(Loopback):
-    """A runner that chooses 5 evaluations where the job leaves the number open."""
+class Recorded(Loopback):
+    """A runner that records its jobs."""
 
     def __init__(self, fails: int | None = None) -> None:
         self.jobs: list[Job] = []
@@ -106,23 +106,23 @@ class Choosing(Loopback):
         if len(self.jobs) == self.fails:
             raise OffbeatError("worker 1 was ended by SIGKILL")
         on_event(Start(1, 4))
-        if job.evaluations is None:
-            on_event(EvaluationCount(5, 2.0))
         on_event(Evaluation(1, 0.5, 0.5, {}))
         on_event(End((Stats(),)))
 
 
-def test_the_first_run_determines_the_number_of_evaluations(tmp_path: Path) -> None:
-    """All curves have the same steps, and each result contains the number."""
-    runner = Choosing()
-    results = compare(runner, tmp_path, seeds=2)
-    assert [job.evaluations for job in runner.jobs] == [None, 5, 5, 5]
-    assert [one.job.evaluations for one in results] == [5] * 4
+def test_without_a_directory_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The results are returned alone."""
+    monkeypatch.chdir(tmp_path)
+    results = compare(Recorded(), None, seeds=2)
+    assert [one.job.seed for one in results] == [7, 7, 8, 8]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_strategy_may_have_its_own_options(tmp_path: Path) -> None:
     """They change only its runs, and the results contain them."""
-    runner = Choosing()
+    runner = Recorded()
     results = lab.compare(
         Job("digits", "bsp", 2, wire="bfloat16"),
         ("bsp", "local:period=8 --wire int8 --lr-scale 2", "local:period=8 --sampler=defdp"),
@@ -148,8 +148,8 @@ def test_a_strategy_may_have_its_own_options(tmp_path: Path) -> None:
 def test_existing_results_are_not_run_again(tmp_path: Path) -> None:
     """A failed comparison continues, and a finished one can be extended."""
     with pytest.raises(OffbeatError):
-        compare(Choosing(fails=4), tmp_path, seeds=3)
-    runner, kept = Choosing(), list[Result]()
+        compare(Recorded(fails=4), tmp_path, seeds=3)
+    runner, kept = Recorded(), list[Result]()
     results = compare(runner, tmp_path, seeds=3, on_reused=kept.append)
     assert [(job.seed, job.strategy) for job in runner.jobs] == [
         *((8, "async"), (9, "bsp"), (9, "async"))
@@ -157,19 +157,19 @@ def test_existing_results_are_not_run_again(tmp_path: Path) -> None:
     assert [one.job.seed for one in kept] == [7, 7, 8]
     assert results[:3] == kept
     assert read_results(tmp_path / "results.jsonl") == results
-    assert compare(Choosing(), tmp_path, seeds=3) == results
+    assert compare(Recorded(), tmp_path, seeds=3) == results
 
 
 def test_a_line_that_was_cut_off_is_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is shortened, not written again: a crash must not lose the complete lines."""
-    runner = Choosing()
+    runner = Recorded()
     compare(runner, tmp_path, seeds=1)
     path = tmp_path / "results.jsonl"
     path.write_bytes(path.read_bytes()[:-10])
     monkeypatch.setattr(Path, "write_bytes", lambda *_: pytest.fail("the file was overwritten"))
-    again = Choosing()
+    again = Recorded()
     compare(again, tmp_path, seeds=1)
     assert [job.strategy for job in again.jobs] == ["async"]
     assert len(read_results(path)) == 2
@@ -188,16 +188,16 @@ def test_results_of_another_comparison_are_not_mixed_in(
     change: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
     """The file is unchanged, and the message names it and the difference."""
-    compare(Choosing(), tmp_path, seeds=1)
+    compare(Recorded(), tmp_path, seeds=1)
     before = (tmp_path / "results.jsonl").read_bytes()
     with pytest.raises(ValueError, match=rf"jsonl, line 1, .*{name}.* name another --output"):
-        compare(Choosing(), tmp_path, seeds=1, **change)
+        compare(Recorded(), tmp_path, seeds=1, **change)
     assert (tmp_path / "results.jsonl").read_bytes() == before
 
 
 def compare(
     runner: Runner,
-    output: Path,
+    output: Path | None,
     seeds: int,
     on_reused: Callable[[Result], None] = lambda result: None,
     **change: Any,

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +16,12 @@ from offbeat.synchronizer import snapshot_of
 from offbeat_lab import evaluator
 from offbeat_lab.compare import run_and_record
 from offbeat_lab.evaluation import (
-    affordable_evaluations,
     average_over_workers,
     evaluate_together,
-    evenly,
     gather,
     storable_evaluations,
 )
-from offbeat_lab.events import Evaluation, EvaluationCount, Event, Waiting
+from offbeat_lab.events import Evaluation, Event, Waiting
 from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.methods.base import Attached
@@ -190,32 +187,6 @@ def test_snapshots_take_at_most_a_gibibyte(steps: int, snapshot_bytes: int, numb
     assert storable_evaluations(steps, snapshot_bytes) == number
 
 
-@pytest.mark.parametrize(
-    ("evaluation", "training", "number"),
-    [
-        (1.0, 1000.0, 24),  # 100 s for them
-        (5.0, 1000.0, 12),
-        (33.0, 1000.0, 3),
-        (200.0, 1000.0, 1),  # the end is evaluated whatever it takes
-        (0.1, 2.0, 24),  # 3 s, however short the run
-        (1.0, 2.0, 3),
-        (0.0, 1.0, 24),
-    ],
-)
-def test_evaluations_cost_a_tenth_of_the_training(
-    evaluation: float, training: float, number: int
-) -> None:
-    assert affordable_evaluations(evaluation, training, 24) == number
-    assert number * evaluation <= max(0.1 * training, 3.0) or number == 1
-
-
-def test_affordable_evaluations_are_among_the_stored_snapshots() -> None:
-    for most in range(1, 25):
-        number = affordable_evaluations(1.0, 100.0, most)
-        assert evenly(103, number) <= evenly(103, most)
-        assert 103 in evenly(103, number)
-
-
 # In a run
 
 
@@ -314,52 +285,22 @@ def test_snapshots_of_a_parameter_server_are_its_vector(text: str) -> None:
         torch.testing.assert_close(averaged, shown)
 
 
-@pytest.mark.usefixtures("tiny_steps")
-def test_a_run_evaluates_what_it_can_afford(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation of a second allows 3 of the 24 that are stored."""
-    clock = iter(range(1000))
-    monkeypatch.setattr(evaluator, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(evaluator.dist, "get_backend", lambda: "gloo")
+def test_events_report_what_is_waited_for() -> None:
+    """The evaluations follow the training."""
     events: list[Event] = []
-
-    def train() -> None:
-        job = Job("tiny", "local:period=4", 1)
-        task = tiny.build(job.setup())
-        chosen = evaluator.Evaluator(job, task, "size", CPU, events.append, None)
-        sync = attach(task.model, task.optimizer, LocalSGD(period=4))
-        method = Attached(task, 1.0, sync)
-        for batch in tiny.Batches(task, tiny.make_sampler(task, 1, 0, seed=0)):
-            method.train(batch)
-            chosen.after_step(method)
-        method.finish()
-        chosen.finish(method)
-
-    simulate(train, workers=1)
-    assert events[0] == EvaluationCount(3, 1)
-    assert [event.step for event in events[1:] if isinstance(event, Evaluation)] == [10, 20, 30]
-
-
-@pytest.mark.parametrize("live", [False, True])
-def test_events_report_what_is_waited_for(live: bool) -> None:
-    """Usually the evaluations follow the training."""
-    events: list[Event] = []
-    job = Job("digits", "bsp", 2, epochs=0.2, evaluations=2, live=live)
+    job = Job("digits", "bsp", 2, epochs=0.2, evaluations=2)
     run_and_record(job, events.append, VirtualCluster(Network("1Gbit/s"), Compute("5ms")))
     names = [e.what if isinstance(e, Waiting) else type(e).__name__ for e in events]
-    training = ["Step", "evaluating", "Evaluation"] if live else ["Step", "Step"]
     assert names == [
         *("loading the data", "connecting to the other workers", "Start"),
-        *training,
-        *("Step", "Step", "Step", "finishing", "evaluating"),
-        *([] if live else ["Evaluation"]),
-        *("Evaluation", "End"),
+        *(["Step"] * 5),
+        *("finishing", "evaluating", "Evaluation", "Evaluation", "End"),
     ]
 
 
-@pytest.mark.parametrize("live", [False, True])
-def test_an_evaluation_reports_a_model_with_nan(live: bool) -> None:
+def test_an_evaluation_reports_a_model_with_nan() -> None:
     """Its accuracy is finite, that of a constant prediction."""
-    job = Job("digits", "bsp", 2, epochs=0.4, evaluations=5, live=live, lr_scale=1e30)
+    job = Job("digits", "bsp", 2, epochs=0.4, evaluations=5, lr_scale=1e30)
     found = run_and_record(
         job, lambda event: None, VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
     )
@@ -376,20 +317,13 @@ def test_infinite_buffers_are_no_divergence() -> None:
         task.model.register_buffer("mask", torch.full((1,), -math.inf))
         sync = attach(task.model, task.optimizer, LocalSGD(period=4))
         events: list[Event] = []
-        job = Job("tiny", "local", 1)
-        one = evaluator.Evaluator(job, task, "size", CPU, events.append, 1)
+        job = Job("tiny", "local", 1, evaluations=1)
+        one = evaluator.Evaluator(job, task, "size", CPU, events.append)
         one.finish(Attached(task, 1.0, sync))
         return events[-1]
 
     (found,) = simulate(evaluated, workers=1).results
     assert found.finite
-
-
-@pytest.mark.usefixtures("tiny_steps")
-def test_in_virtual_time_nothing_is_chosen() -> None:
-    events: list[Event] = []
-    assert len(trained(Job("tiny", "bsp", 2), events.append).points) == 24
-    assert not any(isinstance(event, EvaluationCount) for event in events)
 
 
 def test_the_language_model_scores_each_sample() -> None:

@@ -1,20 +1,14 @@
 """Events as lines of JSON."""
 
-import json
-
 import pytest
 
 from offbeat import Stats
 from offbeat_lab.events import (
     End,
     Evaluation,
-    EvaluationCount,
     Event,
-    NotSaved,
-    Resumed,
     Start,
     Step,
-    Stopped,
     Waiting,
     from_json,
     to_json,
@@ -27,10 +21,6 @@ EVENTS: list[Event] = [
     Step(3, 0.25, loss=1.5),
     Evaluation(4, 0.5, 0.75, {"accuracy": 0.75, "loss": 1.5}),
     Waiting("evaluating"),
-    EvaluationCount(6, 1.5),
-    Resumed(7),
-    Stopped(7, "saved"),
-    NotSaved("the disk is full"),
     End((), 0.25),
     End((STATS,)),
 ]
@@ -41,18 +31,3 @@ def test_an_event_is_read_from_its_line(event: Event) -> None:
     text = to_json(event)
     assert "\n" not in text
     assert from_json(text.encode()) == event
-
-
-def test_a_line_has_stable_keys() -> None:
-    """Checkpoints contain the lines of evaluations."""
-    for event, line in (
-        (EvaluationCount(6, 1.5), {"event": "chosen", "evaluations": 6, "seconds": 1.5}),
-        (
-            Evaluation(4, 0.5, 0.75, {"accuracy": 0.75}),
-            {
-                **{"event": "evaluation", "step": 4, "seconds": 0.5},
-                **{"metric": 0.75, "metrics": {"accuracy": 0.75}, "finite": True},
-            },
-        ),
-    ):
-        assert json.loads(to_json(event)) == line

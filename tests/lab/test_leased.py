@@ -41,7 +41,7 @@ def test_a_run_has_as_many_samples_as_with_equal_shares(strategy: str) -> None:
     )
 
 
-def lease_in_processes(rank: int, size: int, live: bool) -> Any:
+def lease_in_processes(rank: int, size: int) -> Any:
     """Return learning rate and position at each batch of this worker, and the events."""
     torch.set_num_threads(1)
     rates: list[float] = []
@@ -55,19 +55,13 @@ def lease_in_processes(rank: int, size: int, live: bool) -> Any:
         return real(model, batch)
 
     tiny.loss = watched
-    train_worker(
-        replace(JOB, workers=size, live=live, step_seconds=0.04, slow="1=5"), events.append
-    )
+    train_worker(replace(JOB, workers=size, step_seconds=0.04, slow="1=5"), events.append)
     return rates, positions, events
 
 
-@pytest.mark.parametrize("live", [False, True])
-def test_real_workers_follow_the_position_of_the_run(live: bool) -> None:
-    """The slow worker takes fewer steps, with the learning rates of the same samples.
-
-    With ``live``, every worker takes part in every evaluation.
-    """
-    results = on_processes(lease_in_processes, live, workers=3)
+def test_real_workers_follow_the_position_of_the_run() -> None:
+    """The slow worker takes fewer steps, with the learning rates of the same samples."""
+    results = on_processes(lease_in_processes, workers=3)
     # The padding measures steps before the run, at position None.
     steps = [
         [position for position in positions if position is not None] for _, positions, _ in results
@@ -134,8 +128,6 @@ def test_a_time_limit_ends_a_leased_run() -> None:
     [
         ({"strategy": "torch:ddp"}, "with torch:ddp"),
         ({"injection": "0.5,0.5"}, "with --injection"),
-        ({"checkpoints": "nowhere", "live": True}, "with --checkpoints"),
-        ({"max_seconds": 1.0, "live": True}, "with --max-seconds in train"),
         ({"workers_per_node": 2}, "with nodes of several workers"),
     ],
 )

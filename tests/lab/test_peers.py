@@ -18,7 +18,6 @@ from offbeat_lab.train import train_worker
 H = 3
 LOCAL = f"local:period={H}"
 TEXTS = {
-    "accelerate": (LOCAL, f"accelerate:localsgd,period={H}", f"accelerate:localsgd,period={H}"),
     "torchft": (
         LOCAL,
         f"torchft:localsgd,period={H}",

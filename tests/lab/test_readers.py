@@ -4,7 +4,6 @@ import dataclasses
 import gzip
 import io
 import json
-import pickle
 import random
 import struct
 import time
@@ -26,7 +25,7 @@ from offbeat.units import to_bandwidth, to_count, to_seconds
 from offbeat_lab.events import Evaluation
 from offbeat_lab.job import Job
 from offbeat_lab.methods.registry import parse_method
-from offbeat_lab.recipes.cifar_files import read_archive, read_batch
+from offbeat_lab.recipes.cifar import read_archive
 from offbeat_lab.recipes.mnist import read_idx
 from offbeat_lab.recipes.wikitext import read_words, windows
 from offbeat_lab.results import Result, read_results
@@ -116,11 +115,6 @@ def idx() -> bytes:
     return b"\0\0\x08\x03" + struct.pack(">3I", 2, 28, 28) + bytes(2 * 784)
 
 
-def batch() -> bytes:
-    content = {b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 2]}
-    return pickle.dumps(content, protocol=3)
-
-
 def archive() -> bytes:
     file, images = io.BytesIO(), np.zeros((2, 32, 32, 3), np.uint8)
     np.savez_compressed(file, x_train=images, y_train=[1, 2], x_test=images, y_test=[3, 4])
@@ -147,8 +141,7 @@ def results() -> bytes:
 FILES: dict[str, tuple[bytes, Callable[[Path], object]]] = {
     "images": (idx(), read_idx),
     "images.gz": (gzip.compress(idx()), read_idx),
-    "batch": (batch(), lambda path: read_batch(path, b"labels", 10)),
-    "archive.npz": (archive(), lambda path: read_archive(path, 10)),
+    "archive.npz": (archive(), read_archive),
     "words": (
         b"the cat sat on the mat \n" * 9,
         lambda path: windows(read_words(path, {"<unk>": 0}, grow=True)),

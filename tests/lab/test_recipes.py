@@ -67,7 +67,7 @@ def test_digits_equal_those_of_scikit_learn() -> None:
 
 def test_digits_need_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digits, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"needs scikit-learn: pip install 'offbeat\[recipes\]'"):
+    with pytest.raises(ImportError, match=r"needs scikit-learn: pip install 'offbeat\[lab\]'"):
         digits._read()
 
 

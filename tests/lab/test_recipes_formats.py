@@ -1,187 +1,25 @@
-"""Files of the data sets: formats, untrusted pickles, clear errors."""
+"""Files of the data sets: formats and clear errors."""
 
-import pickle
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from lab.standins import (
-    cifar_pickle,
-    python2_array,
-    python2_text,
-    write_cifar,
-    write_text,
-)
-from offbeat_lab.recipes import Setup, cifar, wikitext
-from offbeat_lab.recipes.cifar_files import CIFAR10, CIFAR100, load, read_archive, read_batch
+from lab.standins import write_cifar, write_text
+from offbeat_lab.recipes import cifar, wikitext
 from offbeat_lab.recipes.datasets import TensorData, load_batches
-
-LABELS = [3, 9, 0]
-
-
-@pytest.fixture
-def pixels() -> np.ndarray:
-    return np.random.default_rng(1).integers(256, size=(3, 3072), dtype=np.uint8)
-
 
 # CIFAR
 
 
-def test_the_stand_in_is_a_real_pickle(pixels: np.ndarray, tmp_path: Path) -> None:
-    """Python's own unpickler reads the stand-in file as the data set's page describes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warnings.warn", lambda *args, **kwargs: None)  # numpy.core has moved
-        content = pickle.loads(cifar_pickle(pixels, LABELS), encoding="bytes")
-    assert content[b"labels"] == LABELS
-    assert np.array_equal(content[b"data"], pixels)
-
-
-def test_cifar_files_are_read(pixels: np.ndarray, tmp_path: Path) -> None:
-    """A row holds the red, green and blue channel, each row by row."""
-    path = tmp_path / "data_batch_1"
-    path.write_bytes(cifar_pickle(pixels, LABELS))
-    images, labels = read_batch(path, b"labels", 10)
-    assert (images.shape, images.dtype) == ((3, 3, 32, 32), torch.uint8)
-    assert labels.tolist() == LABELS
-    for image, channel, row, column in ((0, 0, 0, 0), (1, 1, 2, 3), (2, 2, 31, 31)):
-        place = 1024 * channel + 32 * row + column
-        assert images[image, channel, row, column] == pixels[image, place]
-
-
-def test_arrays_in_column_order_are_read(pixels: np.ndarray, tmp_path: Path) -> None:
-    """An array in Fortran order is read as the same array."""
-    by_columns = python2_array(np.asfortranarray(pixels).tobytes(order="F"), 3, 3072)
-    by_rows = python2_array(pixels.tobytes(), 3, 3072)
-    flag = python2_text(np.asfortranarray(pixels).tobytes(order="F"))
-    by_columns = by_columns.replace(b"\x89" + flag, b"\x88" + flag)
-    path = tmp_path / "test_batch"
-    path.write_bytes(cifar_pickle(pixels, LABELS).replace(by_rows, by_columns))
-    images, _ = read_batch(path, b"labels", 10)
-    assert np.array_equal(images.reshape(3, -1).numpy(), pixels)
-
-
-def test_pickles_of_python_3_are_read(pixels: np.ndarray, tmp_path: Path) -> None:
-    """Files pickled again with Python 3 and NumPy 2 are read."""
-    path = tmp_path / "train"
-    path.write_bytes(pickle.dumps({b"fine_labels": LABELS, b"data": pixels}, protocol=4))
-    images, labels = read_batch(path, b"fine_labels", 100)
-    assert np.array_equal(images.reshape(3, -1).numpy(), pixels)
-    assert labels.tolist() == LABELS
-
-
-class Command:
-    """Runs a function when it is unpickled."""
-
-    def __init__(self, function: object, *arguments: object) -> None:
-        self._call = (function, arguments)
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return self._call
-
-
-@pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_no_function_named_in_a_file_is_called(tmp_path: Path, protocol: int) -> None:
-    """A pickle that names another function is rejected before the call."""
-    path, made = tmp_path / "test_batch", tmp_path / "made"
-    path.write_bytes(pickle.dumps({b"data": Command(Path.mkdir, made)}, protocol=protocol))
-    with pytest.raises(
-        ValueError, match=rf"{path} is not a CIFAR file: it names \S+, which no CIFAR"
-    ):
-        read_batch(path, b"labels", 10)
-    assert not made.exists()
-
-
-@pytest.mark.parametrize(
-    "named",
-    [
-        "numpy\nload",
-        "numpy._core.multiarray\nfromfile",
-        "builtins\neval",
-        "__builtin__\nlist",
-        "offbeat_lab.recipes.cifar_files\nload",
-    ],
-)
-def test_names_other_than_arrays_are_rejected(tmp_path: Path, named: str) -> None:
-    """NumPy's own loading functions are rejected, too."""
-    path = tmp_path / "test_batch"
-    path.write_bytes(b"\x80\x02c" + named.encode() + b"\n.")
-    dotted = re.escape(named.replace("\n", "."))
-    if named.startswith("__builtin__"):
-        dotted = r"\S*list"  # Python 3 translates the old name
-    with pytest.raises(ValueError, match=rf"it names {dotted}, which no CIFAR file does"):
-        read_batch(path, b"labels", 10)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "not a CIFAR file"),
-        (b"PK\x03\x04 an archive", "not a CIFAR file"),
-        (pickle.dumps([1, 2], protocol=2), "no dictionary with images"),
-        (pickle.dumps({b"data": b"x"}, protocol=4), "no dictionary with images"),
-    ],
-)
-def test_files_that_are_not_cifar_are_rejected(tmp_path: Path, data: bytes, message: str) -> None:
-    path = tmp_path / "test_batch"
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=message) as caught:
-        read_batch(path, b"labels", 10)
-    assert str(path) in str(caught.value)
-
-
-def test_damaged_cifar_files_are_rejected(pixels: np.ndarray, tmp_path: Path) -> None:
-    """Labels or images are missing, too few or out of range; the file is cut off."""
-    whole = cifar_pickle(pixels, LABELS)
-    path = tmp_path / "test_batch"
-    cases = [
-        (whole[: len(whole) // 2], "is not a CIFAR file"),
-        (cifar_pickle(pixels, [3, 9]), "holds 3 images and 2 labels"),
-        (cifar_pickle(pixels, [3, 9, 10]), "labels from 0 to 9"),
-        (cifar_pickle(pixels, LABELS, "fine_labels"), "no list of numbers under b'labels'"),
-        (cifar_pickle(pixels[:, :3000], LABELS), "not n x 3072 bytes"),
-        (cifar_pickle(pixels[:0], []), "at least one"),
-        (whole.replace(b"U\x02u1", b"U\x02O8"), "not n x 3072 bytes"),
-        (whole.replace(b"K\x03J\x00\x0c", b"K\x07J\x00\x0c"), "the header says 7 x 3072 bytes"),
-    ]
-    for data, message in cases:
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match=message):
-            read_batch(path, b"labels", 10)
-
-
-def test_cifar_is_found_in_its_directory_or_the_parent(tmp_path: Path) -> None:
-    """All five training files are read."""
-    folder = write_cifar(tmp_path, images=8)
-    (images, labels), (test, _) = load(tmp_path, CIFAR10, "cifar10:cnn")
-    assert (len(images), len(labels), len(test)) == (40, 40, 8)
-    again = load(folder, CIFAR10, "cifar10:cnn")
-    assert torch.equal(again[0][0], images)
-    assert torch.equal(again[1][0], test)
-    folder = write_cifar(tmp_path, hundred=True)
-    (images, labels), _ = load(tmp_path, CIFAR100, "cifar100:vgg11")
-    assert (len(images), int(labels.max()) > 9) == (8, True)
-    moved = folder.rename(tmp_path / "renamed")
-    assert torch.equal(load(moved, CIFAR100, "cifar100:vgg11")[0][0], images)
-
-
 def test_missing_cifar_files_are_named(tmp_path: Path) -> None:
-    wanted = "cifar-10-batches-py or cifar10.npz"
-    with pytest.raises(
-        FileNotFoundError, match=f"cifar10:cnn recipe needs --data DIR with {wanted}"
-    ):
-        load(None, CIFAR10, "cifar10:cnn")
-    with pytest.raises(FileNotFoundError, match=f"looked for {wanted} in .*, but neither is there"):
-        load(tmp_path, CIFAR10, "cifar10:cnn")
-    with pytest.raises(FileNotFoundError, match=f"for {wanted} in {tmp_path}/x, which does not ex"):
-        load(tmp_path / "x", CIFAR10, "cifar10:cnn")
-    folder = write_cifar(tmp_path)
-    (folder / "data_batch_3").unlink()
-    for place in (tmp_path, folder):
-        with pytest.raises(FileNotFoundError, match=f"looked for data_batch_3 in {folder}, but it"):
-            load(place, CIFAR10, "cifar10:cnn")
+    with pytest.raises(FileNotFoundError, match=r"recipe needs --data DIR with cifar10\.npz"):
+        cifar.load(None)
+    with pytest.raises(FileNotFoundError, match=r"looked for cifar10\.npz in .*, but it is not th"):
+        cifar.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match=rf"npz in {tmp_path}/x, which does not exist"):
+        cifar.load(tmp_path / "x")
 
 
 def test_cifar_is_read_from_npz(tmp_path: Path) -> None:
@@ -196,7 +34,7 @@ def test_cifar_is_read_from_npz(tmp_path: Path) -> None:
     path = tmp_path / "cifar10.npz"
     np.savez(path, **arrays)
     for place in (path, tmp_path):
-        (images, labels), (test, _) = load(place, CIFAR10, "cifar10:cnn")
+        (images, labels), (test, _) = cifar.load(place)
         assert labels.tolist() == [0, 1, 2, 3, 4, 5]
         assert images[3, 2, 7, 5] == arrays["x_train"][3, 7, 5, 2]
         assert len(test) == 2
@@ -209,16 +47,15 @@ def test_cifar_is_read_from_npz(tmp_path: Path) -> None:
     ):
         np.savez(path, **{**arrays, key: value})
         with pytest.raises(ValueError, match=message):
-            read_archive(path, 10)
+            cifar.read_archive(path)
     path.write_bytes(b"PK\x03\x04")
     with pytest.raises(ValueError, match=r"not an \.npz file with x_train"):
-        read_archive(path, 10)
+        cifar.read_archive(path)
 
 
 def test_cifar_is_shifted_and_mirrored(tmp_path: Path) -> None:
     """Training images are shifted by up to 4 pixels, and some are mirrored."""
-    write_cifar(tmp_path, images=2)
-    train, test = cifar.splits(Setup(1, 1, data=tmp_path), CIFAR10, "cifar10:cnn")
+    train, test = cifar.splits(write_cifar(tmp_path, train=2, test=2))
     torch.manual_seed(0)
     mirrored = 0
     for _ in range(8):
@@ -228,7 +65,7 @@ def test_cifar_is_shifted_and_mirrored(tmp_path: Path) -> None:
         for stored in (train.tensors[0][1], train.tensors[0][1].flip(2)):
             padded = torch.nn.functional.pad(stored, (4, 4, 4, 4))
             cuts = [padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
-            wanted = cifar.normalized(torch.stack(cuts), 10)
+            wanted = cifar.normalized(torch.stack(cuts))
             kinds.append(bool((wanted == image).flatten(1).all(1).any()))
         # A mirrored image that was moved before is the mirrored image moved the other way.
         assert sum(kinds) == 1
@@ -236,7 +73,7 @@ def test_cifar_is_shifted_and_mirrored(tmp_path: Path) -> None:
     assert 0 < mirrored < 8
     once, again = test[[0, 1]], test[[0, 1]]
     assert torch.equal(once[0], again[0])
-    assert torch.equal(once[0], cifar.normalized(test.tensors[0], 10))
+    assert torch.equal(once[0], cifar.normalized(test.tensors[0]))
 
 
 # Processes that read ahead

@@ -20,8 +20,7 @@ from offbeat_lab.recipes.held_out import HeldOut
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with small stand-ins for all data sets."""
     folder = tmp_path_factory.mktemp("data")
-    write_cifar(folder, images=4)
-    write_cifar(folder, hundred=True, images=4)
+    write_cifar(folder, train=8, test=4)
     write_idx_files(folder, train=8, test=4)
     return write_text(folder)
 

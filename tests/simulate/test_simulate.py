@@ -211,7 +211,7 @@ def test_the_same_seed_gives_the_same_bytes(text: str) -> None:
     assert torch.equal(torch.get_rng_state(), before), "the outside's random state is left alone"
 
 
-@pytest.mark.nightly  # `offbeat simulate` joins it in tests/cli/test_cli_runs.py
+@pytest.mark.nightly  # starts two processes
 def test_two_processes_give_the_same_bytes() -> None:
     code = (
         "import sys, hashlib; sys.path.insert(0, sys.argv[1]);"

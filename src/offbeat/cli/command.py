@@ -41,10 +41,7 @@ def implemented_in(
 
 
 class Command(typer.core.TyperCommand):
-    """A command that refuses an option given twice. Typer would ignore all values but the last.
-
-    Its help lists ``--help`` in the last panel, not in one of its own before the others.
-    """
+    """A command that refuses an option given twice. Typer would ignore all values but the last."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments. Raise ValueError if an option with a single value is repeated."""
@@ -54,11 +51,3 @@ class Command(typer.core.TyperCommand):
                 if given.count(parameter) > 1 and not parameter.multiple:
                     raise ValueError(f"{parameter.opts[0]} is given twice: give it once")
         return super().parse_args(ctx, args)
-
-    def get_help_option(self, ctx: Any) -> Any:
-        """Return the option ``--help``."""
-        shown: Any = super().get_help_option(ctx)
-        panels = [getattr(parameter, "rich_help_panel", None) for parameter in self.params]
-        if shown is not None:
-            shown.rich_help_panel = next(filter(None, reversed(panels)), None)
-        return shown

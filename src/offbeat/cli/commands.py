@@ -9,22 +9,16 @@ import typer
 
 from offbeat.cli.command import implemented_in
 
-_MODEL = "Model and strategies"
-_WORKERS = "Workers and network"
-_LIMITS = "Limits"
 _NODE_BANDWIDTH, _NODE_LATENCY = "100Gbit/s", "10us"  # as in `offbeat.simulate.network`
 
 
 @implemented_in("offbeat.cli.plan", loads_files=False)
 def plan(
     *,
-    parameters: Annotated[
-        str, typer.Option(help="Number of parameters, as in 25M.", rich_help_panel=_MODEL)
-    ],
-    step_time: Annotated[
-        str,
-        typer.Option(help="Step time without communication, as in 120ms.", rich_help_panel=_MODEL),
-    ],
+    parameters: Annotated[str, typer.Option(help="Number of parameters, as in 25M.")],
+    step_time: Annotated[str, typer.Option(help="Step time without communication, as in 120ms.")],
+    bandwidth: Annotated[str, typer.Option(help="Bandwidth of each worker's link, as in 5Gbit/s.")],
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of workers.")] = 4,
     strategy: Annotated[
         list[str] | None,
         typer.Option(
@@ -32,47 +26,22 @@ def plan(
             "-s",
             metavar="METHOD",
             help="Strategy, as in 'bsp --wire int4', instead of the default ones; repeatable.",
-            rich_help_panel=_MODEL,
         ),
     ] = None,
-    bandwidth: Annotated[
-        str,
-        typer.Option(
-            help="Bandwidth of each worker's link, as in 5Gbit/s.", rich_help_panel=_WORKERS
-        ),
-    ],
-    workers: Annotated[
-        int, typer.Option("--workers", "-n", help="Number of workers.", rich_help_panel=_WORKERS)
-    ] = 4,
-    latency: Annotated[
-        str, typer.Option(help="Latency of a message, as in 50us.", rich_help_panel=_WORKERS)
-    ] = "100us",
+    latency: Annotated[str, typer.Option(help="Latency of a message, as in 50us.")] = "100us",
     jitter: Annotated[
-        float,
-        typer.Option(
-            help="Relative standard deviation of the step time.", rich_help_panel=_WORKERS
-        ),
+        float, typer.Option(help="Relative standard deviation of the step time.")
     ] = 0.0,
     workers_per_node: Annotated[
-        int,
-        typer.Option(help="Workers per node, which share its link.", rich_help_panel=_WORKERS),
+        int, typer.Option(help="Workers per node, which share its link.")
     ] = 1,
     inside: Annotated[
-        str | None,
-        typer.Option(
-            help="Bandwidth inside a node.", show_default=_NODE_BANDWIDTH, rich_help_panel=_WORKERS
-        ),
+        str | None, typer.Option(help="Bandwidth inside a node.", show_default=_NODE_BANDWIDTH)
     ] = None,
     inside_latency: Annotated[
-        str | None,
-        typer.Option(
-            help="Latency inside a node.", show_default=_NODE_LATENCY, rich_help_panel=_WORKERS
-        ),
+        str | None, typer.Option(help="Latency inside a node.", show_default=_NODE_LATENCY)
     ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel="Output"),
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Predict the time of a step under each strategy, and recommend one to try first.
 
@@ -100,15 +69,12 @@ def run(
             metavar="N",
             help="Number of workers. 2:4 is 4, or at least 2 after 30 s.",
             show_default="as in the joined store",
-            rich_help_panel=_WORKERS,
         ),
     ] = None,
     here: Annotated[
         int | None,
         typer.Option(
-            help="Number of workers on this machine.",
-            show_default="all, or 1 with --join",
-            rich_help_panel=_WORKERS,
+            help="Number of workers on this machine.", show_default="all, or 1 with --join"
         ),
     ] = None,
     store: Annotated[
@@ -117,38 +83,20 @@ def run(
             metavar="ADDRESS",
             help="Store for several machines: host:port of this one, or file:///path.",
             show_default="on this machine alone",
-            rich_help_panel=_WORKERS,
         ),
     ] = None,
     join: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Store that another machine keeps.",
-            rich_help_panel=_WORKERS,
-        ),
+        str | None, typer.Option(metavar="ADDRESS", help="Store that another machine keeps.")
     ] = None,
-    module: Annotated[
-        bool,
-        typer.Option("--module", "-m", help="SCRIPT is a module.", rich_help_panel=_WORKERS),
-    ] = False,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module.")] = False,
     fresh: Annotated[
-        bool,
-        typer.Option(
-            "--fresh", help="New interpreters instead of forks.", rich_help_panel=_WORKERS
-        ),
+        bool, typer.Option("--fresh", help="New interpreters instead of forks.")
     ] = False,
     max_restarts: Annotated[
-        int,
-        typer.Option(
-            help="Restarts of a worker; a minute of life forgets them.", rich_help_panel=_LIMITS
-        ),
+        int, typer.Option(help="Restarts of a worker; a minute of life forgets them.")
     ] = 3,
     grace: Annotated[
-        str,
-        typer.Option(
-            help="Time of the workers to end after SIGTERM or Ctrl-C.", rich_help_panel=_LIMITS
-        ),
+        str, typer.Option(help="Time of the workers to end after SIGTERM or Ctrl-C.")
     ] = "20s",
 ) -> None:
     """Run a script on several workers, and restart a worker that fails while the others train.

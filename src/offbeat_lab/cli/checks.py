@@ -1,17 +1,14 @@
 """Checks of command-line arguments before a run, so that mistakes are found at once."""
 
-import importlib.util
 import tempfile
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from offbeat import Strategy
-from offbeat_lab.cli.options import VirtualClusterOptions
+from offbeat_lab.cli.options import CompareOptions
 from offbeat_lab.job import Job
 from offbeat_lab.methods.registry import parse_method
 from offbeat_lab.recipes import Task
-
-_PICTURES = (".png", ".pdf", ".svg")
 
 
 def require_file(option: str, path: Path | None) -> None:
@@ -36,31 +33,21 @@ def require_writable(option: str, folder: Path) -> None:
         raise ValueError(f"{option}: cannot write to {folder}: {error.strerror}") from None
 
 
-def require_picture(option: str, path: Path | None) -> None:
-    """Raise unless a plot can be written at ``path`` or ``path`` is None."""
-    if path is None:
-        return
-    require_file(option, path)
-    if path.suffix.lower() not in _PICTURES:
-        raise ValueError(f"{option} {path}: its name must end in {', '.join(_PICTURES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("plots need matplotlib: pip install 'offbeat[lab]'")
-
-
-def check_method(job: Job, text: str, task: Task | None) -> Task:
+def check_method(job: Job, text: str, task: Task | None, *, several: bool) -> Task:
     """Return the task of a comparison. Raise unless a method can train it with these settings.
 
     Args:
         job: Settings that all methods share.
         text: The method with its own options, such as ``local:period=8 --wire int8``.
         task: Result of an earlier call for the same comparison. None: build the task now.
+        several: True if the comparison has other methods.
     """
     run = job.under(text)
     parse_method(run.strategy)
     try:
         run.check_method()
     except ValueError as error:
-        if run != replace(job, strategy=run.strategy):  # the method has options of its own
+        if not several or run != replace(job, strategy=run.strategy):  # it has its own options
             raise
         raise ValueError(
             f"{error}; to give an option to some strategies only, write it after them, as in "
@@ -87,11 +74,14 @@ def require_distinct(job: Job, strategies: list[str]) -> None:
         seen[key] = text
 
 
-def require_no_simulator_options(options: VirtualClusterOptions) -> None:
+def require_no_simulator_options(job: Job, options: CompareOptions) -> None:
     """Raise ValueError if an option is set that only simulated workers have."""
-    # Real workers have these, too. --workers-per-node 1, the default, describes them correctly.
-    both = ("step_time", "jitter", "scenario")
-    for field in fields(options):
-        if field.name not in both and getattr(options, field.name) != field.default:
-            option = f"--{field.name.replace('_', '-')}"
+    given = {
+        "--latency": options.latency is not None,
+        "--inside": options.inside is not None,
+        "--inside-latency": options.inside_latency is not None,
+        "--workers-per-node": job.workers_per_node > 1,
+    }
+    for option, is_given in given.items():
+        if is_given:
             raise ValueError(f"{option} is for simulated workers; add --simulate, or leave it out")

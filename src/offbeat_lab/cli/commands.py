@@ -9,60 +9,28 @@ from typing import Annotated
 import typer
 
 from offbeat.extend import implemented_in
-from offbeat_lab.cli.options import (
-    CompareOptions,
-    SimulateOptions,
-    TrainOptions,
-    VirtualClusterOptions,
-    with_options,
-)
+from offbeat_lab.cli.options import CompareOptions, with_options
 from offbeat_lab.job import Job
 
-_SAVING = ("checkpoints", "save_every", "resume")  # only `train` offers them
 
-
-@with_options()
+@with_options
 @implemented_in("offbeat_lab.cli.runs")
-def train(job: Job, options: TrainOptions) -> None:
-    """Train a recipe under one strategy on local worker processes, or on those of torchrun.
+def compare(options: CompareOptions, job: Job) -> None:
+    """Train a recipe under one strategy, or under several, one after the other.
 
-    [bold]Examples[/bold]
-
-    offbeat train digits --strategy selsync:delta=0.3 --workers 4
-    offbeat train mnist:cnn -s local:period=8 --data ~/mnist --records run.jsonl
-    offbeat train digits -s diloco --checkpoints runs/digits --save-every 100
-    offbeat train digits -s diloco --checkpoints runs/digits --resume
-    offbeat train digits --workers 4 -s streaming --elastic
-    torchrun --nproc-per-node 4 -m offbeat.cli train digits -s async:staleness=16
-    """
-
-
-@with_options("log", "timeout_seconds", *_SAVING)
-@implemented_in("offbeat_lab.cli.runs")
-def simulate(job: Job, options: SimulateOptions, simulated: VirtualClusterOptions) -> None:
-    """Train a recipe on simulated workers in this process: real training, virtual seconds.
-
-    [bold]Examples[/bold]
-
-    offbeat simulate digits -s bsp -n 16 --bandwidth 5gbit --latency 50us
-    offbeat simulate digits -s local:period=8 -n 16 --step-time 80ms --jitter 0.2
-    offbeat simulate digits -n 16 --workers-per-node 8 --inside 200gbit
-    """
-
-
-@with_options("log", *_SAVING)
-@implemented_in("offbeat_lab.cli.runs")
-def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions) -> None:
-    """Run strategies one after the other under the same seeds; write table, plot and report.
-
+    Workers are local processes, those of torchrun, or simulated in virtual
+    time. Several runs have the same seeds; they give a table, plot and report.
     The baseline ideal is bsp on an infinitely fast network. To continue an
     interrupted comparison, repeat its command, with the same --output.
 
     [bold]Examples[/bold]
 
-    offbeat compare digits -s bsp -s local:period=8 -s selsync --workers 4
+    offbeat compare digits --workers 4
+    offbeat compare digits -s bsp -s local:period=8 -s streaming --workers 4
     offbeat compare digits -s bsp -s async --bandwidth 100Mbit/s --seeds 3
+    offbeat compare mnist:cnn --data ~/mnist -s diloco --records run.jsonl
     offbeat compare digits -s bsp -s diloco --simulate -n 16 --step-time 80ms
+    offbeat compare digits --simulate -n 16 --workers-per-node 8 -o runs/nodes
     offbeat compare digits -s bsp -s diloco --tune 6 --simulate --step-time 20ms
     offbeat compare digits -s bsp -s 'local:period=8 --wire int8 --lr-scale 2'
     offbeat compare digits -s ideal -s bsp -s torch:ddp,hook=powersgd,rank=2
@@ -103,4 +71,4 @@ def recipes() -> None:
     """
 
 
-COMMANDS = (train, simulate, compare, report, recipes)
+COMMANDS = (compare, report, recipes)

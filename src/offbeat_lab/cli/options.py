@@ -1,4 +1,4 @@
-"""Options of the commands, declared as dataclasses.
+"""Options of ``compare``, declared as dataclasses.
 
 A command is declared as a function such as ``f(job: Job, options: CompareOptions)``. The decorator
 ``with_options`` turns the fields of the two dataclasses into options of the command line.
@@ -20,33 +20,43 @@ from offbeat_lab.options import Panel, option, option_of
 
 USUAL_LATENCY = "100us"
 NODE_BANDWIDTH, NODE_LATENCY = "100Gbit/s", "10us"  # as in `offbeat.simulate.network`
-SHAPED_LINKS = "Limit each link, as in 200Mbit/s (Linux, root, iproute2)."
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeOptions:
-    """Options of ``simulate``, ``compare`` and ``plan``: step times that vary, latency, and nodes.
+class CompareOptions:
+    """Options of ``compare`` that are not fields of ``Job``."""
 
-    A *node* is a group of workers that average their gradients over a fast network in every step.
-    """
-
-    workers_per_node: int = option(
-        Panel.WORKERS, "Workers per node, which share its link.", default=1
+    strategy: list[str] | None = option(
+        Panel.STRATEGIES,
+        "As in `offbeat strategies`, with options of its own if needed; repeatable.",
+        "--strategy",
+        "-s",
+        metavar="METHOD",
+        unset=Job.strategy,
     )
-    inside: str | None = option(Panel.WORKERS, "Bandwidth inside a node.", unset=NODE_BANDWIDTH)
-    inside_latency: str | None = option(Panel.WORKERS, "Latency inside a node.", unset=NODE_LATENCY)
+    tune: int | None = option(
+        Panel.STRATEGIES,
+        "Tune each method first, in at most N trials on another seed.",
+        metavar="N",
+    )
+    seeds: int = option(Panel.TRAINED, "Number of seeds.", default=1)
+    simulated: bool = option(
+        Panel.WORKERS, "Use simulated workers, in virtual time.", "--simulate", default=False
+    )
+    bandwidth: str | None = option(
+        Panel.WORKERS,
+        "Limit of each link, as in 200Mbit/s; real workers need Linux, root, iproute2.",
+        unset="none; 1Gbit/s if simulated",
+    )
     latency: str | None = option(
-        Panel.WORKERS, "Latency of a message, as in 50us.", unset=USUAL_LATENCY
+        Panel.WORKERS, "Latency of a simulated message, as in 50us.", unset=USUAL_LATENCY
     )
-    jitter: float = option(
-        Panel.WORKERS, "Relative standard deviation of the step time.", default=0.0
+    inside: str | None = option(
+        Panel.WORKERS, "Bandwidth inside a simulated node.", unset=NODE_BANDWIDTH
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class VirtualClusterOptions(NodeOptions):
-    """Options of ``simulate`` and ``compare``: simulated workers."""
-
+    inside_latency: str | None = option(
+        Panel.WORKERS, "Latency inside a simulated node.", unset=NODE_LATENCY
+    )
     step_time: str | None = option(
         Panel.WORKERS,
         "Compute time of a step, as in 80ms; real workers sleep up to it.",
@@ -57,116 +67,51 @@ class VirtualClusterOptions(NodeOptions):
         "TOML file of deaths, joins, speeds and bandwidths during the run.",
         metavar="FILE",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """Options that only ``train`` has."""
-
-    bandwidth: str | None = option(Panel.WORKERS, SHAPED_LINKS)
-    elastic: bool = option(
-        Panel.WORKERS,
-        "Restart lost workers while the others train, with leased data.",
-        "--elastic",
-        default=False,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulateOptions:
-    """Options that only ``simulate`` has."""
-
-    bandwidth: str = option(
-        Panel.WORKERS, "Bandwidth of each link, as in 5Gbit/s.", default="1Gbit/s"
-    )
-    timeline: Path | None = option(
-        Panel.OUTPUT, "Image of the computing and waiting of each worker."
-    )
-    as_json: Path | None = option(Panel.OUTPUT, "JSON file for totals and timeline.", "--json")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareOptions:
-    """Options that only ``compare`` has."""
-
-    strategy: list[str] = option(
-        Panel.STRATEGIES,
-        "As in `offbeat strategies`, with options of its own if needed; repeatable.",
-        "--strategy",
-        "-s",
-        default=dataclasses.MISSING,
-        metavar="METHOD",
-    )
-    seeds: int = option(Panel.TRAINED, "Number of seeds.", default=1)
-    tune: int | None = option(
-        Panel.STRATEGIES,
-        "Tune each method first, in at most N trials on another seed.",
-        metavar="N",
-    )
-    bandwidth: str | None = option(Panel.WORKERS, SHAPED_LINKS)
     output: Path | None = option(
-        Panel.OUTPUT, "Directory of results and report.", "--output", "-o", unset="runs/RECIPE-TIME"
+        Panel.OUTPUT,
+        "Directory of results and report.",
+        "--output",
+        "-o",
+        unset="runs/RECIPE-TIME; none for a single run",
     )
-    simulated: bool = option(
-        Panel.WORKERS, "Use simulated workers, in virtual time.", "--simulate", default=False
-    )
-    slow: str | None = option(Panel.WORKERS, "Slow workers down, as in 0=2.", metavar="RANK=X")
 
 
-def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that replaces dataclass parameters of a command by one option per field.
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Replace dataclass parameters of a command by one option per field declared with ``option``.
 
-    Only fields declared with ``option`` become options. The command receives dataclass objects with
-    the values of the options. If two dataclasses have a field of the same name, there is one option
-    for the last of them. Example: ``-s`` of ``compare`` sets ``CompareOptions.strategy``, and
-    ``Job.strategy`` keeps its default. The options are in the order of their panels.
-
-    Args:
-        without: Names of fields that this command does not offer. They keep their default values.
+    The command receives dataclass objects with the values of the options. The options are in the
+    order of their panels.
     """
+    groups: dict[str, Any] = {}
+    owners: dict[str, str] = {}  # name of an option -> parameter of `function`
+    shown: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function).parameters.values():
+        groups[parameter.name] = parameter.annotation
+        for field in _options_of(parameter.annotation):
+            shown.append(field)
+            owners[field.name] = parameter.name
+    shown.sort(key=_panel_number)
 
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        groups: dict[str, Any] = {}
-        owners: dict[str, str] = {}  # name of an option -> parameter of `function`
-        shown: dict[str, inspect.Parameter] = {}
-        for parameter in inspect.signature(function).parameters.values():
-            expanded: list[inspect.Parameter] = [parameter]
-            if dataclasses.is_dataclass(parameter.annotation):
-                groups[parameter.name] = parameter.annotation
-                expanded = [*_options_of(parameter.annotation)]
-            for field in expanded:
-                if field.name not in without:
-                    shown[field.name] = field.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-                    owners[field.name] = parameter.name
+    @wraps(function)
+    def command(**values: Any) -> None:
+        fields: dict[str, dict[str, Any]] = {name: {} for name in groups}
+        for name, value in values.items():
+            owner = owners[name]
+            if isinstance(value, Path) and groups[owner] is Job:
+                value = str(value)  # jobs are stored as JSON, which has no paths
+            fields[owner][name] = value
+        function(**{name: kind(**fields[name]) for name, kind in groups.items()})
 
-        ordered = sorted(shown.values(), key=_panel_number)
-
-        @wraps(function)
-        def command(**values: Any) -> None:
-            fields: dict[str, dict[str, Any]] = {name: {} for name in groups}
-            arguments: dict[str, Any] = {}
-            for name, value in values.items():
-                owner = owners[name]
-                if isinstance(value, Path) and issubclass(groups.get(owner, object), Job):
-                    value = str(value)  # jobs are stored as JSON, which has no paths
-                fields.get(owner, arguments)[name] = value
-            for name, kind in groups.items():
-                arguments[name] = kind(**fields[name])
-            function(**arguments)
-
-        # Typer reads these two attributes.
-        command.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in ordered}
-        return command
-
-    return decorate
+    # Typer reads these two attributes.
+    command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in shown}
+    return command
 
 
 def _panel_number(parameter: inspect.Parameter) -> int:
-    """Return the position of a parameter's panel in the help; parameters without one are last."""
-    shown = getattr(parameter.annotation, "__metadata__", (None,))[0]
-    panel = getattr(shown, "rich_help_panel", None)
-    return [*Panel].index(panel) if panel in [*Panel] else len(Panel)
+    """Return the position of a parameter's panel in the help; the recipe, an argument, is first."""
+    panel = getattr(parameter.annotation.__metadata__[0], "rich_help_panel", None)
+    return [*Panel].index(panel) if panel in [*Panel] else -1
 
 
 def _options_of(kind: Any) -> Iterator[inspect.Parameter]:
@@ -176,7 +121,7 @@ def _options_of(kind: Any) -> Iterator[inspect.Parameter]:
         if declared is None:
             continue
         required = field.default is MISSING
-        if required and not declared.flags:
+        if required:
             shown = typer.Argument(help=declared.help)
         else:
             shown = typer.Option(

@@ -12,17 +12,12 @@ from rich.table import Column
 from rich.text import Text
 from typing_extensions import override
 
-from offbeat.extend import console, show_bandwidth, show_seconds
-from offbeat_lab.evaluation import MAX_EVALUATIONS
+from offbeat.extend import console, show_bandwidth
 from offbeat_lab.events import (
     Evaluation,
-    EvaluationCount,
     Event,
-    NotSaved,
-    Resumed,
     Start,
     Step,
-    Stopped,
     Waiting,
 )
 from offbeat_lab.job import Job
@@ -160,22 +155,6 @@ class Bar:
                 self._update(event.step, event.seconds)
                 if not console.is_terminal:
                     self._print(self._last)
-            case EvaluationCount() if event.evaluations < MAX_EVALUATIONS:
-                times = "once" if event.evaluations == 1 else f"{event.evaluations} times"
-                self._print(
-                    f"evaluating takes {show_seconds(event.seconds)}: {times} in this run, so that "
-                    "all evaluations take at most a tenth of the time, or 3 s (--evaluations sets "
-                    "the number)"
-                )
-            case Resumed():
-                self._update(event.step)
-                self._print(f"continues from step {event.step}")
-            case Stopped():
-                self._print(
-                    f"saved at step {event.step} in {event.directory}: --resume continues from it"
-                )
-            case NotSaved():
-                self._print(f"no checkpoint was saved at the end: {event.why}")
 
     def _show_line(self, step: Step) -> None:
         """Show a line such as "step 120 of 2700, loss 0.43, …", if it is due."""

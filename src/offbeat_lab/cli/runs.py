@@ -1,12 +1,10 @@
-"""Implementations of the commands ``train``, ``simulate`` and ``compare``.
-
-``offbeat_lab.job`` explains the terms.
-"""
+"""Implementation of the command ``compare``. ``offbeat_lab.job`` explains the terms."""
 
 import contextlib
 import re
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from offbeat import Network
@@ -20,16 +18,9 @@ from offbeat_lab.cli.checks import (
     require_file,
     require_folder,
     require_no_simulator_options,
-    require_picture,
     require_writable,
 )
-from offbeat_lab.cli.options import (
-    USUAL_LATENCY,
-    CompareOptions,
-    SimulateOptions,
-    TrainOptions,
-    VirtualClusterOptions,
-)
+from offbeat_lab.cli.options import USUAL_LATENCY, CompareOptions
 from offbeat_lab.cli.progress import Bar
 from offbeat_lab.cli.view import print_path, print_step_time
 from offbeat_lab.cli.workers import (
@@ -37,7 +28,6 @@ from offbeat_lab.cli.workers import (
     is_launched,
     real_workers,
     require_single_process,
-    train_elastic,
     with_launched_workers,
 )
 from offbeat_lab.job import Job
@@ -53,117 +43,99 @@ from offbeat_lab.tuning import LEAST_BUDGET, untuned, with_ideal
 _MOST_SEEDS = 1000
 
 
-def train(job: Job, options: TrainOptions) -> None:
-    """Train a recipe with one method on real workers."""
-    if options.elastic:
-        train_elastic(job, options.bandwidth)
-    job = replace(with_launched_workers(job), live=True)
-
-    checkpoints = None if job.checkpoints is None else Path(job.checkpoints)
-
-    def check() -> None:
-        require_folder("--checkpoints", checkpoints)
-        job.check()
-        require_file("--records", None if job.log is None else Path(job.log))
-        if checkpoints is not None:
-            require_writable("--checkpoints", checkpoints)
-
-    with real_workers(job, options.bandwidth, check) as runner:
-        if runner is not None:
-            _run_one(job, runner)
-
-
-def simulate(job: Job, options: SimulateOptions, simulated: VirtualClusterOptions) -> None:
-    """Train a recipe with one method on simulated workers."""
-    timeline, as_json = options.timeline, options.as_json
-    require_single_process("offbeat simulate")
-    require_virtual(job.strategy)
-    require_picture("--timeline", timeline)
-    require_file("--json", as_json)
-    if timeline is not None and timeline == as_json:
-        raise ValueError(f"--timeline and --json are the same file: {timeline}")
-    job = replace(
-        job,
-        jitter=simulated.jitter,
-        workers_per_node=simulated.workers_per_node,
-        scenario=_read_scenario(simulated.scenario, job.workers),
-    )
-    job.check()
-    runner = _virtual_cluster(job, options.bandwidth, simulated)
-    for option, path in (("--timeline", timeline), ("--json", as_json)):
-        if path is not None:
-            require_writable(option, path.parent)
-    _run_one(job, runner)
-    assert runner.last is not None
-    if timeline is not None:
-        with writing(timeline):
-            runner.last.plot(timeline)
-        print_path("timeline", timeline)
-    if as_json is not None:
-        with writing(as_json):
-            as_json.write_text(runner.last.to_json(), encoding="utf-8")
-        print_path("json    ", as_json)
-
-
-def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions) -> None:
-    """Run several methods under the same seeds; write table, plot and report."""
-    strategies, seeds = options.strategy, options.seeds
-    require_integer("seeds", seeds, least=1)
-    if seeds > _MOST_SEEDS:
-        raise ValueError(f"seeds must be at most {_MOST_SEEDS}, got {seeds}")
-    step_time = simulated.step_time
+def compare(options: CompareOptions, job: Job) -> None:
+    """Train with one method, or with several under the same seeds; print and write the results."""
     job = with_launched_workers(job)
+    scenario, step_time = options.scenario, options.step_time
     job = replace(
         job,
-        jitter=simulated.jitter,
-        slow=options.slow,
-        scenario=_read_scenario(simulated.scenario, job.workers),
+        scenario=None if scenario is None else str(Scenario.read(scenario, job.workers)),
         step_seconds=None if step_time is None or options.simulated else to_seconds(step_time),
-        workers_per_node=simulated.workers_per_node,
     )
-    if options.simulated:
-        require_single_process("--simulate")
-    first = strategies  # methods as they are before tuning
-    if options.tune is not None:
-        require_integer("tune", options.tune, least=LEAST_BUDGET)
-        if job.lr_scale != 1:
-            raise ValueError(
-                f"--lr-scale {job.lr_scale:g}: --tune chooses the learning rate; leave it out, "
-                "or fix it for one strategy, as in -s 'bsp --lr-scale 2'"
-            )
-        first = [untuned(text) for text in with_ideal(strategies)]
+    asked = _Comparison(job, options)
+    with contextlib.ExitStack() as stack:
+        runner: Runner | None
+        if options.simulated:
+            require_single_process("--simulate")
+            asked.check()
+            runner = _virtual_cluster(job, options)
+        else:
+            runner = stack.enter_context(real_workers(job, options.bandwidth, asked.check))
+        if runner is None:
+            return
+        if asked.folder is not None:
+            require_writable("--output", asked.folder)
+        asked.run(runner)
 
-    folder = options.output
-    if folder is None:
-        folder = Path("runs", f"{_file_name(job.recipe)}-{time.strftime('%Y%m%d-%H%M%S')}")
 
-    def check() -> None:
+@dataclass(frozen=True)
+class _Comparison:
+    """The runs that the command line asks for.
+
+    Attributes:
+        job: Settings that all runs share.
+        options: Options of the command line.
+    """
+
+    job: Job
+    options: CompareOptions
+
+    @property
+    def strategies(self) -> list[str]:
+        """The methods, as given."""
+        return self.options.strategy or [Job.strategy]
+
+    @property
+    def single(self) -> bool:
+        """True if there is a single run."""
+        return len(self.strategies) == self.options.seeds == 1 and self.options.tune is None
+
+    @cached_property
+    def folder(self) -> Path | None:
+        """Directory of results and report. None: nothing is written."""
+        if self.options.output is not None or self.single:
+            return self.options.output
+        name = re.sub(r"[^\w-]+", "-", self.job.recipe.rpartition("/")[2].replace(".py", ""))
+        return Path("runs", f"{name.strip('-')}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+    def check(self) -> None:
+        """Raise for mistakes, before anything runs."""
+        job, options = self.job, self.options
+        require_integer("seeds", options.seeds, least=1)
+        if options.seeds > _MOST_SEEDS:
+            raise ValueError(f"seeds must be at most {_MOST_SEEDS}, got {options.seeds}")
+        first = self.strategies  # methods as they are before tuning
+        if options.tune is not None:
+            require_integer("tune", options.tune, least=LEAST_BUDGET)
+            if job.lr_scale != 1:
+                raise ValueError(
+                    f"--lr-scale {job.lr_scale:g}: --tune chooses the learning rate; leave it out, "
+                    "or fix it for one strategy, as in -s 'bsp --lr-scale 2'"
+                )
+            first = [untuned(text) for text in with_ideal(first)]
         require_distinct(job, first)
         require_folder("--output", options.output)
+        require_file("--records", None if job.log is None else Path(job.log))
+        if job.log is not None and not self.single:
+            raise ValueError(
+                "--records is for a single run: give one strategy, without --seeds and --tune"
+            )
         task = None
         for text in first:
             if options.simulated:
                 require_virtual(job.under(text).strategy)
-            task = check_method(job, text, task)
+            task = check_method(job, text, task, several=len(first) > 1)
             if not options.simulated:
-                _check_real(job.under(text), options.bandwidth, simulated)
+                _check_real(job.under(text), options)
 
-    with contextlib.ExitStack() as stack:
-        runner: Runner | None
-        if options.simulated:
-            check()
-            bandwidth = "1Gbit/s" if options.bandwidth is None else options.bandwidth
-            runner = _virtual_cluster(job, bandwidth, simulated)
-        else:
-            runner = stack.enter_context(real_workers(job, options.bandwidth, check))
-        if runner is None:
-            return
-        require_writable("--output", folder)
-        runs = comparison.count_runs(job, strategies, seeds, options.tune)
-        with Bar(runs, at_most=options.tune is not None) as bar:
+    def run(self, runner: Runner) -> None:
+        """Run all methods and seeds; print and write the results."""
+        job, seeds, tune, folder = self.job, self.options.seeds, self.options.tune, self.folder
+        runs = comparison.count_runs(job, self.strategies, seeds, tune)
+        with Bar(runs, at_most=tune is not None) as bar:
             results = comparison.compare(
                 job,
-                strategies,
+                self.strategies,
                 seeds=seeds,
                 runner=runner,
                 output=folder,
@@ -171,19 +143,25 @@ def compare(job: Job, options: CompareOptions, simulated: VirtualClusterOptions)
                 on_event=bar.event,
                 on_reused=bar.skip,
                 command=command_line(),
-                tune=options.tune,
+                tune=tune,
             )
-        _print_results(results, rest="table.md has them")
+        _print_results(results, rest=WIDER if folder is None else "table.md has them")
+        if folder is None:
+            return
         written = report.write_report(results, folder)
+        if self.single and isinstance(runner, VirtualCluster) and runner.last is not None:
+            written |= {"timeline": folder / "timeline.png", "totals": folder / "simulation.json"}
+            with writing(written["timeline"]):
+                runner.last.plot(written["timeline"])
+            with writing(written["totals"]):
+                written["totals"].write_text(runner.last.to_json(), encoding="utf-8")
         for what, path in written.items():
-            print_path(f"{what:7}", path)
-        if "plot" not in written:
-            console.print("plot    none: it needs matplotlib, pip install 'offbeat[lab]'")
+            print_path(f"{what:8}", path)
 
 
-def _check_real(job: Job, bandwidth: str | None, options: VirtualClusterOptions) -> None:
+def _check_real(job: Job, options: CompareOptions) -> None:
     """Raise ValueError if real processes do not support the options."""
-    require_no_simulator_options(options)
+    require_no_simulator_options(job, options)
     scenario = Scenario.from_json(job.scenario)
     refused = {
         "start offbeat without a launcher, or add --simulate": is_launched(),
@@ -195,29 +173,19 @@ def _check_real(job: Job, bandwidth: str | None, options: VirtualClusterOptions)
     stragglers = job.jitter or job.slow or scenario.slowdowns(job.workers)
     if options.step_time is None and stragglers:
         raise ValueError(STRAGGLERS_NEED_STEP_TIME)
-    if bandwidth is None and scenario.bandwidths(job.workers):
+    if options.bandwidth is None and scenario.bandwidths(job.workers):
         raise ValueError(
             f"--scenario {options.scenario} changes bandwidths: give --bandwidth, the one at the "
             "start, or add --simulate"
         )
 
 
-def _file_name(recipe: str) -> str:
-    """Return a name for the directory of the results of ``recipe``."""
-    return re.sub(r"[^\w-]+", "-", recipe.rpartition("/")[2].replace(".py", "")).strip("-")
-
-
-def _read_scenario(path: Path | None, workers: int) -> str | None:
-    """Return the scenario in the file ``path`` as the text that a job stores."""
-    return None if path is None else str(Scenario.read(path, workers))
-
-
-def _virtual_cluster(job: Job, bandwidth: str, options: VirtualClusterOptions) -> VirtualCluster:
+def _virtual_cluster(job: Job, options: CompareOptions) -> VirtualCluster:
     scenario = Scenario.from_json(job.scenario)
     network = Network(
-        bandwidth,
+        "1Gbit/s" if options.bandwidth is None else options.bandwidth,
         latency=USUAL_LATENCY if options.latency is None else options.latency,
-        workers_per_node=options.workers_per_node,
+        workers_per_node=job.workers_per_node,
         inside=options.inside,
         inside_latency=options.inside_latency,
         per_worker_changes=scenario.bandwidths(job.workers),
@@ -231,14 +199,7 @@ def _virtual_cluster(job: Job, bandwidth: str, options: VirtualClusterOptions) -
     return VirtualCluster(network, compute)
 
 
-def _run_one(job: Job, runner: Runner) -> None:
-    with Bar() as bar:
-        bar.start(job)
-        result = comparison.run_and_record(job, bar.event, runner)
-    _print_results([result])
-
-
-def _print_results(results: list[Result], *, rest: str = WIDER) -> None:
+def _print_results(results: list[Result], *, rest: str) -> None:
     chosen, results = report.tuning(results), report.without_trials(results)
     console.print()
     if chosen is not None:

@@ -20,16 +20,14 @@ from offbeat import OffbeatError
 from offbeat.launcher import forking
 from offbeat.launcher.forking import ForkedProcess
 from offbeat.launcher.store import keep_store
-from offbeat_lab.events import Event, NotSaved, Start, Stopped, from_json
+from offbeat_lab.events import Event, Start, from_json
 from offbeat_lab.job import Job
 from offbeat_lab.launch import fork_server
 from offbeat_lab.launch.cluster import Cluster, run_cleanup
 from offbeat_lab.launch.elastic import evaluate, read_files
-from offbeat_lab.launch.stop_request import StopRequest
 from offbeat_lab.scenario import Scenario
 from offbeat_lab.train import encode
 
-_SAVING_SECONDS = 10.0  # time that workers have to save and exit after a signal
 _POLL_SECONDS = 0.05  # longest time until the end of a worker is noticed
 _GRACE_SECONDS = 8.0  # longest wait for the other workers' errors after one worker has failed
 
@@ -54,9 +52,6 @@ def run_job(
     The process of a worker that dies in the job's scenario is killed at that time, and one of a
     worker that joins is started then.
 
-    On Ctrl-C or SIGTERM during the training of a job with checkpoints, the workers get 10 s to save
-    a last checkpoint. ``on_event`` then receives ``Stopped``, or ``NotSaved`` with the reason.
-
     Args:
         job: Configuration of the run.
         on_event: Function that receives the events of rank 0; see ``train_worker``.
@@ -70,11 +65,9 @@ def run_job(
     """
     if sys.platform == "win32":
         raise OffbeatError(
-            "worker processes need Linux or macOS; on Windows use offbeat simulate or "
-            "offbeat compare --simulate"
+            "worker processes need Linux or macOS; on Windows use offbeat compare --simulate"
         )
     with _temporary_folder() as folder:
-        path = None if job.checkpoints is None else f"{folder}/stop"
         elastic = Scenario.from_json(job.scenario).elastic
         with contextlib.ExitStack() as stack:
             read, write = os.pipe()
@@ -87,13 +80,9 @@ def run_job(
                 else:
                     nowhere = stack.enter_context(open(os.devnull, "wb"))
                     for rank in range(job.workers):
-                        argument = encode(job, rank, f"{folder}/rendezvous", path)
+                        argument = encode(job, rank, f"{folder}/rendezvous")
                         run.start(rank, argument, out if rank == 0 else nowhere)
                 run.wait(changes)
-            except BaseException as error:
-                if path is not None and not isinstance(error, Exception):  # a signal
-                    run.save_and_stop(StopRequest(path, job.workers))
-                raise
             finally:
                 run_cleanup(run.kill)
         if elastic:
@@ -245,29 +234,6 @@ class _Run:
                     killed = any(status is not None and status < 0 for status in statuses)
                     if killed or None not in statuses or time.monotonic() > deadline:
                         raise _failure(statuses, self.folder)
-
-    def save_and_stop(self, request: StopRequest) -> None:
-        """Ask all workers to save a checkpoint of the same step and exit. Wait at most 10 s."""
-        deadline = time.monotonic() + _SAVING_SECONDS
-        if not self._workers or request.request(_SAVING_SECONDS) is None:
-            return
-        saved = False
-        while time.monotonic() < deadline:
-            statuses = self._poll()
-            for line in self._read():
-                # The signal may have interrupted `wait` between two reads of one line.
-                with contextlib.suppress(ValueError, KeyError):
-                    event = from_json(line)
-                    saved = saved or isinstance(event, Stopped)
-                    self._on_event(event)
-            if None not in statuses or any(statuses):
-                break
-            time.sleep(0.02)
-        if not saved:
-            statuses = self._poll()
-            reason = str(_failure(statuses, self.folder)) if any(statuses) else ""
-            limit = f"not all workers saved within {_SAVING_SECONDS:g} s"
-            self._on_event(NotSaved(reason or limit))
 
     def kill(self) -> None:
         """Kill the workers that still run, and wait until all have ended."""

@@ -7,7 +7,6 @@ compare strategies with: ``Baseline`` has its settings and creates its ``Method`
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -66,14 +65,6 @@ class Method(ABC):
     def combine_seconds(self, seconds: Sequence[float]) -> float:
         """Return the time of an evaluation, given the workers' ``seconds`` at its step."""
         return max(seconds)
-
-    @abstractmethod
-    def consensus(self) -> AbstractContextManager[None]:
-        """Return a context in which all workers have the same model, for evaluations. A collective.
-
-        At the end of the context, each worker gets its local model back. The time in the context
-        does not count as training time.
-        """
 
     @abstractmethod
     def finish(self) -> None:
@@ -138,10 +129,6 @@ class Attached(Method):
         return snapshot_of(self.sync)
 
     @override
-    def consensus(self) -> AbstractContextManager[None]:
-        return self.sync.consensus()
-
-    @override
     def finish(self) -> None:
         self.sync.finish()
 
@@ -169,10 +156,6 @@ class Elastic(Attached):
         return self.now() - self._start
 
 
-SAVING = ("checkpoints", "save_every", "resume")
-"""Fields of ``Job`` about checkpoints. Only methods with a ``Synchronizer`` support them."""
-
-
 class Baseline(ABC):
     """Settings of an algorithm to compare strategies with. Subclasses are frozen dataclasses."""
 
@@ -180,7 +163,7 @@ class Baseline(ABC):
     """Name on the command line, such as ``torch:ddp``."""
     simulated: ClassVar[bool]
     """True if the baseline can also run in the simulator."""
-    refused: ClassVar[tuple[str, ...]] = ("wire", "adam_correction", "injection", "log", *SAVING)
+    refused: ClassVar[tuple[str, ...]] = ("wire", "adam_correction", "injection", "log")
     """Fields of ``Job`` that the baseline does not support."""
 
     @classmethod

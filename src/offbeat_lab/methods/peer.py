@@ -9,8 +9,7 @@ import os
 import socket
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -149,28 +148,16 @@ class TrainingLoop(Method):
         return copies
 
     @override
-    @contextmanager
-    def consensus(self) -> Iterator[None]:
-        began = self._now()
-        local = self._replica.snapshot()
-        self._average("an evaluation")
-        try:
-            yield
-        finally:
-            self._replica.restore(local)
-            self._began += self._now() - began
-
-    @override
     def finish(self) -> None:
         before = self._now()
-        self._average("the end")
-        self._seconds += self._now() - before
         with explain_failures(f"failed in the end of {self._name}"):
+            self._average()
+            self._seconds += self._now() - before
             self._close()
 
-    def _average(self, when: str) -> None:
+    def _average(self) -> None:
         """Average the parameters if they may differ, and copy the buffers of rank 0."""
-        with explain_failures(f"failed in {when} of {self._name}"), torch.no_grad():
+        with torch.no_grad():
             if self.differ:
                 for _, parameter in self._replica.parameters:
                     dist.all_reduce(parameter.data)

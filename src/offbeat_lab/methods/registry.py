@@ -5,7 +5,6 @@ from torch.optim import Optimizer
 from offbeat import AttachError, Strategy, parse_strategy
 from offbeat.extend import CustomFlow, did_you_mean, read_settings, require_correctable
 from offbeat_lab.baselines import STRATEGIES
-from offbeat_lab.methods.accelerate import AccelerateLocalSGD
 from offbeat_lab.methods.base import Baseline
 from offbeat_lab.methods.ddp import DDP, Accumulate, PostLocal
 from offbeat_lab.methods.ideal import IDEAL, Ideal
@@ -18,7 +17,6 @@ PEERS: tuple[type[Peer], ...] = (
     Accumulate,
     TorchftLocalSGD,
     TorchftDiLoCo,
-    AccelerateLocalSGD,
 )
 BASELINES: dict[str, type[Baseline]] = {Ideal.name: Ideal, **{kind.name: kind for kind in PEERS}}
 PREFIXES = tuple(dict.fromkeys(kind.name.partition(":")[0] + ":" for kind in PEERS))

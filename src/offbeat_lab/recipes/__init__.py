@@ -14,11 +14,7 @@ RECIPES: dict[str, Recipe] = {
         digits.RECIPE,
         stdlib_lm.RECIPE,
         mnist.RECIPE,
-        cifar.CNN,
-        cifar.RESNET18,
-        cifar.RESNET50,
-        cifar.RESNET101,
-        cifar.VGG11,
+        cifar.RECIPE,
         wikitext.RECIPE,
     )
 }

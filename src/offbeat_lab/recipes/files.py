@@ -16,14 +16,6 @@ def find_file(folder: Path, names: Sequence[str]) -> Path:
     for name in names:
         if (folder / name).is_file():
             return folder / name
-    raise not_found(" or ".join(names), folder, several=len(names) > 1)
-
-
-def not_found(wanted: str, folder: Path, *, several: bool) -> FileNotFoundError:
-    """Return an error that says that ``wanted`` is not in ``folder``.
-
-    ``several`` is True if ``wanted`` names two or more files, of which one would suffice.
-    """
-    missing = "but neither is there" if several else "but it is not there"
+    missing = "but neither is there" if len(names) > 1 else "but it is not there"
     problem = missing if folder.exists() else "which does not exist"
-    return FileNotFoundError(f"looked for {wanted} in {folder}, {problem}")
+    raise FileNotFoundError(f"looked for {' or '.join(names)} in {folder}, {problem}")

@@ -1,7 +1,6 @@
 """Reports of a comparison of training methods: tables, figures and an HTML page."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from offbeat_lab.report.comparisons import differences, times_to_targets, tuning
@@ -53,7 +52,7 @@ def markdown(results: Sequence[Result]) -> str:
 def write_report(results: Sequence[Result], output: Path) -> dict[str, Path]:
     """Write ``table.md``, ``plot.png`` and ``report.html`` into the directory ``output``.
 
-    The directory must exist. If matplotlib is not installed, there is no plot.
+    The directory must exist.
 
     Returns:
         Paths of the written files, by the keys "table", "plot" and "report".
@@ -61,9 +60,9 @@ def write_report(results: Sequence[Result], output: Path) -> dict[str, Path]:
     paths = {"table": output / "table.md"}
     with writing(paths["table"]):
         paths["table"].write_text(markdown(results), encoding="utf-8")
-    with suppress(ImportError), writing(output / "plot.png"):
-        plot(without_trials(results), output / "plot.png")
-        paths["plot"] = output / "plot.png"
+    paths["plot"] = output / "plot.png"
+    with writing(paths["plot"]):
+        plot(without_trials(results), paths["plot"])
     paths["report"] = output / "report.html"
     with writing(paths["report"]):
         paths["report"].write_text(page(results), encoding="utf-8")

@@ -6,48 +6,28 @@ A *row* is a method (strategy or baseline) with its runs over the seeds.
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from offbeat.extend import new_figure
-from offbeat_lab.report.plots import INK, as_svg, colours_of
+from offbeat_lab.report.plots import colours_of
 from offbeat_lab.report.rows import Row, rows_of
 from offbeat_lab.report.tables import caption
 from offbeat_lab.results import Result
 
-_WIDTH, _FONT = 4.4, 9  # inches and points: readable at a width of 350 pixels, as on a telephone
+_INK = "0.3"  # grey of text and lines
 
 
-def plot(results: Sequence[Result], path: Path) -> None:
-    """Write the curves of the metric over training time as PNG."""
+def plot(results: Sequence[Result], target: Path | BinaryIO) -> None:
+    """Write the curves of the metric over training time as PNG: median and range over seeds."""
     figure, axes = new_figure(8, 4.5, dpi=150)
-    _draw_curves(axes, results, "0.3")
-    axes.set_title(caption(results), fontsize=8, color="0.3", loc="left", wrap=True)
+    _draw_curves(axes, results)
+    axes.set_title(caption(results), fontsize=8, color=_INK, loc="left", wrap=True)
     place = "lower right" if results[0].higher_is_better else "best"
     axes.legend(frameon=False, fontsize=9, loc=place)
-    figure.savefig(path, format="png")
+    figure.savefig(target, format="png")
 
 
-def curves(results: Sequence[Result]) -> str:
-    """Return the curves of the metric over training time as SVG: median and range over seeds."""
-    figure, axes = new_figure(_WIDTH, 3.4 + 0.18 * len(rows_of(results)), dpi=72)
-    _draw_curves(axes, results, INK)
-    figure.legend(
-        *axes.get_legend_handles_labels(),
-        loc="outside lower left",
-        frameon=False,
-        fontsize=_FONT,
-        labelcolor=INK,
-    )
-    axes.tick_params(colors=INK, labelsize=_FONT)
-    for spine in axes.spines.values():
-        spine.set_color(INK)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set_color(INK)
-        label.set_fontsize(_FONT)
-    return as_svg(figure)
-
-
-def _draw_curves(axes: Any, results: Sequence[Result], ink: str) -> None:
+def _draw_curves(axes: Any, results: Sequence[Result]) -> None:
     first = results[0]
     rows = rows_of(results)
     colours = colours_of([row.name for row in rows])
@@ -57,7 +37,7 @@ def _draw_curves(axes: Any, results: Sequence[Result], ink: str) -> None:
         axes.plot(seconds, middle, dash, color=colour, marker="o", markersize=3, label=row.name)
         if len(row.runs) > 1:
             axes.fill_between(seconds, low, high, color=colour, alpha=0.2, linewidth=0)
-    axes.axhline(first.target, color=ink, linewidth=1, linestyle=":")
+    axes.axhline(first.target, color=_INK, linewidth=1, linestyle=":")
     axes.annotate(
         f"target {first.target:g}",
         (1, first.target),
@@ -66,7 +46,7 @@ def _draw_curves(axes: Any, results: Sequence[Result], ink: str) -> None:
         textcoords="offset points",
         ha="right",
         fontsize=8,
-        color=ink,
+        color=_INK,
     )
     if first.higher_is_better:  # enlarge the part near the target
         worst = min(run.points[0].metric for run in results)

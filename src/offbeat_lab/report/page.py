@@ -1,24 +1,23 @@
 """A self-contained HTML page of a comparison: figure, tables, configurations and the command."""
 
+import base64
+import io
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
 from offbeat_lab.report.comparisons import differences, times_to_targets, tuning
-from offbeat_lab.report.figures import curves
+from offbeat_lab.report.figures import plot
 from offbeat_lab.report.tables import notes, other_metrics, table
 from offbeat_lab.results import Result, public_job
 from offbeat_lab.tuning import without_trials
 
 
 def page(results: Sequence[Result]) -> str:
-    """Return the HTML page of a comparison, without the figure if matplotlib is not installed."""
-    try:
-        from jinja2 import Environment
-    except ImportError as error:
-        raise ImportError("a report needs Jinja2: pip install 'offbeat[lab]'") from error
+    """Return the HTML page of a comparison."""
+    from jinja2 import Environment  # slow to import, as matplotlib is
+
     chosen, results = tuning(results), without_trials(results)
     first = results[0]
     common, differing = configurations(results)
@@ -29,9 +28,8 @@ def page(results: Sequence[Result]) -> str:
     }
     source = files("offbeat_lab.report").joinpath("page.html").read_text(encoding="utf-8")
     main = table(results)
-    figure = ""
-    with suppress(ImportError):
-        figure = curves(results)
+    figure = io.BytesIO()
+    plot(results, figure)
     text: str = (
         Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         .from_string(source)
@@ -39,7 +37,7 @@ def page(results: Sequence[Result]) -> str:
             title=f"{first.job.recipe}: methods compared",
             caption=main.caption,
             heading=f"{first.metric} against seconds".capitalize(),
-            figure=figure,
+            figure=base64.b64encode(figure.getvalue()).decode(),
             table=main,
             metrics=other_metrics(results),
             notes=" ".join(notes(results)),

@@ -1,12 +1,7 @@
-"""Colours of methods, and figures for HTML pages."""
+"""Colours of methods in figures."""
 
-import io
 from collections.abc import Sequence
 from itertools import cycle
-from typing import Any
-
-INK = "#010203"
-"""Placeholder colour for text and axes. ``as_svg`` replaces it by the page's text colour."""
 
 _USUAL = {
     **{"streaming": "C0", "diloco": "C1", "local": "C2", "bsp": "C3", "async": "C4"},
@@ -14,8 +9,6 @@ _USUAL = {
 }
 """Beginning of a method's text → its colour in all figures."""
 _OTHERS = ("C6", "C8", "C9", "C0", "C1", "C2", "C3", "C4", "C5", "C7")
-
-_METADATA = ("Date", "Creator", "Format", "Type")  # left out, so that equal figures give equal text
 
 
 def colours_of(methods: Sequence[str]) -> list[str]:
@@ -31,18 +24,3 @@ def colours_of(methods: Sequence[str]) -> list[str]:
             found[method] = usual
     free = cycle([one for one in _OTHERS if one not in found.values()] or _OTHERS)
     return [found.get(method) or next(free) for method in methods]
-
-
-def as_svg(figure: Any) -> str:
-    """Return a figure as an SVG element for an HTML page.
-
-    The background is transparent, and ``INK`` becomes the text colour of the page. Letters are
-    drawn as paths, so they do not depend on fonts. Equal figures give equal SVG text.
-    """
-    from matplotlib import rc_context
-
-    buffer = io.StringIO()
-    with rc_context({"svg.fonttype": "path", "svg.hashsalt": "offbeat"}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(_METADATA))
-    text = buffer.getvalue()
-    return text[text.index("<svg") :].replace(INK, "currentColor").strip()
