@@ -1,4 +1,4 @@
-"""Checkpoints of a run, and early stops with a checkpoint.
+"""Checkpoints of a run.
 
 An *event* reports the progress of a run, for example an evaluation. A checkpoint contains the
 evaluations of the run so far. A resumed run emits them again and then continues from the
@@ -20,12 +20,10 @@ from offbeat_lab.events import (
     EvaluationCount,
     Event,
     Resumed,
-    Stopped,
     from_json,
     to_json,
 )
 from offbeat_lab.job import Job
-from offbeat_lab.launch.stop_request import StopRequest
 from offbeat_lab.methods.base import Attached, Method
 from offbeat_lab.recipes import Task
 
@@ -118,32 +116,6 @@ class RunCheckpoints:
         due = sync.step == last if job.save_every is None else sync.step % job.save_every == 0
         if due:
             self._save(sync)
-
-    def stop_if_requested(self, request: StopRequest | None, last: int) -> bool:
-        """Save a checkpoint and detach if the run is asked to stop after this step.
-
-        A collective if it returns True.
-
-        Args:
-            request: Object through which the run is asked to stop. None: never stop early.
-            last: Number of steps of the run.
-
-        Returns:
-            True if the run ends here.
-        """
-        sync = self._sync
-        if request is None or sync is None:
-            return False
-        seconds = self._job.timeout_seconds
-        if request.may_continue(sync.rank, sync.step, last=last, seconds=seconds):
-            return False
-        every = self._job.save_every
-        if every is None or sync.step % every:  # otherwise `save_if_due` has just saved
-            self._save(sync)
-        self._log(Stopped(sync.step, str(self._job.checkpoints)))
-        request.wait_until_all_saved(sync.rank, seconds)
-        sync.detach()
-        return True
 
     def _save(self, sync: Synchronizer) -> None:
         extra = {"job": asdict(self._job), "events": self._log.lines}

@@ -3,20 +3,14 @@
 A *recipe* builds the task: model, data, optimizer. A *method* is a strategy of this package or a
 baseline to compare with.
 
-``train_worker`` runs one worker in an existing process group. ``python -m offbeat_lab.train JSON``
-joins a new process group and then calls ``train_worker``.
+``train_worker`` runs one worker in an existing process group.
 """
 
-import json
-import logging
 import os
 import random
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -26,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from offbeat.attach import attach
 from offbeat.data import DataInjection, injected_batch_size
-from offbeat.errors import EndedError, OffbeatError
+from offbeat.errors import EndedError
 from offbeat.simulate import Compute
 from offbeat.strategies import BSP, Strategy
 from offbeat.synchronizer import Synchronizer
@@ -40,12 +34,8 @@ from offbeat_lab.events import (
     Step,
     Waiting,
     stats_of,
-    to_json,
 )
 from offbeat_lab.job import LEASED, Job
-from offbeat_lab.launch.cores import share_cores
-from offbeat_lab.launch.elastic import WorkerFiles
-from offbeat_lab.launch.stop_request import StopRequest
 from offbeat_lab.leased import LeasedBatches
 from offbeat_lab.methods.base import Attached, Baseline, Elastic, Method
 from offbeat_lab.methods.ideal import SharedIdeal
@@ -80,7 +70,6 @@ def worker_device() -> torch.device:
 def train_worker(
     job: Job,
     emit: Callable[[Event], None],
-    stop_request: StopRequest | None = None,
     *,
     rank: int | None = None,
     keep: Callable[[Snapshot], object] | None = None,
@@ -96,13 +85,10 @@ def train_worker(
     - ``Waiting`` before longer work other than training, such as an evaluation;
     - ``EvaluationCount`` when the run chooses its number of evaluations, unless the job sets it;
     - ``Resumed``, followed by the events in the checkpoint, if the job continues a run;
-    - ``Stopped`` instead of ``End`` if the run is asked to stop early.
 
     Args:
         job: Configuration of the run.
         emit: Function that receives the events on rank 0. Other ranks do not call it.
-        stop_request: Object through which the run can be asked to stop early. Requires
-            ``job.checkpoints``.
         rank: Number of this process, for its seed and its step times. None: its rank.
         keep: Function that receives this worker's snapshots, the last one at the end. The run then
             has no evaluations and no ``End``, and its workers may die and join. None: the workers
@@ -114,7 +100,7 @@ def train_worker(
     rank = dist.get_rank() if rank is None else rank
     worker = _Worker(job, emit, rank, keep, count, ideal_steps)
     try:
-        worker.run(stop_request)
+        worker.run()
     except EndedError:
         if keep is None or worker.method is not None:
             raise  # otherwise this worker was to join when the others had finished
@@ -158,7 +144,7 @@ class _Worker:
             return method.sync.rank == 0
         return (dist.get_rank() if self._keep is None else self._rank) == 0
 
-    def run(self, stop_request: StopRequest | None) -> None:
+    def run(self) -> None:
         job, task, emit = self._job, self._task, self._emit
         emit(Waiting("connecting to the other workers"))
         self._control_step_times()
@@ -174,8 +160,6 @@ class _Worker:
             job, task, self._recipe.metric, self._device, emit, number, self._keep
         )
         limit = self._time_limit(method)
-        if checkpoints.stop_if_requested(stop_request, task.steps):
-            return
         for batch in self._batches(method):
             method.train(batch)
             over = limit.is_over(method.step, method.seconds)
@@ -187,8 +171,6 @@ class _Worker:
             checkpoints.save_if_due(method.step if over else task.steps)
             if over:
                 break
-            if checkpoints.stop_if_requested(stop_request, task.steps):
-                return
         else:
             evaluator.data_ended(method)
         emit(Waiting("finishing"))
@@ -327,74 +309,3 @@ def import_from_current_directory() -> None:
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-
-
-def encode(
-    job: Job,
-    rank: int,
-    rendezvous: str,
-    stop_request: str | None = None,
-    folder: str | None = None,
-) -> str:
-    """Return the JSON argument of ``python -m offbeat_lab.train`` for one worker.
-
-    ``rendezvous`` is the path of a new file through which the workers find each other.
-    ``stop_request`` is the path of the ``StopRequest``'s file; None: the run cannot be asked to
-    stop. ``folder`` is the one of the ``WorkerFiles`` if workers die and join; each of them then
-    has a ``rendezvous`` of its own. None: no worker dies or joins.
-    """
-    values = {
-        "job": asdict(job),
-        "rank": rank,
-        "rendezvous": rendezvous,
-        "stop_request": stop_request,
-        "folder": folder,
-    }
-    return json.dumps(values)
-
-
-def main() -> None:
-    """Run one worker, described by ``sys.argv[1]``, the result of ``encode``.
-
-    An expected error is written as one line to standard error, and the exit status is 1. The
-    original standard output receives the events alone: what other code prints goes to standard
-    error, such as the lines in which gloo of torch 2.9 reports its connections.
-    """
-    events = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    import_from_current_directory()
-    values = json.loads(sys.argv[1])
-    job, rank, path = Job(**values["job"]), values["rank"], values["stop_request"]
-    files = WorkerFiles(values["folder"], rank) if values["folder"] else None
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
-    size, status = job.workers if files is None else 1, 0
-    try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(values["rendezvous"], size),  # type: ignore[attr-defined]
-            rank=rank if files is None else 0,
-            world_size=size,
-            timeout=timedelta(seconds=job.timeout_seconds),
-        )
-        share_cores(job.workers, rank)
-        train_worker(
-            job,
-            lambda event: print(to_json(event), file=events, flush=True),
-            None if path is None else StopRequest(path, job.workers),
-            rank=rank,
-            keep=None if files is None else files.keep,
-            count=None if files is None else files.count,
-        )
-    except (OffbeatError, ValueError, TypeError, OSError, ImportError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        status = 1
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # a normal exit runs gloo's destructors, which wait for ended workers
-
-
-if __name__ == "__main__":
-    main()

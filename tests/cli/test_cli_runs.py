@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +31,6 @@ from cli.commands import (
 )
 from offbeat.cli import progress, runs
 from offbeat.errors import OffbeatError
-from offbeat.launcher import forking
 from offbeat_lab.events import Evaluation, Event
 from offbeat_lab.job import Job
 from offbeat_lab.launch import runners
@@ -212,59 +210,6 @@ def test_a_signal_ends_every_worker(tmp_path: Path, number: signal.Signals) -> N
     assert not list(tmp_path.glob("offbeat-*")), "its temporary folder"
 
 
-SAVED = re.compile(r"  saved at step (\d+) in (\S+): --resume continues from it\n")
-
-
-@pytest.mark.parametrize(
-    ("number", "strategy"),
-    [
-        (signal.SIGTERM, "local:period=4"),
-        pytest.param(signal.SIGINT, "async:staleness=4", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_signal_lets_all_workers_save(
-    call: Call,
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
-    strategy: str,
-    tmp_path: Path,
-) -> None:
-    """All save at one step, which a line reports; a resumed run has the metrics of a whole one."""
-    folder, scratch = tmp_path / "saved", tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    argv = ("train", "digits", "-s", strategy, "--workers", "2", "--epochs", "8")
-    argv = (*argv, "--evaluations", "4")
-    saving = (*argv, "--checkpoints", str(folder), "--save-every", "100000")
-    show = progress.Bar.event
-
-    def interrupt(bar: progress.Bar, event: Event) -> None:
-        show(bar, event)
-        if isinstance(event, Evaluation) and not any(tmp_path.glob("sent")):
-            (tmp_path / "sent").touch()
-            os.kill(os.getpid(), number)
-
-    with monkeypatch.context() as interrupted, interruptible():
-        interrupted.setattr(progress.Bar, "event", interrupt)
-        code, out, err = call(*saving)
-    assert (code, err) == (128 + number, "interrupted; all workers have been ended\n")
-    found = SAVED.search(out)
-    assert found, out
-    assert found[2] == str(folder)
-    names = {f"step-{found[1]}.rank{rank}.pt" for rank in range(2)}
-    assert {path.name for path in folder.iterdir()} == names
-    assert not list(scratch.iterdir()), "its temporary folder"
-    if strategy.startswith("local"):
-        ends = []
-        for one in (argv, (*saving, "--resume")):
-            code, out, err = call(*one)
-            assert code == 0, err
-            ends.append(re.findall(r"  step (\d+), \S+ s of training: (.*)", out))
-        assert len(ends[0]) >= 4
-        assert ends[0] == ends[1]
-        assert f"local:period=4  continues from step {found[1]}" in out
-
-
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Handle Ctrl-C as a shell's foreground job does; a background job ignores it."""
@@ -361,25 +306,12 @@ def test_cleanup_is_repeated_after_one_interrupt() -> None:
 
 
 @needs_proc
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     """SIGKILL of the command, which then cannot clean up, ends the workers, too."""
     with training(tmp_path / "run.jsonl") as (process, pids):
         process.kill()
         process.communicate(timeout=LIMIT)
         until(lambda: not any(map(alive, pids.values())), "the end of every worker", 10)
-
-
-def test_workers_handle_sigint_in_a_background_job() -> None:
-    """A background job of a shell script ignores SIGINT; its workers do not inherit that."""
-    show = "import signal; print(signal.getsignal(signal.SIGINT))"
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        argv = [sys.executable, "-c", show]
-        shown = subprocess.check_output(argv, preexec_fn=forking.prepare_worker, text=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert "default_int_handler" in shown
 
 
 # Simulated workers

@@ -62,7 +62,6 @@ def train(job: Job, options: TrainOptions) -> None:
     offbeat train mnist:cnn -s local:period=8 --data ~/mnist --records run.jsonl
     offbeat train digits -s diloco --checkpoints runs/digits --save-every 100
     offbeat train digits -s diloco --checkpoints runs/digits --resume
-    offbeat train digits --workers 4 -s streaming --elastic
     torchrun --nproc-per-node 4 -m offbeat.cli train digits -s async:staleness=16
     """
 
@@ -192,7 +191,6 @@ def run(
     offbeat run --workers 4 train.py --lr 0.1
     offbeat run --workers 4 -m package.train
     offbeat run --workers 4 --here 2 --store 10.0.0.1:29500 train.py
-    offbeat run --join 10.0.0.1:29500 --here 2 train.py
     offbeat run --workers 2:4 --here 1 --store file:///shared/store train.py
     """
 
@@ -207,7 +205,7 @@ def store(
         ),
     ] = None,
 ) -> None:
-    """Keep a store for `offbeat run --join` until SIGTERM or Ctrl-C.
+    """Keep a store for `offbeat run --store` until SIGTERM or Ctrl-C.
 
     It outlives all workers. It has no password.
 

@@ -1,4 +1,4 @@
-"""Chooses the worker processes of a run: new ones, restarted ones, or those of torchrun.
+"""Chooses the worker processes of a run: new ones, or those of torchrun.
 
 A *job* is the settings of one run. A *runner* runs jobs on worker processes. *Under a launcher*
 means that a launcher has started this process as one of the workers.
@@ -6,29 +6,21 @@ means that a launcher has started this process as one of the workers.
 
 import contextlib
 import importlib
-import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from typing import NoReturn
 
 import torch.distributed as dist
 
-from offbeat.cli.checks import require_file
-from offbeat.cli.options import RunOptions
 from offbeat.cli.view import console
 from offbeat.errors import OffbeatError
-from offbeat.launcher.launch import Launch, launch
-from offbeat.launcher.worker import PRELOADED, Program
-from offbeat.units import to_bandwidth, to_seconds
-from offbeat_lab.job import LEASED, Job
+from offbeat.units import to_bandwidth
+from offbeat_lab.job import Job
 from offbeat_lab.launch.cores import share_cores
 from offbeat_lab.launch.runners import ExternalLauncher, Loopback, Runner, ShapedLinks
-from offbeat_lab.methods.registry import is_elastic
 from offbeat_lab.scenario import Scenario
 from offbeat_lab.train import choose_backend
 
@@ -67,42 +59,6 @@ def command_line() -> str:
         local = os.environ.get("LOCAL_WORLD_SIZE", "1")
         program = ["torchrun", "--nproc-per-node", local, "-m", "offbeat.cli"]
     return shlex.join([*program, *sys.argv[1:]])
-
-
-def train_elastic(job: Job, bandwidth: str | None) -> NoReturn:
-    """Train a recipe on workers that are restarted. Exits with the code of the launcher.
-
-    Raises ValueError for a setting that does not work with workers that come and go.
-    """
-    refused = {
-        "torchrun": is_launched(),
-        "--bandwidth": bandwidth is not None,
-        "--evaluations": job.evaluations is not None,
-        "--max-seconds": job.max_seconds is not None,
-        "--checkpoints": job.checkpoints is not None,
-        "--injection": job.injection is not None,
-        f"--partition {job.partition}": job.partition not in (None, LEASED),
-    }
-    for what, given in refused.items():
-        if given:
-            raise ValueError(f"--elastic with {what}: workers come and go; leave one of them out")
-    require_file("--records", None if job.log is None else Path(job.log))
-    job = replace(job, live=True, evaluations=1, partition=LEASED)
-    job.check()
-    if not is_elastic(job.strategy):
-        raise ValueError(f"--elastic with {job.strategy}: a baseline needs all its workers")
-    text = json.dumps(asdict(job))
-    settings = Launch(
-        program=Program("offbeat_lab.elastic", (text,), True, (PRELOADED, "offbeat_lab.train")),
-        workers=str(job.workers),
-        here=job.workers,
-        store="127.0.0.1:0",
-        keeps_store=True,
-        max_restarts=RunOptions.max_restarts,
-        fresh=False,
-        grace_seconds=to_seconds(RunOptions.grace),
-    )
-    raise SystemExit(launch(settings))
 
 
 @contextlib.contextmanager

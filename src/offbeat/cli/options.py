@@ -66,12 +66,6 @@ class TrainOptions:
     """Options that only ``train`` has."""
 
     bandwidth: str | None = option(Panel.WORKERS, SHAPED_LINKS)
-    elastic: bool = option(
-        Panel.WORKERS,
-        "Restart lost workers while the others train, with leased data.",
-        "--elastic",
-        default=False,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,24 +146,23 @@ class PlanOptions(NodeOptions):
 class RunOptions:
     """Options of ``run``."""
 
-    workers: str | None = option(
+    workers: str = option(
         Panel.WORKERS,
         "Number of workers. 2:4 is 4, or at least 2 after 30 s.",
         "--workers",
         "-n",
+        default=MISSING,
         metavar="N",
-        unset="as in the joined store",
     )
     here: int | None = option(
-        Panel.WORKERS, "Number of workers on this machine.", unset="all, or 1 with --join"
+        Panel.WORKERS, "Number of workers on this machine.", unset="all, without --store"
     )
     store: str | None = option(
         Panel.WORKERS,
-        "Store for several machines: host:port of this one, or file:///path.",
+        "Store of several machines: host:port of offbeat store, or file:///path.",
         metavar="ADDRESS",
         unset="on this machine alone",
     )
-    join: str | None = option(Panel.WORKERS, "Store that another machine keeps.", metavar="ADDRESS")
     module: bool = option(Panel.WORKERS, "SCRIPT is a module.", "--module", "-m", default=False)
     fresh: bool = option(
         Panel.WORKERS, "New interpreters instead of forks.", "--fresh", default=False

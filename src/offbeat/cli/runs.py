@@ -24,7 +24,6 @@ from offbeat.cli.launcher import (
     is_launched,
     real_workers,
     require_single_process,
-    train_elastic,
     with_launched_workers,
 )
 from offbeat.cli.options import (
@@ -61,8 +60,6 @@ _MOST_SEEDS = 1000
 
 def train(job: Job, options: TrainOptions) -> None:
     """Train a recipe with one method on real workers."""
-    if options.elastic:
-        train_elastic(job, options.bandwidth)
     job = replace(with_launched_workers(job), live=True)
 
     checkpoints = None if job.checkpoints is None else Path(job.checkpoints)
