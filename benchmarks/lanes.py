@@ -7,7 +7,6 @@ four workers has half the speed, one is killed and restarted, and a fifth one jo
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -36,9 +35,10 @@ def run() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         script = [str(ROOT / "examples" / "train_elastic.py"), "--log", folder]
         script += ["--epochs", str(EPOCHS), "--step-ms", str(STEP_MS), "--slow", str(SLOW)]
-        offbeat = [sys.executable, "-m", "offbeat.cli", "run"]
+        store = ["--store", f"file://{folder}/store"]
+        offbeat = [sys.executable, "-m", "offbeat.cli", "run", "--workers", "4", *store]
         first = subprocess.Popen(
-            [*offbeat, "--workers", "4", "--store", "127.0.0.1:0", *script],
+            [*offbeat, "--here", "4", *script],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -53,9 +53,7 @@ def run() -> dict[str, Any]:
         os.kill(_process_of(folder, KILLED), signal.SIGKILL)
         joined = began + JOIN_SECONDS
         time.sleep(max(0.0, joined - time.time()))
-        address = re.search(r"127\.0\.0\.1:\d+", "".join(output))
-        assert address is not None, output
-        second = subprocess.Popen([*offbeat, "--join", address[0], "--here", "1", *script])
+        second = subprocess.Popen([*offbeat, "--here", "1", *script])
         for process in (first, second):
             if process.wait(LIMIT_SECONDS):
                 raise RuntimeError("".join(output))

@@ -30,7 +30,9 @@ from offbeat_lab.scenario import Scenario
 _POLL_SECONDS = 0.05  # longest time until the end of a worker is noticed
 _GRACE_SECONDS = 8.0  # longest wait for the other workers' errors after one worker has failed
 _END_SECONDS = 10.0  # longest wait for the end of a killed worker
-
+_PRELOADED = ["offbeat.launcher.preloaded", "offbeat_lab.launch.worker"]
+"""Modules that the fork server imports. The first one imports what otherwise takes each worker
+seconds, such as what the first optimizer needs."""
 Change: TypeAlias = tuple[float, Callable[[], object]]
 """Seconds since the event ``Start``, and a function that changes something then."""
 
@@ -230,7 +232,7 @@ class _Run:
 def _start(worker: WorkerProcess) -> BaseProcess:
     """Start the process of a worker. On Linux it is a fork of a process that has imported torch."""
     context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-    context.set_forkserver_preload(["offbeat_lab.launch.worker"])
+    context.set_forkserver_preload(_PRELOADED)
     process = context.Process(target=worker.run, name=f"rank{worker.rank}")
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")  # otherwise the worker would import it
