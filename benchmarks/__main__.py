@@ -28,6 +28,7 @@ NAMES = {
     "noniid": "papers.noniid",
     "elastic": "costs.elastic",
     "availability": "launched.availability",
+    "start": "launched.start",
 }
 """Name of a benchmark → its module, which has a function ``results``."""
 

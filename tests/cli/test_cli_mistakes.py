@@ -269,23 +269,9 @@ SIMULATION = [
             "plan --model digits --parameters 5 --step-time 1s --bandwidth 1gbit",
             "--model measures .*",
         ),
-        # train --elastic
-        *(
-            (f"train digits --elastic {options}", f"--elastic with {what}: workers come and go; .*")
-            for options, what in [
-                ("--bandwidth 1gbit", "--bandwidth"),
-                ("--evaluations 3", "--evaluations"),
-                ("--max-seconds 9", "--max-seconds"),
-                ("--checkpoints no", "--checkpoints"),
-                ("--injection 0.5,0.5", "--injection"),
-                ("--partition label:2", "--partition label:2"),
-            ]
-        ),
-        ("train digits --elastic -s easgd", "--elastic with easgd: a baseline needs all its .*"),
-        ("train digits --elastic -s torch:ddp", "--.* torch:ddp: the workers take different .*"),
         # run and store
         ("run --workers 2", r"Missing argument '(?i:script)'\."),
-        ("run FILES/exit.py", "run needs --workers, as in --workers 4, or --join host:port"),
+        ("run FILES/exit.py", "Missing option .*--workers.*"),
         ("run -n 2 no.py --lr 1", "there is no script no.py"),
         ("run -n 2 FILES", ".* is a directory; name a script, or a module with -m"),
         ("run -n 2 -m no_such.train", "there is no module no_such, here or among the .*"),
@@ -297,13 +283,22 @@ SIMULATION = [
         ("run -n 2 --here 0 FILES/exit.py", "here must be at least 1, got 0"),
         ("run -n 2 --here 3 FILES/exit.py", "--here 3: there are --workers 2 in all"),
         ("run -n 2:4 --here 2 FILES/exit.py", "--here 2 of 4: the other machines need --store .*"),
+        ("run -n 2 --store a:1 FILES/exit.py", "--store needs --here, the number of workers .*"),
         ("run -n 2 --max-restarts -1 FILES/exit.py", "max-restarts must be at least 0, got -1"),
         ("run -n 2 --grace 20 FILES/exit.py", f"'20' {DURATION}"),
-        ("run -n 2 --store x FILES/exit.py", "the address of a store is host:port, .* got 'x'"),
-        ("run --join file://x FILES/exit.py", ".* or file:///path, got 'file://x'"),
-        ("run -n 2 --store file://FILES FILES/exit.py", "file://.* is a directory; name a file .*"),
-        ("run -n 2 --store file:///no/x FILES/exit.py", ".*: the directory /no does not exist"),
-        ("run -n 2 --store a:1 --join b:1 FILES/exit.py", "--store keeps the store here and .*"),
+        (
+            "run -n 2 --here 1 --store x FILES/exit.py",
+            "the address of a store is host:port, .* got 'x'",
+        ),
+        ("run -n 2 --here 1 --store file://x FILES/exit.py", ".* or file:///path, got 'file://x'"),
+        (
+            "run -n 2 --here 1 --store file://FILES FILES/exit.py",
+            "file://.* is a directory; name a file .*",
+        ),
+        (
+            "run -n 2 --here 1 --store file:///no/x FILES/exit.py",
+            ".*: the directory /no does not exist",
+        ),
         ("run -n 2 --worker 3 FILES/exit.py", "No such option: --worker.*"),
         ("store --port 65536", "port must be at most 65535, got 65536"),
     ],
