@@ -282,7 +282,7 @@ SIMULATION = [
         ("run -n 4:2 FILES/exit.py", "--workers 4:2: give a number, .*"),
         ("run -n 2 --here 0 FILES/exit.py", "here must be at least 1, got 0"),
         ("run -n 2 --here 3 FILES/exit.py", "--here 3: there are --workers 2 in all"),
-        ("run -n 2:4 --here 2 FILES/exit.py", "--here 2 of 4: the other machines need --store .*"),
+        ("run -n 2:4 --here 2 FILES/exit.py", "--here 2 of 4: the other machines need a store. .*"),
         ("run -n 2 --store a:1 FILES/exit.py", "--store needs --here, the number of workers .*"),
         ("run -n 2 --max-restarts -1 FILES/exit.py", "max-restarts must be at least 0, got -1"),
         ("run -n 2 --grace 20 FILES/exit.py", f"'20' {DURATION}"),
