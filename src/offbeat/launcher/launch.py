@@ -52,7 +52,8 @@ def launch(
     if sys.platform == "win32":
         raise OffbeatError("offbeat run needs Linux or macOS")
     _open_standard_files()
-    os.environ.update(_environment(here))
+    # Torch reads this variable when the fork server imports it.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // here)))
     with Interruption() as interruption:
         context = _context(fresh)
         # Imported here: the fork server imports torch at the same time.
@@ -68,7 +69,11 @@ def launch(
         return Supervisor(
             [Worker(number, max_restarts) for number in range(here)],
             starter(context, program),
-            {"OFFBEAT_STORE": opened.address, "OFFBEAT_WORKERS": workers},
+            {
+                **_process_group(here),
+                "OFFBEAT_STORE": opened.address,
+                "OFFBEAT_WORKERS": workers,
+            },
             opened,
             interruption,
             grace_seconds,
@@ -97,16 +102,20 @@ def _open_standard_files() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number
 
 
-def _environment(here: int) -> dict[str, str]:
-    """Return the environment variables that all ``here`` workers share.
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
-    Each worker is the only member of the default process group, so that a script which calls
-    ``init_process_group()`` runs unchanged. The workers divide the cores of this machine, unless
-    ``OMP_NUM_THREADS`` is set. Torch reads this variable in the fork server.
+
+def _process_group(here: int) -> dict[str, str]:
+    """Return the variables of the default process group of each of ``here`` workers.
+
+    A worker is its only member, so that a script which calls ``init_process_group()`` runs
+    unchanged.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (cores or 1) // here))),
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_WORLD_SIZE": str(here),

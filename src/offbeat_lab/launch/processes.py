@@ -231,9 +231,14 @@ class _Run:
 
 def _start(worker: WorkerProcess) -> BaseProcess:
     """Start the process of a worker. On Linux it is a fork of a process that has imported torch."""
-    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-    context.set_forkserver_preload(_PRELOADED)
-    process = context.Process(target=worker.run, name=f"rank{worker.rank}")
+    name = f"rank{worker.rank}"
+    process: BaseProcess
+    if sys.platform == "linux":
+        forks = multiprocessing.get_context("forkserver")
+        forks.set_forkserver_preload(_PRELOADED)
+        process = forks.Process(target=worker.run, name=name)
+    else:
+        process = multiprocessing.get_context("spawn").Process(target=worker.run, name=name)
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")  # otherwise the worker would import it
     try:
