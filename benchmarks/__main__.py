@@ -24,6 +24,7 @@ NAMES = {
     "validation": "costs.validation",
     "elastic": "costs.elastic",
     "availability": "launched.availability",
+    "start": "launched.start",
 }
 """Name of a benchmark → its module, which has a function ``results``."""
 

@@ -14,7 +14,7 @@ def test_the_plan_follows_from_the_seed() -> None:
     assert plan == [case(3, i) for i in range(60)]
     assert plan != [case(4, i) for i in range(60)]
     assert all(len(one.faults) == FAULTS for one in plan)
-    kinds = {"stop for too long", "kill at end", "kill launcher", "kill launcher with store"}
+    kinds = {"stop for too long", "kill at end", "kill launcher", "kill fork server"}
     assert {kind for one in plan for kind in one.faults} == {*KINDS, *kinds}
 
 

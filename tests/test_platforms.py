@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
-from offbeat.launcher import forking
 from offbeat_lab.job import Job
 from offbeat_lab.launch import processes
+from offbeat_lab.launch.worker import WorkerProcess
 
 WITHOUT_UNIX = """
 import importlib, os, pkgutil, select, signal, socket, sys, tempfile
@@ -94,11 +93,10 @@ def test_workers_on_macos_use_its_loopback_interface(monkeypatch: pytest.MonkeyP
     class StartedError(Exception):
         pass
 
-    def start(*args: Any, env: dict[str, str], **options: Any) -> None:
-        raise StartedError(env["GLOO_SOCKET_IFNAME"])
+    def start(worker: WorkerProcess) -> None:
+        raise StartedError(worker.environment["GLOO_SOCKET_IFNAME"])
 
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(forking, "AVAILABLE", False)
-    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(processes, "_start", start)
     with pytest.raises(StartedError, match=r"^lo0$"):
         processes.run_job(Job("digits"), lambda event: None)

@@ -14,6 +14,8 @@ import itertools
 import os
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +23,6 @@ from typing import Any
 
 from benchmarks.harness import ROOT, Result
 from benchmarks.launched.training import Process, Training, wait_until
-from offbeat.launcher.worker import Program, Starter
 
 WORKERS, EVERY_SECONDS, STEP_SECONDS = 4, 20.0, 0.05
 _LIMIT_SECONDS = 60.0
@@ -116,26 +117,32 @@ def grown(changes: int, strategy: str = "local:period=4") -> dict[str, int]:
         training = Training(Path(name, "training"), chosen, (), store="process")
         path = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
         own = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OFFBEAT_KERNELS": "0"}
-        environment = {**os.environ, **own, "PYTHONPATH": path}
-        environment |= {"OFFBEAT_STORE": training.address, "OFFBEAT_WORKERS": "1"}
-        script = Program(str(Path(__file__).with_name("script.py")), (str(training.folder),))
-        starter = Starter(script, environment, fresh=False)
-        output = os.open(training.folder / "output-joining", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-        variables = {"MACHINE": "0", "LOCAL_RANK": "0"}
+        own |= {"MACHINE": "0", "LOCAL_RANK": "0", "PYTHONPATH": path}
+        own |= {"OFFBEAT_STORE": str(training.address), "OFFBEAT_WORKERS": "1"}
+        script = [sys.executable, str(Path(__file__).with_name("script.py")), str(training.folder)]
+        output = (training.folder / "output-joining").open("ab")
+
+        def start() -> subprocess.Popen[bytes]:
+            environment = {**os.environ, **own}
+            return subprocess.Popen(script, env=environment, stdout=output, stderr=output)
+
+        processes = []
         try:
-            starter.start(variables, output, output)
+            processes.append(start())
             _require(wait_until(lambda: bool(training.trains()), _LIMIT_SECONDS), training)
             survivor = training.trains()[0]
             for number in range(1, changes, 2):
-                process = starter.start(variables, output, output)
+                processes.append(start())
                 _require(_reaches(training, survivor, number), training)
-                os.kill(process.pid, signal.SIGKILL)
-                process.wait()
+                processes[-1].kill()
+                processes[-1].wait()
                 _require(_reaches(training, survivor, number + 1), training)
             steps = survivor.steps
         finally:
-            starter.close()
-            os.close(output)
+            for process in processes:
+                process.kill()
+                process.wait()
+            output.close()
             training.close()
     first = [step["resources"] for step in steps if step["view"] == changes // 4 * 2][-1]
     last = steps[-1]["resources"]

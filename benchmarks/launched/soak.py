@@ -63,15 +63,13 @@ def case(seed: int, index: int) -> Case:
     """Return training number ``index`` of ``seed``, the same each time."""
     draw = random.Random(f"launched {seed} {index}")
     here = draw.choice(((3,), (4,), (2, 1), (2, 2)))
-    store = draw.choice(("launcher", "process", "file"))
+    store = draw.choice(("launcher", "process", "file")[len(here) - 1 :])
     kinds = dict(KINDS)
     if silent := len(here) == 1 and draw.random() < 0.3:  # workers stop for more than the time-out
         kinds = {"stop for too long": 4, "kill": 3, "terminate": 1, "exception": 1}
     if len(here) == 2:
         kinds["kill launcher"] = 3
-        if store == "launcher":
-            # Launcher 0 has the store.
-            kinds = {**kinds, "kill launcher": 0, "kill launcher with store": 3}
+    kinds["kill fork server"] = 2
     faults = draw.choices(list(kinds), weights=list(kinds.values()), k=FAULTS)
     if draw.random() < 0.7:
         faults[-1] = "kill at end"
@@ -105,8 +103,8 @@ class Faults:
             "kill at end": lambda: self._order(
                 "die-at-end", self._draw.uniform(0, 0.4), _END_SECONDS
             ),
-            "kill launcher": lambda: self._kill_launcher(1),
-            "kill launcher with store": lambda: self._kill_launcher(0),
+            "kill launcher": self._kill_launcher,
+            "kill fork server": self._kill_fork_server,
             "stop": lambda: self._stop(self._draw.uniform(0.3, 3)),
             "stop for too long": lambda: self._stop(self._draw.uniform(9, 14)),
             "exception": lambda: self._order("raise", 0, _ORDER_SECONDS),
@@ -154,8 +152,8 @@ class Faults:
         elif not self._training.has_ended():
             self.violations.append("no worker was started again")
 
-    def _kill_launcher(self, number: int) -> None:
-        training = self._training
+    def _kill_launcher(self) -> None:
+        training, number = self._training, self._draw.randrange(2)
         own = [p for p in training.processes() if p.lives() and p.slot[0] == str(number)]
         training.launchers[number].kill()
         training.launchers[number].wait()
@@ -163,6 +161,28 @@ class Faults:
             self.violations.append("workers outlive their launcher")
         time.sleep(self._draw.uniform(0, 2))
         training.launchers[number] = training.launch(number)
+
+    def _kill_fork_server(self) -> None:
+        """Kill the process that has forked a worker. The workers must continue."""
+        alive = self._training.trains()
+        if not alive:
+            return
+        launchers = {launcher.pid for launcher in self._training.launchers}
+        server = parent(self._draw.choice(alive).pid)
+        if server in launchers | {None}:  # it was killed before, and the launcher has its workers
+            return
+        Process(server, "").send(signal.SIGKILL)
+        time.sleep(1.0)
+        if not all(one.lives() for one in alive):
+            self.violations.append("workers do not survive their fork server")
+
+
+def parent(pid: int) -> int | None:
+    """Return the parent of a process. None if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 def survive(one: Case, folder: Path) -> list[dict[str, Any]]:
@@ -191,7 +211,7 @@ def survive(one: Case, folder: Path) -> list[dict[str, Any]]:
             at, found = time.monotonic(), faults.violations
             faults.violations = []
             last = number == len(one.faults) - 1
-            if not last and kind != "kill launcher with store" and draw.random() < 0.3:
+            if not last and draw.random() < 0.3:
                 time.sleep(draw.uniform(0, 1.5))
                 add(kind, found)
                 continue
@@ -239,7 +259,7 @@ def judge(one: Case, training: Training) -> list[str]:
     output = training.output()
     failures = Counter(re.findall(r"worker \d+ ended with exit code (\d+)", output))
     failures["1"] -= one.faults.count("exception")
-    expected = {"kill launcher with store", "stop for too long"} & {*one.faults}
+    expected = {"stop for too long"} & {*one.faults}
     found += [
         f"{count} workers ended with exit code {code}"
         for code, count in failures.items()

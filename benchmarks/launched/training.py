@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -63,11 +62,11 @@ class Training:
         folder: Directory of the files.
         settings: Settings of the script.
         here: Number of workers on each machine.
-        store: ``launcher``: the first launcher keeps it. ``process``: this process does. ``file``.
+        store: ``launcher``: the only launcher keeps it. ``process``: this process does. ``file``.
         options: Further options of ``offbeat run``.
 
     Attributes:
-        address: Address of the store.
+        address: Address of the store. None: the launcher knows it.
     """
 
     def __init__(
@@ -83,25 +82,20 @@ class Training:
         (folder / "settings.json").write_text(json.dumps(settings))
         self._mark, self._logs = uuid.uuid4().hex, dict[Path, Process]()
         self._kept: Any = None
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address: str | None = None
         if store == "file":
             self.address = f"file://{folder}/store"
         elif store == "process":
             self._kept = keep_store("127.0.0.1", 0)
             self.address = f"127.0.0.1:{self._kept.port}"
-        self._store = store
         self.launchers = [self.launch(machine) for machine in range(len(here))]
 
     def launch(self, machine: int) -> subprocess.Popen[bytes]:
         """Start the launcher of a machine."""
-        place = (
-            "--store" if self._store == "file" or (self._kept is None and not machine) else "--join"
-        )
-        argv = [sys.executable, "-m", "offbeat.cli", "run", place, self.address]
-        if place == "--store" or self._kept is not None:
-            argv += ["--workers", str(sum(self.here))]
-        argv += ["--here", str(self.here[machine]), *self._options]
+        argv = [sys.executable, "-m", "offbeat.cli", "run", "--workers", str(sum(self.here))]
+        if self.address is not None:
+            argv += ["--store", self.address, "--here", str(self.here[machine])]
+        argv += self._options
         path = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
         environment = {**os.environ, MARK: self._mark, "MACHINE": str(machine), "PYTHONPATH": path}
         environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OFFBEAT_KERNELS": "0"}

@@ -3,20 +3,14 @@
 A *recipe* builds the task: model, data, optimizer. A *method* is a strategy of this package or a
 baseline to compare with.
 
-``train_worker`` runs one worker in an existing process group. ``python -m offbeat_lab.train JSON``
-joins a new process group and then calls ``train_worker``.
+``train_worker`` runs one worker in an existing process group.
 """
 
-import json
-import logging
 import os
 import random
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -24,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
-from offbeat import BSP, Compute, EndedError, OffbeatError, Strategy, Synchronizer, attach
+from offbeat import BSP, Compute, EndedError, Strategy, Synchronizer, attach
 from offbeat_lab.evaluation import Snapshot, gather
 from offbeat_lab.evaluator import Evaluator
 from offbeat_lab.events import (
@@ -34,12 +28,9 @@ from offbeat_lab.events import (
     Step,
     Waiting,
     stats_of,
-    to_json,
 )
 from offbeat_lab.injection import Injection, injected_batch_size
 from offbeat_lab.job import LEASED, Job
-from offbeat_lab.launch.cores import share_cores
-from offbeat_lab.launch.elastic import WorkerFiles
 from offbeat_lab.leased import LeasedBatches
 from offbeat_lab.methods.base import Attached, Baseline, Elastic, Method
 from offbeat_lab.methods.ideal import SharedIdeal
@@ -312,70 +303,3 @@ def import_from_current_directory() -> None:
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-
-
-def encode(
-    job: Job,
-    rank: int,
-    rendezvous: str,
-    folder: str | None = None,
-) -> str:
-    """Return the JSON argument of ``python -m offbeat_lab.train`` for one worker.
-
-    ``rendezvous`` is the path of a new file through which the workers find each other.
-    ``folder`` is the one of the ``WorkerFiles`` if workers die and join; each of them then
-    has a ``rendezvous`` of its own. None: no worker dies or joins.
-    """
-    values = {
-        "job": asdict(job),
-        "rank": rank,
-        "rendezvous": rendezvous,
-        "folder": folder,
-    }
-    return json.dumps(values)
-
-
-def main() -> None:
-    """Run one worker, described by ``sys.argv[1]``, the result of ``encode``.
-
-    An expected error is written as one line to standard error, and the exit status is 1. The
-    original standard output receives the events alone: what other code prints goes to standard
-    error, such as the lines in which gloo of torch 2.9 reports its connections.
-    """
-    events = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    import_from_current_directory()
-    values = json.loads(sys.argv[1])
-    job, rank = Job(**values["job"]), values["rank"]
-    files = WorkerFiles(values["folder"], rank) if values["folder"] else None
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
-    size, status = job.workers if files is None else 1, 0
-    try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(values["rendezvous"], size),  # type: ignore[attr-defined]
-            rank=rank if files is None else 0,
-            world_size=size,
-            timeout=timedelta(seconds=job.timeout_seconds),
-        )
-        share_cores(job.workers, rank)
-        train_worker(
-            job,
-            lambda event: print(to_json(event), file=events, flush=True),
-            rank=rank,
-            keep=None if files is None else files.keep,
-            count=None if files is None else files.count,
-        )
-    except (OffbeatError, ValueError, TypeError, OSError, ImportError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        status = 1
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # a normal exit runs gloo's destructors, which wait for ended workers
-
-
-if __name__ == "__main__":
-    main()

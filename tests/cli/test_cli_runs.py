@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +30,6 @@ from cli.commands import (
     workers_writing,
 )
 from offbeat.errors import OffbeatError
-from offbeat.launcher import forking
 from offbeat_lab.cli import progress, runs
 from offbeat_lab.events import Event, Step
 from offbeat_lab.job import Job
@@ -303,25 +301,12 @@ def test_cleanup_is_repeated_after_one_interrupt() -> None:
 
 
 @needs_proc
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     """SIGKILL of the command, which then cannot clean up, ends the workers, too."""
     with training(tmp_path / "run.jsonl") as (process, pids):
         process.kill()
         process.communicate(timeout=LIMIT)
         until(lambda: not any(map(alive, pids.values())), "the end of every worker", 10)
-
-
-def test_workers_handle_sigint_in_a_background_job() -> None:
-    """A background job of a shell script ignores SIGINT; its workers do not inherit that."""
-    show = "import signal; print(signal.getsignal(signal.SIGINT))"
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        argv = [sys.executable, "-c", show]
-        shown = subprocess.check_output(argv, preexec_fn=forking.prepare_worker, text=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert "default_int_handler" in shown
 
 
 # Simulated workers

@@ -2,17 +2,19 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offbeat_lab.launch import cluster as lab
-from offbeat_lab.launch.cluster import Cluster, _run
+from offbeat_lab.launch.cluster import Cluster, _run, enter_namespace
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
 
@@ -58,26 +60,39 @@ def on_nodes(cluster: Cluster, program: str, *values: Any) -> list[str]:
     return outputs
 
 
-@needs_namespaces
-def test_nodes_reach_a_socket_of_the_switch() -> None:
-    def listen(address: str) -> socket.socket:
-        return socket.create_server((address, 0))
+def connect_from(node: str, port: int) -> None:
+    """Enter a node, and connect from there to node 0."""
+    enter_namespace(node)
+    socket.create_connection(("10.111.0.1", port), 20).close()
 
-    peers = set()
-    connect = "import json, socket, sys; socket.create_connection(json.loads(sys.argv[1])[2], 9)"
-    with Cluster(2, 1e8) as cluster, cluster.call_on_switch(listen) as listener:
-        listener.settimeout(20)
-        on_nodes(cluster, connect, listener.getsockname())
-        for _ in range(2):
+
+@needs_namespaces
+def test_a_process_enters_a_node() -> None:
+    """Its sockets are those of the node."""
+    with Cluster(2, 1e8) as cluster, ThreadPoolExecutor(1) as thread:
+        listener = thread.submit(
+            lambda: enter_namespace(cluster.node(0)) or socket.create_server(("10.111.0.1", 0))
+        ).result()
+        with listener:
+            listener.settimeout(20)
+            port = listener.getsockname()[1]
+            spawn = multiprocessing.get_context("spawn")
+            process = spawn.Process(target=connect_from, args=(cluster.node(1), port))
+            process.start()
             connection, peer = listener.accept()
             connection.close()
-            peers.add(peer[0])
-    assert peers == {"10.111.0.1", "10.111.0.2"}
+            process.join(20)
+    assert (process.exitcode, peer[0]) == (0, "10.111.0.2")
+
+
+def test_an_unknown_node_is_an_error() -> None:
+    with pytest.raises(FileNotFoundError, match="offbeat-none"):
+        enter_namespace("offbeat-none")
 
 
 def bytes_sent(cluster: Cluster) -> int:
     """Return what node 0 has sent, by the counter of its interface (with headers)."""
-    shown = _run("ip", "-n", cluster._node(0), "-s", "-j", "link", "show", cluster.interface)
+    shown = _run("ip", "-n", cluster.node(0), "-s", "-j", "link", "show", cluster.interface)
     return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
 
@@ -104,7 +119,7 @@ def test_an_idle_link_passes_at_most_3_percent_of_a_small_model_at_once(
 ) -> None:
     """The burst of the filter, for a message of 600 kB, as the kernel reports it."""
     with Cluster(1, bits_per_second) as cluster:
-        shown = _run("tc", "-n", cluster._node(0), "-j", "qdisc", "show", "dev", cluster.interface)
+        shown = _run("tc", "-n", cluster.node(0), "-j", "qdisc", "show", "dev", cluster.interface)
     burst = json.loads(shown)[0]["options"]["burst"]
     assert 4 * 1500 <= burst <= most < 0.03 * 600_000
 

@@ -1,12 +1,12 @@
 """Scenarios: reading their files, and runs in which speeds and bandwidths change."""
 
 import json
+import multiprocessing
 import os
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -256,18 +256,29 @@ def test_changes_are_checked() -> None:
 # -- real processes --------------------------------------------------------------------------------
 
 
+class Sleeper:
+    """A worker process that takes 0.3 s."""
+
+    def __init__(self) -> None:
+        self._end = time.monotonic() + 0.3
+
+    @property
+    def exitcode(self) -> int | None:
+        return None if time.monotonic() < self._end else 0
+
+
 def wait(changes: Sequence[Change], folder: Path) -> list[tuple[Event, float]]:
     """Wait for a worker that takes 0.3 s and has written the event ``Start``.
 
     Return the events and the times of their arrival.
     """
     seen: list[tuple[Event, float]] = []
-    read, write = os.pipe()
-    with open(write, "w") as file:
-        print(to_json(Start(2, 4)), file=file)
-    with open(read, "rb", buffering=0) as events, subprocess.Popen(["sleep", "0.3"]) as worker:
-        run = _Run(events, lambda event: seen.append((event, time.monotonic())), folder, None)
-        run._workers.append(worker)
+    read, write = multiprocessing.Pipe(duplex=False)
+    with read, write:
+        os.write(write.fileno(), f"{to_json(Start(2, 4))}\n".encode())
+        job = Job("digits", "bsp", 1)
+        run = _Run(job, read, lambda one: seen.append((one, time.monotonic())), str(folder), None)
+        run._workers.append(cast(Any, Sleeper()))
         run.wait(changes)
     return seen
 
@@ -299,7 +310,7 @@ def test_single_links_are_reshaped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends of the link of worker 1 change, and change back after the run."""
 
     def rates(links: ShapedLinks) -> list[int]:
-        ends = [(links._node(rank), links.interface) for rank in range(2)]
+        ends = [(links.node(rank), links.interface) for rank in range(2)]
         ends += [(links._switch, f"port{rank}") for rank in range(2)]
         shown = (_run("tc", "-n", one, "-j", "qdisc", "show", "dev", dev) for one, dev in ends)
         return [json.loads(text)[0]["options"]["rate"] for text in shown]

@@ -79,16 +79,14 @@ def test_a_store_that_cannot_be_kept_is_an_error() -> None:
 @pytest.fixture(params=["tcp", "file"])
 def two(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[LaunchStore, LaunchStore]:
     """The stores of two launchers. The first keeps it, unless it is a file."""
-    address = "127.0.0.1:0" if request.param == "tcp" else f"file://{tmp_path}/store"
-    first = open_store(address, keep=True)
-    return first, open_store(first.address, keep=False)
+    first = open_store(None if request.param == "tcp" else f"file://{tmp_path}/store")
+    return first, open_store(first.address)
 
 
 def test_launchers_share_the_number_of_workers(two: tuple[LaunchStore, LaunchStore]) -> None:
     first, second = two
-    assert first.agree_on_workers("2:4", never) == "2:4"
-    assert second.agree_on_workers(None, never) == "2:4"
-    assert second.agree_on_workers("2:4", never) == "2:4"
+    assert first.agree_on_workers("2:4", never)
+    assert second.agree_on_workers("2:4", never)
     with pytest.raises(
         ValueError, match=r"--workers 4: the store at .* was begun with --work.* 2:4"
     ):
@@ -127,38 +125,22 @@ def test_a_process_tells_that_it_trains_and_has_finished(
     assert (second.rank_of("process"), second.has_finished("process")) == (None, True)
 
 
-def test_the_keeper_knows_who_uses_its_store() -> None:
-    first = open_store("127.0.0.1:0", keep=True)
-    others = [open_store(first.address, keep=False) for _ in range(2)]
-    first.announce()
-    counts = [first.other_launchers()]
-    for one in others:
-        one.announce()
-        counts.append(first.other_launchers())
-    for one in [*others, *others, first]:  # a goodbye counts once
-        one.say_goodbye()
-    counts.append(first.other_launchers())
-    assert counts == [0, 1, 2, 0]
-    assert others[0].other_launchers() == 0
-
-
 def test_a_missing_store_is_awaited(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The wait can be interrupted, has an end, and says what is missing."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address = f"127.0.0.1:{port}"
     late = LaunchStore(address)
-    assert late.agree_on_workers("4", lambda: True) is None
+    assert not late.agree_on_workers("4", lambda: True)
     monkeypatch.setattr(launch_store, "_START_SECONDS", 0.3)
     with pytest.raises(CommunicationTimeout, match=rf"no store answers at {address} within 0.3 s"):
         late.agree_on_workers("4", never)
-    assert capsys.readouterr().err == f"offbeat: waiting: no store answers at {address}\n"
+    told = f"offbeat: waiting: no store answers at {address}; start one there with offbeat store\n"
+    assert capfd.readouterr().err == told
     kept: Any = keep_store("127.0.0.1", port)
-    with pytest.raises(CommunicationTimeout, match="no launcher has written its --workers to the"):
-        late.agree_on_workers(None, never)
-    assert late.agree_on_workers("4", never) == "4"
+    assert late.agree_on_workers("4", never)
     del kept
 
 
@@ -176,7 +158,6 @@ def test_a_lost_connection_is_opened_again() -> None:
     kept = keep_store("127.0.0.1", 0)
     address = f"127.0.0.1:{kept.port}"
     one = LaunchStore(address)
-    one.announce()
     port = kept.port
     del kept
     assert not one.training_has_ended()
@@ -185,8 +166,4 @@ def test_a_lost_connection_is_opened_again() -> None:
     base.put(LATEST_TRAINING, "one")
     base.within("one").put("ended", True)
     assert one.training_has_ended()
-    keeper = LaunchStore(address, kept)
-    assert keeper.other_launchers() == 1  # it has announced itself again
-    one.say_goodbye()
-    assert keeper.other_launchers() == 0
     assert isinstance(kept, dist.TCPStore)  # type: ignore[attr-defined]

@@ -1,12 +1,12 @@
 """The lines that a launcher makes of its workers' output."""
 
+import errno
 import os
-import sys
 
 import pytest
 
 from offbeat.launcher import output
-from offbeat.launcher.output import Lines, Outputs
+from offbeat.launcher.output import Lines, Outputs, report
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,46 @@ def test_both_streams_are_copied_and_all_pipes_closed(
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc") else 0
     outputs = Outputs()
     with outputs.open(0) as (out, errors):
-        os.write(out, b"first\n")
-        os.write(errors, b"to errors\n")
+        os.write(out.fileno(), b"first\n")
+        os.write(errors.fileno(), b"to errors\n")
         outputs.copy(1.0)
-        os.write(out, b"unfinished")
-        held = os.dup(out)  # as in a process that the worker has started
+        os.write(out.fileno(), b"unfinished")
+        held = os.dup(out.fileno())  # as in a process that the worker has started
     outputs.copy(1.0)
     outputs.close()
     os.close(held)
-    sys.stdout.flush()
     assert capfdbinary.readouterr() == (b"[0] first\n[0] unfinished\n", b"[0] to errors\n")
     assert before == (len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc") else 0)
+
+
+def test_output_that_cannot_be_written_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader has gone, as in ``| head``, or the disk is full, or the file is closed."""
+    errors = iter([BrokenPipeError(), OSError(errno.ENOSPC, "full"), OSError(errno.EBADF, "bad")])
+    asked: list[bytes] = []
+
+    def write(target: int, data: bytes) -> int:
+        asked.append(data)
+        raise next(errors)
+
+    outputs = Outputs()
+    with outputs.open(0) as (out, _):
+        os.write(out.fileno(), b"first\n")
+        monkeypatch.setattr(output.os, "write", write)
+        outputs.copy(1.0)
+        report("second")
+        monkeypatch.undo()
+        os.write(out.fileno(), b"third\n")
+        monkeypatch.setattr(output.os, "write", write)
+        outputs.copy(1.0)
+    monkeypatch.undo()
+    outputs.close()
+    assert asked == [b"[0] first\n", b"offbeat: second\n", b"[0] third\n"]
+
+
+def test_a_long_text_may_take_several_writes(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    real = os.write
+    monkeypatch.setattr(output.os, "write", lambda target, data: real(target, data[:4]))
+    report("in parts")
+    assert capfd.readouterr().err == "offbeat: in parts\n"

@@ -1,33 +1,37 @@
 """Workers that are kept running: restarts, ends, signals. The scripts are small, without torch."""
 
 import contextlib
+import errno
+import multiprocessing
 import os
 import re
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cli.commands import alive, until
 from offbeat.launcher import supervisor as supervising
+from offbeat.launcher.script import Program
 from offbeat.launcher.signals import Interruption
 from offbeat.launcher.supervisor import Supervisor
-from offbeat.launcher.worker import Program, Starter, Worker
+from offbeat.launcher.worker import Worker, starter
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
 
 class Training:
-    """A training whose end a test chooses, and which processes have finished it."""
+    """A training whose end a test chooses, and which processes have begun and finished it."""
 
-    def __init__(self, ended: Callable[[], bool], finished: bool) -> None:
+    def __init__(self, ended: Callable[[], bool], begun: bool, finished: bool) -> None:
         self.training_has_ended = ended
-        self._finished = finished
+        self._begun, self._finished = begun, finished
 
     def rank_of(self, process: str) -> int | None:
-        return 7
+        return 7 if self._begun else None
 
     def has_finished(self, process: str) -> bool:
         assert process
@@ -48,18 +52,20 @@ class Launcher:
         *arguments: str,
         most_restarts: int = 3,
         ended: Callable[[], bool] = lambda: False,
+        begun: bool = True,
         finished: bool = False,
+        start: Callable[..., Any] | None = None,
         interruption: Interruption | None = None,
         grace_seconds: float = 20.0,
     ) -> int:
         path = self.folder / "train.py"
         path.write_text(f"import os, signal, sys, time\nrank = os.environ['LOCAL_RANK']\n{script}")
-        starter = Starter(Program(str(path), arguments), os.environ, fresh=True)
+        spawn = multiprocessing.get_context("spawn")
         code = Supervisor(
             [Worker(number, most_restarts) for number in range(workers)],
-            starter,
+            start or starter(spawn, Program(str(path), arguments)),
             {"OFFBEAT_WORKERS": str(workers)},
-            Training(ended, finished),
+            Training(ended, begun, finished),
             Interruption() if interruption is None else interruption,
             grace_seconds,
         ).run()
@@ -125,6 +131,65 @@ def test_a_script_that_always_fails_is_given_up(launcher: Launcher) -> None:
         "worker 1 ended with exit code 3; not again (--max-restarts 1)",
     ]
     assert "worker 0 ended" in launcher.events
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_script_that_fails_before_it_trains_is_not_restarted(
+    workers: int, launcher: Launcher
+) -> None:
+    """On none of the workers. A worker that fails first may have been started again meanwhile."""
+    code = launcher.run(
+        "if rank == '1': time.sleep(0.3)\nimport no_such_module", workers, begun=False
+    )
+    assert code == 1
+    how = "ended with exit code 1; not again: the script fails before training begins"
+    assert launcher.events[-1] == f"worker {workers - 1} {how}"
+    assert launcher.err.count("No module named 'no_such_module'") in range(workers, 4)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "import offbeat; raise offbeat.CommunicationError('the store is lost')",
+        "if rank == '1': sys.exit(1)",
+    ],
+    ids=["killed", "communication", "one worker"],
+)
+def test_other_failures_before_training_are_restarted(ending: str, launcher: Launcher) -> None:
+    assert launcher.run(ending, 2, most_restarts=1, begun=False) > 0
+    assert "worker 1 started again" in launcher.events
+    assert launcher.events[-1].endswith("not again (--max-restarts 1)")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.EAGAIN, "Resource unavailable"), "[Errno 11] Resource unavailable"),
+        (EOFError(), "the fork server has ended"),
+    ],
+)
+def test_a_process_that_cannot_be_started_is_a_failure_of_its_worker(
+    error: Exception, reason: str, launcher: Launcher, tmp_path: Path
+) -> None:
+    """It is tried again after a pause, and the other worker does not notice."""
+    real = starter(multiprocessing.get_context("spawn"), Program(str(tmp_path / "train.py")))
+    failures = [error, error]
+
+    def start(variables: Any, *pipes: Any) -> Any:
+        if variables["LOCAL_RANK"] == "1" and failures:
+            raise failures.pop()
+        return real(variables, *pipes)
+
+    assert launcher.run("print('ran')", 2, start=start) == 0
+    assert sorted(launcher.out.splitlines()) == ["[0] ran", "[1] ran"]
+    assert [line for line in launcher.events if "worker 1" in line] == [
+        f"worker 1 could not be started ({reason}); again in 0.1 s (1 of 3)",
+        f"worker 1 could not be started ({reason}); again in 0.5 s (2 of 3)",
+        "worker 1 started",
+        "worker 1 ended",
+    ]
 
 
 def test_a_signal_of_a_worker_is_an_exit_code_above_128(launcher: Launcher) -> None:
@@ -251,11 +316,10 @@ def test_a_worker_that_does_not_end_is_killed(launcher: Launcher, tmp_path: Path
 
 
 def test_an_error_of_the_launcher_ends_all_workers(launcher: Launcher, tmp_path: Path) -> None:
-    """For example if nobody reads its output any more."""
     pid = tmp_path / "pid"
 
     def fail() -> bool:
-        raise BrokenPipeError
+        raise MemoryError
 
     script = (
         "if rank == '0':\n"
@@ -265,6 +329,6 @@ def test_an_error_of_the_launcher_ends_all_workers(launcher: Launcher, tmp_path:
         f"while not os.path.exists({str(pid)!r}): time.sleep(0.01)\n"
         "sys.exit(1)\n"
     )
-    with pytest.raises(BrokenPipeError):
+    with pytest.raises(MemoryError):
         launcher.run(script, 2, ended=fail)
     assert not alive(int(pid.read_text()))

@@ -1,37 +1,35 @@
 """When a worker is started again."""
 
+import subprocess
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from offbeat.launcher import worker
-from offbeat.launcher.worker import Program, Starter, Worker
+from offbeat.launcher.worker import Worker
+
+PIPES: Any = (None, None)
 
 
 class Ended:
     """A process that has ended with this status."""
 
-    pid = 1234
+    pid = 1 << 30  # larger than every process id
 
     def __init__(self, status: int | None) -> None:
-        self.status = status
-
-    def poll(self) -> int | None:
-        return self.status
-
-    def wait(self) -> int:
-        return self.status or 0
+        self.exitcode = status
 
 
-class Scripted(Starter):
+class Scripted:
     """Starts nothing. The processes end with the given statuses, in turn."""
 
     def __init__(self, *statuses: int | None) -> None:
-        super().__init__(Program("train.py"), {}, fresh=True)
         self.statuses = [*statuses]
         self.variables: list[Mapping[str, str]] = []
 
-    def start(self, variables: Mapping[str, str], out: int, errors: int) -> Ended:
+    def __call__(self, variables: Mapping[str, str], out: Any, errors: Any) -> Ended:
         self.variables.append(variables)
         return Ended(self.statuses.pop(0))
 
@@ -50,8 +48,8 @@ def test_pauses_increase_up_to_half_a_minute(clock: list[float]) -> None:
     pauses = []
     while one.due is not None:
         clock[0] = one.due
-        one.start(starter, {"SHARED": "x"}, -1, -1)
-        assert one.pid == 1234
+        one.start(starter, {"SHARED": "x"}, *PIPES)
+        assert one.pid == Ended.pid
         assert one.poll() == "ended with exit code 1"
         assert one.pid is None
         told = one.plan_restart()
@@ -69,14 +67,14 @@ def test_a_minute_of_life_forgets_the_restarts(clock: list[float]) -> None:
     one, starter = Worker(0, most_restarts=1), Scripted(-9, -9, -9, -9)
     told = []
     for life in (0.0, 59.9):
-        one.start(starter, {}, -1, -1)
+        one.start(starter, {}, *PIPES)
         clock[0] += life
         assert one.poll() == "was ended by SIGKILL"
         assert one.code == 128 + 9
         told.append(one.plan_restart())
     assert told == ["again in 0.1 s (1 of 1)", "not again (--max-restarts 1)"]
     for _ in range(2):
-        one.start(starter, {}, -1, -1)
+        one.start(starter, {}, *PIPES)
         clock[0] += 60
         one.poll()
         assert one.plan_restart() == "again in 0.1 s (1 of 1)"
@@ -91,7 +89,7 @@ def test_a_minute_of_life_forgets_the_restarts(clock: list[float]) -> None:
 )
 def test_some_failures_are_final(status: int, restarts: int, told: str) -> None:
     one = Worker(0, most_restarts=restarts)
-    one.start(Scripted(status), {}, -1, -1)
+    one.start(Scripted(status), {}, *PIPES)
     one.poll()
     assert (one.plan_restart(), one.due, one.code) == (told, None, status)
 
@@ -99,15 +97,40 @@ def test_some_failures_are_final(status: int, restarts: int, told: str) -> None:
 def test_a_running_process_has_not_ended() -> None:
     one = Worker(0, most_restarts=3)
     assert one.is_active, "its first start is due"
-    one.start(Scripted(None), {}, -1, -1)
+    one.start(Scripted(None), {}, *PIPES)
     assert one.poll() is None
     assert one.is_active
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs waitpid")
+@pytest.mark.parametrize(
+    ("ending", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 128 + 9), ("pass", 0)]
+)
+def test_a_worker_continues_without_its_fork_server(ending: str, code: int) -> None:
+    """This process inherits it. Multiprocessing then gives 255 in place of its exit code."""
+    script = f"import os, sys\nsys.stdin.read()\n{ending}"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as child:
+        orphan = Ended(255)
+        orphan.pid = child.pid
+        one = Worker(0, most_restarts=3)
+        one.start(lambda *_: orphan, {}, *PIPES)
+        assert one.poll() is None
+        assert child.stdin is not None
+        child.stdin.close()
+        one.wait()
+        assert (one.process, one.code) == (None, code)
+
+
+def test_255_may_be_the_exit_code_of_a_script() -> None:
+    one = Worker(0, most_restarts=3)
+    one.start(Scripted(255), {}, *PIPES)
+    assert one.poll() == "ended with exit code 255"
 
 
 def test_the_signals_of_a_system_have_names_or_numbers() -> None:
     names = []
     for status in (-15, -63):
         one = Worker(0, most_restarts=3)
-        one.start(Scripted(status), {}, -1, -1)
+        one.start(Scripted(status), {}, *PIPES)
         names.append(one.poll())
     assert names == ["was ended by SIGTERM", "was ended by signal 63"]

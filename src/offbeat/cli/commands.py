@@ -62,31 +62,27 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(show_default=False)] = None,
     *,
     workers: Annotated[
-        str | None,
+        str,
         typer.Option(
             "--workers",
             "-n",
             metavar="N",
             help="Number of workers. 2:4 is 4, or at least 2 after 30 s.",
-            show_default="as in the joined store",
         ),
-    ] = None,
+    ],
     here: Annotated[
         int | None,
         typer.Option(
-            help="Number of workers on this machine.", show_default="all, or 1 with --join"
+            help="Number of workers on this machine.", show_default="all, without --store"
         ),
     ] = None,
     store: Annotated[
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Store for several machines: host:port of this one, or file:///path.",
+            help="Store of several machines: host:port of offbeat store, or file:///path.",
             show_default="on this machine alone",
         ),
-    ] = None,
-    join: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Store that another machine keeps.")
     ] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module.")] = False,
     fresh: Annotated[
@@ -108,7 +104,6 @@ def run(
     offbeat run --workers 4 train.py --lr 0.1
     offbeat run --workers 4 -m package.train
     offbeat run --workers 4 --here 2 --store 10.0.0.1:29500 train.py
-    offbeat run --join 10.0.0.1:29500 --here 2 train.py
     offbeat run --workers 2:4 --here 1 --store file:///shared/store train.py
     """
 
@@ -123,7 +118,7 @@ def store(
         ),
     ] = None,
 ) -> None:
-    """Keep a store for `offbeat run --join` until SIGTERM or Ctrl-C.
+    """Keep a store for `offbeat run --store` until SIGTERM or Ctrl-C.
 
     It outlives all workers. It has no password.
 

@@ -11,12 +11,11 @@ from typing import NoReturn
 from offbeat.arguments import require_integer
 from offbeat.elastic.address import parse_address
 from offbeat.launcher import output
-from offbeat.launcher.launch import Launch, launch
+from offbeat.launcher.launch import launch
+from offbeat.launcher.script import Program
 from offbeat.launcher.signals import Interruption, signal_name
-from offbeat.launcher.worker import Program
 from offbeat.units import to_seconds
 
-_ONE_MACHINE = "127.0.0.1:0"
 _POLL_SECONDS = 0.2
 
 
@@ -24,58 +23,60 @@ def run(
     script: str,
     arguments: list[str] | None,
     *,
-    workers: str | None,
+    workers: str,
     here: int | None,
     store: str | None,
-    join: str | None,
     module: bool,
     fresh: bool,
     max_restarts: int,
     grace: str,
 ) -> NoReturn:
     """Run a script on workers that are restarted. Exits with the code of the launcher."""
-    address = join or store or _ONE_MACHINE
-    settings = Launch(
-        program=Program(script, tuple(arguments or ()), module),
+    workers_here = _workers_here(workers, here, store)
+    grace_seconds = to_seconds(grace, allow_zero=True)
+    require_integer("max-restarts", max_restarts, least=0)
+    if store is not None:
+        _require_store(store)
+    _require_program(script, module)
+    code = launch(
+        Program(script, tuple(arguments or ()), module),
         workers=workers,
-        here=_workers_here(workers, here, store, join),
-        store=address,
-        keeps_store=join is None and not address.startswith("file://"),
+        here=workers_here,
+        store=store,
         max_restarts=max_restarts,
         fresh=fresh,
-        grace_seconds=to_seconds(grace, allow_zero=True),
+        grace_seconds=grace_seconds,
     )
-    require_integer("max-restarts", max_restarts, least=0)
-    path = parse_address(address)
-    if isinstance(path, str) and os.path.isdir(path):
-        raise ValueError(f"{address} is a directory; name a file in it, which may not exist yet")
-    if isinstance(path, str) and not os.path.isdir(folder := os.path.dirname(path)):
-        raise ValueError(f"{address}: the directory {folder} does not exist")
-    _require_program(script, module)
-    raise SystemExit(launch(settings))
+    raise SystemExit(code)
 
 
-def _workers_here(
-    workers: str | None, here: int | None, store: str | None, join: str | None
-) -> int:
+def _workers_here(workers: str, here: int | None, store: str | None) -> int:
     """Return the number of workers on this machine. Raises ValueError for a contradiction."""
-    alone = store is None and join is None
-    if store is not None and join is not None:
-        raise ValueError("--store keeps the store here and --join finds it elsewhere: give one")
-    if workers is None and join is None:
-        raise ValueError("run needs --workers, as in --workers 4, or --join host:port")
-    most = None if workers is None else parse_workers(workers)
-    usual = 1 if most is None or join is not None else most
-    here = usual if here is None else here
+    most = parse_workers(workers)
+    if here is None:
+        if store is not None:
+            raise ValueError("--store needs --here, the number of workers on this machine")
+        return most
     require_integer("here", here, least=1)
-    if most is not None and here > most:
+    if here > most:
         raise ValueError(f"--here {here}: there are --workers {workers} in all")
-    if most is not None and here < most and alone:
+    if here < most and store is None:
         raise ValueError(
-            f"--here {here} of {most}: the other machines need --store with an address of this "
-            "one, as in --store 10.0.0.1:29500, or a file on a shared disk"
+            f"--here {here} of {most}: the other machines need a store. Start offbeat store on one "
+            "machine, and give all --store, as in --store 10.0.0.1:29500"
         )
     return here
+
+
+def _require_store(address: str) -> None:
+    """Raise ValueError unless ``address`` is one, or if its directory does not exist."""
+    path = parse_address(address)
+    if not isinstance(path, str):
+        return
+    if os.path.isdir(path):
+        raise ValueError(f"{address} is a directory; name a file in it, which may not exist yet")
+    if not os.path.isdir(folder := os.path.dirname(path)):
+        raise ValueError(f"{address}: the directory {folder} does not exist")
 
 
 def parse_workers(text: str) -> int:
@@ -117,7 +118,7 @@ def store(port: int, host: str | None) -> None:
         address = f"{host or socket.gethostname()}:{kept.port}"
         output.report(f"the store is at {address}")
         output.report(
-            f"on each machine: offbeat run --join {address} --workers 4 --here 2 train.py"
+            f"on each machine: offbeat run --store {address} --workers 4 --here 2 train.py"
         )
         while not interruption:
             time.sleep(_POLL_SECONDS)

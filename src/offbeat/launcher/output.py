@@ -1,12 +1,12 @@
 """Output of workers: complete lines, each with the number of its worker."""
 
 import contextlib
+import multiprocessing
 import os
 import selectors
-import sys
 import time
 from collections.abc import Iterator
-from typing import IO
+from multiprocessing.connection import Connection
 
 _PROGRESS_SECONDS = 5.0  # least time between two lines from a progress bar
 _LONGEST_LINE = 1 << 16  # bytes after which an unfinished line is written
@@ -14,9 +14,8 @@ _MOST_READS = 16  # from one worker before the others; more than a pipe holds
 
 
 def report(text: str) -> None:
-    """Write a line of the launcher itself to standard error."""
-    sys.stderr.write(f"offbeat: {text}\n")
-    sys.stderr.flush()
+    """Write a line of the launcher itself to standard error, if that is possible."""
+    _write(2, f"offbeat: {text}\n".encode(errors="replace"))
 
 
 class Lines:
@@ -63,23 +62,20 @@ class Outputs:
         self._selector = selectors.DefaultSelector()
 
     @contextlib.contextmanager
-    def open(self, number: int) -> Iterator[tuple[int, int]]:
-        """Provide two new descriptors for standard output and error of worker ``number``.
+    def open(self, number: int) -> Iterator[tuple[Connection, Connection]]:
+        """Provide two new pipes for standard output and error of worker ``number``.
 
-        They are closed at the end of the context, when the worker has them.
+        The launcher's ends are closed at the end of the context, when the worker has its own.
         """
-        ends = []
-        try:
-            for target in (sys.stdout, sys.stderr):
-                read, write = os.pipe()
-                ends.append(write)
-                os.set_blocking(read, False)
-                lines = Lines(f"[{number}] ".encode())
-                self._selector.register(read, selectors.EVENT_READ, (lines, target.buffer))
+        with contextlib.ExitStack() as stack:
+            ends = []
+            for target in (1, 2):
+                read, write = multiprocessing.Pipe(duplex=False)
+                ends.append(stack.enter_context(write))
+                os.set_blocking(read.fileno(), False)
+                data = (Lines(f"[{number}] ".encode()), target)
+                self._selector.register(read, selectors.EVENT_READ, data)
             yield ends[0], ends[1]
-        finally:
-            for write in ends:
-                os.close(write)
 
     def copy(self, seconds: float) -> None:
         """Wait at most ``seconds`` for output, and write what has arrived."""
@@ -87,17 +83,22 @@ class Outputs:
             time.sleep(seconds)
             return
         for key, _ in self._selector.select(seconds):
-            self._copy_one(key.fd, *key.data)
+            self._copy_one(key)
 
-    def _copy_one(self, pipe: int, lines: Lines, target: IO[bytes]) -> None:
+    def _copy_one(self, key: selectors.SelectorKey) -> None:
+        lines, target = key.data
         with contextlib.suppress(BlockingIOError):
             for _ in range(_MOST_READS):
-                data = os.read(pipe, 1 << 16)
+                data = os.read(key.fd, 1 << 16)
                 _write(target, lines.feed(data))
                 if not data:
-                    self._selector.unregister(pipe)
-                    os.close(pipe)
+                    self._close_one(key)
                     return
+
+    def _close_one(self, key: selectors.SelectorKey) -> None:
+        self._selector.unregister(key.fileobj)
+        assert isinstance(key.fileobj, Connection)
+        key.fileobj.close()
 
     def close(self) -> None:
         """Write what has arrived, and close all pipes.
@@ -105,15 +106,19 @@ class Outputs:
         A pipe may still be open in a process that a worker has started.
         """
         for key in [*self._selector.get_map().values()]:
-            self._copy_one(key.fd, *key.data)
+            self._copy_one(key)
         for key in [*self._selector.get_map().values()]:
             lines, target = key.data
             _write(target, lines.feed(b""))
-            os.close(key.fd)
+            self._close_one(key)
         self._selector.close()
 
 
-def _write(target: IO[bytes], text: bytes) -> None:
-    if text:
-        target.write(text)
-        target.flush()
+def _write(target: int, text: bytes) -> None:
+    """Write to a file descriptor. What cannot be written is lost: the workers train on.
+
+    The reader may have ended, as in ``| head``, or the disk may be full.
+    """
+    with contextlib.suppress(OSError):
+        while text:
+            text = text[os.write(target, text) :]

@@ -1,19 +1,15 @@
 """The store of a launch: where the workers of all machines find each other.
 
-A *keeper* is the process in which the store runs: the first launcher, or ``offbeat store``. A store
-in a file has no keeper. Launchers use these keys:
+It runs in the launcher of a training on one machine, or in ``offbeat store``, or it is a file.
+Launchers use these keys:
 
 - ``offbeat/launch/workers``: the first launcher's ``--workers``, such as ``"2:4"``;
-- ``offbeat/launch/announced`` and ``offbeat/launch/left``: how many other launchers have begun to
-  use the store, and how many of them no longer need it; ``offbeat/launch/announced/<name>`` for
-  each of them that has begun;
 - ``offbeat/launch/process/<name>``: key prefix of the training, and rank, of a process that trains.
 """
 
 import errno
 import socket
 import time
-import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -30,8 +26,7 @@ from offbeat.transport.torch_backend.store_access import call_within
 
 T = TypeVar("T")
 _WORKERS = "offbeat/launch/workers"
-_ANNOUNCED, _LEFT = "offbeat/launch/announced", "offbeat/launch/left"
-_START_SECONDS = 300.0  # longest wait for the store and for the number of workers in it
+_START_SECONDS = 300.0  # longest wait for the store
 _QUERY_SECONDS = 3.0  # longest wait for an answer while workers are running
 _POLL_SECONDS = 0.2  # time between two reads of a key
 
@@ -51,7 +46,7 @@ def keep_store(host: str | None, port: int) -> Any:
         listener = _listen(host, port)
     except OSError as error:
         reason = error.strerror or str(error)
-        advice = "name an address of this machine; others connect to it with --join"
+        advice = "name an address of this machine"
         if error.errno == errno.EADDRINUSE:
             reason, advice = "the port is in use", "name another port"
         where = f"{'' if host is None else host}:{port}"
@@ -95,77 +90,39 @@ class LaunchStore:
         self._kept = None if kept is None else SharedStore(kept, address)
         self._connection = self._kept
         self._training_ended = False
-        self._announced, self._name = False, uuid.uuid4().hex
 
-    def agree_on_workers(self, workers: str | None, interrupted: Callable[[], bool]) -> str | None:
-        """Return the number of workers, which all launchers of a store share.
+    def agree_on_workers(self, workers: str, interrupted: Callable[[], bool]) -> bool:
+        """Wait for the store, and require that all its launchers have the same ``--workers``.
 
         Args:
-            workers: Number given to this launcher, which is written to the store unless it has one.
-                None: wait until another launcher has written it.
+            workers: Number given to this launcher, such as ``"4"`` or ``"2:4"``.
             interrupted: Function that returns True to end the wait.
 
         Returns:
-            The number, such as ``"4"`` or ``"2:4"``. None: the wait was interrupted.
+            False if the wait was interrupted.
 
         Raises:
-            ValueError: The store has another number than ``workers``.
-            CommunicationTimeout: Within 5 minutes the store does not answer, or no launcher has
-                written a number.
+            ValueError: Another launcher has another number.
+            CommunicationTimeout: The store does not answer within 5 minutes.
         """
-
-        def find(store: SharedStore) -> str | None:
-            value = (
-                store.get(_WORKERS) if workers is None else store.put_if_absent(_WORKERS, workers)
-            )
-            return None if value is None else str(value)
-
         deadline = time.monotonic() + _START_SECONDS
         reported = False
-        while (found := self._query(find)) is None:
+        while (found := self._query(partial(_put_workers, workers=workers))) is None:
             if interrupted():
-                return None
-            missing = f"no launcher has written its --workers to the store at {self.address}"
-            if self._connection is None:
-                missing = f"no store answers at {self.address}"
+                return False
+            missing = f"no store answers at {self.address}"
             if time.monotonic() > deadline:
                 raise CommunicationTimeout(f"{missing} within {_START_SECONDS:g} s")
             if not reported:
-                report(f"waiting: {missing}")
+                report(f"waiting: {missing}; start one there with offbeat store")
                 reported = True
             time.sleep(_POLL_SECONDS)
-        if workers not in (None, found):
+        if workers != found:
             raise ValueError(
                 f"--workers {workers}: the store at {self.address} was begun with --workers "
-                f"{found}; leave the option out, or name another store"
+                f"{found}; give the same number on all machines, or name another store"
             )
-        return found
-
-    def announce(self) -> None:
-        """Tell the launcher that keeps the store that this one uses it, until ``say_goodbye``."""
-        if self._kept is None and not self.address.startswith("file://"):
-            self._announced = True
-            self._query(self._count_in)
-
-    def _count_in(self, store: SharedStore) -> None:
-        """Count this launcher in ``store`` once: another store if its keeper was started again."""
-        if store.store.add(f"{_ANNOUNCED}/{self._name}", 1) == 1:
-            store.store.add(_ANNOUNCED, 1)
-
-    def say_goodbye(self) -> None:
-        """Tell the launcher that keeps the store that this one no longer uses it."""
-        if self._announced:
-            self._query(lambda store: store.store.add(_LEFT, 1))
-            self._announced = False
-
-    def other_launchers(self) -> int:
-        """Return how many other launchers use the store that this process keeps.
-
-        Returns 0 if another process keeps the store.
-        """
-        if self._kept is None:
-            return 0
-        return int(self._kept.store.add(_ANNOUNCED, 0) - self._kept.store.add(_LEFT, 0))
+        return True
 
     def training_has_ended(self) -> bool:
         """Return True if the training at this store has ended. False also if that is unknown."""
@@ -198,24 +155,22 @@ class LaunchStore:
         try:
             if self._connection is None:
                 self._connection = _connect(self.address)
-                if self._announced:
-                    call_within(_QUERY_SECONDS, partial(self._count_in, self._connection))
             return call_within(_QUERY_SECONDS, partial(function, self._connection))
         except (RuntimeError, OSError):
             self._connection = self._kept
             return None
 
 
-def open_store(address: str, *, keep: bool) -> LaunchStore:
-    """Return access to the store at ``address``. With ``keep``, this process keeps it.
-
-    Raises OffbeatError if the store cannot be kept.
-    """
-    where = parse_address(address)
-    if not keep or isinstance(where, str):
+def open_store(address: str | None) -> LaunchStore:
+    """Return access to the store at ``address``. None: this process keeps one on loopback."""
+    if address is not None:
         return LaunchStore(address)
-    kept = keep_store(*where)
-    return LaunchStore(f"{where[0]}:{kept.port}", kept)
+    kept = keep_store("127.0.0.1", 0)
+    return LaunchStore(f"127.0.0.1:{kept.port}", kept)
+
+
+def _put_workers(store: SharedStore, workers: str) -> str:
+    return str(store.put_if_absent(_WORKERS, workers))
 
 
 def _connect(address: str) -> SharedStore:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from offbeat.launcher.output import Outputs, report
 from offbeat.launcher.signals import Interruption, signal_name
-from offbeat.launcher.worker import Starter, Worker
+from offbeat.launcher.worker import StartProcess, Worker
 
 if TYPE_CHECKING:
     from offbeat.launcher.store import LaunchStore
@@ -20,8 +20,8 @@ class Supervisor:
 
     Args:
         workers: The workers of this machine.
-        starter: Starts their processes.
-        variables: Environment variables of the workers, in addition to those of ``starter``.
+        start: Starts a process of a worker.
+        variables: Environment variables of the workers.
         training: Tells whether the training has ended.
         interruption: The signal that ends the workers early, if one arrives.
         grace_seconds: Time from this signal until workers that still run are killed.
@@ -30,19 +30,21 @@ class Supervisor:
     def __init__(
         self,
         workers: list[Worker],
-        starter: Starter,
+        start: StartProcess,
         variables: Mapping[str, str],
         training: "LaunchStore",
         interruption: Interruption,
         grace_seconds: float,
     ) -> None:
-        self._workers, self._starter, self._variables = workers, starter, variables
+        self._workers, self._start_process, self._variables = workers, start, variables
         self._training, self._interruption = training, interruption
         self._grace_seconds = grace_seconds
         self._outputs = Outputs()
         self._forwarded = False  # True once the signal has been sent to the workers
         self._given_up: list[int] = []  # exit codes of workers that failed too often
         self._failed_afterwards: list[int] = []  # exit codes of failures after the training
+        self._has_trained = False  # True once a worker has begun to train
+        self._is_broken = False  # True once the script has failed on all workers before that
         self._asked_at = 0.0
 
     def run(self) -> int:
@@ -57,7 +59,7 @@ class Supervisor:
         - Otherwise: 0.
         """
         try:
-            while any(worker.is_active for worker in self._workers):
+            while not self._is_broken and any(worker.is_active for worker in self._workers):
                 self._handle_signal()
                 for worker in self._workers:
                     if worker.due is not None and worker.due <= time.monotonic():
@@ -71,8 +73,9 @@ class Supervisor:
                 self._report_training()
         finally:
             for worker in self._workers:
-                worker.end()
-            self._starter.close()
+                worker.kill()
+            for worker in self._workers:
+                worker.wait()
             self._outputs.close()
         if self._interruption.signal is not None:
             return 128 + self._interruption.signal
@@ -90,8 +93,14 @@ class Supervisor:
             # The training may have ended before this worker failed, while the store was silent.
             self._record_late_failure(worker)
             return
-        with self._outputs.open(worker.number) as (out, errors):
-            worker.start(self._starter, self._variables, out, errors)
+        try:
+            with self._outputs.open(worker.number) as (out, errors):
+                worker.start(self._start_process, self._variables, out, errors)
+        except (OSError, EOFError) as error:  # EOFError: the fork server could not fork
+            reason = str(error) or "the fork server has ended"
+            worker.start_failed()
+            self._after_end(worker, f"could not be started ({reason})")
+            return
         report(f"worker {worker.number} started{' again' * again} (process {worker.pid})")
 
     def _after_end(self, worker: Worker, how: str) -> None:
@@ -104,11 +113,24 @@ class Supervisor:
         elif self._training.training_has_ended():
             report(f"{what}, after the end of the training{restarts}")
             self._record_late_failure(worker)
+        elif self._script_is_broken():
+            report(f"{what}; not again: the script fails before training begins")
+            self._given_up.append(worker.code)
+            self._is_broken = True
         else:
             plan = worker.plan_restart()
             report(f"{what}; {plan}")
             if worker.due is None:
                 self._given_up.append(worker.code)
+
+    def _script_is_broken(self) -> bool:
+        """Return True if the script has failed on all workers, and none has ever begun to train.
+
+        A signal or an error of communication does not count, because a restart may mend it.
+        """
+        for worker in self._workers:
+            self._note_training(worker)
+        return not self._has_trained and all(worker.script_failed for worker in self._workers)
 
     def _record_late_failure(self, worker: Worker) -> None:
         """Keep the exit code of a worker whose process has failed, if it matters.
@@ -127,9 +149,14 @@ class Supervisor:
             return
         self._asked_at = time.monotonic()
         for worker in waiting:
-            if (rank := self._training.rank_of(worker.process_key)) is not None:
-                worker.trains = True
-                report(f"worker {worker.number} trains as rank {rank}")
+            self._note_training(worker)
+
+    def _note_training(self, worker: Worker) -> None:
+        if worker.trains or not worker.process_key:
+            return
+        if (rank := self._training.rank_of(worker.process_key)) is not None:
+            worker.trains = self._has_trained = True
+            report(f"worker {worker.number} trains as rank {rank}")
 
     def _handle_signal(self) -> None:
         interruption, grace = self._interruption, self._grace_seconds

@@ -3,95 +3,64 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
+import types
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
+from typing import Protocol, TypeAlias
 
-from offbeat.launcher.forking import AVAILABLE, ForkedProcess, ForkServer, prepare_worker
-from offbeat.launcher.script import FINAL
+from offbeat.launcher.script import FINAL, TEMPORARY, Program, run_worker
 from offbeat.launcher.signals import signal_name
 
 _PAUSES_SECONDS = 0.1, 0.5, 2.0, 8.0, 30.0  # before each restart; the last one from then on
 _FORGET_SECONDS = 60.0  # a worker that has lived this long has recovered from its last failure
-_SCRIPT = "offbeat.launcher.script"
-PRELOADED = "offbeat.launcher.preloaded"
-"""Module that imports what almost every script needs."""
-Process: TypeAlias = "ForkedProcess | subprocess.Popen[bytes]"
+_END_SECONDS = 10.0  # limit for a killed process to end
+_SERVER_LOST = 255  # exit code of a process whose fork server has ended, in multiprocessing
 
 
-@dataclass(frozen=True)
-class Program:
-    """What each worker runs.
+class Process(Protocol):
+    """The part of a ``multiprocessing`` process that a worker uses."""
 
-    Attributes:
-        target: Path of a script, or name of a module.
-        arguments: Its arguments.
-        is_module: True if ``target`` is the name of a module.
-        preloaded: Names of modules that the fork server imports for it.
-    """
+    @property
+    def pid(self) -> int | None:
+        """Process id."""
 
-    target: str
-    arguments: tuple[str, ...] = ()
-    is_module: bool = False
-    preloaded: tuple[str, ...] = (PRELOADED,)
-
-    def argv(self) -> list[str]:
-        """Return the arguments of ``offbeat.launcher.script``."""
-        return ["module" if self.is_module else "script", self.target, *self.arguments]
+    @property
+    def exitcode(self) -> int | None:
+        """Exit code, −n after the signal n. None while the process runs."""
 
 
-class Starter:
-    """Starts processes of workers: forks of one warm server, or new interpreters.
+StartProcess: TypeAlias = Callable[[Mapping[str, str], Connection, Connection], Process]
+"""Starts a process with additional environment variables and pipes for its two outputs."""
 
-    Args:
-        program: What the processes run.
-        environment: Environment that all workers share. Variables that libraries read when they are
-            imported must be in it.
-        fresh: True for a new interpreter for each process. Only Linux offers forks.
-    """
 
-    def __init__(self, program: Program, environment: Mapping[str, str], *, fresh: bool) -> None:
-        self._program, self._environment = program, environment
-        self._warm = AVAILABLE and not fresh
-        self._server: ForkServer | None = None
-        if self._warm:
-            self._open_server()  # it imports torch while the launcher does
+def starter(context: ForkServerContext | SpawnContext, program: Program) -> StartProcess:
+    """Return a function that starts processes which run ``program``."""
 
-    def start(self, variables: Mapping[str, str], out: int, errors: int) -> Process:
-        """Start a process with some more environment variables.
-
-        ``out`` and ``errors`` are the descriptors for standard output and error.
-        """
-        environment = {**self._environment, **variables}
-        argv = self._program.argv()
-        if self._warm:
-            server = self._open_server()
-            return server.fork(f"{_SCRIPT}:main", argv, environment, out, errors)
-        return subprocess.Popen(
-            [sys.executable, "-m", _SCRIPT, *argv],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=errors,
-            env=environment,
-            preexec_fn=prepare_worker,
+    def start(variables: Mapping[str, str], out: Connection, errors: Connection) -> Process:
+        # Scripts may compare the name with that of a process without multiprocessing.
+        process = context.Process(
+            target=run_worker, args=(program, variables, out, errors), name="MainProcess"
         )
+        with _without_main_module():
+            process.start()
+        return process
 
-    def _open_server(self) -> ForkServer:
-        if self._server is None or not self._server.usable:
-            self.close()
-            script = "" if self._program.is_module else self._program.target
-            self._server = ForkServer(self._program.preloaded, self._environment, script)
-        return self._server
+    return start
 
-    def close(self) -> None:
-        """End the server, and with it all processes that it has forked."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+
+@contextlib.contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Hide the main module, which new processes of multiprocessing would import."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 class Worker:
@@ -110,6 +79,7 @@ class Worker:
         code: Exit code of the last process that has ended: 128 + n after the signal n.
         process_key: Key to which the current process writes its place in the training.
         trains: True once it was reported that the current process trains.
+        script_failed: True if the last process has ended with an error of its script.
     """
 
     def __init__(self, number: int, most_restarts: int) -> None:
@@ -120,9 +90,11 @@ class Worker:
         self.code = 0
         self.process_key = ""
         self.trains = False
+        self.script_failed = False
         self._most_restarts = most_restarts
         self._restarts = 0  # since the last process that has lived for a minute
         self._started_at = 0.0
+        self._group: int | None = None  # process group of the last process
 
     @property
     def pid(self) -> int | None:
@@ -134,25 +106,40 @@ class Worker:
         """True while a process runs or is planned."""
         return self.process is not None or self.due is not None
 
-    def start(self, starter: Starter, variables: Mapping[str, str], out: int, errors: int) -> None:
+    def start(
+        self,
+        start: StartProcess,
+        variables: Mapping[str, str],
+        out: Connection,
+        errors: Connection,
+    ) -> None:
         """Start a process."""
+        self._reap()
         self.process_key, self.trains = f"offbeat/launch/process/{uuid.uuid4().hex}", False
         own = {
             "LOCAL_RANK": str(self.number),
             "OFFBEAT_RESTARTS": str(self.starts),
             "OFFBEAT_REPORT": self.process_key,
         }
-        self.due = None
-        self.process = starter.start({**variables, **own}, out, errors)
+        self.due, self._started_at = None, time.monotonic()
+        self.process = start({**variables, **own}, out, errors)
+        self._group = self.process.pid
         self.starts += 1
-        self._started_at = time.monotonic()
+
+    def start_failed(self) -> None:
+        """Note that a process could not be started, which counts as a failure of the worker."""
+        self.due, self._started_at = None, time.monotonic()
+        self.code, self.script_failed = TEMPORARY, False
 
     def poll(self) -> str | None:
         """Return how the process has ended, such as "was ended by SIGKILL". None if it has not."""
-        status = None if self.process is None else self.process.poll()
+        status = None if self.process is None else _exit_status(self.process)
         if status is None:
             return None
         self.process = None
+        if status:
+            self._kill_group()
+        self.script_failed = status > 0 and status != TEMPORARY
         if status >= 0:
             self.code = status
             return "ended" if status == 0 else f"ended with exit code {status}"
@@ -174,19 +161,53 @@ class Worker:
 
     def send(self, number: int) -> None:
         """Send a signal to the process, if one runs."""
-        if self.process is not None:
+        if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill the process, if one runs, and those that it has started."""
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        self._kill_group()
+        self.send(signal.SIGKILL)  # a new process may not be in its group yet
 
-    def end(self) -> None:
-        """Kill the process, if one runs, and wait until it has ended."""
-        self.kill()
-        if self.process is not None:
-            self.process.wait()
-            self.process = None
+    def wait(self) -> None:
+        """Wait until the process, if one runs, has ended, for at most 10 s."""
+        deadline = time.monotonic() + _END_SECONDS
+        while self.process is not None and self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _kill_group(self) -> None:
+        if self._group is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._group, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        """Wait for the ended processes of the last group, which this process may have inherited."""
+        if self._group is not None:
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-self._group, os.WNOHANG)[0]:
+                    pass
+
+
+def _exit_status(process: Process) -> int | None:
+    """Return the exit status (negative after a signal), or None while the process runs.
+
+    If the fork server was lost, for example because it could not fork, its workers continue. This
+    process inherits them, because ``launch`` has made it a subreaper.
+    """
+    status = process.exitcode
+    if status != _SERVER_LOST or process.pid is None:
+        return status
+    try:
+        ended, inherited = os.waitpid(process.pid, os.WNOHANG)
+    except ChildProcessError:  # not inherited: it has ended with this status, or is still orphaned
+        return None if _exists(process.pid) else status
+    return os.waitstatus_to_exitcode(inherited) if ended else None
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Chooses the worker processes of a run: new ones, restarted ones, or those of torchrun.
+"""Chooses the worker processes of a run: new ones, or those of torchrun.
 
 A *job* is the settings of one run. A *runner* runs jobs on worker processes. *Under a launcher*
 means that a launcher has started this process as one of the workers.

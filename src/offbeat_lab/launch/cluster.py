@@ -7,13 +7,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Self, TypeVar
+from typing import Self
 
 from offbeat import OffbeatError
 from offbeat.extend import show_bandwidth
 
-T = TypeVar("T")
 _PREFIX = "offbeat"
 _SWITCH_ADDRESS = "10.111.0.254"
 _CLONE_NEWNET = 0x40000000
@@ -66,7 +64,8 @@ class Cluster:
             run_cleanup(lambda: _run("ip", "netns", "delete", probe, check=False))
         return None
 
-    def _node(self, rank: int) -> str:
+    def node(self, rank: int) -> str:
+        """Return the name of a node's network namespace."""
         return f"{self._name}-{rank}"
 
     @property
@@ -99,7 +98,7 @@ class Cluster:
         _run("ip", "-n", switch, "link", "set", "bridge0", "up")
         _run("ip", "-n", switch, "link", "set", "lo", "up")
         for rank in range(self.workers):
-            node, port = self._node(rank), f"port{rank}"
+            node, port = self.node(rank), f"port{rank}"
             _run("ip", "netns", "add", node)
             _run(
                 *("ip", "link", "add", self.interface, "netns", node, "type", "veth"),
@@ -119,7 +118,7 @@ class Cluster:
     def reshape(self, bits_per_second: float, ranks: Sequence[int] | None = None) -> None:
         """Change the rate of all links, or of those of ``ranks``, even while they are in use."""
         for rank in range(self.workers) if ranks is None else ranks:
-            self._shape(self._node(rank), self.interface, bits_per_second, "change")
+            self._shape(self.node(rank), self.interface, bits_per_second, "change")
             self._shape(self._switch, f"port{rank}", bits_per_second, "change")
 
     def _shape(
@@ -135,27 +134,21 @@ class Cluster:
 
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
         """Return the command that runs ``argv`` on node ``rank``."""
-        return ["ip", "netns", "exec", self._node(rank), *argv]
-
-    def call_on_switch(self, function: Callable[[str], T]) -> T:
-        """Return ``function(address)``. The sockets that it opens are those of the switch.
-
-        All nodes reach them at ``address``.
-        """
-
-        def call() -> T:
-            # The namespace of a thread is also that of its sockets and of its new threads.
-            with open(f"/run/netns/{self._switch}") as namespace:
-                if ctypes.CDLL(None).setns(namespace.fileno(), _CLONE_NEWNET):
-                    raise OffbeatError(f"cannot enter the network namespace {self._switch}")
-            return function(_SWITCH_ADDRESS)
-
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(call).result()
+        return ["ip", "netns", "exec", self.node(rank), *argv]
 
     def close(self) -> None:
         """Remove the namespaces and their links. May be called repeatedly."""
         run_cleanup(lambda: _remove(rf"{self._name}-\w+"))
+
+
+def enter_namespace(name: str) -> None:
+    """Move this thread into a network namespace, with the sockets and threads that it will open.
+
+    Raises OffbeatError if that fails.
+    """
+    with open(f"/run/netns/{name}") as namespace:
+        if ctypes.CDLL(None).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OffbeatError(f"cannot enter the network namespace {name}")
 
 
 def run_cleanup(clean: Callable[[], object]) -> None:

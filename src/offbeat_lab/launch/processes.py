@@ -2,37 +2,37 @@
 
 import contextlib
 import math
+import multiprocessing
 import os
 import selectors
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import TypeAlias
 
 from offbeat import OffbeatError
-from offbeat.launcher import forking
-from offbeat.launcher.forking import ForkedProcess
-from offbeat.launcher.store import keep_store
 from offbeat_lab.events import Event, Start, from_json
 from offbeat_lab.job import Job
-from offbeat_lab.launch import fork_server
 from offbeat_lab.launch.cluster import Cluster, run_cleanup
 from offbeat_lab.launch.elastic import evaluate, read_files
+from offbeat_lab.launch.worker import WorkerProcess
 from offbeat_lab.scenario import Scenario
-from offbeat_lab.train import encode
 
 _POLL_SECONDS = 0.05  # longest time until the end of a worker is noticed
 _GRACE_SECONDS = 8.0  # longest wait for the other workers' errors after one worker has failed
-
-
-Worker: TypeAlias = "ForkedProcess | subprocess.Popen[bytes]"
+_END_SECONDS = 10.0  # longest wait for the end of a killed worker
+_PRELOADED = ["offbeat.launcher.preloaded", "offbeat_lab.launch.worker"]
+"""Modules that the fork server imports. The first one imports what otherwise takes each worker
+seconds, such as what the first optimizer needs."""
 Change: TypeAlias = tuple[float, Callable[[], object]]
 """Seconds since the event ``Start``, and a function that changes something then."""
 
@@ -67,21 +67,17 @@ def run_job(
         raise OffbeatError(
             "worker processes need Linux or macOS; on Windows use offbeat compare --simulate"
         )
+    elastic = Scenario.from_json(job.scenario).elastic
     with _temporary_folder() as folder:
-        elastic = Scenario.from_json(job.scenario).elastic
-        with contextlib.ExitStack() as stack:
-            read, write = os.pipe()
-            events = stack.enter_context(open(read, "rb", buffering=0))
-            out = stack.enter_context(open(write, "wb", buffering=0))
-            run = _Run(events, on_event, Path(folder), cluster)
+        read, write = multiprocessing.Pipe(duplex=False)
+        with read, write:
+            run = _Run(job, read, on_event, folder, cluster)
             try:
                 if elastic:
-                    changes = [*changes, *_start_elastic(job, run, out)]
+                    changes = [*changes, *_start_elastic(run, write)]
                 else:
-                    nowhere = stack.enter_context(open(os.devnull, "wb"))
                     for rank in range(job.workers):
-                        argument = encode(job, rank, f"{folder}/rendezvous")
-                        run.start(rank, argument, out if rank == 0 else nowhere)
+                        run.start(rank, write if rank == 0 else None)
                 run.wait(changes)
             finally:
                 run_cleanup(run.kill)
@@ -89,27 +85,23 @@ def run_job(
             evaluate(job, *read_files(folder), on_event)
 
 
-def _start_elastic(job: Job, run: "_Run", out: IO[bytes]) -> list[Change]:
+def _start_elastic(run: "_Run", events: Connection) -> list[Change]:
     """Start the first workers of a job whose workers die and join.
 
-    The workers gather at a store in this process. The worker that has rank 0 in the training
-    writes its events. After its death this is another one.
+    The workers gather at a store in a file. The worker that has rank 0 in the training writes its
+    events. After its death this is another one.
 
     Returns the deaths and joins.
     """
-    listen = partial(keep_store, port=0)
-    cluster = run.cluster
-    store = listen("127.0.0.1") if cluster is None else cluster.call_on_switch(listen)
-    run.store = store
+    job = run.job
     variables = {
-        "OFFBEAT_STORE": f"{store.host}:{store.port}",
+        "OFFBEAT_STORE": f"file://{run.folder}/store",
         "OFFBEAT_WORKERS": str(job.workers),
     }
     processes = Scenario.from_json(job.scenario).processes(job.workers)
 
     def start(rank: int) -> None:
-        argument = encode(job, rank, f"{run.folder}/rendezvous{rank}", folder=str(run.folder))
-        run.start(rank, argument, out, node=processes[rank].worker, variables=variables)
+        run.start(rank, events, node=processes[rank].worker, variables=variables)
 
     for rank in range(job.workers):
         start(rank)
@@ -131,78 +123,71 @@ class _Run:
     """The worker processes of one job.
 
     Args:
+        job: The run.
         events: Read end of the pipe to which rank 0 writes its events.
         on_event: Function that receives the events.
-        folder: Folder for the standard error of each worker.
+        folder: Folder for the files of the workers.
         cluster: Emulated network. None: use the loopback interface.
     """
 
     def __init__(
         self,
-        events: IO[bytes],
+        job: Job,
+        events: Connection,
         on_event: Callable[[Event], None],
-        folder: Path,
+        folder: str,
         cluster: Cluster | None,
     ) -> None:
-        self._events, self._on_event, self.folder = events, on_event, folder
-        self.cluster = cluster
-        self._workers: list[Worker] = []
+        self.job, self.folder = job, folder
+        self._events, self._on_event, self._cluster = events.fileno(), on_event, cluster
+        self._workers: list[BaseProcess] = []
         self._ended: set[int] = set()  # ranks of the workers that ``end`` has killed
-        self.store: Any = None  # its server lives as long as this object
         self._buffer = b""
-        os.set_blocking(events.fileno(), False)
+        os.set_blocking(self._events, False)
 
     def start(
         self,
         rank: int,
-        argument: str,
-        out: IO[bytes],
+        events: Connection | None,
         *,
         node: int | None = None,
         variables: Mapping[str, str] = {},
     ) -> None:
-        """Start the worker with the next rank: on the cluster, or else by a fork if possible.
+        """Start the worker with the next rank, on the cluster if there is one.
 
         ``node`` is by default ``rank``. ``variables`` are added to the environment of the worker.
         """
-        cluster = self.cluster
-        argv = [sys.executable, "-m", "offbeat_lab.train", argument]
+        cluster = self._cluster
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         interface = loopback if cluster is None else cluster.interface
-        environment = {**os.environ, **variables, "GLOO_SOCKET_IFNAME": interface}
-        if cluster is not None:
-            argv = cluster.command(rank if node is None else node, argv)
-        with open(self.folder / f"stderr{rank}", "wb") as errors:
-            if cluster is None and forking.AVAILABLE:
-                worker: Worker = fork_server.fork_worker(
-                    argument, environment, out.fileno(), errors.fileno()
-                )
-            else:
-                worker = subprocess.Popen(
-                    argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=errors,
-                    env=environment,
-                    preexec_fn=forking.prepare_worker,
-                )
-        self._workers.append(worker)
+        worker = WorkerProcess(
+            self.job,
+            rank,
+            self.folder,
+            elastic=Scenario.from_json(self.job.scenario).elastic,
+            node=None if cluster is None else cluster.node(rank if node is None else node),
+            environment={**os.environ, **variables, "GLOO_SOCKET_IFNAME": interface},
+            events=events,
+        )
+        Path(worker.errors).touch()
+        self._workers.append(_start(worker))
 
     def end(self, rank: int) -> None:
         """Kill a worker, whose end is then not a failure."""
-        if self._workers[rank].poll() is None:
+        if self._workers[rank].exitcode is None:
             self._ended.add(rank)
             _kill(self._workers[rank])
 
     def _poll(self) -> list[int | None]:
         """Return the exit status of each worker, 0 if ``end`` has killed it. None: it runs."""
-        statuses = [worker.poll() for worker in self._workers]
+        statuses = [worker.exitcode for worker in self._workers]
         return [0 if s is not None and r in self._ended else s for r, s in enumerate(statuses)]
 
     def _read(self) -> list[bytes]:
         """Return the complete lines that have arrived. Never blocks."""
-        while chunk := self._events.read(1 << 16):
-            self._buffer += chunk
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._events, 1 << 16):
+                self._buffer += chunk
         *lines, self._buffer = self._buffer.split(b"\n")
         return lines
 
@@ -233,19 +218,42 @@ class _Run:
                     deadline = deadline or time.monotonic() + _GRACE_SECONDS
                     killed = any(status is not None and status < 0 for status in statuses)
                     if killed or None not in statuses or time.monotonic() > deadline:
-                        raise _failure(statuses, self.folder)
+                        raise _failure(statuses, Path(self.folder))
 
     def kill(self) -> None:
         """Kill the workers that still run, and wait until all have ended."""
         for worker in self._workers:
             _kill(worker)
         for worker in self._workers:
-            worker.wait()
+            worker.join(_END_SECONDS)
 
 
-def _kill(worker: Worker) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(worker.pid, signal.SIGKILL)
+def _start(worker: WorkerProcess) -> BaseProcess:
+    """Start the process of a worker. On Linux it is a fork of a process that has imported torch."""
+    name = f"rank{worker.rank}"
+    process: BaseProcess
+    if sys.platform == "linux":
+        forks = multiprocessing.get_context("forkserver")
+        forks.set_forkserver_preload(_PRELOADED)
+        process = forks.Process(target=worker.run, name=name)
+    else:
+        process = multiprocessing.get_context("spawn").Process(target=worker.run, name=name)
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")  # otherwise the worker would import it
+    try:
+        process.start()
+    except EOFError:
+        raise OffbeatError("the process that starts workers has ended") from None
+    finally:
+        sys.modules["__main__"] = main
+    return process
+
+
+def _kill(worker: BaseProcess) -> None:
+    assert worker.pid is not None
+    for kill in (os.killpg, os.kill):  # a new process may not be in its group yet
+        with contextlib.suppress(ProcessLookupError):
+            kill(worker.pid, signal.SIGKILL)
 
 
 def _failure(statuses: list[int | None], folder: Path) -> WorkerError:
