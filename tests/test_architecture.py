@@ -77,25 +77,6 @@ NETWORKS_THREADS_AND_CLOCKS = {
     "time",
 }
 PRIVATE_ALLOWED = {"simulate/process_group.py"}  # the default process group needs one
-# Names that ``offbeat_lab`` imports although they are not public. The list can only shrink.
-NOT_PUBLIC = {
-    "offbeat_lab/job.py": {"offbeat.checkpoint.files.all_files"},
-    "offbeat_lab/cli/runs.py": {"offbeat.cli.view.WIDER"},
-    "offbeat_lab/cli/workers.py": {
-        "offbeat.launcher.launch.Launch",
-        "offbeat.launcher.launch.launch",
-        "offbeat.launcher.worker.PRELOADED",
-        "offbeat.launcher.worker.Program",
-    },
-    "offbeat_lab/launch/fork_server.py": {
-        "offbeat.launcher.forking.ForkServer",
-        "offbeat.launcher.forking.ForkedProcess",
-    },
-    "offbeat_lab/launch/processes.py": {
-        "offbeat.launcher.forking",
-        "offbeat.launcher.store.keep_store",
-    },
-}
 LOCKS_ALLOWED = {"offbeat_lab/baselines/shard.py"}  # called by the background threads of a server
 # Lines, and code lines, which are those without docstrings, comments, blank lines and imports. A
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
@@ -252,10 +233,7 @@ def test_the_laboratory_uses_public_names_only() -> None:
             known = {".".join(parts[:length]) for length in range(2, len(parts) + 1)} & public
             if within(name, "offbeat") and name != "offbeat" and not known:
                 used.setdefault(relative(path), set()).add(name)
-    for path, names_used in used.items():  # an attribute of an imported module
-        allowed = NOT_PUBLIC.get(path, set())
-        names_used -= {name for name in names_used if name.rpartition(".")[0] in allowed}
-    assert used == NOT_PUBLIC
+    assert used == {}
 
 
 def test_every_name_of_extend_is_there_and_described() -> None:

@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 
 from offbeat import Network
-from offbeat.cli.view import WIDER
 from offbeat.extend import console, print_narrow_table, require_integer, to_seconds
 from offbeat_lab import compare as comparison
 from offbeat_lab import report
@@ -145,7 +144,9 @@ class _Comparison:
                 command=command_line(),
                 tune=tune,
             )
-        _print_results(results, rest=WIDER if folder is None else "table.md has them")
+        _print_results(
+            results, rest="a wider terminal shows them" if folder is None else "table.md has them"
+        )
         if folder is None:
             return
         written = report.write_report(results, folder)

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 import torch.distributed as dist
 
-from offbeat.errors import OffbeatError
+from offbeat import OffbeatError
 from offbeat_lab.events import Event, to_json
 from offbeat_lab.job import Job
 from offbeat_lab.launch.cluster import enter_namespace
