@@ -97,9 +97,9 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/strategies": (1695, 703),
     "src/offbeat/training": (3138, 1777),
     "src/offbeat/transport": (2764, 1372),
-    "src/offbeat_lab": (10799, 5840),
+    "src/offbeat_lab": (10800, 5842),
     "benchmarks": (8247, 5212),
-    "tests": (40749,),
+    "tests": (40726,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
