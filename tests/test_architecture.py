@@ -99,7 +99,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2764, 1372),
     "src/offbeat_lab": (10800, 5842),
     "benchmarks": (8247, 5212),
-    "tests": (40726,),
+    "tests": (40731,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

@@ -148,9 +148,9 @@ def test_a_run_is_told_while_it_trains(call: Call, monkeypatch: pytest.MonkeyPat
     """Lines with loss, waiting, sent data and time left."""
     for name in ("_LINE_SECONDS", "_LEAST_SECONDS"):
         monkeypatch.setattr(progress, name, 0.0)
-    code, out, err = call("compare", "digits", *SHORT, "--evaluations", "1")
+    code, out, err = call("compare", "digits", *SHORT, "--evaluations", "1", "-s", "bsp")
     assert (code, err) == (0, "")
-    line = r"streaming  step \d of 5, loss \S+, waiting \d+%, sending \S+ [kM]bit/s, about \d"
+    line = r"bsp  step \d of 5, loss \S+, waiting \d+%, sending \S+ [kM]bit/s, about \d"
     assert re.search(line, out, re.MULTILINE)
 
 

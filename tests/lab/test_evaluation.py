@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cells import some
 from lab import tiny
-from offbeat import Compute, LocalSGD, Network, attach, parse_strategy, simulate
+from offbeat import Compute, LocalSGD, Network, attach, simulate
 from offbeat.errors import CommunicationError
 from offbeat.synchronizer import snapshot_of
 from offbeat_lab import evaluator
@@ -25,6 +25,7 @@ from offbeat_lab.events import Evaluation, Event, Waiting
 from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.methods.base import Attached
+from offbeat_lab.methods.registry import parse_method
 from offbeat_lab.recipes import find_recipe
 from offbeat_lab.recipes.base import Setup
 from offbeat_lab.recipes.datasets import TensorData
@@ -230,7 +231,7 @@ def snapshots_and_means(rank: int, size: int, text: str) -> tuple[list[Tensor], 
     model.register_buffer("mean", torch.rand(2, dtype=torch.float64))
     model.register_buffer("count", torch.tensor(rank))
     model.register_buffer("mask", torch.tensor([rank == 0, True]))
-    sync = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), parse_strategy(text))
+    sync = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), parse_method(text))
     with torch.no_grad():
         for tensor in (*model.parameters(), model.mean):
             tensor += rank
@@ -266,7 +267,7 @@ def server_and_snapshot(rank: int, size: int, text: str) -> tuple[list[Tensor], 
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = attach(model, optimizer, parse_strategy(text))
+    sync = attach(model, optimizer, parse_method(text))
     for step in range(5):
         model(torch.full((1, 3), float(rank + step))).sum().backward()
         optimizer.step()

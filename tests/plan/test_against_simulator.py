@@ -160,7 +160,7 @@ class Smaller:
 def durations(text: str, jitter: float) -> tuple[int, int]:
     """Steps before the measurement and in it: whole cycles of the strategy."""
     if text.startswith("streaming") or "eager" in text:
-        return 20, 20
+        return 20, 60 if "eager" in text else 20
     cycle = getattr(parse_strategy(text), "period", 1)
     cycle = 8 if text.startswith("async") else 10 if text.startswith("selsync") else cycle
     if jitter:

@@ -130,7 +130,7 @@ def server(rank: int, size: int) -> Any:
 def test_a_parameter_server_cannot_start_again() -> None:
     for kinds, error in simulated(server, workers=2):
         assert kinds[:1] == ["AttachError"]
-        assert "load before attach(), or use offbeat.load()" in error
+        assert "does not support model.load_state_dict() after attach(): load before" in error
 
 
 def copies(rank: int, size: int) -> None:
