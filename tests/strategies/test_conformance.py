@@ -357,7 +357,7 @@ def test_no_internal_tensor_is_on_the_default_device(row: Row) -> None:
     """
     for wire in ["float32" if row.baseline else "int4"]:
         results = simulated(by_hand, row.text, wire, "meta", not row.served, workers=3)
-        expected = simulated(by_hand, row.text, wire, "cpu", workers=3)
+        expected = simulated(by_hand, row.text, wire, "cpu", not row.served, workers=3)
         for (_, end), (_, same) in zip(results, expected, strict=True):
             assert torch.equal(end, same), wire
 
