@@ -6,7 +6,6 @@ The workers share the samples of each epoch: a faster worker takes more of them.
 """
 
 import argparse
-import json
 import os
 import time
 
@@ -23,10 +22,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--step-ms", type=float, default=0.0, help="shortest time of a step")
     parser.add_argument("--slow", type=int, help="local number of a worker with half the speed")
-    parser.add_argument("--log", help="directory for a line of JSON per step")
     options = parser.parse_args()
-    slot = int(os.environ.get("LOCAL_RANK", 0))
-    shortest = options.step_ms / 1000 * (2 if slot == options.slow else 1)
+    slow = int(os.environ.get("LOCAL_RANK", 0)) == options.slow
+    shortest = options.step_ms / 1000 * (2 if slow else 1)
 
     torch.manual_seed(0)
     digits = load_digits()
@@ -49,10 +47,6 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(max(0.0, began + shortest - time.monotonic()))
-            if options.log:
-                record = {"time": time.time(), "slot": slot, "epoch": epoch, "samples": len(x)}
-                with open(os.path.join(options.log, f"{os.getpid()}.jsonl"), "a") as log:
-                    print(json.dumps(record), file=log)
     sync.finish()
     with torch.no_grad():
         right = model(images[order[:360]]).argmax(1) == labels[order[:360]]
