@@ -31,9 +31,9 @@ _NAMES = {
     "offbeat.averaging.flow": "Flow",
     "offbeat.averaging.gradient_flow": "GradientFlow GradientFlowState",
     "offbeat.averaging.gradients": "GradientMean",
-    "offbeat.averaging.model_flow": "ModelFlow",
+    "offbeat.averaging.averager": "RoundAverager",
     "offbeat.averaging.norm": "squared_norm",
-    "offbeat.averaging.parts.part": "Part",
+    "offbeat.quantization.message": "All Message Stream",
     "offbeat.averaging.replica": "Replica",
     "offbeat.averaging.votes": "Round",
     "offbeat.averaging.worker": "AttachedOptimizer Worker",
@@ -68,9 +68,8 @@ if TYPE_CHECKING:
     from offbeat.averaging.gradient_flow import GradientFlow as GradientFlow
     from offbeat.averaging.gradient_flow import GradientFlowState as GradientFlowState
     from offbeat.averaging.gradients import GradientMean as GradientMean
-    from offbeat.averaging.model_flow import ModelFlow as ModelFlow
+    from offbeat.averaging.averager import RoundAverager as RoundAverager
     from offbeat.averaging.norm import squared_norm as squared_norm
-    from offbeat.averaging.parts.part import Part as Part
     from offbeat.averaging.replica import Replica as Replica
     from offbeat.averaging.votes import Round as Round
     from offbeat.averaging.worker import AttachedOptimizer as AttachedOptimizer
@@ -84,6 +83,9 @@ if TYPE_CHECKING:
     from offbeat.display.table import Table as Table
     from offbeat.elastic.connect import open_communicator as open_communicator
     from offbeat.lazy_imports import import_lazily as import_lazily
+    from offbeat.quantization.message import All as All
+    from offbeat.quantization.message import Message as Message
+    from offbeat.quantization.message import Stream as Stream
     from offbeat.simulate import Join as Join
     from offbeat.simulate import Kill as Kill
     from offbeat.strategies.base import CustomFlow as CustomFlow

@@ -8,7 +8,7 @@ from typing import Any
 
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradient_flow import GradientFlow
-from offbeat.averaging.model_flow import ModelFlow
+from offbeat.averaging.averager import ClockedAverager, RoundAverager
 from offbeat.averaging.replica import Replica
 from offbeat.averaging.worker import AttachedOptimizer, NonFinite, Worker
 from offbeat.strategies.base import CustomFlow, Gradients, Strategy
@@ -25,4 +25,4 @@ def flow_of(strategy: Strategy, worker: Worker) -> Flow:
         return flow
     if isinstance(averages, Gradients):
         return GradientFlow(strategy, worker, averages)
-    return ModelFlow(strategy, worker, averages)
+    return (ClockedAverager if averages.eager else RoundAverager)(strategy, worker, averages)

@@ -7,7 +7,7 @@ of training. It is also used when workers join or are lost, and between the work
 import torch
 
 from offbeat.averaging.buckets import Bucket
-from offbeat.averaging.parts.landing import Landing, bucket_landing, land
+from offbeat.averaging.landing import Landing, bucket_landing, land
 from offbeat.averaging.replica import Contents, Replica
 from offbeat.transport.team import Team
 

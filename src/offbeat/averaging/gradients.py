@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.averaging.buckets import BUCKET_BYTES, Bucket, group_tensors, pack, swap, unpack
-from offbeat.averaging.parts.landing import Landing, land
+from offbeat.averaging.landing import Landing, land
 from offbeat.quantization.wire import Wire
 from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.team import Team

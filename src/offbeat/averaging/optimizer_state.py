@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from offbeat.averaging.buckets import Bucket, make_buckets
 from offbeat.averaging.norm import squared_norm
-from offbeat.averaging.parts.landing import Landing, bucket_landing
+from offbeat.averaging.landing import Landing, bucket_landing
 from offbeat.errors import AttachError
 from offbeat.transport.team import Team
 

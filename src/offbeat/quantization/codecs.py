@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.quantization.base import Codec, add_piece, pieces
+from offbeat.quantization.base import Codec, pieces
 from offbeat.quantization.integers import Int2, Int4, Int8
 from offbeat.quantization.kernels import BLOCK
 
@@ -17,20 +17,11 @@ class BFloat16(Codec):
     block_bytes = 2 * BLOCK
 
     @override
-    def encode(
-        self,
-        values: Tensor,
-        payload: Tensor,
-        plus: Tensor | None = None,
-        *,
-        start: int = 0,
-        keep_error: bool = True,
-    ) -> None:
-        numbers = payload.flatten().view(torch.bfloat16)[start:]
-        for piece in pieces(values):
-            part, rounded = values[piece], numbers[piece]
-            add_piece(part, plus, piece)
-            rounded.copy_(part)
+    def encode(self, values: Tensor, rows: Tensor, *, keep_error: bool = True) -> None:
+        for some_rows, numbers in pieces(len(rows), whole=not values.is_cpu):
+            part = values[numbers]
+            rounded = part.to(torch.bfloat16)
+            rows[some_rows].view(torch.bfloat16).copy_(rounded.view(-1, BLOCK))
             if keep_error:
                 part.sub_(rounded)
                 # The error of a number that is not finite, or overflows in bfloat16, is not finite.
@@ -39,14 +30,12 @@ class BFloat16(Codec):
                     part.nan_to_num_(0.0, 0.0, 0.0)
 
     @override
-    def decode(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
-        values.copy_(payload.flatten().view(torch.bfloat16)[start : start + values.numel()])
+    def decode(self, rows: Tensor, values: Tensor) -> None:
+        values.copy_(rows.view(torch.bfloat16).reshape(-1)[: values.numel()])
 
     @override
-    def add(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
-        numbers = payload.flatten().view(torch.bfloat16)[start:]
-        for piece in pieces(values):
-            values[piece].add_(numbers[piece])
+    def add(self, rows: Tensor, values: Tensor) -> None:
+        values.view(-1, BLOCK).add_(rows.view(torch.bfloat16))
 
 
 CODECS: dict[str, type[Codec]] = {"bfloat16": BFloat16, "int8": Int8, "int4": Int4, "int2": Int2}

@@ -2,14 +2,13 @@
 
 from functools import cache
 from math import inf
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.quantization.base import Codec, add_piece, pieces
+from offbeat.quantization.base import Codec, pieces
 from offbeat.quantization.kernels import BLOCK, SMALLEST_SCALE, THRESHOLD, kernels_for
 
 _ROUNDING = 1.5 * 2.0**23
@@ -37,38 +36,30 @@ class IntegerCodec(Codec):
     - A block whose scale would be below ``SMALLEST_SCALE`` gets the scale 0. It decodes to zeros,
       and its errors are the numbers themselves.
 
-    A payload contains the scales of all blocks, then the integers of all blocks, packed in two's
-    complement. If the integers of a block take B bytes, byte j holds the numbers j, j + B, j + 2·B,
-    …, from the lowest bits up. So packing works on contiguous memory.
+    A row contains the scale and then the integers, packed in two's complement. If the integers take
+    B bytes, byte j of them holds the numbers j, j + B, j + 2·B, …, from the lowest bits up. So
+    packing works on contiguous memory.
 
     The compiled loops of ``kernels.py`` process contiguous float32 tensors on the CPU, if numba is
-    installed. Torch operations process all others. Both decode a payload to the same bits.
+    installed. Torch operations process all others. Both decode a row to the same bits.
 
     Attributes:
         bits: Bits of an integer: 8, 4 or 2.
-        block_bytes: Bytes of one block in a payload: a scale of 4 bytes and the packed integers.
+        block_bytes: Bytes of a row: a scale of 4 bytes and the packed integers.
     """
 
     bits: ClassVar[int]
     block_bytes: ClassVar[int]
 
     @override
-    def encode(
-        self,
-        values: Tensor,
-        payload: Tensor,
-        plus: Tensor | None = None,
-        *,
-        start: int = 0,
-        keep_error: bool = True,
-    ) -> None:
-        for piece in pieces(values):
-            part = values[piece]
-            add_piece(part, plus, piece)
-            if self._run_kernel(part, payload, start + piece.start, "encode", keep_error):
-                continue
-            scale, packed = self._split(payload, start + piece.start, part.numel())
-            x = part.view(*scale.shape[:2], BLOCK)
+    def encode(self, values: Tensor, rows: Tensor, *, keep_error: bool = True) -> None:
+        loops = kernels_for(values)
+        if loops is not None:
+            loops.encode(values.numpy(), rows.numpy(), self.bits, keep_error)
+            return
+        for some_rows, numbers in pieces(len(rows), whole=not values.is_cpu):
+            scale, packed = self._split(rows[some_rows])
+            x = values[numbers].view(-1, BLOCK)
             if self.bits == 2:
                 self._encode_ternary(x, scale, packed, keep_error)
                 continue
@@ -87,52 +78,32 @@ class IntegerCodec(Codec):
             self._pack(rounded.to(torch.int8), packed)
 
     @override
-    def decode(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
-        for piece in pieces(values):
-            part = values[piece]
-            if self._run_kernel(part, payload, start + piece.start, "decode", False):
-                continue
+    def decode(self, rows: Tensor, values: Tensor) -> None:
+        loops = kernels_for(values)
+        if loops is not None:
+            loops.decode(values.numpy(), rows.numpy(), self.bits, False)
+            return
+        for some_rows, numbers in pieces(len(rows), whole=not values.is_cpu):
+            part = values[numbers]
             if part.dtype == torch.float32 and part.numel() % BLOCK == 0:
-                self._decode_blocks(payload, start + piece.start, part)
+                self._decode_blocks(rows[some_rows], part)
             else:
-                size = -(-part.numel() // BLOCK) * BLOCK
-                blocks = torch.empty(size, dtype=torch.float32, device=part.device)
-                self._decode_blocks(payload, start + piece.start, blocks)
+                count = len(rows[some_rows]) * BLOCK
+                blocks = torch.empty(count, dtype=torch.float32, device=part.device)
+                self._decode_blocks(rows[some_rows], blocks)
                 part.copy_(blocks[: part.numel()])
 
     @override
-    def add(self, payload: Tensor, values: Tensor, *, start: int = 0) -> None:
-        for piece in pieces(values):
-            part = values[piece]
-            if not self._run_kernel(part, payload, start + piece.start, "decode", True):
-                numbers = torch.empty_like(part)
-                self._decode_blocks(payload, start + piece.start, numbers)
-                part.add_(numbers)  # the product is rounded before the sum, as in the compiled loop
-
-    def _run_kernel(
-        self,
-        part: Tensor,
-        payload: Tensor,
-        start: int,
-        name: Literal["encode", "decode"],
-        flag: bool,
-    ) -> bool:
-        """Run the compiled loop ``name`` on a piece. Return False if none applies to this tensor.
-
-        ``flag`` is ``keep_error`` of the encode loop, or ``add`` of the decode loop.
-        """
-        loops = kernels_for(part)
-        if loops is None:
-            return False
-        raw = payload.numpy()  # slicing an array costs less than slicing a tensor
-        first, last = start // BLOCK, -(-(start + part.numel()) // BLOCK)
-        size = self.block_bytes - 4
-        offset = raw.size // self.block_bytes * 4
-        scales = raw[4 * first : 4 * last].view(np.float32)
-        packed = raw[offset + size * first : offset + size * last]
-        loop = loops.encode if name == "encode" else loops.decode
-        loop(part.numpy(), scales, packed, self.bits, flag)
-        return True
+    def add(self, rows: Tensor, values: Tensor) -> None:
+        loops = kernels_for(values)
+        if loops is not None:
+            loops.decode(values.numpy(), rows.numpy(), self.bits, True)
+            return
+        for some_rows, numbers in pieces(len(rows), whole=not values.is_cpu):
+            part = values[numbers]
+            decoded = torch.empty_like(part)
+            self._decode_blocks(rows[some_rows], decoded)
+            part.add_(decoded)  # the product is rounded before the sum, as in the compiled loop
 
     def _encode_ternary(
         self, x: Tensor, scale: Tensor, packed: Tensor, keep_error: bool
@@ -190,14 +161,13 @@ class IntegerCodec(Codec):
             column.bitwise_left_shift_(_int32(shift, device))
             words.bitwise_or_(column.bitwise_and_(_in_each_byte(mask << shift, device)))
 
-    def _decode_blocks(self, payload: Tensor, start: int, values: Tensor) -> None:
+    def _decode_blocks(self, rows: Tensor, values: Tensor) -> None:
         """Decode into ``values``, which is float32 and has whole blocks."""
-        scale, packed = self._split(payload, start, values.numel())
+        scale, packed = self._split(rows)
         # ``unit`` removes the factor of ``_unpack``. ``scale * unit`` is exact: ``unit`` is a power
         # of two, and a scale is never so small that the product loses bits (SMALLEST_SCALE).
         unit = 2.0 ** (self.bits - 8)
-        blocks = values.view(*scale.shape[:2], BLOCK)
-        blocks.copy_(self._unpack(packed)).mul_(scale * unit)
+        values.view(-1, BLOCK).copy_(self._unpack(packed)).mul_(scale * unit)
 
     def _unpack(self, packed: Tensor) -> Tensor:
         """Return the integers times 2^(8 − bits): as int8, each in the highest bits of its byte."""
@@ -205,20 +175,16 @@ class IntegerCodec(Codec):
             return packed
         words, highest, device = packed.view(torch.int32), 8 - self.bits, packed.device
         mask = _in_each_byte(2**self.bits - 1 << highest, device)
-        integers = torch.empty(*packed.shape[:2], BLOCK, dtype=torch.int8, device=device)
+        integers = torch.empty(len(packed), BLOCK, dtype=torch.int8, device=device)
         for i, column in enumerate(integers.view(torch.int32).chunk(8 // self.bits, dim=-1)):
             torch.bitwise_left_shift(words, _int32(highest - i * self.bits, device), out=column)
             column.bitwise_and_(mask)
         return integers
 
-    def _split(self, payload: Tensor, start: int, elements: int) -> tuple[Tensor, Tensor]:
-        """Return views of the scales (float32) and packed integers (int8): payload × block × …."""
-        rows = payload if payload.dim() == 2 else payload[None]
-        first, last = start // BLOCK, -(-(start + elements // len(rows)) // BLOCK)
-        size, offset = self.block_bytes - 4, rows.shape[1] // self.block_bytes * 4
-        scales = rows[:, 4 * first : 4 * last].view(torch.float32)
-        packed = rows[:, offset + size * first : offset + size * last].view(torch.int8)
-        return scales[..., None], packed.view(len(rows), -1, size)
+    @staticmethod
+    def _split(rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the scales (float32, one column) and of the packed integers (int8)."""
+        return rows[:, :4].view(torch.float32), rows[:, 4:].view(torch.int8)
 
 
 def _mark_exceptions(scale: Tensor) -> None:

@@ -20,6 +20,8 @@ from torch import Tensor
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
+Rows = NDArray[np.uint8]
+"""Two dimensions."""
 
 BLOCK = 512
 """Numbers in a block. The integers of a block share one scale."""
@@ -37,13 +39,12 @@ _INFINITY_BITS = 0x7F800000  # bit pattern of float32 infinity; those of NaN are
 _ROUNDING = np.float32(1.5 * 2.0**23)  # adding it rounds to an integer, see ``integers.py``
 
 
-def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error: bool) -> None:
+def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
     """Quantize blocks to integers; see ``integers.IntegerCodec`` for the format.
 
     Args:
         values: Numbers of whole blocks.
-        scales: Output, one scale per block.
-        packed: Output, ``BLOCK * bits / 8`` bytes per block.
+        rows: Output, one row per block.
         bits: Bits of an integer: 8, 4 or 2.
         keep_error: True replaces ``values`` by the quantization errors. False does not change them.
     """
@@ -91,7 +92,8 @@ def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error:
             scale = np.float32(0)
         usual = finite and scale > np.float32(0)
         inverse = np.float32(1) / scale if usual else np.float32(0)
-        scales[block] = scale
+        row = rows[block]
+        row[:4].view(np.float32)[0] = scale
         if not usual:
             for i in range(BLOCK):
                 integers[i] = np.int32(0)
@@ -102,7 +104,7 @@ def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error:
         else:
             for i in range(BLOCK):
                 shifted[i] = values[start + i] * inverse + _ROUNDING
-        fields = packed[block * width : (block + 1) * width]
+        fields = row[4 : 4 + width]
         for j in range(width):
             fields[j] = np.uint8(integers[j] & mask)
         for k in range(1, count):
@@ -122,13 +124,12 @@ def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error:
                 values[start + i] -= (shifted[i] - _ROUNDING) * scale
 
 
-def decode(values: Floats, scales: Floats, packed: Bytes, bits: int, add: bool) -> None:
-    """Decode ``scales`` and ``packed``, the output of ``encode``.
+def decode(values: Floats, rows: Rows, bits: int, add: bool) -> None:
+    """Decode ``rows``, the output of ``encode``.
 
     Args:
         values: Output. May end inside the last block.
-        scales: One scale per block.
-        packed: ``BLOCK * bits / 8`` bytes per block.
+        rows: One row per block.
         bits: Bits of an integer: 8, 4 or 2.
         add: True adds the numbers to ``values``. False replaces ``values``.
     """
@@ -137,12 +138,13 @@ def decode(values: Floats, scales: Floats, packed: Bytes, bits: int, add: bool) 
     # removes the factor 2^(8 − bits) of this shift.
     highest = 0xFF << (8 - bits) & 0xFF
     unit = np.float32(2.0 ** (bits - 8))
-    for block in range(scales.size):
-        step, place = scales[block] * unit, block * width
+    for block in range(rows.shape[0]):
+        row = rows[block]
+        step, packed = row[:4].view(np.float32)[0] * unit, row[4 : 4 + width]
         for k in range(count):
             up, start = 8 - bits - k * bits, block * BLOCK + k * width
             length = min(width, max(0, values.size - start))
-            part, fields = values[start : start + length], packed[place : place + length]
+            part, fields = values[start : start + length], packed[:length]
             if add:
                 for j in range(length):
                     part[j] += np.float32(np.int8(fields[j] << up & highest)) * step
@@ -154,38 +156,41 @@ def decode(values: Floats, scales: Floats, packed: Bytes, bits: int, add: bool) 
 def apply_mean(
     shift: Floats,
     sent: Floats,
-    base: Floats,
+    shared: Floats,
     velocity: Floats,
     momentum: float,
+    direct: float,
     lookahead: float,
 ) -> None:
     """Apply a mean update to the shared model P, and compute the change of the local model.
 
         v ← momentum·v + D
-        Δ = D + lookahead·v
+        Δ = direct·D + lookahead·v
         P ← P + Δ
         shift ← Δ − u        for the local model, which already contains u
 
     Args:
         shift: Input: D, the mean of the updates of all workers. Output: Δ − u.
         sent: u, the update that this worker has sent.
-        base: P. Updated in place.
-        velocity: v, updated in place. If the array is empty, Δ = D.
+        shared: P. Updated in place.
+        velocity: v, updated in place. If the array is empty, Δ = direct·D.
         momentum: Factor of the old v.
+        direct: Factor of D in Δ.
         lookahead: Factor of v in Δ.
     """
-    keep, forward = np.float32(momentum), np.float32(lookahead)
+    keep, near, forward = np.float32(momentum), np.float32(direct), np.float32(lookahead)
     if velocity.size:
         for i in range(shift.size):
             new = shift[i] + keep * velocity[i]
             velocity[i] = new
-            step = shift[i] + forward * new
-            base[i] += step
+            step = near * shift[i] + forward * new
+            shared[i] += step
             shift[i] = step - sent[i]
     else:
         for i in range(shift.size):
-            base[i] += shift[i]
-            shift[i] -= sent[i]
+            step = near * shift[i]
+            shared[i] += step
+            shift[i] = step - sent[i]
 
 
 def add_squared_norm(values: Floats, squares: NDArray[np.float64], index: int) -> None:
@@ -213,16 +218,17 @@ def add_squared_norm(values: Floats, squares: NDArray[np.float64], index: int) -
 
 
 def land(
-    payloads: NDArray[np.uint8],
+    sums: Rows,
+    offset: int,
     bits: int,
     sent: Bytes,
     sent_bits: int,
-    first: int,
     weight: float,
     shift: Floats,
-    base: Floats,
+    shared: Floats,
     velocity: Floats,
     momentum: float,
+    direct: float,
     lookahead: float,
     squares: NDArray[np.float64],
 ) -> None:
@@ -231,36 +237,38 @@ def land(
     The symbols are those of ``apply_mean``.
 
     Args:
-        payloads: Integer payloads, one per row; see ``integers.IntegerCodec``. The sum of the
-            decoded rows, added in their order, is weight·D.
-        bits: Bits of an integer in ``payloads``.
-        sent: Payload of u.
+        sums: Encoded blocks, one range of bytes per row. The sum of the decoded ranges, added in
+            their order, is weight·D.
+        offset: Index, within each row of ``sums``, of the first byte of the range.
+        bits: Bits of an integer in ``sums``.
+        sent: The encoded blocks of u.
         sent_bits: Bits of an integer in ``sent``.
-        first: Index, within each payload, of the block for the first numbers of ``shift``.
         weight: Sum of the weights of all workers.
         shift: Output: Δ − u. May end inside a block.
-        base: P. Updated in place.
-        velocity: v, updated in place. If the array is empty, Δ = D.
+        shared: P. Updated in place.
+        velocity: v, updated in place. If the array is empty, Δ = direct·D.
         momentum: Factor of the old v.
+        direct: Factor of D in Δ.
         lookahead: Factor of v in Δ.
         squares: Two elements, to which ‖D‖² and ‖u‖² are added.
     """
-    keep, forward = np.float32(momentum), np.float32(lookahead)
+    keep, near, forward = np.float32(momentum), np.float32(direct), np.float32(lookahead)
     inverse = np.float32(1.0 / weight)
     mean, own = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     folded = np.empty(BLOCK, np.float32)
-    rows = payloads.shape[0]
+    rows = sums.shape[0]
     for start in range(0, shift.size, BLOCK):
-        length, block = min(BLOCK, shift.size - start), first + start // BLOCK
+        length, block = min(BLOCK, shift.size - start), start // BLOCK
         for row in range(rows + 1):
-            raw = payloads[row] if row < rows else sent
+            raw = sums[row] if row < rows else sent
+            first = offset if row < rows else 0
             values, depth = (mean, bits) if row < rows else (own, sent_bits)
-            size, width = 4 + BLOCK * depth // 8, BLOCK * depth // 8
+            width = BLOCK * depth // 8
+            place = first + block * (4 + width)
             highest = 0xFF << (8 - depth) & 0xFF
-            scale = raw[4 * block : 4 * block + 4].view(np.float32)[0]
+            scale = raw[place : place + 4].view(np.float32)[0]
             step = scale * np.float32(2.0 ** (depth - 8))
-            place = raw.size // size * 4 + block * width
-            fields = raw[place : place + width]
+            fields = raw[place + 4 : place + 4 + width]
             for k in range(8 // depth):
                 up = 8 - depth - k * depth
                 part = values[k * width : (k + 1) * width]
@@ -286,16 +294,19 @@ def land(
                 width //= 2
             for lane in range(_LANES):
                 squares[index] += folded[lane]
-        moved, shared = shift[start : start + length], base[start : start + length]
+        moved, base = shift[start : start + length], shared[start : start + length]
         if velocity.size:
             moving = velocity[start : start + length]
             for i in range(length):
                 new = mean[i] + keep * moving[i]
                 moving[i] = new
-                mean[i] += forward * new
+                mean[i] = near * mean[i] + forward * new
+        else:
+            for i in range(length):
+                mean[i] = near * mean[i]
         # A separate loop, because a loop over five arrays does not compile to vector instructions.
         for i in range(length):
-            shared[i] += mean[i]
+            base[i] += mean[i]
             moved[i] = mean[i] - own[i]
 
 
@@ -323,12 +334,12 @@ def kernels() -> Kernels | None:
     except ImportError:
         return None
     floats, raw, number = numba.float32[::1], numba.uint8[::1], numba.float64
-    codec_signature = numba.void(floats, floats, raw, numba.int64, numba.boolean)
-    mean_signature = numba.void(floats, floats, floats, floats, number, number)
     count, rows, pair = numba.int64, numba.uint8[:, ::1], numba.float64[::1]
+    codec_signature = numba.void(floats, rows, count, numba.boolean)
+    mean_signature = numba.void(floats, floats, floats, floats, number, number, number)
     land_signature = numba.void(
-        *(rows, count, raw, count, count, number),
-        *(floats, floats, floats, number, number, pair),
+        *(rows, count, count, raw, count, number),
+        *(floats, floats, floats, number, number, number, pair),
     )
     return Kernels(
         _compiled(encode, codec_signature),

@@ -57,6 +57,11 @@ class SimulatedHost(Host):
     def spawn(self, activity: Callable[[], None], *, what: str) -> None:
         self._cluster.workers.spawn(activity, what)
 
+    @property
+    @override
+    def in_background(self) -> bool:
+        return self._cluster.workers.current.background
+
     @override
     def promise(self) -> Promise[Any]:
         return SimulatedPromise()

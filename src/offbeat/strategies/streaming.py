@@ -3,9 +3,8 @@
 A *pass* of the model is complete when every part has landed once.
 """
 
-import logging
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from typing_extensions import override
@@ -18,22 +17,15 @@ from offbeat.strategies.base import (
     Tally,
     WorkerView,
     common,
-    local,
     setting,
 )
-from offbeat.strategies.rate_control import RateControl
 
-logger = logging.getLogger("offbeat")
-
-# Automatic number of parts. A launch has a fixed cost, as high as that of quantizing a few MB, so
-# parts are large and few. All but small models have at least two: while a worker has not yet
-# noticed that one part has arrived, the link sends the other.
-_PART_BYTES = 2**22
-_LEAST_PART_BYTES = 2**16  # a model of less than twice this size has one part
-_MOST_AUTO_PARTS = 4
+# Automatic number of parts. Small parts arrive younger, but each has a fixed cost.
+_LEAST_PART_BYTES = 2**15
+_PART_BYTES = 2**25
+_USUAL_PARTS = 16
 _MOST_PARTS = 1024
 _PATIENCE = 0.05
-_MOST_PATIENT_PASS = 2.0  # steps in a pass of the model up to which a worker waits for parts
 _MOMENTUM_STEPS = 50.0  # local steps in which the outer momentum decays to 1/e
 
 
@@ -42,27 +34,12 @@ class StreamingState:
     """State of ``StreamingAveraging`` on one worker.
 
     Attributes:
-        rate: Limits the number of parts in flight.
         launch_steps: For each part, the mean of the workers' local steps at its last launch.
         gain: Newest outer gain G.
-        pass_steps: Mean number of local steps in a pass of the model. 0: unknown.
-        voted_step: Local step of this worker's newest vote.
-        own_step: Local step of this worker's vote in the last round that has measured ``speed``.
-        others_step: Mean of the other workers' local steps in the votes of that round.
-        speed: Mean number of local steps that another worker takes while this worker takes one,
-            but at least 1. Measured between two rounds.
-        warned: True once this worker has logged that the staleness bound overrides its CPU budget.
     """
 
-    rate: RateControl
     launch_steps: list[float]
     gain: float = common(default=1.0)
-    pass_steps: float = field(default=0.0)
-    voted_step: int = 0
-    own_step: int = 0
-    others_step: float = 0.0
-    speed: float = 1.0
-    warned: bool = local(default=False)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -166,6 +143,7 @@ class StreamingAveraging(Strategy):
             parts=self._auto_parts if self.parts == "auto" else self.parts,
             lands="arrived" if self.schedule == "eager" else self.staleness // 2,
             bound=self.staleness,
+            patience=self.patience,
             # With any momentum above 0, ``outer_step`` is called and replaces this value.
             outer=Outer(momentum=float(self.outer_gain != 1)),
             error_feedback=True,
@@ -177,8 +155,8 @@ class StreamingAveraging(Strategy):
 
     @staticmethod
     def _auto_parts(model_bytes: int) -> int:
-        least = min(2, max(1, model_bytes // _LEAST_PART_BYTES))
-        return max(least, min(_MOST_AUTO_PARTS, model_bytes // _PART_BYTES))
+        most = max(_USUAL_PARTS, model_bytes // _PART_BYTES)
+        return max(1, min(most, _MOST_PARTS, model_bytes // _LEAST_PART_BYTES))
 
     def _cycle(self, parts: int) -> tuple[int, int]:
         """Return the steps between two rounds of the cyclic schedule, and the parts per round."""
@@ -187,87 +165,30 @@ class StreamingAveraging(Strategy):
 
     @override
     def state(self, worker: WorkerView) -> StreamingState:
-        rate = RateControl(start_step=worker.step, landed=-worker.count)
-        return StreamingState(
-            rate,
-            [float(worker.start_step)] * worker.count,
-            own_step=worker.step,
-            others_step=float(worker.start_step),
-        )
+        return StreamingState([float(worker.start_step)] * worker.count)
 
     @override
     def due(self, worker: WorkerView) -> float:
-        if worker.size == 1:
-            return 0.0
-        if self.schedule == "cyclic":
-            return float(worker.since_launch >= self._cycle(worker.count)[0])
-        rate = _up_to_date(worker)
-        allowed = min(rate.window - len(worker.in_flight_steps), rate.budget)
-        return allowed if allowed >= 1 else float(self._nears_bound(worker))
-
-    def _nears_bound(self, worker: WorkerView) -> bool:
-        """Return True if the bound on the staleness requires a launch now.
-
-        It does if nothing is in flight and the staleness has reached τ/2. A round begins when all
-        workers request it, so a slow worker must request it before faster workers reach their
-        bound. It therefore counts each of its steps as ``speed`` steps.
-        """
-        state: StreamingState = worker.state
-        if worker.in_flight_steps or 2 * state.speed * worker.staleness < self.staleness:
-            return False
-        if not state.warned:
-            state.warned = True
-            text = "rank %d: to keep the staleness within %d local steps, parts of the model are "
-            text += "launched more often than the CPU budget allows, which may slow down the steps"
-            text += ". Use a larger staleness or larger batches"
-            logger.warning(text, worker.rank, self.staleness)
-        return True
+        if self.schedule == "eager":
+            return 1.0
+        return float(worker.size > 1 and worker.since_launch >= self._cycle(worker.count)[0])
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
-        """Return steps per pass (∞: unknown), local step (both 0 if not stepping), ‖u‖², ‖D‖²."""
-        if not worker.stepping:
-            return 0.0, 0.0, worker.sent_squared, worker.mean_squared
-        worker.state.voted_step = worker.step
-        steps = _up_to_date(worker).pass_steps(worker.step, worker.count)
-        pass_steps = math.inf if steps is None else steps
-        return pass_steps, float(worker.step), worker.sent_squared, worker.mean_squared
+        """Return the local step (0 if not stepping), ‖u‖² and ‖D‖²."""
+        step = float(worker.step) if worker.stepping else 0.0
+        return step, worker.sent_squared, worker.mean_squared
 
     @override
     def decide(self, worker: WorkerView, tally: Tally) -> float:
-        """Launch the parts of the cyclic schedule, or the mean number that the workers want."""
-        if self.schedule == "cyclic":
-            return self._cycle(worker.count)[1]
-        stepping = max(1, tally.stepping)
-        if worker.stepping and stepping > 1:
-            own = worker.state.voted_step
-            self._measure_speed(worker.state, own, (tally.votes[1] - own) / (stepping - 1))
-        pass_steps = tally.votes[0] / stepping
-        if math.isfinite(pass_steps):
-            self._use_pass_steps(worker, pass_steps)
-        return max(1, int(tally.wanted / stepping + 0.5))
-
-    @staticmethod
-    def _measure_speed(state: StreamingState, own: int, others: float) -> None:
-        """Compare this worker's steps since the previous round with the mean of the others."""
-        if own > state.own_step:
-            state.speed = max(1.0, (others - state.others_step) / (own - state.own_step))
-            state.own_step, state.others_step = own, others
-
-    def _use_pass_steps(self, worker: WorkerView, steps: float) -> None:
-        """Store the mean number of local steps in a pass, and log the first one."""
-        state: StreamingState = worker.state
-        _up_to_date(worker).restart_count(worker.step)
-        if not state.pass_steps:
-            text = "the whole model (%d part%s) is averaged every %.1f steps"
-            logger.info(text, worker.count, "s" * (worker.count > 1), steps)
-        state.pass_steps = steps
+        """Launch the parts of the cyclic schedule, or as many as arrive young."""
+        return math.inf if self.schedule == "eager" else self._cycle(worker.count)[1]
 
     @override
     def outer_step(self, worker: WorkerView, part: int, tally: Tally) -> tuple[float, float]:
         """Return e^(−k/50) and (G − 1)·(1 − e^(−k/50)). The tally determines k and G."""
         state: StreamingState = worker.state
-        _, steps, sent, mean = tally.votes
+        steps, sent, mean = tally.votes
         if self.outer_gain != "auto":
             state.gain = self.outer_gain
         elif mean > 0:
@@ -289,26 +210,7 @@ class StreamingAveraging(Strategy):
 
     @override
     def after_step(self, worker: WorkerView) -> None:
-        """Measure the step, and adapt the window and the CPU budget of the eager schedule."""
-        state: StreamingState = worker.state
-        worker.details.update(outer_gain=state.gain)
+        """Shorten the next steps of SGD."""
+        worker.details.update(outer_gain=worker.state.gain)
         if self.outer_gain == "auto":
             worker.lr_factor = self._lr_factor(worker)
-        if self.schedule == "cyclic":
-            return
-        rate = _up_to_date(worker)
-        rate.step(worker.clock, worker.spent, worker.count)
-        if self.patience:
-            rate.count_wait(worker.waited, timed_out=worker.timed_out, share=self.patience)
-            # If a pass takes longer, the link is the limit, and waits do not help.
-            helps = state.pass_steps <= _MOST_PATIENT_PASS
-            worker.wait_limit = rate.wait_limit() if helps else 0.0
-        rate.resize(worker.ages, worker.count)
-        worker.details.update(window=rate.window, pass_steps=state.pass_steps)
-
-
-def _up_to_date(worker: WorkerView) -> RateControl:
-    """Count all launches and landings so far, and return the worker's rate control."""
-    rate: RateControl = worker.state.rate
-    rate.count(worker.launches, worker.landings, worker.step)
-    return rate

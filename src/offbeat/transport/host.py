@@ -56,6 +56,15 @@ class Host(ABC):
     def spawn(self, activity: Callable[[], None], *, what: str) -> None:
         """Run ``activity`` in a background thread named ``what``."""
 
+    @property
+    @abstractmethod
+    def in_background(self) -> bool:
+        """True if ``spawn`` of this host started the calling thread."""
+
+    def processor_seconds(self) -> float:
+        """Return the processor time of the calling thread. The simulator counts none."""
+        return 0.0
+
     @abstractmethod
     def promise(self) -> Promise[T]:
         """Return a new promise between threads of this worker."""
@@ -142,9 +151,13 @@ class ThreadHost(Host):
         assert isinstance(promise, ThreadPromise)
         return promise.wait(seconds)
 
+    @override
+    def processor_seconds(self) -> float:
+        return time.thread_time()
+
     @property
+    @override
     def in_background(self) -> bool:
-        """True if ``spawn`` of this host started the calling thread."""
         return threading.current_thread() in self._threads
 
     @property

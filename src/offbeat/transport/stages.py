@@ -16,7 +16,7 @@ from typing_extensions import override
 from offbeat.errors import CommunicationError
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Completed, Handle, explained
-from offbeat.transport.host import Promise
+from offbeat.transport.host import Host, Promise
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.0005
@@ -88,9 +88,10 @@ class Stages:
         self._next.fulfil(job)
         self._next = job.next
         if self._failure is not None:  # the thread may have ended
-            return _BothStages(Completed(self._failure))
+            return _BothStages(Completed(self._failure), host)
         # Wait without a time limit here: each stage has one, and its error is more precise.
-        return _BothStages(self._communicator.await_promise(job.started, what=what, patient=True))
+        started = self._communicator.await_promise(job.started, what=what, patient=True)
+        return _BothStages(started, host)
 
     def stop(self) -> None:
         """Let the thread end after the operations in its queue."""
@@ -133,10 +134,11 @@ class _BothStages(Handle[T]):
 
     Args:
         started: Handle of ``_Job.started``.
+        host: Host of this worker.
     """
 
-    def __init__(self, started: Handle[Handle[T] | Exception]) -> None:
-        self._started = started
+    def __init__(self, started: Handle[Handle[T] | Exception], host: Host) -> None:
+        self._started, self._host = started, host
 
     @override
     def done(self) -> bool:
@@ -149,7 +151,8 @@ class _BothStages(Handle[T]):
     def wait(self) -> T:
         second = self._started.wait()
         if isinstance(second, Exception):
-            raise explained(second)
+            # A background thread that waits passes the failure on to the training thread.
+            raise second if self._host.in_background else explained(second)
         return second.wait()
 
 

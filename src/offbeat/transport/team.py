@@ -56,6 +56,7 @@ class Team:
             after worker 1 of 3 is lost, ``members`` is (0, 2).
         communicator: Communicator between the workers. It adds its bytes and waits to ``account``.
         stages: Starts the second stages of sums of the current view, in a background thread.
+        movers: Moves the shared model by sums that have arrived, in another background thread.
         account: Bytes sent and time waited in all views.
         membership: Interface for agreeing on the next view; None if the training is not elastic.
     """
@@ -75,6 +76,7 @@ class Team:
         self.membership: Membership | None = view.communicator.membership
         self.communicator = Accounting(view.communicator, self.account)
         self.stages = Stages(view.communicator, "second stages of sums")
+        self.movers = Stages(view.communicator, "landings of parts")
 
     def enter(self, view: View) -> None:
         """Replace the current view by ``view``. The caller has closed the current one."""
@@ -169,6 +171,7 @@ class Team:
     def close(self, *, together: bool = False) -> None:
         """Close the communicators of this team and of its node; see ``Communicator.close``."""
         self.stages.stop()
+        self.movers.stop()
         self.communicator.close(together=together)
         if self.node is not None:
             self.node.close(together=together)

@@ -8,7 +8,7 @@ worker sends a *vote*, a few numbers that include its weight.
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from torch import Tensor
@@ -18,7 +18,7 @@ from offbeat import Strategy
 from offbeat.extend import (
     POSITIVE,
     CustomFlow,
-    ModelFlow,
+    RoundAverager,
     Round,
     SharedModel,
     WorkerView,
@@ -44,7 +44,7 @@ class FedAvgState:
     consensus_weight: float = transient(default=0.0)
 
 
-class FedAvgFlow(ModelFlow):
+class FedAvgFlow(RoundAverager):
     """Averages the models of the drawn workers.
 
     ``state.view.launches`` is the number of rounds so far.
@@ -76,11 +76,11 @@ class FedAvgFlow(ModelFlow):
         return not sends or super().is_finite(optimizer, stepping=stepping)
 
     @override
-    def land(self, *, take: bool = True) -> None:
+    def land(self, flight: Any, *, take: bool = True) -> None:
         """Wait for the mean. x ← x̄ if this worker was drawn, or with ``unselected="restart"``."""
         worker, view = self.worker, self.state.view
         drawn = self._draws(view.launches)
-        super().land(take=drawn or self.strategy.unselected == "restart")
+        super().land(flight, take=take and (drawn or self.strategy.unselected == "restart"))
         view.state.drawn += drawn
         worker.record["drawn"] = drawn
         worker.details["drawn"] = view.state.drawn

@@ -22,15 +22,17 @@ from typing_extensions import override
 from offbeat import Strategy
 from offbeat.extend import (
     CustomFlow,
+    All,
     Handle,
-    ModelFlow,
+    Message,
     Outer,
-    Part,
     Round,
+    RoundAverager,
     SharedModel,
+    Stream,
+    Team,
     WorkerView,
     setting,
-    unpack,
 )
 
 _CHUNK = 4096  # largest number of elements of a chunk: an index has 12 bits
@@ -82,68 +84,77 @@ def _shifts(like: Tensor) -> Tensor:
     return torch.arange(_ENTRIES, device=like.device) * _BITS
 
 
-@dataclass(init=False, eq=False, kw_only=True)
-class SparsePart(Part):
-    """The whole model, of which each launch sends sparse updates. It lands before the next step.
+class SparseMessage(Message):
+    """A message with the largest entries of each worker's update, plus what it did not send before.
 
-    Attributes:
-        error: e, the sum of what was not sent, one flat tensor for each bucket of parameters.
+    Args:
+        team: The workers.
+        streams: The only part of the model. Its ``errors`` are e, the sum of what was not sent.
+        what: Name of the operation in errors.
+        density: Share of the entries that are sent.
+        decay: Factor of e in each message.
     """
 
-    error: list[Tensor]
-
-    def __init__(self, *arguments: Any, density: float, decay: float, **options: Any) -> None:
-        super().__init__(*arguments, name="model", **options)
-        self._decay = decay
-        self._formats = [SparseVectors(bucket.elements, density) for bucket in self.buckets]
-        self._received: list[list[Tensor]] = []
-        self.keeps_base = True
-        self.base = [bucket.copy_parameters() for bucket in self.buckets]
-        self.error = [torch.zeros_like(base) for base in self.base]
+    def __init__(
+        self, team: Team, streams: Sequence[Stream], what: str, density: float, decay: float
+    ) -> None:
+        super().__init__(streams, what)
+        self._team, self._decay, self._contributes = team, decay, True
+        (stream,) = streams
+        self._errors = stream.split_errors()
+        self._formats = [SparseVectors(each.numel(), density) for each in self._errors]
+        self._sums: list[Tensor] = []
 
     @override
-    def launch(
-        self, total: Handle[float], *, weight: float, step: int, what: str, **_: Any
-    ) -> None:
-        """Start to gather the messages of all workers. With ``weight`` 0 the message is 0."""
-        self._begin(total, weight, step)
-        for i, bucket in enumerate(self.buckets):
-            vectors, error = self._formats[i], self.error[i]
-            if weight:
-                error.mul_(self._decay).add_(bucket.pack()).sub_(self.base[i])
+    def write(self, part: int, piece: int, start: int, values: Tensor) -> bool:
+        error = self._errors[piece][start : start + values.numel()]
+        error.mul_(self._decay).add_(values)
+        return True
+
+    @override
+    def clear(self) -> None:
+        self._contributes = False
+
+    @override
+    def start(self, vote: Sequence[float] | None) -> Handle[Any]:
+        handles: list[Handle[Any]] = []
+        self._sums = [torch.empty(0)] * len(self._errors)
+        for index, (error, vectors) in enumerate(zip(self._errors, self._formats, strict=True)):
+            message = error.new_zeros(vectors.nbytes, dtype=torch.uint8)
+            if self._contributes:
                 message = vectors.encode(error)
                 error.sub_(vectors.sum([message], error.dtype))
-            else:
-                message = error.new_zeros(vectors.nbytes, dtype=torch.uint8)
-            self._handles.append(self._team.communicator.gather(message, what=what))
+
+            def store(
+                messages: list[Tensor], index: int = index, vectors: SparseVectors = vectors
+            ) -> None:
+                self._sums[index] = vectors.sum(messages, self._errors[index].dtype)
+
+            self._team.account.sent(message.nbytes)
+            handles.append(self._team.uncounted.gather(message, what=self.what).then(store))
+        return All(handles)
 
     @override
-    def _receive(self) -> None:
-        self._received = [handle.wait() for handle in self._handles]
-
-    @override
-    def _write(self, *, moved: bool, show: bool) -> None:
-        self._refresh_tensors()  # the part lands at once: neither ``moved`` nor ``show``
-        for i, bucket in enumerate(self.buckets):
-            mean = self._formats[i].sum(self._received[i], self.base[i].dtype)
-            self.base[i].add_(mean.mul_(1 / self.weight), alpha=self._outer.lr)
-            unpack(self.base[i], bucket.parameters)
-        self._received = []
+    def read(self, part: int, piece: int, start: int, total: Tensor, sent: Tensor) -> None:
+        total.copy_(self._sums[piece][start : start + total.numel()])
+        sent.zero_()  # not used: the local model becomes the shared model
 
 
-class SparseLoCoFlow(ModelFlow):
-    """Averages models in one ``SparsePart``."""
+class SparseLoCoFlow(RoundAverager):
+    """Averages models in one ``SparseMessage``."""
 
-    can_exclude = False
+    stores_shared = True
     strategy: "SparseLoCo"
 
     @override
-    def make_parts(self) -> list[Part]:
-        worker, strategy = self.worker, self.strategy
-        options: dict[str, Any] = {"density": strategy.density, "decay": strategy.decay}
-        options |= {"outer": self.shared.outer, "step": worker.step}
-        tensors = [p for _, p in worker.replica.parameters]
-        return [SparsePart(worker.team, worker.wire, lambda: tensors, **options)]
+    def make_errors(self) -> None:
+        for part in self.parts:
+            part.stream.make_full_errors()
+
+    @override
+    def make_message(self, streams: Sequence[Stream], what: str) -> Message:
+        strategy, team = self.strategy, self.worker.team
+        return SparseMessage(team, streams, what, strategy.density, strategy.decay)
 
     @override
     def consensus(self, last: Round, *, final: bool) -> None:

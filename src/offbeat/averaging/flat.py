@@ -1,0 +1,242 @@
+"""The averaged parameters as flat vectors, and the parts into which they are cut.
+
+The shared model P and its velocity v are flat tensors. The local model x stays in the tensors of the
+user, because the optimizer, CUDA graphs and moving averages hold them. ``Flat`` reads and changes
+them like one vector.
+"""
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offbeat.averaging.buckets import as_real, staged_bytes, staging_dtype
+
+PIECE = 2**17  # numbers that are processed at a time on a CPU, few enough for its cache
+
+
+class Flat:
+    """Tensors of one dtype and device as one vector, one tensor after the other.
+
+    The numbers of a tensor come in the order in which they lie in memory. A complex element is two
+    numbers. A tensor with gaps in memory is copied at each access.
+
+    Args:
+        tensors: At least one tensor. All have the same dtype and device.
+
+    Attributes:
+        tensors: The tensors.
+        elements: Number of elements of all tensors.
+        dtype: Dtype for computations with the elements: float32 for half-precision tensors.
+        device: Device of the tensors.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self.dtype = staging_dtype(tensors[0])
+        self._addresses: list[int] = []
+        self.refresh()
+        self._ends = list(itertools.accumulate(view.numel() for view in self._views))
+        self.elements = self._ends[-1]
+
+    def refresh(self) -> None:
+        """Look at the tensors' memory again, because a module may have been moved."""
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        if addresses == self._addresses:
+            return
+        self._addresses, self.device = addresses, self.tensors[0].device
+        numbers = [as_real(tensor.detach()) for tensor in self.tensors]
+        self._dense = [_is_dense(each) for each in numbers]
+        self._views = [
+            each.as_strided((each.numel(),), (1,)) if dense else each
+            for each, dense in zip(numbers, self._dense, strict=True)
+        ]
+        self._pieces: dict[tuple[int, int], list[Tensor]] = {}  # of dense tensors, by their range
+
+    def _slices(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (tensor, first, last) for each tensor that has numbers from ``start`` to ``stop``."""
+        index = bisect_right(self._ends, start)
+        while start < stop:
+            offset = self._ends[index] - self._views[index].numel()
+            last = min(stop, self._ends[index])
+            yield index, start - offset, last - offset
+            start, index = last, index + 1
+
+    def _numbers(self, start: int, stop: int) -> list[Tensor]:
+        """Return 1-D tensors with the numbers from ``start`` to ``stop``."""
+        found = self._pieces.get((start, stop))
+        if found is None:
+            slices = list(self._slices(start, stop))
+            found = [self._views[i].reshape(-1)[a:b] for i, a, b in slices]
+            if all(self._dense[i] for i, _, _ in slices):
+                self._pieces[start, stop] = found
+        return found
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fill ``out``, of any floating-point dtype, with the numbers from ``start`` on."""
+        torch.cat(self._numbers(start, start + out.numel()), out=out)
+
+    def add(self, start: int, values: Tensor) -> None:
+        """Add ``values`` to the numbers from ``start`` on, computed in the dtype of ``values``."""
+        self._write(start, values, add=True)
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Replace the numbers from ``start`` on by ``values``."""
+        self._write(start, values, add=False)
+
+    def _write(self, start: int, values: Tensor, *, add: bool) -> None:
+        stop = start + values.numel()
+        numbers = self._numbers(start, stop)
+        for target, part in zip(numbers, values.split([t.numel() for t in numbers]), strict=True):
+            if add:
+                target.add_(part)
+            else:
+                target.copy_(part)
+        if (start, stop) not in self._pieces:  # some of the numbers are copies
+            for target, (index, first, last) in zip(
+                numbers, self._slices(start, stop), strict=True
+            ):
+                if not self._dense[index]:
+                    whole = self._views[index].reshape(-1)
+                    whole[first:last] = target
+                    self._views[index].copy_(whole.view(self._views[index].shape))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return True if the elements fill a range of memory without gaps, in any order."""
+    expected = 1
+    for size, stride in sorted(
+        zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]
+    ):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class Space:
+    """Parameters of one dtype and device: the local model x, the shared model P, and v.
+
+    Attributes:
+        x: The parameters.
+        P: The shared model, 1-D; None if it is not stored.
+        v: Velocity of the outer step, 1-D; None if there is none.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, shared: bool, velocity: bool) -> None:
+        self.x = Flat(tensors)
+        self.P: Tensor | None = None
+        self.v: Tensor | None = None
+        if shared:
+            self.P = torch.empty(self.x.elements, dtype=self.x.dtype, device=self.x.device)
+            self.x.read(0, self.P)
+        if velocity:
+            self.v = torch.zeros(self.x.elements, dtype=self.x.dtype, device=self.x.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """The numbers from ``start`` to ``stop`` of a space."""
+
+    space: Space
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def pieces(self, elements: int = PIECE) -> Iterator["Slice"]:
+        """Yield the slice in pieces. On a GPU there is a single one, which costs fewer launches."""
+        step = elements if self.space.x.device.type == "cpu" else max(1, len(self))
+        for start in range(self.start, self.stop, step):
+            yield Slice(self.space, start, min(start + step, self.stop))
+
+
+def make_spaces(tensors: Sequence[Tensor], *, shared: bool, velocity: bool) -> list[Space]:
+    """Return the tensors in one space for each dtype and device. Empty tensors are left out."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return [Space(group, shared=shared, velocity=velocity) for group in groups.values()]
+
+
+def cut(spaces: Sequence[Space], parts: int) -> list[list[Slice]]:
+    """Cut the spaces into parts of about equal bytes, which may begin inside a tensor.
+
+    Returns:
+        The slices of each part. There may be fewer parts than requested, at least one.
+    """
+    total = sum(space.x.elements * space.x.dtype.itemsize for space in spaces)
+    slices: list[list[Slice]] = [[] for _ in range(parts)]
+    done = 0
+    for space in spaces:
+        start, itemsize = 0, space.x.dtype.itemsize
+        while start < space.x.elements:
+            position = done + start * itemsize
+            part = min(parts - 1, position * parts // total)
+            stop = space.x.elements
+            if part < parts - 1:
+                fit = -(-(total * (part + 1) // parts - position) // itemsize)  # rounded up
+                stop = min(stop, start + max(1, fit))
+            slices[part].append(Slice(space, start, stop))
+            start = stop
+        done += space.x.elements * itemsize
+    return [part for part in slices if part] or [[]]
+
+
+def cut_by_tensors(
+    spaces: Sequence[Space], tensors: Sequence[Tensor], parts: int, sizes: Sequence[float]
+) -> list[list[Slice]]:
+    """Cut the spaces into parts of about equal bytes. No tensor is divided.
+
+    Part i of n ends at the tensor boundary that is nearest to i/n of all bytes. Boundaries that
+    would leave a part empty are not considered.
+
+    Args:
+        spaces: The spaces that contain ``tensors``.
+        tensors: All tensors, in order, also empty ones.
+        parts: Number of parts.
+        sizes: Bytes of each tensor over all of its shards. Tensors of 0 bytes do not count.
+
+    Raises:
+        ValueError: There are more parts than tensors.
+    """
+    present = [(tensor, size) for tensor, size in zip(tensors, sizes, strict=True) if size]
+    if parts > max(1, len(present)):
+        raise ValueError(
+            f"the number of parts must be at most {len(present)}, the number of parameter tensors "
+            f"of this model that are not empty, because a tensor is not divided; got {parts}"
+        )
+    ends: list[float] = [0, *itertools.accumulate(size for _, size in present)]
+    cuts = [0]
+    for part in range(1, parts):
+        target = ends[-1] * part / parts
+        candidates = range(cuts[-1] + 1, len(present) - parts + part + 1)
+        cuts.append(min(candidates, key=lambda cut: abs(ends[cut] - target)))
+    part_of = {
+        id(tensor): index
+        for index, (a, b) in enumerate(itertools.pairwise([*cuts, len(present)]))
+        for tensor, _ in present[a:b]
+    }
+    slices: list[list[Slice]] = [[] for _ in range(parts)]
+    for space in spaces:
+        start = 0
+        for tensor in space.x.tensors:
+            stop = start + as_real(tensor.detach()).numel()
+            mine = slices[part_of[id(tensor)]]
+            if mine and mine[-1].space is space and mine[-1].stop == start:
+                mine[-1] = Slice(space, mine[-1].start, stop)
+            else:
+                mine.append(Slice(space, start, stop))
+            start = stop
+    return slices
+
+
+def model_bytes(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the bytes of each tensor in a message of float32 or wider numbers."""
+    return [float(staged_bytes(tensor)) for tensor in tensors]

@@ -1,0 +1,117 @@
+"""Pace of self-clocked averaging: parts in a message, waits and processor time.
+
+A worker has at most one *message* in flight, which contains the updates of one or several parts of
+the model. It launches the next message at the end of the local step in which the previous one has
+landed. All times are in local steps, unless a name ends in ``seconds``.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+_MOST_WAIT = 0.5  # longest wait at the end of a step, in steps
+_LEAST_WAIT = 0.25  # with a smaller allowance a worker does not wait
+_LEAST_GROWTH = 1 / 64
+_MOST_SHARE = 0.05
+"""Largest share of the step time that a worker spends on launching and landing parts."""
+_SMOOTHING = 0.1  # weight of a new value in an exponential average
+_GAIN = 0.5  # part of the error of a prediction that ``Sizer`` corrects
+_SLACK = 0.1  # share of a step that is kept free, because steps and messages vary
+
+
+@dataclass
+class Sizer:
+    """Chooses the number of parts in the next message, equal on all workers.
+
+    The time of a message with m parts is modelled as ``base`` + ``each``·m steps. It lands at the
+    end of a step, after F = ⌈base + each·m⌉ steps. So the mean age of what a worker knows about
+    the others is F·(1 + n/(2m)): F for the message, and half of the n/m messages in a pass of the
+    model. The number m minimizes it.
+
+    Attributes:
+        parts: Number n of parts of the model.
+        number: Number m of parts in the next message.
+        base: Time of an empty message, in steps.
+        each: Time of one part, in steps.
+        known: True once a message has been measured.
+    """
+
+    parts: int
+    number: int = 1
+    base: float = 0.0
+    each: float = 0.0
+    known: bool = False
+
+    @property
+    def steps(self) -> float:
+        """Expected time of the next message, in steps. Infinite before the first measurement."""
+        return self.base + self.each * self.number if self.known else math.inf
+
+    def measure(self, steps: float, number: int) -> None:
+        """Learn from a message with ``number`` parts that took ``steps``, and choose the next."""
+        if not self.known:
+            self.base, self.each, self.known = 0.0, steps / number, True
+        else:
+            error = steps - (self.base + self.each * number)
+            step = _GAIN * error / (1 + number * number)
+            self.base = max(0.0, self.base + step)
+            self.each = max(0.0, self.each + step * number)
+        ages = {m: self.age(m) for m in range(1, self.parts + 1)}
+        self.number = min(ages, key=lambda m: (ages[m], m))
+
+    def age(self, number: int) -> float:
+        """Return the mean age of what a worker knows, if messages have ``number`` parts."""
+        flight = max(1, math.ceil(self.base + self.each * number + _SLACK))
+        return flight * (1 + self.parts / (2 * number))
+
+
+@dataclass
+class Pace:
+    """Step times of one worker, its waits and its processor time.
+
+    Attributes:
+        step_seconds: Duration of a local step without waits, an exponential average. 0: unknown.
+        allowance: Time for which this worker may wait now, in steps.
+        growth: Factor on the growth of the allowance. It is quartered after a wait that was too
+            short, and doubled after one that was not.
+        credit_seconds: Processor time that this worker may spend on the next message. Negative
+            after a message that cost more than a step allows.
+    """
+
+    share: float
+    step_seconds: float = 0.0
+    allowance: float = _MOST_WAIT
+    growth: float = 1.0
+    credit_seconds: float = 0.0
+    _left: float | None = field(default=None, repr=False)
+
+    def step_ended(self, now: float) -> None:
+        """Measure the step that ends ``now``, and add the processor time of a step."""
+        if self._left is not None:
+            seconds, mean = now - self._left, self.step_seconds
+            if mean:  # a longer step probably contains an evaluation
+                seconds = min(seconds, 2 * mean)
+            self.step_seconds = seconds if not mean else mean + _SMOOTHING * (seconds - mean)
+        added = _MOST_SHARE * self.step_seconds
+        self.credit_seconds = min(max(self.credit_seconds, -50 * added) + added, 2 * added)
+
+    def step_begins(self, now: float) -> None:
+        """Note that the next step begins ``now``."""
+        self._left = now
+
+    def interrupted(self) -> None:
+        """Do not measure the current step, because a barrier lies between its beginning and end."""
+        self._left = None
+
+    def wait_seconds(self) -> float:
+        """Return the longest wait at the end of this step."""
+        return self.allowance * self.step_seconds if self.allowance >= _LEAST_WAIT else 0.0
+
+    def waited(self, seconds: float, *, in_vain: bool) -> None:
+        """Subtract a wait from the allowance, and add that of one step."""
+        steps = seconds / self.step_seconds if self.step_seconds else 0.0
+        if in_vain:
+            self.growth = max(_LEAST_GROWTH, self.growth / 4)
+        elif steps:
+            self.growth = min(1.0, 2 * self.growth)
+        left = max(0.0, self.allowance - steps)  # a suspended process may have waited for long
+        self.allowance = min(_MOST_WAIT, left + self.share * self.growth)

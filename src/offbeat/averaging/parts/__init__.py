@@ -1,1 +1,0 @@
-"""Parts of a shared model: the groups of parameters that are averaged separately."""

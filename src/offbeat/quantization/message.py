@@ -1,0 +1,421 @@
+"""Messages: the updates of one or several parts of the model, summed over the workers.
+
+Each worker sends its update u of each part, and some numbers about itself, its *vote*. The sum of
+the updates is decoded when it is needed, piece by piece. Two kinds of messages have the same
+interface:
+
+- ``QuantizedMessage``: u is quantized, and its quantization error stays in the sender's model. With
+  two workers each one receives the update of the other. With more workers the sum takes two stages
+  (``two_stage_sum.py``), and the owner of a chunk keeps the error of the second stage.
+- ``ExactMessage``: u is sent as it is.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from typing_extensions import override
+
+from offbeat.quantization.base import Codec
+from offbeat.quantization.codecs import CODECS
+from offbeat.quantization.integers import IntegerCodec
+from offbeat.quantization.kernels import BLOCK
+from offbeat.quantization.precision import uses_single_stage
+from offbeat.quantization.two_stage_sum import add_chunks, start_two_stages
+from offbeat.transport.handle import Handle
+from offbeat.transport.team import Team
+
+Squares = NDArray[np.float64]
+"""‖D‖² and ‖u‖², summed over pieces."""
+
+
+class Stream:
+    """What one part of the model needs in all of its messages.
+
+    Args:
+        slices: Number of elements, dtype and device of each slice of the part.
+        workers: Number of workers.
+
+    Attributes:
+        starts: Index of the first block of each slice. Each slice begins with a new block.
+        chunk: Blocks of the chunk that each worker owns in the second stage of a sum.
+        errors: Quantization errors of the second stage in this worker's chunk: float32, 1-D. None
+            before the first sum of two stages.
+    """
+
+    def __init__(
+        self, slices: Sequence[tuple[int, torch.dtype, torch.device]], workers: int
+    ) -> None:
+        self._slices = list(slices)
+        self.starts, blocks = [], 0
+        for length, _, _ in slices:
+            self.starts.append(blocks)
+            blocks += -(-length // BLOCK)
+        self.chunk = -(-blocks // workers)
+        self.errors: Tensor | None = None
+        self._buffers: list[Tensor] = []
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the part."""
+        return sum(length for length, _, _ in self._slices)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part in an exact message."""
+        return sum(length * dtype.itemsize for length, dtype, _ in self._slices)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of a quantized message of the part."""
+        return self._slices[0][2] if self._slices else torch.device("cpu")
+
+    def make_errors(self) -> None:
+        """Allocate ``errors``, for a quantized sum."""
+        self.errors = torch.zeros(self.chunk * BLOCK, dtype=torch.float32, device=self.device)
+
+    def make_full_errors(self) -> None:
+        """Allocate ``errors`` for a message that keeps the error of each element of the part."""
+        dtypes = {dtype for _, dtype, _ in self._slices}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        self.errors = torch.zeros(self.elements, dtype=dtype, device=self.device)
+
+    def split_errors(self) -> Sequence[Tensor]:
+        """Return the ``errors`` of ``make_full_errors`` of each slice, as views."""
+        assert self.errors is not None
+        return self.errors.split([length for length, _, _ in self._slices])
+
+    def buffers(self) -> list[Tensor]:
+        """Return memory for the exact numbers of each slice. Later calls return the same memory."""
+        if not self._buffers:
+            self._buffers = [
+                torch.empty(length, dtype=dtype, device=device)
+                for length, dtype, device in self._slices
+            ]
+        return self._buffers
+
+    def release(self) -> None:
+        """Free the memory of ``buffers``."""
+        self._buffers = []
+
+
+class Message(ABC):
+    """One message. The methods are called in this order: ``write``, ``start``, ``read``.
+
+    Args:
+        streams: The parts, in order.
+        what: Name of the operation in errors.
+    """
+
+    def __init__(self, streams: Sequence[Stream], what: str) -> None:
+        self.streams, self.what = streams, what
+        self.votes: list[list[float]] = []
+
+    @abstractmethod
+    def write(self, part: int, piece: int, start: int, values: Tensor) -> bool:
+        """Put numbers of this worker's update into the message.
+
+        Args:
+            part: Index of the part in this message.
+            piece: Index of the slice in the part.
+            start: Index of the first number in the slice, a multiple of ``BLOCK``.
+            values: The numbers, 1-D. Overwritten.
+
+        Returns:
+            False if a number is known to be NaN or infinite.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Make the update zero."""
+
+    @abstractmethod
+    def start(self, vote: Sequence[float] | None) -> Handle[Any]:
+        """Send the message. The handle sets ``votes``. Its waits are not counted.
+
+        Args:
+            vote: Numbers about this worker. None: none are sent, by any worker.
+        """
+
+    @abstractmethod
+    def read(self, part: int, piece: int, start: int, total: Tensor, sent: Tensor) -> None:
+        """total ← the sum of the updates, and sent ← this worker's update, from ``start`` on.
+
+        The arguments are those of ``write``. The tensors have any floating-point dtype.
+        """
+
+    def packed(
+        self, part: int, piece: int, start: int, count: int
+    ) -> tuple[int, tuple[Any, ...]] | None:
+        """Return the encoded numbers from ``start`` on, for ``kernels.land``.
+
+        Returns:
+            Their number, at most ``count``, and the first five arguments of the loop. None if the
+            numbers are not integers on the CPU.
+        """
+        return None
+
+
+class ExactMessage(Message):
+    """A message whose updates are sent as they are.
+
+    Args:
+        keep: True if ``read`` is called with ``sent``: the message then keeps a copy of the update.
+    """
+
+    def __init__(self, team: Team, streams: Sequence[Stream], what: str, *, keep: bool) -> None:
+        super().__init__(streams, what)
+        self._team = team
+        self._sums = [list(stream.buffers()) for stream in streams]
+        self._sent: list[list[Tensor]] = []
+        self._keep = keep
+
+    @override
+    def write(self, part: int, piece: int, start: int, values: Tensor) -> bool:
+        self._sums[part][piece][start : start + values.numel()].copy_(values)
+        return True
+
+    @override
+    def clear(self) -> None:
+        for sums in self._sums:
+            for each in sums:
+                each.zero_()
+
+    @override
+    def start(self, vote: Sequence[float] | None) -> Handle[Any]:
+        team, what = self._team, self.what
+        if self._keep:
+            self._sent = [[each.clone() for each in sums] for sums in self._sums]
+        handles: list[Handle[Any]] = []
+        for i, sums in enumerate(self._sums):
+            for j, each in enumerate(sums):
+                team.account.sent(each.nbytes)
+                handle = team.uncounted.sum(each, what=what)
+
+                def store(result: Tensor, i: int = i, j: int = j) -> None:
+                    self._sums[i][j] = result
+
+                handles.append(handle.then(store))
+        if vote is not None:
+            device = team.communicator.control_device
+            own = torch.tensor(vote, dtype=torch.float64, device=device)
+            team.account.sent(own.nbytes)
+
+            def keep_votes(votes: list[Tensor]) -> None:
+                self.votes = [each.tolist() for each in votes]
+
+            gathering = team.uncounted.gather(own, what=f"votes of {what}")
+            handles.append(gathering.then(keep_votes))
+        return All(handles)
+
+    @override
+    def read(self, part: int, piece: int, start: int, total: Tensor, sent: Tensor) -> None:
+        numbers = slice(start, start + total.numel())
+        total.copy_(self._sums[part][piece][numbers])
+        if self._keep:
+            sent.copy_(self._sent[part][piece][numbers])
+
+
+class QuantizedMessage(Message):
+    """A message whose updates are quantized. All parts have one device.
+
+    The message is a matrix of bytes. With two stages it has one row for each worker: that worker's
+    chunk of each part. In a single stage it has one row. The vote follows at the end of each row.
+
+    Args:
+        team: The workers.
+        twin: Communicator of second stages, without accounting.
+        precision: Precision of both stages.
+        streams: The parts.
+        what: Name of the operation in errors.
+        vote: Number of numbers in a vote.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        twin: Any,
+        precision: str,
+        streams: Sequence[Stream],
+        what: str,
+        *,
+        vote: int,
+    ) -> None:
+        super().__init__(streams, what)
+        self._team, self._twin = team, twin
+        self._codec: Codec = CODECS[precision]()
+        self._size = size = self._codec.block_bytes
+        self._single = uses_single_stage(precision, team.size)
+        rows = 1 if self._single else team.size
+        # Blocks of each part in one row, and the position of its first byte.
+        self._blocks = [stream.chunk * (team.size // rows) for stream in streams]
+        self._starts = [size * sum(self._blocks[:i]) for i in range(len(streams))]
+        self._vote_bytes = 8 * vote
+        length = size * sum(self._blocks) + self._vote_bytes
+        self._sent = torch.zeros(rows, length, dtype=torch.uint8, device=streams[0].device)
+        self._sums: Tensor | None = None
+        self._contributes = True
+
+    def _ranges(self, part: int, piece: int, start: int, count: int) -> Any:
+        """Yield (row, first byte, first number, numbers) for ``count`` numbers of a slice."""
+        block, done = self.streams[part].starts[piece] + start // BLOCK, 0
+        while done < count:
+            row, offset = divmod(block, self._blocks[part])
+            numbers = min(count - done, (self._blocks[part] - offset) * BLOCK)
+            yield row, self._starts[part] + offset * self._size, done, numbers
+            done += numbers
+            block += -(-numbers // BLOCK)
+
+    def _rows(self, message: Tensor, row: int, first: int, numbers: int) -> Tensor:
+        blocks = -(-numbers // BLOCK)
+        return message[row, first : first + blocks * self._size].view(blocks, self._size)
+
+    @override
+    def write(self, part: int, piece: int, start: int, values: Tensor) -> bool:
+        finite = True
+        for row, first, done, numbers in self._ranges(part, piece, start, values.numel()):
+            some = values[done : done + numbers]
+            padding = -numbers % BLOCK
+            if padding or some.dtype != torch.float32 or some.device != self._sent.device:
+                whole = torch.zeros(
+                    numbers + padding, dtype=torch.float32, device=self._sent.device
+                )
+                whole[:numbers] = some
+                some = whole
+            rows = self._rows(self._sent, row, first, numbers)
+            self._codec.encode(some, rows, keep_error=False)
+            if isinstance(self._codec, IntegerCodec) and rows.is_cpu:
+                finite = finite and not bool(rows[:, :4].view(torch.float32).isnan().any())
+        return finite
+
+    @override
+    def clear(self) -> None:
+        self._sent.zero_()
+        self._contributes = False
+
+    @override
+    def start(self, vote: Sequence[float] | None) -> Handle[Any]:
+        assert len(vote or ()) * 8 == self._vote_bytes
+        if vote:
+            numbers = torch.tensor(vote, dtype=torch.float64).view(torch.uint8)
+            self._sent[:, -self._vote_bytes :] = numbers.to(self._sent.device)
+        if self._single:
+            self._team.account.sent(self._sent.nbytes)
+            gathering = self._team.uncounted.gather(self._sent[0], what=self.what)
+
+            def store(rows: list[Tensor]) -> None:
+                self._sums = torch.stack(rows)
+                self._read_votes(self._sums)
+
+            return gathering.then(store)
+        chunks = [stream.chunk for stream in self.streams]
+        sums = start_two_stages(
+            self._sent,
+            self._add_up,
+            self._team,
+            self._twin,
+            sum_bytes=self._size * sum(chunks),
+            what=self.what,
+        )
+
+        def store_sums(rows: Tensor) -> None:
+            self._sums = rows
+
+        return sums.then(store_sums)
+
+    def _read_votes(self, received: Tensor) -> None:
+        if self._vote_bytes:
+            votes = received[:, -self._vote_bytes :].cpu().contiguous()
+            self.votes = votes.view(torch.float64).tolist()
+
+    def _add_up(self, received: Tensor) -> Tensor:
+        """Add up this worker's chunk of each part."""
+        self._read_votes(received)
+        size = self._size
+        out = torch.zeros(
+            size * sum(stream.chunk for stream in self.streams),
+            dtype=torch.uint8,
+            device=received.device,
+        )
+        for stream, start in zip(self.streams, self._starts, strict=True):
+            stop = start + stream.chunk * size
+            chunks = received[:, start:stop]
+            if not (self._contributes or bool(chunks.any())):
+                continue  # the sum is zero, too, and the errors are for a later one
+            assert stream.errors is not None
+            part = out[start:stop].view(-1, size)
+            add_chunks(chunks, stream.errors, self._codec, self._codec, part)
+        return out
+
+    @override
+    def read(self, part: int, piece: int, start: int, total: Tensor, sent: Tensor) -> None:
+        sums = self._sums
+        assert sums is not None
+        for row, first, done, numbers in self._ranges(part, piece, start, total.numel()):
+            target = slice(done, done + numbers)
+            rows = [self._rows(self._sent, row, first, numbers)]
+            sent[target].copy_(self._decoded(rows, numbers))
+            senders = range(len(sums)) if self._single else [row]
+            rows = [self._rows(sums, sender, first, numbers) for sender in senders]
+            total[target].copy_(self._decoded(rows, numbers))
+
+    def _decoded(self, summands: Sequence[Tensor], numbers: int) -> Tensor:
+        """Return the sum of encoded blocks, added in their order."""
+        blocks = len(summands[0])
+        total = torch.empty(blocks * BLOCK, dtype=torch.float32, device=self._sent.device)
+        self._codec.decode(summands[0], total)
+        for other in summands[1:]:
+            self._codec.add(other, total)
+        return total[:numbers]
+
+    @override
+    def packed(
+        self, part: int, piece: int, start: int, count: int
+    ) -> tuple[int, tuple[Any, ...]] | None:
+        codec, sums = self._codec, self._sums
+        assert sums is not None
+        if not isinstance(codec, IntegerCodec) or not sums.is_cpu:
+            return None
+        row, first, _, numbers = next(self._ranges(part, piece, start, count))
+        rows = sums.numpy() if self._single else sums.numpy()[row : row + 1]
+        sent = self._sent.numpy()[row, first:]
+        return numbers, (rows, first, codec.bits, sent, codec.bits)
+
+
+class All(Handle[None]):
+    """Handle of several operations."""
+
+    def __init__(self, handles: Sequence[Handle[Any]]) -> None:
+        self._handles = handles
+
+    @override
+    def done(self) -> bool:
+        # Operations usually finish in order, so the last one is the most likely to be missing.
+        return all(handle.done() for handle in reversed(self._handles))
+
+    @override
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+
+def make_message(
+    team: Team,
+    twin: Any,
+    precision: str | None,
+    streams: Sequence[Stream],
+    what: str,
+    *,
+    vote: int = 0,
+    keep: bool = True,
+) -> Message:
+    """Return a new message. ``precision`` None: the updates are sent exactly."""
+    if precision is None:
+        return ExactMessage(team, streams, what, keep=keep)
+    return QuantizedMessage(team, twin, precision, streams, what, vote=vote)
+
+
