@@ -141,7 +141,9 @@ class Flight:
 
     def outer(self) -> list[Step]:
         """Return the outer step of each part."""
-        return self.steps() if callable(self.steps) else self.steps
+        if callable(self.steps):
+            self.steps = self.steps()
+        return self.steps
 
 
 @dataclass
@@ -224,11 +226,11 @@ class Averager(Flow):
         tensors, wire = [p for _, p in worker.replica.parameters], worker.wire
         several = worker.size > 1
         # An exact mean of whole models needs no P.
-        needed = self.stores_shared or not wire.exact or not shared.outer.plain or shared.eager
-        stores = several and needed
-        self.spaces = make_spaces(
-            tensors, shared=stores, velocity=several and shared.outer.momentum > 0
-        )
+        # A worker that is alone takes outer steps, too, but not those that shorten disagreement.
+        steps = not shared.outer.plain and (several or not shared.error_feedback)
+        stores = self.stores_shared or steps or (several and (not wire.exact or shared.eager))
+        velocity = steps and shared.outer.momentum > 0
+        self.spaces = make_spaces(tensors, shared=stores, velocity=velocity)
         size = sum(t.nbytes for t in tensors)
         if team.sharded:
             size = round(team.agree(size)[0])
@@ -467,6 +469,24 @@ class Averager(Flow):
                 piece.space.x.add(piece.start, shift)
                 yield
 
+    def _show(self, flight: Flight) -> None:
+        """Change the local model as the landing will. The caller restores the model."""
+        assert flight.handle is not None
+        flight.handle.wait()
+        if not flight.total():
+            return
+        squares, flight.squares = flight.squares, np.zeros(2)
+        pieces = (piece for part in flight.parts for _, _, piece in part.pieces())
+        moving = self._moving(flight)
+        for piece in pieces:
+            vectors = [t for t in (piece.space.P, piece.space.v) if t is not None]
+            some = slice(piece.start, piece.stop)
+            saved = [vector[some].clone() for vector in vectors]
+            next(moving)
+            for vector, values in zip(vectors, saved, strict=True):
+                vector[some] = values
+        flight.squares = squares
+
     def _moving(self, flight: Flight) -> Iterator[None]:
         """Move P, v and the local model, piece by piece."""
         total = flight.total()
@@ -658,9 +678,11 @@ class Averager(Flow):
     @override
     def consensus(self, last: Round, *, final: bool) -> None:
         worker = self.worker
-        self.settle()
         if final:
+            self.settle()
             self.report()
+        for flight in self._flying:
+            self._show(flight)
         if worker.size == 1:
             return
         what = f"{'final mean' if final else 'consensus'} at step {worker.step}"

@@ -84,6 +84,9 @@ class Pace:
     credit_seconds: float = 0.0
     _left: float | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        self.allowance = _MOST_WAIT if self.share else 0.0
+
     def step_ended(self, now: float) -> None:
         """Measure the step that ends ``now``, and add the processor time of a step."""
         if self._left is not None:

@@ -301,7 +301,7 @@ class QuantizedMessage(Message):
     def start(self, vote: Sequence[float] | None) -> Handle[Any]:
         assert len(vote or ()) * 8 == self._vote_bytes
         if vote:
-            numbers = torch.tensor(vote, dtype=torch.float64).view(torch.uint8)
+            numbers = torch.tensor(vote, dtype=torch.float64, device="cpu").view(torch.uint8)
             self._sent[:, -self._vote_bytes :] = numbers.to(self._sent.device)
         if self._single:
             self._team.account.sent(self._sent.nbytes)
