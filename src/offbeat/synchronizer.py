@@ -95,35 +95,7 @@ class Synchronizer:
         """
         return self._components.clipping.clip(max_norm, optimizer)
 
-    # -- additional measurements and modules ------------------------------------------------
-
-    def monitor(self, *, distance_every: int | None = None, gradient_change: bool = False) -> None:
-        """Add measurements to the telemetry records.
-
-        With ``distance_every`` it is a collective, to be called before the first step and before
-        ``load_state_dict``.
-
-        Args:
-            distance_every: Number of steps (≥ 1) from one measurement of the distance between the
-                workers' models to the next. All workers must give the same number. None: no
-                measurement. The results are ``distance``, ``distance_largest`` and
-                ``distance_step`` in the records and in ``Stats.details``. Each measurement sends
-                the model once in the background, and needs memory for two copies of the parameters.
-                See ``offbeat.training.monitors.Distance``.
-            gradient_change: True to add ``relative_change`` to each record: SelSync's Δ, the
-                relative change of this worker's smoothed squared gradient norm from step to step.
-                Costs one pass over the gradients.
-
-        Raises:
-            AttachError: after ``finish`` or ``detach``. Or ``distance_every`` was given after the
-                first step, a second time, or together with ``node_group`` or ``min_workers``.
-            MismatchError: another worker gave another ``distance_every``.
-        """
-        self._require_active("monitor()")
-        if gradient_change:
-            self._components.monitor_gradient_change()
-        if distance_every is not None:
-            self._components.monitor_distance(distance_every)
+    # -- additional modules and states -------------------------------------------------------
 
     def follow(self, *modules: nn.Module) -> None:
         """Add follower modules, such as an EMA. Only ``consensus`` and ``finish`` average them.

@@ -586,8 +586,6 @@ def test_unsupported_features_are_refused() -> None:
         _, sync = attach(model, "bsp")
         with pytest.raises(AttachError, match=r"follow\(\) with min_workers"):
             sync.follow(make_model())
-        with pytest.raises(AttachError, match=r"monitor\(distance_every=…\) with .*min_workers"):
-            sync.monitor(distance_every=3)
         sync.finish()
 
     run(worker, workers=2)

@@ -422,7 +422,6 @@ def refused(rank: int, size: int) -> Any:
     found.append(error_of(lambda: attach(model, sgd(model), "bsp", node_group="auto")))
     in_environment(rank)
     sync = attach(model, sgd(model), "local:period=8", node_group="auto")
-    found.append(error_of(lambda: sync.monitor(distance_every=4)))
     optimizer = sync._worker.optimizers[0].optimizer
     dist.barrier()
 
@@ -442,7 +441,6 @@ TEXTS_OF_ERRORS = [
     "rank 0: node_group must be",
     "min_workers with node_group: a node cannot continue without one of its workers",
     "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 do not fit rank 2",
-    "monitor(distance_every=…) with node_group",
     "The workers of a node must stop together",
 ]
 

@@ -23,7 +23,6 @@ from offbeat.training.checks.consistency import copy_rank_0, require_consistency
 from offbeat.training.checks.loading import LoadDetection
 from offbeat.training.checks.progress import Progress
 from offbeat.training.iteration import Iteration
-from offbeat.training.monitors import Distance
 from offbeat.transport.team import Team
 
 T = TypeVar("T")
@@ -109,7 +108,6 @@ class Consensus:
         followers: The follower modules.
         change_view: Called with a CommunicationError to begin the next view. None: the training is
             not elastic, and the error ends it.
-        distance: Measurement of the distance between the workers' models. None: no measurement.
         complete: False if a worker took part in the last consensus from ``finish``.
         ended: True if the model of this worker is the final mean. Other workers may not have the
             final mean yet.
@@ -128,7 +126,6 @@ class Consensus:
         iteration.accept_loaded = self.accept_loaded
         self.followers = FollowerModules(worker.team)
         self.change_view: Callable[[CommunicationError], object] | None = None
-        self.distance: Distance | None = None
         self.ended = False
         self.complete = True
         self._versions: list[int] = []  # see note_parameters
@@ -197,10 +194,7 @@ class Consensus:
         """Wait at a barrier until no worker takes a step. Returns the last round."""
         if self._shards is not None:
             self._shards.reshard()
-        last = self._iteration.wait_for_all(finishing=finishing)
-        if self.distance is not None:
-            self.distance.pause()
-        return last
+        return self._iteration.wait_for_all(finishing=finishing)
 
     def before_save(self) -> None:
         """Call ``complete_operations``. In elastic training call it again after a failure."""
