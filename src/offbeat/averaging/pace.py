@@ -8,8 +8,8 @@ landed. All times are in local steps, unless a name ends in ``seconds``.
 import math
 from dataclasses import dataclass, field
 
-_MOST_WAIT = 0.5  # longest wait at the end of a step, in steps
-_LEAST_WAIT = 0.25  # with a smaller allowance a worker does not wait
+_MOST_ALLOWANCE = 1.0  # steps
+_ACQUIRE = 0.7  # steps of allowance with which a worker tries to come into phase
 _LEAST_GROWTH = 1 / 64
 _MOST_SHARE = 0.05
 """Largest share of the step time that a worker spends on launching and landing parts."""
@@ -70,22 +70,26 @@ class Pace:
 
     Attributes:
         step_seconds: Duration of a local step without waits, an exponential average. 0: unknown.
-        allowance: Time for which this worker may wait now, in steps.
-        growth: Factor on the growth of the allowance. It is quartered after a wait that was too
-            short, and doubled after one that was not.
+        allowance: Time for which this worker may wait now, in steps. It grows by ``share`` in each
+            step.
+        in_phase: True if the newest wait for a message has not failed. Otherwise the worker waits
+            again when its allowance suffices to come into phase with the others.
+        growth: Factor on the growth of the allowance while the worker is not in phase. It is halved
+            after each attempt that fails.
         credit_seconds: Processor time that this worker may spend on the next message. Negative
             after a message that cost more than a step allows.
     """
 
     share: float
     step_seconds: float = 0.0
-    allowance: float = _MOST_WAIT
+    allowance: float = 0.0
+    in_phase: bool = False
     growth: float = 1.0
     credit_seconds: float = 0.0
     _left: float | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.allowance = _MOST_WAIT if self.share else 0.0
+        self.allowance = _ACQUIRE if self.share else 0.0
 
     def step_ended(self, now: float) -> None:
         """Measure the step that ends ``now``, and add the processor time of a step."""
@@ -107,14 +111,17 @@ class Pace:
 
     def wait_seconds(self) -> float:
         """Return the longest wait at the end of this step."""
-        return self.allowance * self.step_seconds if self.allowance >= _LEAST_WAIT else 0.0
+        may_wait = self.in_phase or self.allowance >= _ACQUIRE
+        return self.allowance * self.step_seconds if may_wait else 0.0
 
     def waited(self, seconds: float, *, in_vain: bool) -> None:
         """Subtract a wait from the allowance, and add that of one step."""
         steps = seconds / self.step_seconds if self.step_seconds else 0.0
         if in_vain:
-            self.growth = max(_LEAST_GROWTH, self.growth / 4)
+            self.growth = self.growth if self.in_phase else max(_LEAST_GROWTH, self.growth / 2)
+            self.in_phase = False
         elif steps:
-            self.growth = min(1.0, 2 * self.growth)
+            self.in_phase, self.growth = True, 1.0
         left = max(0.0, self.allowance - steps)  # a suspended process may have waited for long
-        self.allowance = min(_MOST_WAIT, left + self.share * self.growth)
+        growth = 1.0 if self.in_phase else self.growth
+        self.allowance = min(_MOST_ALLOWANCE, left + self.share * growth)
