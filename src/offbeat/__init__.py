@@ -22,7 +22,6 @@ __all__ = [
     "EndedError",
     "Forecast",
     "JsonLines",
-    "LinearScalingWarmup",
     "LocalSGD",
     "MismatchError",
     "Network",
@@ -42,7 +41,6 @@ __all__ = [
     "load",
     "parse_strategy",
     "plan",
-    "recalibrate_batchnorm",
     "save",
     "simulate",
 ]
@@ -75,8 +73,6 @@ if TYPE_CHECKING:
     from offbeat.strategies.registry import parse_strategy
     from offbeat.synchronizer import Synchronizer
     from offbeat.telemetry import JsonLines, Stats, TensorBoard, WandB
-    from offbeat.training.batchnorm import recalibrate_batchnorm
-    from offbeat.training.learning_rate.schedule import LinearScalingWarmup
 else:
     __getattr__ = import_lazily(
         __name__,
@@ -84,7 +80,6 @@ else:
         (
             *("errors", "strategies", "strategies.registry", "data", "plan", "simulate"),
             *("telemetry", "attach", "synchronizer", "elastic.joining", "checkpoint.save_load"),
-            *("training.batchnorm", "training.learning_rate.schedule"),
         ),
     )
 

@@ -12,13 +12,14 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
     LambdaLR,
+    LinearLR,
     OneCycleLR,
     PolynomialLR,
     SequentialLR,
 )
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from offbeat import Compute, LinearScalingWarmup, Network
+from offbeat import Compute, Network
 from offbeat_lab.compare import run_and_record
 from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import VirtualCluster
@@ -120,7 +121,7 @@ def test_workers_of_a_run_inject_samples() -> None:
         lambda optimizer: OneCycleLR(optimizer, 0.4, total_steps=11),  # sets momentum, too
         lambda optimizer: ChainedScheduler(
             [
-                LinearScalingWarmup(optimizer, workers=4, warmup_steps=3),
+                LinearLR(optimizer, 0.25, total_iters=3),
                 PolynomialLR(optimizer, 10, 0.5),
             ]
         ),
