@@ -130,6 +130,31 @@ def test_no_process_outlives_a_killed_launcher(fresh: bool, folder: Path) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forks on Linux")
+def test_ctrl_c_ends_a_launcher_that_starts(folder: Path) -> None:
+    """A terminal sends it to the launcher and the fork server, which imports torch."""
+    with started(*COMMAND, "run", "-n", "2", "train.py") as process:
+        until(lambda: any(map(is_server, children(process.pid))), "the start of the fork server")
+        pids = children(process.pid)
+        with killed(*pids):
+            for pid in (*pids, process.pid):
+                os.kill(pid, signal.SIGINT)
+            code, _, err = end(process)
+            assert (code, "Traceback" in err) == (130, False), err
+            until(lambda: not any(map(alive, pids)), "the end of every process")
+
+
+def is_server(pid: int) -> bool:
+    """Return True if the process is a fork server."""
+    return b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_the_launcher_does_not_import_torch() -> None:
+    """It starts while the fork server imports torch."""
+    line = "import offbeat.cli.elastic, sys; sys.exit('torch' in sys.modules)"
+    assert ended(sys.executable, "-c", line) == (0, "", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forks on Linux")
 def test_workers_continue_without_their_fork_server(folder: Path) -> None:
     """The exit codes are known nevertheless, and a lost worker is a fork of a new server."""
     with started(*COMMAND, "run", "-n", "2", "train.py") as process:

@@ -173,7 +173,7 @@ def test_other_failures_before_training_are_restarted(ending: str, launcher: Lau
     ("error", "reason"),
     [
         (OSError(errno.EAGAIN, "Resource unavailable"), "[Errno 11] Resource unavailable"),
-        (EOFError(), "the fork server has ended"),
+        (EOFError("unexpected EOF"), "the fork server has ended"),
     ],
 )
 def test_a_process_that_cannot_be_started_is_a_failure_of_its_worker(

@@ -171,10 +171,11 @@ class Supervisor:
         variables = {"LOCAL_RANK": str(number), "OFFBEAT_RESTARTS": str(starts)}
         try:
             process = self._start(variables, [end for _, end in pipes])
-        except (OSError, EOFError) as error:  # EOFError: the fork server could not fork
+        except (OSError, EOFError) as error:
             for read, _ in pipes:
                 read.close()
-            reason = str(error) or "the fork server has ended"
+            lost = isinstance(error, EOFError)  # it could not fork, and has ended by that
+            reason = "the fork server has ended" if lost else str(error)
             return _End(TEMPORARY, f"could not be started ({reason})")
         finally:
             for _, end in pipes:
