@@ -97,12 +97,8 @@ def attach(
             these types.
         non_finite: Handling of a worker that is about to contribute NaN or infinity to a mean.
 
-            - "raise": all workers raise ``OffbeatError``.
+            - "raise": all workers raise ``OffbeatError``, before another model has received it.
             - "warn": the workers log one warning, and the value enters the mean.
-            - "exclude": the worker does not enter the mean. With ``DiLoCo``, ``StreamingAveraging``
-              and ``AsyncAveraging``, it replaces its model by the model that all workers share.
-              With other strategies, it receives the mean of the other workers.
-              ``Stats.details["non_finite_excluded"]`` counts the exclusions.
 
             The check costs one pass over the contribution. In buffers only NaN counts. With a
             ``scaler`` the gradients are not checked, because the scaler skips steps with non-finite

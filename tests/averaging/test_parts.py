@@ -342,36 +342,6 @@ def test_buffers_share_a_message_with_parameters(case: str) -> None:
             assert sums[-1] == apart, "the buffers travel alone, exactly"
 
 
-# -- show, checkpoints, restore -------------------------------------------------------------------
-
-
-def restore_in_flight(rank: int, size: int, kind: str) -> tuple[Tensor, ...]:
-    """Restore rank 1 while its steps are in flight."""
-    worker = Worker(rank)
-    part = worker.part(kind)
-    start = torch.cat(part.base).clone()
-    worker.step()
-    sent = vector(worker.x) - start
-    worker.launch(part)
-    worker.step()
-    if rank == 1:
-        for x in worker.x:
-            x.fill_(torch.nan)
-        part.restore(worker.steps)
-    part.land(worker.steps)
-    return vector(worker.x), torch.cat(part.base), start, sent
-
-
-@pytest.mark.parametrize("kind", ["anchored", "update"])
-def test_a_worker_restored_in_flight_lands_on_p(kind: str) -> None:
-    """x = P, and P contains the steps that the worker had sent before."""
-    results = run(restore_in_flight, kind, workers=3)
-    want = results[0][2] + sum(sent for *_, sent in results) / 3
-    for rank, (x, base, _, _) in enumerate(results):
-        torch.testing.assert_close(base, want, rtol=0, atol=1e-13)
-        assert torch.allclose(x, base, rtol=0, atol=1e-13) == (rank == 1)
-
-
 # -- the life of a launch -------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from loops import Recorded
-from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.parts.make_parts import make_parts
 from offbeat.averaging.parts.pipeline import Pipeline
 from offbeat.averaging.replica import Replica
@@ -61,9 +60,8 @@ class Line:
         self.worker = Worker(team, replica, [attached], Wire(team, wire), non_finite)
         self.view = self.worker.strategy_view()
         self.strategy = Asked(shared)
-        self.check = NonFiniteCheck(0, non_finite)
         parts = make_parts(self.worker, shared)
-        self.pipeline = Pipeline(self.worker, self.strategy, shared, parts, self.view, self.check)
+        self.pipeline = Pipeline(self.worker, self.strategy, shared, parts, self.view)
         self.events: list[str] = []
         for index, part in enumerate(self.pipeline.parts):
             self.note(part, "launch", index)
@@ -150,14 +148,11 @@ def test_outer_steps_are_asked_for_in_the_order_of_launches_also_by_a_checkpoint
     alone(check, momentum)
 
 
-@pytest.mark.parametrize("policy", ["warn", "raise", "exclude"])
+@pytest.mark.parametrize("policy", ["warn", "raise"])
 def test_what_becomes_non_finite_after_its_vote_is_not_sent(policy: NonFinite) -> None:
-    """A finite peer receives nothing of it, unless the policy is "warn".
+    """A finite peer receives nothing of it with "raise", and the next vote reports it."""
 
-    With "raise" the next vote reports it; with "exclude" it is counted, and P is restored.
-    """
-
-    def check(rank: int, size: int) -> tuple[float, bool, int]:
+    def check(rank: int, size: int) -> tuple[float, bool]:
         line = Line(THREE, non_finite=policy)
         with torch.no_grad():
             line.model.a.fill_(torch.inf if rank == 1 else 2.0)
@@ -166,12 +161,12 @@ def test_what_becomes_non_finite_after_its_vote_is_not_sent(policy: NonFinite) -
         line.pipeline.launch_queued(wait=False)
         line.pipeline.land()
         base = float(line.pipeline.parts[0].base[0][0])
-        return base, line.pipeline.report_non_finite, line.check.excluded
+        return base, line.pipeline.report_non_finite
 
-    (base, *healthy), (_, *sick) = simulated(check, workers=2)
-    assert healthy == [False, 0]
+    (base, healthy), (_, sick) = simulated(check, workers=2)
+    assert not healthy
     assert base == (float("inf") if policy == "warn" else 1.0)
-    assert sick == {"warn": [False, 0], "raise": [True, 0], "exclude": [False, 1]}[policy]
+    assert sick == (policy == "raise")
 
 
 # -- the parts of a model -------------------------------------------------------------------------
@@ -223,9 +218,8 @@ def test_more_parts_than_tensors_are_refused() -> None:
 @pytest.mark.parametrize(
     ("shared", "policy", "keeps"),
     [
-        (SharedModel(), "exclude", False),
+        (SharedModel(), "raise", False),
         (SharedModel(lands=2), "raise", False),
-        (SharedModel(lands=2), "exclude", True),
         (SharedModel(lands="arrived"), "raise", True),
         (SharedModel(lands="arrived"), "warn", False),
         (SharedModel(outer=Outer(0.5)), "warn", True),
@@ -235,7 +229,7 @@ def test_more_parts_than_tensors_are_refused() -> None:
 def test_p_is_kept_where_something_needs_it(
     shared: SharedModel, policy: NonFinite, keeps: bool
 ) -> None:
-    """A worker that is excluded, or has nothing finite to send, continues from P."""
+    """A worker that has nothing finite to send sends an update of 0, relative to P."""
 
     def kept(rank: int, size: int, wire: str) -> bool:
         line = Line(shared, wire=wire, non_finite=policy)
@@ -244,4 +238,4 @@ def test_p_is_kept_where_something_needs_it(
     assert simulated(kept, "float32", workers=2) == [keeps] * 2
     assert simulated(kept, "int8", workers=2) == [True] * 2, "only updates are quantized"
     always = shared.error_feedback or not shared.outer.plain
-    assert simulated(kept, "float32", workers=1) == [always], "there is no one to be excluded from"
+    assert simulated(kept, "float32", workers=1) == [always], "it sends nothing"

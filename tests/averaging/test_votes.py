@@ -136,10 +136,9 @@ def test_a_tally_is_read_only_when_it_is_asked_for() -> None:
 
 SICK = Sums(2.0, 3, 0, 0.0, non_finite=1, non_finite_rank=2)
 SEVERAL = Sums(1.0, 3, 0, 0.0, non_finite=2)
-ALL = Sums(0.0, 3, 0, 0.0, non_finite=3)
 
 
-@pytest.mark.parametrize("policy", ["raise", "warn", "exclude"])
+@pytest.mark.parametrize("policy", ["raise", "warn"])
 def test_a_finite_round_passes(policy: Any) -> None:
     sums = Sums(3.0, 3, 0, 0.0)
     assert NonFiniteCheck(0, policy)(sums, 5) is sums
@@ -153,16 +152,6 @@ def test_raise_names_the_worker_or_their_number() -> None:
             NonFiniteCheck(0, "raise")(sums, 5)
 
 
-def test_only_policies_that_are_possible_are_suggested(caplog: pytest.LogCaptureFixture) -> None:
-    for possible in (True, False):
-        with pytest.raises(OffbeatError) as caught:
-            NonFiniteCheck(0, "raise", can_exclude=possible)(SICK, 5)
-        with caplog.at_level(logging.WARNING, logger="offbeat"):
-            NonFiniteCheck(0, "warn", can_exclude=possible)(SICK, 5)
-        for text in (str(caught.value), caplog.messages[-1]):
-            assert ("exclude" in text) == possible
-
-
 def test_warn_passes_it_on_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
     check = NonFiniteCheck(1, "warn")
     with caplog.at_level(logging.WARNING, logger="offbeat"):
@@ -170,21 +159,3 @@ def test_warn_passes_it_on_and_logs_once(caplog: pytest.LogCaptureFixture) -> No
         assert check(SEVERAL, 6) is SEVERAL
     (message,) = caplog.messages
     assert message.startswith("rank 1: rank 2 would contribute NaN")
-    assert check.excluded == 0
-
-
-def test_exclude_counts_and_needs_a_worker_that_contributes(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Those found after a vote count, too, on their own worker."""
-    check = NonFiniteCheck(1, "exclude")
-    with caplog.at_level(logging.WARNING, logger="offbeat"):
-        assert check(SICK, 5) is SICK
-        check(SEVERAL, 6)
-        check.exclude_late(7)
-    assert check.excluded == 1 + 2 + 1
-    assert len(caplog.messages) == 1
-    check.report_excluded()
-    assert caplog.messages[1].startswith("rank 1: 4 contributions with NaN or infinity were excl")
-    with pytest.raises(OffbeatError, match="no other worker contributes"):
-        check(ALL, 8)

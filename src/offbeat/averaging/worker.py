@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.norm import squared_norm
-from offbeat.averaging.optimizer_state import OptimizerState, forget_non_finite
+from offbeat.averaging.optimizer_state import OptimizerState
 from offbeat.averaging.replica import Replica
 from offbeat.quantization.wire import Wire
 from offbeat.strategies.base import WorkerView
 from offbeat.transport.team import Team
 
-NonFinite = Literal["raise", "warn", "exclude"]
+NonFinite = Literal["raise", "warn"]
 """Policy for contributions with NaN or infinity; see the argument ``non_finite`` of ``attach``."""
 
 
@@ -135,13 +135,8 @@ class Worker:
 
     @property
     def guarded(self) -> bool:
-        """True if non-finite values are kept from other workers (policy "raise" or "exclude")."""
-        return self.non_finite != "warn"
-
-    @property
-    def excludes(self) -> bool:
-        """True if a worker with non-finite values is excluded from the mean."""
-        return self.non_finite == "exclude"
+        """True if non-finite values are kept from other workers (``non_finite="raise"``)."""
+        return self.non_finite == "raise"
 
     def squared_norm(self, tensors: Iterable[Tensor]) -> float:
         """Return the sum of the squares of all elements, including all shards of ``tensors``."""
@@ -172,11 +167,6 @@ class Worker:
         Infinity is allowed, because masks contain it, and so are buffers with NaN from the start.
         """
         return self._nan_buffers or not math.isnan(self.squared_norm(self.replica.float_buffers()))
-
-    def forget_non_finite(self) -> None:
-        """Reset the optimizer state of each parameter whose state contains NaN or infinity."""
-        for attached in self.optimizers:
-            forget_non_finite(attached.optimizer, self.team.over_shards)
 
     def barrier(self, what: str) -> None:
         """Wait until all workers have called this. ``what`` names the operation in errors."""

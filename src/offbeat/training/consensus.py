@@ -265,7 +265,6 @@ class Consensus:
             # too, and only its last barrier has failed.
             if not self.ended:
                 raise
-        self._iteration.flow.check.report_excluded()
 
     def _finish(self) -> None:
         team, self.ended = self._worker.team, False
