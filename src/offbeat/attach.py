@@ -29,7 +29,7 @@ from offbeat.training.checks.compatibility import (
     require_timeout,
     require_usable,
 )
-from offbeat.training.ddp import DDPSuppressor, require_no_engine, unwrapped
+from offbeat.training.ddp import DDPSuppressor, unwrapped
 from offbeat.training.learning_rate.adam_correction import can_correct, require_correctable
 from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
 from offbeat.transport.communicator import Transport
@@ -66,6 +66,8 @@ def attach(
     Args:
         model: The model. The strategy averages the parameters that have ``requires_grad`` now, or
             their gradients. To unfreeze further parameters later, call ``detach`` and attach again.
+            If DistributedDataParallel is around the model, give the wrapper: its communication is
+            switched off until ``finish`` or ``detach``.
         optimizer: The optimizer of the model, or a list of optimizers.
         strategy: The algorithm that decides what the workers average and when, for example
             ``offbeat.SelSync()``. None: ``offbeat.StreamingAveraging()``.
@@ -146,7 +148,7 @@ def attach(
     if min_workers is not None:
         require_integer("min_workers", min_workers, least=1)
     elastic = min_workers is not None
-    model = unwrapped(model)
+    given, model = model, unwrapped(model)
     optimizers = _optimizers(optimizer)
     shards = shards_of(model, group, node_group)
     try:
@@ -172,7 +174,6 @@ def attach(
         strategy = strategy.with_adam_correction()
     local_model = model if shards is None else shards
     require_usable(local_model)
-    require_no_engine(model)
     require_distinct_memory(dict(local_model.named_parameters()), strategy)
     if isinstance(averages, SharedModel) and averages.optimizer_state:
         require_own_state(optimizers)
@@ -185,7 +186,7 @@ def attach(
     if wire != "float32":
         kernels()  # compile before the first collective, not between two of them
     # -- from here on every worker must take part --
-    ddp = DDPSuppressor(model, group, strategy)
+    ddp = DDPSuppressor(given, group, strategy)
 
     def begin() -> Synchronizer:
         with ExitStack() as on_failure:
@@ -222,12 +223,10 @@ def attach(
         return Synchronizer(components)
 
     try:
-        sync = begin() if gathering is None else gathering.repeat(begin)
+        return begin() if gathering is None else gathering.repeat(begin)
     except BaseException:
         ddp.remove()
         raise
-    ddp.steps = lambda: sync.step
-    return sync
 
 
 def _team(

@@ -122,13 +122,19 @@ def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
 def require_usable(model: nn.Module) -> None:
     """Raise AttachError unless every parameter and buffer can be read and written in place.
 
-    Also raise if ``model`` contains modules of FSDP, or if inference mode is enabled.
+    Also raise if ``model`` contains modules of FSDP or an engine of DeepSpeed, or if inference mode
+    is enabled.
     """
     if torch.is_inference_mode_enabled():
         raise AttachError("attach() inside torch.inference_mode(): leave it, nothing trains there")
     for module in model.modules():
         if type(module).__module__.startswith("torch.distributed.fsdp"):
             raise AttachError(f"the model is inside {type(module).__name__}: {_DIVIDED}")
+        if type(module).__module__.startswith("deepspeed.runtime"):
+            raise AttachError(
+                f"the model is inside a {type(module).__name__} of DeepSpeed, which averages "
+                "gradients, or divides the model, by itself: train without DeepSpeed"
+            )
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             reason = _unusable(tensor)
