@@ -253,9 +253,10 @@ class Iteration:
         """Report a step of optimizer ``index`` to the flow. The last optimizer ends the iteration.
 
         ``skipped`` is True if a GradScaler or the training loop skipped the step. A skipped step
-        counts like any other.
+        counts like any other. Does nothing unless the optimizer is prepared: the hooks fire twice if
+        a ``step`` calls ``super().step()`` and torch has wrapped both. The inner step then counts.
         """
-        if not self.active:
+        if not self.active or index not in self._prepared:
             return
         worker = self._worker
         with self.guard:
