@@ -196,8 +196,8 @@ class Synchronizer:
 
         Raises:
             AttachError: after ``finish`` or ``detach``, or inside another ``consensus``. Or a
-                parameter of the model was replaced by another one, or ``load_state_dict`` has
-                changed the model after its first step.
+                parameter of the model was replaced by another one, or the model's
+                ``load_state_dict`` was called after ``attach``.
             MismatchError: another worker has trained to its end and never called this.
         """
         self._require_active("consensus()")
@@ -288,7 +288,7 @@ class Synchronizer:
         self._require_active("state_dict()")
         self._require_savable()
         self._iteration.require_boundary("state_dict()")
-        self._consensus.accept_loaded("state_dict()")
+        self._iteration.require_known("state_dict()")
         with self._iteration.guard:
             self._consensus.before_save()
         return state_of(self._iteration.flow, self.stats)

@@ -20,7 +20,6 @@ from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.rounds import Rounds, WaitingWarning
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.errors import AttachError
 from offbeat.strategies.base import Strategy
 
 
@@ -67,16 +66,6 @@ class Flow(ABC):
             common: Result of ``common_values`` of the most advanced worker in the previous view.
                 None: start without values of a previous view.
         """
-
-    def model_loaded(self) -> None:
-        """Start again from values that were loaded into the model before the first step.
-
-        Sends nothing. Raises AttachError if the flow cannot do this.
-        """
-        raise AttachError(
-            f"{self.strategy} does not support model.load_state_dict() after attach(): load before "
-            "attach()"
-        )
 
     def keep_local(self, before: "Flow") -> None:  # noqa: B027
         """Copy this worker's local values from ``before``, its flow in the previous view."""

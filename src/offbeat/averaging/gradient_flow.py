@@ -102,10 +102,6 @@ class GradientFlow(Flow):
         )
 
     @override
-    def model_loaded(self) -> None:
-        """Do nothing: the state does not depend on the model."""
-
-    @override
     def keep_local(self, before: Flow) -> None:
         assert isinstance(before, GradientFlow)
         for view, old in zip(self.state.views, before.state.views, strict=True):

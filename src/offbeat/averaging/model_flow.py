@@ -87,10 +87,6 @@ class ModelFlow(Flow):
         return make_parts(self.worker, self.shared)
 
     @override
-    def model_loaded(self) -> None:
-        self.start()
-
-    @override
     def keep_local(self, before: Flow) -> None:
         assert isinstance(before, ModelFlow)
         keep_local_values(self.state.view.state, before.state.view.state)

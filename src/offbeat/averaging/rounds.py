@@ -55,7 +55,6 @@ class Rounds:
             rank=worker.rank,
             numbers=numbers,
             step=worker.step,
-            anchor=worker.anchor,
         )
         self._next += 1
         return vote

@@ -64,7 +64,6 @@ class Worker:
         exact_mean: Averages whole models or their buffers without quantization.
         optimizer_state: Averages the optimizers' state, for strategies that request it.
         overlaps_backward: True if gradients may be averaged while backward still runs.
-        anchor: See ``Vote.anchor``.
         step: Number of local steps, including the current one once all of its gradients are ready.
         touched: Set before a consensus, which replaces the model by the mean over the workers. True
             if the parameters have changed since the last step. For example, schedule-free
@@ -100,7 +99,6 @@ class Worker:
     def open_view(self, wire: Wire) -> None:
         """Use a new wire, at first and after each change of the group of workers."""
         self.wire = wire
-        self.anchor = 0
         self.exact_mean = ExactMean(self.team, self.replica)
         torch_optimizers = [attached.optimizer for attached in self.optimizers]
         self.optimizer_state = OptimizerState(self.team, self.replica.parameters, torch_optimizers)

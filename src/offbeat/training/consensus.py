@@ -8,6 +8,7 @@ with a *barrier*: all workers wait for each other. *Follower modules*, such as a
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -20,12 +21,12 @@ from offbeat.errors import AttachError, CheckpointError, CommunicationError, End
 from offbeat.nodes.shards import Shards
 from offbeat.training.checks.compatibility import require_usable
 from offbeat.training.checks.consistency import copy_rank_0, require_consistency
-from offbeat.training.checks.loading import LoadDetection
 from offbeat.training.checks.progress import Progress
 from offbeat.training.iteration import Iteration
 from offbeat.training.monitors import Distance
 from offbeat.transport.team import Team
 
+logger = logging.getLogger("offbeat")
 T = TypeVar("T")
 Snapshot = tuple[list[Tensor], list[Tensor]]
 """Values of the local model and of the local follower modules."""
@@ -120,12 +121,9 @@ class Consensus:
         worker: Worker,
         iteration: Iteration,
         shards: Shards | None,
-        loading: LoadDetection,
     ) -> None:
-        self._worker, self._iteration = worker, iteration
-        self._shards, self._loading = shards, loading
+        self._worker, self._iteration, self._shards = worker, iteration, shards
         self._progress = Progress(worker, iteration.flow.strategy)
-        iteration.accept_loaded = self.accept_loaded
         self.followers = FollowerModules(worker.team)
         self.change_view: Callable[[CommunicationError], object] | None = None
         self.distance: Distance | None = None
@@ -152,16 +150,9 @@ class Consensus:
 
     def note_start(self) -> None:
         """Handle a model from which training starts or continues, equal on all workers."""
-        self._loading.loaded, self._worker.anchor = False, 0
+        self._iteration.loaded = False
         self._progress.note_start()
         self.note_parameters()
-
-    def accept_loaded(self, what: str, *, finishing: bool = False) -> None:
-        """Handle values that were loaded into the model; see ``LoadDetection.accept``."""
-        if self._loading.loaded:
-            self._require_own_parameters()  # load_state_dict(assign=True) replaces them
-            self._loading.accept(what, finishing=finishing)
-            self._progress.note_start()
 
     def note_parameters(self) -> None:
         """Store the parameters' version counters, which torch increments at each write."""
@@ -176,11 +167,17 @@ class Consensus:
         full weight, so that the mean contains the change.
 
         Raises:
-            AttachError: a parameter of the model was replaced by another one; or see
-                ``LoadDetection.accept``. ``what`` names the caller.
+            AttachError: a parameter of the model was replaced by another one. Or
+                ``load_state_dict`` has changed the model. If ``finishing``, this only causes a
+                warning, because the final mean replaces the model. ``what`` names the caller.
         """
         self._require_own_parameters()
-        self.accept_loaded(what, finishing=finishing)
+        try:
+            self._iteration.require_known(what)
+        except AttachError as error:
+            if not finishing:
+                raise
+            logger.warning("%s", error)
         self._worker.touched = self._versions != self._worker.replica.versions()
 
     def _require_own_parameters(self) -> None:
