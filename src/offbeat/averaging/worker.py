@@ -69,8 +69,6 @@ class Worker:
             if the parameters have changed since the last step. For example, schedule-free
             optimizers change them in ``eval()`` and ``train()``.
         scaled: True if a GradScaler is in use. Non-finite gradients are then normal.
-        leases_data: True if the workers lease their data. Their schedules then follow the samples
-            that all workers have used, and not the local steps.
         norm_squared: ‖g‖² of the current step over all optimizers. None if it was not measured.
         record: Values for the telemetry record of this step.
         details: Totals for ``Stats.details``.
@@ -88,7 +86,7 @@ class Worker:
         self.non_finite = non_finite
         self.overlaps_backward = False
         self.step = 0
-        self.touched = self.scaled = self.leases_data = False
+        self.touched = self.scaled = False
         self.norm_squared: float | None = None
         self.record: dict[str, Any] = {}
         self.details: dict[str, Any] = {}

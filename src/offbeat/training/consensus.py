@@ -213,7 +213,7 @@ class Consensus:
 
         Returns the local values, for ``restore``.
         """
-        self._progress.consensuses += 1
+        self._progress.called = True
         return self._retry(lambda: self._show(self._wait_for_all(finishing=False)))
 
     def _show(self, last: Round, *, finishing: bool = False) -> Snapshot:
