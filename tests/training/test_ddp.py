@@ -1,6 +1,8 @@
 """DistributedDataParallel around an attached model: switched off, active in a node, or refused."""
 
 import contextlib
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -118,6 +120,49 @@ def test_a_wrapper_changes_nothing() -> None:
                     assert torch.equal(one, other)
     (local, _), (other_local, _) = results
     assert not torch.equal(local[0][0][0], other_local[0][0][0]), "between two means they differ"
+
+
+def by_callbacks(rank: int, size: int) -> Any:
+    """Train under both callbacks, with stand-ins for the frameworks. Twice under the first one."""
+    transformers = types.ModuleType("transformers")
+    transformers.TrainerCallback = type("TrainerCallback", (), {})  # type: ignore[attr-defined]
+    lightning = types.ModuleType("lightning.pytorch")
+    lightning.Callback = type("Callback", (), {})  # type: ignore[attr-defined]
+    sys.modules.update({one.__name__: one for one in (transformers, lightning)})
+    sys.modules["lightning"] = types.ModuleType("lightning")
+    from offbeat.integrations.lightning import OffbeatCallback as OfLightning
+    from offbeat.integrations.transformers import OffbeatCallback as OfTransformers
+
+    found = []
+    of_trainer, of_lightning = OfTransformers(offbeat.BSP()), OfLightning(offbeat.BSP())
+    arguments = types.SimpleNamespace(eval_on_start=False, load_best_model_at_end=False)
+    started = types.SimpleNamespace(global_step=0)
+    model: Any = make_model(rank)
+    for _ in range(2):
+        wrapper = DistributedDataParallel(model)
+        told = {"model": model, "optimizer": sgd(model)}
+        of_trainer.on_train_begin(arguments, started, None, **told)
+        found.append(reduces(rank, wrapper))
+        of_trainer.on_train_end(arguments, started, None, **told)
+        found.append(reduces(rank, wrapper))
+    model = make_model(rank)
+    model.on_save_checkpoint = lambda checkpoint: None
+    wrapper = DistributedDataParallel(model)
+    trainer = types.SimpleNamespace(
+        strategy=types.SimpleNamespace(model=wrapper),
+        precision_plugin=None,
+        optimizers=[sgd(model)],
+    )
+    of_lightning.on_train_start(trainer, model)
+    found.append(reduces(rank, wrapper))
+    of_lightning.on_train_end(trainer, model)
+    found.append(reduces(rank, wrapper))
+    return found
+
+
+def test_the_callbacks_switch_the_wrapper_of_their_framework_off() -> None:
+    """Also that of a second training. The Trainer does not tell a callback its wrapper."""
+    assert run(by_callbacks, workers=2) == [[False, True] * 3] * 2
 
 
 def test_an_engine_of_deepspeed_is_refused() -> None:
