@@ -38,7 +38,6 @@ __all__ = [
     "WandB",
     "attach",
     "data",
-    "join",
     "load",
     "parse_strategy",
     "plan",
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
     from offbeat import data
     from offbeat.attach import attach
     from offbeat.checkpoint.save_load import load, save
-    from offbeat.elastic.joining import join
     from offbeat.errors import (
         AttachError,
         CheckpointError,
@@ -83,7 +81,7 @@ else:
         __all__,
         (
             *("errors", "strategies", "strategies.registry", "data", "plan", "simulate"),
-            *("telemetry", "attach", "synchronizer", "elastic.joining", "checkpoint.save_load"),
+            *("telemetry", "attach", "synchronizer", "checkpoint.save_load"),
             *("training.batchnorm", "training.learning_rate.schedule"),
         ),
     )

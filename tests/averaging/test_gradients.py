@@ -12,8 +12,8 @@ from offbeat.averaging import worker
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradient_flow import GradientFlow
 from offbeat.averaging.gradients import GradientMean, gradient_buckets
-from offbeat.elastic.connect import open_communicator
 from offbeat.quantization.wire import Wire
+from offbeat.transport.connect import open_communicator
 from offbeat.transport.team import Team
 from problems import (
     flat,

@@ -161,16 +161,25 @@ def test_an_explicit_group_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> N
         train, workers=2, network=offbeat.Network("1Mbit/s"), compute=offbeat.Compute("1ms")
     ).results
     assert results == [2, 2]
-    model = make_model()
+    model, other = make_model(), Gathering("127.0.0.1:2", WorkerCount.parse("2"))
     with pytest.raises(CommunicationError, match=r"failed: no store answers at 127\.0\.0\.1:2"):
         offbeat.attach(
-            model,
-            sgd(model),
-            offbeat.BSP(),
-            group=offbeat.join("127.0.0.1:2"),
-            min_workers=1,
-            timeout_seconds=0.2,
+            model, sgd(model), offbeat.BSP(), group=other, min_workers=1, timeout_seconds=0.2
         )
+
+
+def test_a_process_group_is_refused() -> None:
+    """In one line that names the way, also without a process group."""
+    model, told = make_model(), r"^offbeat\.attach\(\) with min_workers: .* with offbeat run, .*$"
+    with pytest.raises(AttachError, match=told):
+        offbeat.attach(model, sgd(model), offbeat.BSP(), min_workers=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for group in (None, dist.group.WORLD):
+            with pytest.raises(AttachError, match=told):
+                offbeat.attach(model, sgd(model), offbeat.BSP(), group=group, min_workers=1)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_is_not_elastic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +212,7 @@ def have_a_default_group(rank: int, size: int) -> Any:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("offbeat").addHandler(handler)
     set_variables("2")
+    dist.init_process_group("gloo", store=store(), rank=rank, world_size=size)
     result = Worker(rank).steps(3, 2).finish()
     return result, [one for one in messages if "OFFBEAT_STORE" in one]
 
@@ -521,10 +531,9 @@ def test_a_worker_that_comes_after_the_end_is_told() -> None:
 def test_a_number_without_an_address_delays_no_one() -> None:
     """A worker may die between the two. The next decision considers it once more."""
     shared = SharedStore(dist.HashStore(), "here")
-    shared.put("size", 2)
     one = Agreement.__new__(Agreement)
     one.store = shared
-    assert [shared.count("numbers") for _ in range(3)] == [0, 1, 2]
+    assert [shared.count("numbers") for _ in range(5)] == [0, 1, 2, 3, 4]
     shared.put("address/2", "a:1")
     shared.put("address/4", "a:2")
     requests = one.join_requests(Decision([0, 1], 2))

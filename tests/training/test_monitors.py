@@ -12,8 +12,8 @@ from torch import Tensor
 import worlds
 from faults import Fault, Faults
 from loops import Sink, attach, error_of
-from offbeat.elastic.connect import open_communicator
 from offbeat.transport.communicator import Communicator
+from offbeat.transport.connect import open_communicator
 from problems import (
     Simulated,
     assign,

@@ -14,7 +14,6 @@ The store must outlive the workers, so a launcher keeps it in a process of its o
 one training. The keys in the store, besides those of ``elastic/agreement.py``:
 
     offbeat/elastic         key prefix of the latest training; replaced if that training is lost
-    <prefix>/size           0
     <prefix>/numbers        counter from which each worker takes its identity (``add``)
     <prefix>/view/0/decided the members of view 0
     <prefix>/ended          exists once the training has ended; see ``training_has_ended``
@@ -49,7 +48,6 @@ import torch.distributed as dist
 from offbeat.elastic.address import parse_address
 from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.joining import (
-    LATEST_TRAINING,
     POLL_SECONDS,
     Admission,
     Refusal,
@@ -65,6 +63,8 @@ from offbeat.transport.torch_backend.process_groups import ranks_text
 
 T = TypeVar("T")
 logger = logging.getLogger("offbeat")
+LATEST_TRAINING = "offbeat/elastic"
+"""Key in the store. Its value is the key prefix of the training that began last."""
 PATIENCE_SECONDS = 30.0
 """Time after which training begins with fewer workers, if ``OFFBEAT_WORKERS`` allows it."""
 _STORE, _WORKERS, _REPORT = "OFFBEAT_STORE", "OFFBEAT_WORKERS", "OFFBEAT_REPORT"
@@ -194,7 +194,7 @@ class Gathering(Transport):
                 members cannot connect to this process.
         """
         what = "gathering failed"
-        root = connect_to_store(self._address, timeout_seconds, what=what, create=True)
+        root = connect_to_store(self._address, timeout_seconds, what=what)
         refusals = 0
         while True:
             name = root.call(partial(_latest_training, root), what)
@@ -216,7 +216,7 @@ class Gathering(Transport):
             agreement.heartbeats.close()
             if outcome is Refusal.LOST:
                 logger.info("rank %d: no member of %s is left", agreement.worker, name)
-                root.call(partial(root.replace, LATEST_TRAINING, name, _new_training(root)), what)
+                root.call(partial(root.replace, LATEST_TRAINING, name, _new_training()), what)
             refusals += outcome is Refusal.UNREACHABLE
             if refusals == _REFUSALS:
                 raise UnreachableError(what, agreement)
@@ -231,10 +231,7 @@ class Gathering(Transport):
             )
             return view
         admission = Admission(
-            agreement,
-            what="joining failed",
-            replaced=lambda: root.get(LATEST_TRAINING) != name,
-            dead=self._dead,
+            agreement, replaced=lambda: root.get(LATEST_TRAINING) != name, dead=self._dead
         )
         return admission.wait(deadline)
 
@@ -288,11 +285,9 @@ def _report(root: SharedStore, name: str, worker: int) -> None:
 def _latest_training(root: SharedStore) -> str:
     """Return the key prefix of the latest training. Begin a training if there is none."""
     name = root.get(LATEST_TRAINING)
-    return str(name or root.put_if_absent(LATEST_TRAINING, _new_training(root)))
+    return str(name or root.put_if_absent(LATEST_TRAINING, _new_training()))
 
 
-def _new_training(root: SharedStore) -> str:
+def _new_training() -> str:
     """Return the key prefix of a new training."""
-    name = f"{LATEST_TRAINING}/{uuid.uuid4().hex}"
-    root.within(name).put("size", 0)
-    return name
+    return f"{LATEST_TRAINING}/{uuid.uuid4().hex}"

@@ -205,26 +205,24 @@ class Participant:
             )
         return CommunicationError(
             f"rank {self.worker} was left behind at step {step or 0}: "
-            f"{ranks_text(decision.members)} are in view {number}. {reason}. Attach again as a "
-            "newcomer, with group=offbeat.join(...)"
+            f"{ranks_text(decision.members)} are in view {number}. {reason}. Attach again to join "
+            "them"
         )
 
     def _lost_ranks(self, members: tuple[int, ...], *, first: bool) -> list[int]:
         """Return the ranks of those ``members`` whose processes have ended.
 
-        In the ``first`` view a member may come later than this worker, or end before this worker
-        has connected to it. In later views a member whose port refuses connections counts as
-        unreachable, so that the next view excludes it; see ``Agreement.unreachable``.
+        In the ``first`` view a member may end before this worker has connected to it. In later
+        views a member whose port refuses connections counts as unreachable, so that the next view
+        excludes it; see ``Agreement.unreachable``.
         """
         heartbeats = self.agreement.heartbeats
-        if self.agreement.absent:
-            self.agreement.connect_heartbeats(self.agreement.absent)
         lost = heartbeats.dead() | (heartbeats.refused if first else set())
         return [rank for rank, worker in enumerate(members) if worker in lost]
 
 
 class StoreMembership:
-    """Implements ``Membership`` for one view, over the store of the process group.
+    """Implements ``Membership`` for one view, over the store of the training.
 
     Attributes:
         view: The view. ``Participant.enter`` sets it once the view is open.

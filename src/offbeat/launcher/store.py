@@ -179,4 +179,4 @@ def _connect(address: str) -> SharedStore:
     if not isinstance(where, str):
         # Without a store, TCPStore would write a warning for each of its attempts.
         socket.create_connection(where, _QUERY_SECONDS).close()
-    return connect_to_store(address, _QUERY_SECONDS, what="launching failed", create=True)
+    return connect_to_store(address, _QUERY_SECONDS, what="launching failed")
