@@ -28,6 +28,7 @@ from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.gathering import Gathering, WorkerCount, training_has_ended
 from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
+from offbeat.launcher.store import LaunchStore
 from offbeat.training import assembly
 from offbeat.transport.membership import ModelLostError
 from offbeat.transport.torch_backend import process_groups as groups
@@ -380,21 +381,27 @@ def test_a_worker_may_be_killed_in_attach(place: str) -> None:
     check([results[rank] for rank in (0, 2, 3)])
 
 
-def be_killed_with_all(rank: int, _: int) -> Any:
+def be_killed_with_all(rank: int, _: int, reported: bool) -> Any:
     set_variables("3")
+    if reported:
+        joining._REFUSED_SECONDS = TIMEOUT_SECONDS
+        os.environ["OFFBEAT_REPORT"] = f"process{rank}"
     if rank < 3:
         Worker(rank).steps(5, 3)
         store().set("name", store().get("offbeat/elastic"))
         meet("all train", rank, range(3))
         die(f"died{rank}")
     store().wait([f"died{other}" for other in range(3)])
+    if reported:
+        LaunchStore(os.environ["OFFBEAT_STORE"]).report_death(f"process{rank - 3}")
     worker = Worker(rank).steps(5, 3)
     return worker.finish(), store().get("name") != store().get("offbeat/elastic")
 
 
-def test_all_workers_may_be_killed_and_started_again() -> None:
-    """They begin a new training."""
-    results = run(be_killed_with_all, workers=0, newcomers=6, may_die=(0, 1, 2))[3:]
+@pytest.mark.parametrize("reported", [False, True])
+def test_all_workers_may_be_killed_and_started_again(reported: bool) -> None:
+    """They begin a new training: at once if a launcher has reported the deaths."""
+    results = run(be_killed_with_all, reported, workers=0, newcomers=6, may_die=(0, 1, 2))[3:]
     check([result for result, _ in results], [0, 1, 2])
     assert all(replaced and result[1] == 0 for result, replaced in results)
 

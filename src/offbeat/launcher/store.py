@@ -138,6 +138,19 @@ class LaunchStore:
         place = self._query(lambda store: store.get(process))
         return None if place is None else int(place[1])
 
+    def report_death(self, process: str) -> None:
+        """Tell the others that a process has left the training, if it trained.
+
+        They notice that its connections are closed. But workers that start after the death of all
+        have no connection to it, and would wait for a while for an answer.
+        """
+
+        def write(store: SharedStore) -> None:
+            if (place := store.get(process)) is not None:
+                store.put(f"{place[0]}/left/{place[1]}", True)
+
+        self._query(write)
+
     def has_finished(self, process: str) -> bool:
         """Return True if a process has finished the training.
 

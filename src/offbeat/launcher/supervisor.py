@@ -118,6 +118,7 @@ class Supervisor:
             self._given_up.append(worker.code)
             self._is_broken = True
         else:
+            self._training.report_death(worker.process_key)
             plan = worker.plan_restart()
             report(f"{what}; {plan}")
             if worker.due is None:
