@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from offbeat.elastic.address import parse_address
-from offbeat.elastic.joining import LATEST_TRAINING
+from offbeat.elastic.gathering import LATEST_TRAINING
 from offbeat.elastic.store import SharedStore
 from offbeat.errors import CommunicationTimeout, OffbeatError
 from offbeat.launcher import store as launch_store
