@@ -29,6 +29,10 @@ class Training:
     def __init__(self, ended: Callable[[], bool], begun: bool, finished: bool) -> None:
         self.training_has_ended = ended
         self._begun, self._finished = begun, finished
+        self.deaths: list[str] = []
+
+    def report_death(self, process: str) -> None:
+        self.deaths.append(process)
 
     def rank_of(self, process: str) -> int | None:
         return 7 if self._begun else None
@@ -44,6 +48,7 @@ class Launcher:
     def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
         self.folder, self._capfd = folder, capfd
         self.out = self.err = ""
+        self.deaths: list[str] = []
 
     def run(
         self,
@@ -61,15 +66,17 @@ class Launcher:
         path = self.folder / "train.py"
         path.write_text(f"import os, signal, sys, time\nrank = os.environ['LOCAL_RANK']\n{script}")
         spawn = multiprocessing.get_context("spawn")
+        training = Training(ended, begun, finished)
         code = Supervisor(
             [Worker(number, most_restarts) for number in range(workers)],
             start or starter(spawn, Program(str(path), arguments)),
             {"OFFBEAT_WORKERS": str(workers)},
-            Training(ended, begun, finished),
+            training,
             Interruption() if interruption is None else interruption,
             grace_seconds,
         ).run()
         self.out, self.err = self._capfd.readouterr()
+        self.deaths = training.deaths
         return code
 
     @property
@@ -110,6 +117,7 @@ def test_a_killed_worker_is_started_again(launcher: Launcher) -> None:
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     assert launcher.run(script, 2) == 0
+    assert len(launcher.deaths) == 1
     assert sorted(launcher.out.splitlines()) == ["[0] start 0", "[1] start 0", "[1] start 1"]
     told = [line for line in launcher.events if "worker 1" in line]
     assert told == [
