@@ -282,7 +282,7 @@ def test_a_stopped_worker_is_left_behind() -> None:
         assert before == [(0, (0, 1, 2)), (1, (0, 1))]
         assert after == [*before, (2, (0, 1, 3))]
     assert re.match(r"rank 2 was left behind at step \d+: ranks 0, 1 are in view 1", text), text
-    assert "the others wait 0.5 s for a silent worker" in text
+    assert "The others wait 0.5 s for a silent worker" in text
     assert "Attach again to join them" in text
     assert views == [(2, (0, 1, 3))]
 
@@ -349,7 +349,6 @@ def test_a_member_that_was_stopped_during_the_opening_is_left_behind() -> None:
     """However long it was stopped, its error says so, and not that its own time is up."""
     _, first, text, last = run(be_stopped_before_opening, workers=4, newcomers=0, may_die=(0,))
     assert re.match(r"rank 2 was left behind at step \d+: ranks 1, 3 are in view 2", text), text
-    assert float(re.findall(r"Its longest pause was (.*) s, ", text)[0]) >= 2
     assert first == last == [(0, (0, 1, 2, 3)), (2, (1, 3))]
 
 

@@ -116,7 +116,9 @@ def test_a_process_tells_that_it_trains_and_has_finished(
     first, second = two
     base = launch_store._connect(first.address)
     assert (second.rank_of("process"), second.has_finished("process")) == (None, False)
-    base.put("process", ["one", 3])
+    base.put("process", ["one", 3, False])
+    assert second.rank_of("process") is None
+    base.put("process", ["one", 3, True])
     assert (second.rank_of("process"), second.has_finished("process")) == (3, False)
     base.within("one").put("finished/3", True)
     assert second.has_finished("process")

@@ -5,8 +5,7 @@ a view that contains it; see ``elastic/agreement.py``.
 """
 
 import time
-from collections.abc import Callable, Collection
-from enum import Enum, auto
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -47,20 +46,6 @@ def new_identity(store: SharedStore, timeout_seconds: float, *, what: str) -> Ag
     )
 
 
-class Refusal(Enum):
-    """Why a worker was not admitted.
-
-    Attributes:
-        UNREACHABLE: The members have read the request, but could not connect to this worker.
-        LOST: All members have ended, so no worker can be admitted.
-        REPLACED: Another training has replaced this one.
-    """
-
-    UNREACHABLE = auto()
-    LOST = auto()
-    REPLACED = auto()
-
-
 class Admission:
     """The request of one worker to join, until it is in a view.
 
@@ -68,22 +53,20 @@ class Admission:
         agreement: The protocol, with the identity of this worker.
         replaced: Function that returns True if another training has replaced this one. It accesses
             the store.
-        dead: Identities of workers that are known to have ended.
     """
 
-    def __init__(
-        self, agreement: Agreement, *, replaced: Callable[[], bool], dead: Collection[int]
-    ) -> None:
+    def __init__(self, agreement: Agreement, replaced: Callable[[], bool]) -> None:
         self._agreement, self._replaced = agreement, replaced
         self._what = f"rank {agreement.worker}: joining failed"
-        self._gone = set(dead)  # workers that have ended or left
+        self._gone: set[int] = set()  # workers that have ended or left
         self._unreachable: set[int] = set()
         self._requested = 0.0  # time of the request for the next view
 
-    def wait(self, deadline: float) -> View | Refusal:
+    def wait(self, deadline: float) -> View | None:
         """Request a view change, and open the view that admits this worker. Blocks.
 
-        ``deadline`` is a time of ``time.monotonic``.
+        ``deadline`` is a time of ``time.monotonic``. Returns None if all members have ended or
+        another training has replaced this one, so that no one can admit this worker.
         """
         agreement, store = self._agreement, self._agreement.store
         latest = store.call(lambda: store.get("latest"), self._what)
@@ -98,12 +81,10 @@ class Admission:
                 if agreement.worker in before.members:
                     return self._enter(number, before)
                 if before.considers(agreement.worker):
-                    return Refusal.UNREACHABLE
+                    raise UnreachableError(self._what, agreement)
                 self._request(number + 1, before)
-            elif replaced:
-                return Refusal.REPLACED
-            elif before.members and self._all_gone(before):
-                return Refusal.LOST
+            elif replaced or (before.members and self._all_gone(before)):
+                return None
             elif time.monotonic() > deadline:
                 raise CommunicationTimeout(
                     f"{self._what}: the members at {store.location} have not begun another view "

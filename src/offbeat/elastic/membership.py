@@ -60,24 +60,12 @@ class ElasticSingle(SingleCommunicator):
 
 
 class Participant:
-    """One worker of an elastic training, from its first view to its last.
-
-    Attributes:
-        last_active: Time (monotonic clock) of this worker's last step or view change.
-        longest_pause: Longest time between two of these in the current view, seconds.
-    """
+    """One worker of an elastic training, from its first view to its last."""
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement, self.worker = agreement, agreement.worker
         self.timeout_seconds = agreement.timeout_seconds
         self.silence_seconds = agreement.silence_seconds
-        self.last_active, self.longest_pause = time.monotonic(), 0.0
-
-    def report_activity(self) -> None:
-        """Record that this worker is active now."""
-        now = time.monotonic()
-        self.longest_pause = max(self.longest_pause, now - self.last_active)
-        self.last_active = now
 
     def enter(self, number: int, decision: Decision, opening_seconds: float) -> View:
         """Open view ``number``: connect to its members. A collective of the members.
@@ -101,7 +89,6 @@ class Participant:
             communicator.close()
             raise
         membership.view = view
-        self.last_active, self.longest_pause = time.monotonic(), 0.0
         return view
 
     def enter_as_newcomer(self, number: int, decision: Decision) -> View:
@@ -193,10 +180,9 @@ class Participant:
 
     def _left_behind(self, number: int, decision: Decision, step: int | None) -> CommunicationError:
         """Return the error of this worker, which the ``decision`` on view ``number`` excludes."""
-        self.report_activity()
         reason = (
-            f"Its longest pause was {self.longest_pause:.1f} s, and the others wait "
-            f"{self.silence_seconds:g} s for a silent worker (timeout_seconds, but at most 30 s)"
+            f"The others wait {self.silence_seconds:g} s for a silent worker (timeout_seconds, but "
+            "at most 30 s)"
         )
         if self.worker in decision.disconnected:
             reason = (
@@ -245,8 +231,7 @@ class StoreMembership:
 
         Never blocks. If the store does not answer, only deaths are noticed.
         """
-        self._participant.report_activity()
-        now = self._participant.last_active
+        now = time.monotonic()
         if now - self._last_check > _HEARTBEAT_SECONDS:
             self._last_check = now
             dead = self._participant.agreement.heartbeats.dead()

@@ -4,7 +4,8 @@ It runs in the launcher of a training on one machine, or in ``offbeat store``, o
 Launchers use these keys:
 
 - ``offbeat/launch/workers``: the first launcher's ``--workers``, such as ``"2:4"``;
-- ``offbeat/launch/process/<name>``: key prefix of the training, and rank, of a process that trains.
+- ``offbeat/launch/process/<name>``: key prefix of the training, and rank, of a process, and whether
+  it trains yet.
 """
 
 import errno
@@ -136,10 +137,10 @@ class LaunchStore:
         ``process`` is the value of its ``OFFBEAT_REPORT``.
         """
         place = self._query(lambda store: store.get(process))
-        return None if place is None else int(place[1])
+        return int(place[1]) if place is not None and place[2] else None
 
     def report_death(self, process: str) -> None:
-        """Tell the others that a process has left the training, if it trained.
+        """Tell the others that a process has left the training, if it had come to it.
 
         They notice that its connections are closed. But workers that start after the death of all
         have no connection to it, and would wait for a while for an answer.
@@ -158,8 +159,8 @@ class LaunchStore:
         """
 
         def find(store: SharedStore) -> bool:
-            training, rank = store.get(process) or (None, None)
-            return training is not None and store.get(f"{training}/finished/{rank}") is not None
+            place = store.get(process)
+            return place is not None and store.get(f"{place[0]}/finished/{place[1]}") is not None
 
         return self._query(find) is not False
 
