@@ -349,7 +349,7 @@ def kill_at(place: str) -> None:
     elif place == "before it gathers":
         Gathering._gather = lambda *args: die()  # type: ignore[method-assign]
     elif place == "before it opens view 0":
-        membership.Participant.enter = lambda *args, **named: die()  # type: ignore[method-assign]
+        membership.StoreMembership.enter = lambda *args, **named: die()  # type: ignore[method-assign]
     elif place == "while all connect":
         groups.GroupFactory._make = lambda *args, **named: die()  # type: ignore[method-assign]
     else:
@@ -482,7 +482,7 @@ def lose_the_model(rank: int, _: int) -> Any:
         if rank == 1:
             store().set("come", "")
             store().wait(["asked2", "asked3"])
-            membership.Participant.enter = lambda *args: die("died too")  # type: ignore[method-assign]
+            membership.StoreMembership.enter = lambda *args: die("died too")  # type: ignore[method-assign]
         else:
             store().wait(["asked2", "asked3"])
         worker.steps(100, 2)

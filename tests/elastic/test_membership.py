@@ -67,7 +67,7 @@ class Worker:
     def change(self) -> None:
         """Start or join a view change."""
         self.communicator.close()
-        self._enter(self.membership.next_view(view=self.view.number, step=self.steps))
+        self._enter(self.membership.next_view(step=self.steps))
 
     def step(self, ready: bool = True) -> None:
         """Compute a sum, or enter the next view."""
@@ -143,7 +143,7 @@ def kill_at(place: str) -> None:
     elif place == "before it proposes":
         agreement.Agreement._propose = lambda *args, **named: die()
     elif place == "before it opens":
-        membership.Participant.enter = lambda *args, **named: die()
+        membership.StoreMembership.enter = lambda *args, **named: die()
     else:
         groups.GroupFactory._make = lambda *args, **named: die()
 
@@ -326,14 +326,14 @@ def be_stopped_before_opening(rank: int, size: int) -> Any:
     if rank == 0:
         die()
     if rank == 2:
-        enter = membership.Participant.enter
+        enter = membership.StoreMembership.enter
 
         def stop_and_enter(*args: Any) -> Any:
-            membership.Participant.enter = enter  # type: ignore[method-assign]
+            membership.StoreMembership.enter = enter  # type: ignore[method-assign]
             stop()
             return enter(*args)
 
-        membership.Participant.enter = stop_and_enter  # type: ignore[assignment, method-assign]
+        membership.StoreMembership.enter = stop_and_enter  # type: ignore[assignment, method-assign]
         with pytest.raises(CommunicationError) as caught:
             worker.until(1, 3)
         worker.communicator.close()
@@ -490,15 +490,15 @@ def be_divided(rank: int, size: int, cut: list[set[int]]) -> Any:
     """Change the view while the pairs in ``cut`` cannot connect, although all reach the store."""
     worker = Worker(rank, size, silence_seconds=2.0).until(*range(size))
     lacking = {other for other in range(size) if {rank, other} in cut}
-    connect, opened = membership.Participant._communicator, heartbeats._open
+    connect, opened = membership.StoreMembership._communicator, heartbeats._open
 
-    def fail(self: Any, number: int, members: Any, seconds: float, of_view: Any) -> Any:
+    def fail(self: Any, number: int, members: Any) -> Any:
         if lacking.intersection(members):
-            time.sleep(seconds)
+            time.sleep(2.0)
             raise CommunicationError("not connected")
-        return connect(self, number, members, seconds, of_view)
+        return connect(self, number, members)
 
-    membership.Participant._communicator = fail  # type: ignore[method-assign]
+    membership.StoreMembership._communicator = fail  # type: ignore[method-assign]
     heartbeats._open = lambda addresses: opened(
         {other: address for other, address in addresses.items() if other not in lacking}
     )

@@ -48,7 +48,7 @@ import torch.distributed as dist
 from offbeat.elastic.address import parse_address
 from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.joining import POLL_SECONDS, Admission, UnreachableError, new_identity
-from offbeat.elastic.membership import Participant
+from offbeat.elastic.membership import StoreMembership
 from offbeat.elastic.store import SharedStore, StoreLostError, connect_to_store
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
 from offbeat.transport.communicator import Communicator, Transport
@@ -205,7 +205,7 @@ class Gathering(Transport):
         deadline = time.monotonic() + agreement.timeout_seconds
         first = self._gather(agreement, deadline)
         if agreement.worker in first.members:
-            view = Participant(agreement).enter(0, first, agreement.silence_seconds)
+            view = StoreMembership(agreement).enter(0, first)
             logger.info(
                 "rank %d begins training with %s", agreement.worker, ranks_text(first.members)
             )

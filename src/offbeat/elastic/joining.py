@@ -11,7 +11,7 @@ from typing import Any
 
 from offbeat.elastic.agreement import SILENCE_SECONDS, Agreement, Decision
 from offbeat.elastic.heartbeats import HeartbeatConnections
-from offbeat.elastic.membership import Participant
+from offbeat.elastic.membership import StoreMembership
 from offbeat.elastic.store import SharedStore
 from offbeat.errors import CommunicationError, CommunicationTimeout, EndedError
 from offbeat.transport.membership import View
@@ -79,7 +79,7 @@ class Admission:
             if decided is not None:
                 number, before = number + 1, Decision(**decided)
                 if agreement.worker in before.members:
-                    return self._enter(number, before)
+                    return StoreMembership(agreement).enter_as_newcomer(number, before)
                 if before.considers(agreement.worker):
                     raise UnreachableError(self._what, agreement)
                 self._request(number + 1, before)
@@ -130,12 +130,6 @@ class Admission:
         if seconds > agreement.silence_seconds:
             gone |= self._unreachable
         return gone.issuperset(before.members)
-
-    def _enter(self, number: int, decision: Decision) -> View:
-        participant = Participant(self._agreement)
-        if number == 0:  # in view 0 no worker is a newcomer
-            return participant.enter(0, decision, self._agreement.silence_seconds)
-        return participant.enter_as_newcomer(number, decision)
 
 
 class UnreachableError(CommunicationError):

@@ -217,7 +217,7 @@ class Views:
             logger.info("rank %d leaves view %d: %s", team.rank, team.view, error)
             team.close()
             self._worker.replica.forget_buckets()
-            team.enter(membership.next_view(view=team.view, step=self._stats().steps))
+            team.enter(membership.next_view(step=self._stats().steps))
             if team.size < self._min_workers:
                 self._give_up()
             try:

@@ -197,8 +197,8 @@ class SimulatedMembership(Membership):
         return self._service.wanted()
 
     @override
-    def next_view(self, *, view: int, step: int) -> View:
-        return self._service.regroup(self._member, view)
+    def next_view(self, *, step: int) -> View:
+        return self._service.regroup(self._member, self._view.number)
 
     @override
     def leave(self, *, ended: bool) -> None:
