@@ -11,7 +11,6 @@ from torch.optim import LBFGS, Optimizer
 
 from offbeat.arguments import require_integer
 from offbeat.averaging import AttachedOptimizer, NonFinite
-from offbeat.elastic.connect import open_communicator
 from offbeat.elastic.gathering import gathering_from_environment
 from offbeat.errors import AttachError
 from offbeat.nodes.detection import NodeGroup, open_nodes
@@ -28,10 +27,11 @@ from offbeat.training.checks.compatibility import (
     require_timeout,
     require_usable,
 )
-from offbeat.training.ddp import DDPSuppressor, require_no_engine, unwrapped
+from offbeat.training.ddp import DDPSuppressor, unwrapped
 from offbeat.training.learning_rate.adam_correction import can_correct, require_correctable
 from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
 from offbeat.transport.communicator import Transport
+from offbeat.transport.connect import open_communicator
 from offbeat.transport.team import Team
 
 
@@ -65,6 +65,8 @@ def attach(
     Args:
         model: The model. The strategy averages the parameters that have ``requires_grad`` now, or
             their gradients. To unfreeze further parameters later, call ``detach`` and attach again.
+            If DistributedDataParallel is around the model, give the wrapper: its communication is
+            switched off until ``finish`` or ``detach``.
         optimizer: The optimizer of the model, or a list of optimizers.
         strategy: The algorithm that decides what the workers average and when, for example
             ``offbeat.SelSync()``. None: ``offbeat.StreamingAveraging()``.
@@ -96,21 +98,17 @@ def attach(
             these types.
         non_finite: Handling of a worker that is about to contribute NaN or infinity to a mean.
 
-            - "raise": all workers raise ``OffbeatError``.
+            - "raise": all workers raise ``OffbeatError``, before another model has received it.
             - "warn": the workers log one warning, and the value enters the mean.
-            - "exclude": the worker does not enter the mean. With ``DiLoCo``, ``StreamingAveraging``
-              and ``AsyncAveraging``, it replaces its model by the model that all workers share.
-              With other strategies, it receives the mean of the other workers.
-              ``Stats.details["non_finite_excluded"]`` counts the exclusions.
 
             The check costs one pass over the contribution. In buffers only NaN counts. With a
             ``scaler`` the gradients are not checked, because the scaler skips steps with non-finite
             gradients.
-        min_workers: Smallest number of workers (≥ 1) with which training continues. With this
-            option training is elastic: it continues after the loss of workers, and workers can
-            join and receive the model of another worker; see docs/failures.md. None: if a worker is
-            lost, all others raise a ``CommunicationError``. With ``OFFBEAT_STORE`` training is
-            always elastic, and None is the first number of ``OFFBEAT_WORKERS="2:4"``, or 1.
+        min_workers: Smallest number of workers (≥ 1) with which elastic training continues.
+            Training is elastic with ``OFFBEAT_STORE``, as under ``offbeat run``: it continues after
+            the loss of workers, and workers can join and receive the model of another worker; see
+            docs/failures.md. None: the first number of ``OFFBEAT_WORKERS="2:4"``, or 1. Refused
+            with a process group, whose workers all raise a ``CommunicationError`` if one is lost.
         log: Destination of the telemetry records, one for each step: the path of a file of JSON
             lines, a sink (an object with ``write(record)`` and ``close()``), or a list of these.
             Each worker writes a separate file: the rank replaces ``{rank}`` in the path, or
@@ -130,7 +128,7 @@ def attach(
         MismatchError: the workers differ in the model, the optimizers, the strategy, ``wire``,
             ``adam_correction``, ``non_finite`` or ``min_workers``.
         CommunicationError: another worker failed, or did not call ``attach`` in time.
-        EndedError: this worker wants to join, and the others have finished the training.
+        EndedError: the workers at ``OFFBEAT_STORE`` have finished the training.
         TypeError, ValueError: an argument has a wrong type or value.
     """
     if strategy is None:
@@ -149,7 +147,7 @@ def attach(
     if min_workers is not None:
         require_integer("min_workers", min_workers, least=1)
     elastic = min_workers is not None
-    model = unwrapped(model)
+    given, model = model, unwrapped(model)
     optimizers = _optimizers(optimizer)
     shards = shards_of(model, group, node_group)
     try:
@@ -175,7 +173,6 @@ def attach(
         strategy = strategy.with_adam_correction()
     local_model = model if shards is None else shards
     require_usable(local_model)
-    require_no_engine(model)
     require_distinct_memory(dict(local_model.named_parameters()), strategy)
     if isinstance(averages, SharedModel) and averages.optimizer_state:
         require_own_state(optimizers)
@@ -188,7 +185,7 @@ def attach(
     if wire != "float32":
         kernels()  # compile before the first collective, not between two of them
     # -- from here on every worker must take part --
-    ddp = DDPSuppressor(model, group, strategy)
+    ddp = DDPSuppressor(given, group, strategy)
 
     def begin() -> Synchronizer:
         with ExitStack() as on_failure:
@@ -224,12 +221,10 @@ def attach(
         return Synchronizer(components)
 
     try:
-        sync = begin() if gathering is None else gathering.repeat(begin)
+        return begin() if gathering is None else gathering.repeat(begin)
     except BaseException:
         ddp.remove()
         raise
-    ddp.steps = lambda: sync.step
-    return sync
 
 
 def _team(

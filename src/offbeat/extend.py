@@ -13,7 +13,7 @@ _NAMES = {
     "offbeat.arguments": "POSITIVE Precision Range check_settings did_you_mean require_integer "
     "require_number setting types_of",
     "offbeat.units": "show_bandwidth show_bytes show_seconds to_bandwidth to_seconds",
-    "offbeat.lazy_imports": "import_lazily",
+    "offbeat": "import_lazily",
     "offbeat.display.table": "Table",
     "offbeat.display.plots": "new_figure",
     "offbeat.strategies.base": "CustomFlow Gradients Outer SharedModel Tally WorkerView common "
@@ -25,7 +25,7 @@ _NAMES = {
     "offbeat.transport.operation": "Operation",
     "offbeat.transport.team": "Team",
     "offbeat.transport.torch_backend.network_interface": "address_of",
-    "offbeat.elastic.connect": "open_communicator",
+    "offbeat.transport.connect": "open_communicator",
     "offbeat.simulate": "Join Kill",
     "offbeat.averaging.buckets": "add_to as_real group_tensors pack_mixed staging_dtype unpack",
     "offbeat.averaging.flow": "Flow",
@@ -49,6 +49,7 @@ _NAMES = {
 __all__ = [name for names in _NAMES.values() for name in names.split()]
 
 if TYPE_CHECKING:
+    from offbeat import import_lazily as import_lazily
     from offbeat.arguments import POSITIVE as POSITIVE
     from offbeat.arguments import Precision as Precision
     from offbeat.arguments import Range as Range
@@ -81,8 +82,6 @@ if TYPE_CHECKING:
     from offbeat.cli.view import print_table as print_table
     from offbeat.display.plots import new_figure as new_figure
     from offbeat.display.table import Table as Table
-    from offbeat.elastic.connect import open_communicator as open_communicator
-    from offbeat.lazy_imports import import_lazily as import_lazily
     from offbeat.quantization.message import All as All
     from offbeat.quantization.message import Message as Message
     from offbeat.quantization.message import Stream as Stream
@@ -108,6 +107,7 @@ if TYPE_CHECKING:
     )
     from offbeat.transport.communicator import Communicator as Communicator
     from offbeat.transport.communicator import Wrapper as Wrapper
+    from offbeat.transport.connect import open_communicator as open_communicator
     from offbeat.transport.handle import Completed as Completed
     from offbeat.transport.handle import Handle as Handle
     from offbeat.transport.handle import explained as explained

@@ -103,7 +103,7 @@ class Synchronizer:
         A worker that joins receives the model, the optimizers' state of each parameter, and
         ``step``, but no other state. Call this method on every worker, after ``attach`` and before
         the first step. If the script has several states, each worker calls it in the same order.
-        Without ``min_workers`` no worker joins, so the method has no effect.
+        If training is not elastic, no worker joins, and the method has no effect.
 
         Do not share the state of random number generators: a worker that joins would draw the
         numbers of another one.
@@ -152,9 +152,9 @@ class Synchronizer:
 
         Raises:
             AttachError: after ``finish`` or ``detach``, or inside another ``consensus``. Or a
-                parameter of the model was replaced by another one, or ``load_state_dict`` has
-                changed the model after its first step. Or ``also`` was given and ``fully_shard``
-                has divided the model, or a module shares tensors with the model.
+                parameter of the model was replaced by another one, or the model's
+                ``load_state_dict`` was called after ``attach``. Or ``also`` was given and
+                ``fully_shard`` has divided the model, or a module shares tensors with the model.
             MismatchError: another worker has trained to its end and never called this, or has given
                 other modules as ``also``.
             TypeError: ``also`` is not a list of modules.
@@ -186,7 +186,7 @@ class Synchronizer:
                 modules here.
 
         Raises:
-            MismatchError: another worker has given other modules as ``also``.
+            AttachError, MismatchError, TypeError: ``also`` is not valid; see ``consensus``.
         """
         if not self._active:
             return
@@ -204,7 +204,7 @@ class Synchronizer:
         """Leave training with the local model as it is: remove all hooks and close connections.
 
         Not a collective. A worker that waits for this one raises a ``CommunicationError`` at once.
-        With ``min_workers`` (see ``attach``) the other workers continue without this one.
+        In elastic training the other workers continue without this one.
         """
         if self._active:
             self._active = False
@@ -259,7 +259,7 @@ class Synchronizer:
         self._require_active("state_dict()")
         self._require_savable()
         self._iteration.require_boundary("state_dict()")
-        self._consensus.accept_loaded("state_dict()")
+        self._iteration.require_known("state_dict()")
         with self._iteration.guard:
             self._consensus.before_save()
         return state_of(self._iteration.flow, self.stats)

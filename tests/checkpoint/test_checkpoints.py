@@ -594,7 +594,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
         [3],
     ),
     "restarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "warm-up": lambda o: offbeat.LinearScalingWarmup(o, workers=4, warmup_steps=5),
+    "warm-up": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.25, total_iters=5),
 }
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat.elastic.connect import open_communicator
+from offbeat.transport.connect import open_communicator
 
 MODULES = {
     **{"torch": torch, "dist": dist, "nn": nn, "np": np, "offbeat": offbeat},
@@ -90,7 +90,7 @@ SUPPLIES: dict[str, Callable[[Space], Any]] = {
     "optimizer": _optimizer,
     "loss_fn": lambda space: nn.CrossEntropyLoss(),
     "labels": _labels,
-    "sources": lambda space: ["a", "b"] * 32,
+    "sources": lambda space: ["a", "b", "c", "d"] * 16,
     "dataset": _dataset,
     "validation": _dataset,
     "sampler": _sampler,

@@ -12,20 +12,27 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
     LambdaLR,
+    LinearLR,
     OneCycleLR,
     PolynomialLR,
     SequentialLR,
 )
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from offbeat import Compute, LinearScalingWarmup, Network
+from offbeat import Compute, Network
 from offbeat_lab.compare import run_and_record
 from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.recipes import Task
 from offbeat_lab.recipes.datasets import TensorData, as_samples
 from offbeat_lab.recipes.held_out import HeldOut
-from offbeat_lab.samplers import Batches, make_partition, make_sampler, parse_injection
+from offbeat_lab.samplers import (
+    Batches,
+    PartSampler,
+    make_partition,
+    make_sampler,
+    parse_injection,
+)
 
 
 def task(samples: int = 60, steps: int = 7) -> Task:
@@ -92,6 +99,28 @@ def test_a_partition_keeps_labels_apart() -> None:
     assert sorted(index for part in mixed for index in part) == list(range(600))
 
 
+def test_parts_are_shuffled_by_seed_epoch_and_worker() -> None:
+    """Each of the three changes the order; the same three give it again."""
+    part = torch.arange(100).numpy()
+
+    def order(rank: int, seed: int, epoch: int) -> list[int]:
+        sampler = PartSampler(part, rank, seed)
+        sampler.set_epoch(epoch)
+        assert len(sampler) == 100
+        return list(sampler)
+
+    first = order(0, 0, 0)
+    assert sorted(first) == list(range(100))
+    assert order(0, 0, 0) == first
+    orders = [first, order(1, 0, 0), order(0, -1, 0), order(0, 0, 1)]
+    assert len({tuple(each) for each in orders}) == 4
+
+
+def test_every_worker_needs_samples() -> None:
+    with pytest.raises(ValueError, match="every worker needs samples, part 2 of the partition"):
+        make_sampler(task(2), 3, 0, seed=0, kind="defdp")
+
+
 def test_text_has_no_partition_by_label() -> None:
     with pytest.raises(ValueError, match="one label per sample; this recipe has none"):
         Job("stdlib-lm", "bsp", 2, epochs=0.01, partition="label:1").check()
@@ -120,7 +149,7 @@ def test_workers_of_a_run_inject_samples() -> None:
         lambda optimizer: OneCycleLR(optimizer, 0.4, total_steps=11),  # sets momentum, too
         lambda optimizer: ChainedScheduler(
             [
-                LinearScalingWarmup(optimizer, workers=4, warmup_steps=3),
+                LinearLR(optimizer, 0.25, total_iters=3),
                 PolynomialLR(optimizer, 10, 0.5),
             ]
         ),

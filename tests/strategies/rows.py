@@ -9,7 +9,7 @@ import pytest
 
 import worlds
 from offbeat import parse_strategy
-from offbeat.strategies.base import CustomFlow, Gradients, Strategy
+from offbeat.strategies.base import CustomFlow, Strategy
 from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.baselines.server_strategy import ServerStrategy
 from strategies.low_rank_reference import PowerSGD
@@ -53,12 +53,6 @@ class Row:
     def served(self) -> bool:
         """True if a parameter server holds the model."""
         return isinstance(self.strategy, ServerStrategy)
-
-    @property
-    def excludes(self) -> bool:
-        """True if it takes ``non_finite="exclude"``."""
-        averages = self.strategy.averages()
-        return not self.baseline and averages != Gradients(every_step=False)
 
     @property
     def repeatable(self) -> int:
@@ -129,7 +123,6 @@ BASELINES = [
     Row("fedavg:period=3,fraction=0.67", alone="fedavg:period=3"),
     Row("ssp:staleness=0"),
     Row("ssp:staleness=2", timed=True),
-    Row("ssp:staleness=2,refresh=lazy", timed=True),
     Row("downpour", alone="downpour:fetch_every=1000", timed=True),
     Row("easgd:period=2,synchronous=true", alone="easgd:period=1000"),
     Row("easgd:period=2", alone="easgd:period=1000", timed=True),

@@ -53,9 +53,9 @@ class Rounds:
             round=self._next,
             finite=finite,
             rank=worker.rank,
+            also=worker.also,
             numbers=numbers,
             step=worker.step,
-            anchor=worker.anchor,
         )
         self._next += 1
         return vote

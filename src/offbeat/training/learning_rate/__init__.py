@@ -1,1 +1,1 @@
-"""Learning rates: schedules, and factors inside ``optimizer.step()``."""
+"""Factors on learning rates inside ``optimizer.step()``."""
