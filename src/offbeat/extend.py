@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from offbeat.arguments import require_number as require_number
     from offbeat.arguments import setting as setting
     from offbeat.arguments import types_of as types_of
+    from offbeat.averaging.averager import RoundAverager as RoundAverager
     from offbeat.averaging.buckets import add_to as add_to
     from offbeat.averaging.buckets import as_real as as_real
     from offbeat.averaging.buckets import group_tensors as group_tensors
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
     from offbeat.averaging.gradient_flow import GradientFlow as GradientFlow
     from offbeat.averaging.gradient_flow import GradientFlowState as GradientFlowState
     from offbeat.averaging.gradients import GradientMean as GradientMean
-    from offbeat.averaging.averager import RoundAverager as RoundAverager
     from offbeat.averaging.norm import squared_norm as squared_norm
     from offbeat.averaging.replica import Replica as Replica
     from offbeat.averaging.votes import Round as Round

@@ -6,9 +6,9 @@ the means of communication that a flow needs on one worker.
 
 from typing import Any
 
+from offbeat.averaging.averager import ClockedAverager, RoundAverager
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradient_flow import GradientFlow
-from offbeat.averaging.averager import ClockedAverager, RoundAverager
 from offbeat.averaging.replica import Replica
 from offbeat.averaging.worker import AttachedOptimizer, NonFinite, Worker
 from offbeat.strategies.base import CustomFlow, Gradients, Strategy

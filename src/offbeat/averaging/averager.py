@@ -38,10 +38,10 @@ from typing_extensions import override
 
 from offbeat.averaging.buckets import Bucket, add_clamped, make_buckets
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
-from offbeat.averaging.flat import Slice, Space, cut, cut_by_tensors, make_spaces, model_bytes
+from offbeat.averaging.flat import Slice, cut, cut_by_tensors, make_spaces, model_bytes
 from offbeat.averaging.flow import Flow
-from offbeat.averaging.pace import Pace, Sizer
 from offbeat.averaging.landing import Landing, land
+from offbeat.averaging.pace import Pace, Sizer
 from offbeat.averaging.rounds import WaitingWarning
 from offbeat.averaging.votes import Round, Sums, Vote
 from offbeat.averaging.worker import AttachedOptimizer, Worker
@@ -186,7 +186,6 @@ class Averager(Flow):
     """
 
     state: AveragerState
-    can_exclude = False
     vote_length = 0
     """Number of numbers in a vote that is sent with a message."""
     stores_shared = False
@@ -260,10 +259,6 @@ class Averager(Flow):
             return
         for part in self.parts:
             part.stream.make_errors()
-
-    @override
-    def model_loaded(self) -> None:
-        self.start()
 
     @override
     def keep_local(self, before: Flow) -> None:
@@ -1034,7 +1029,9 @@ class ClockedAverager(Averager):
             flight.background_seconds = host.processor_seconds() - began
             return Completed(None)
 
-        like = self.parts[0].slices[0].space.x.tensors[0] if self.parts[0].slices else torch.empty(0)
+        like = (
+            self.parts[0].slices[0].space.x.tensors[0] if self.parts[0].slices else torch.empty(0)
+        )
         moving = team.movers.start(flight.handle, move, what=flight.message.what, like=like)
         flight.moved = team.communicator.timed(moving)
 

@@ -105,9 +105,7 @@ class IntegerCodec(Codec):
             self._decode_blocks(rows[some_rows], decoded)
             part.add_(decoded)  # the product is rounded before the sum, as in the compiled loop
 
-    def _encode_ternary(
-        self, x: Tensor, scale: Tensor, packed: Tensor, keep_error: bool
-    ) -> None:
+    def _encode_ternary(self, x: Tensor, scale: Tensor, packed: Tensor, keep_error: bool) -> None:
         """Encode blocks ``x`` to −1, 0 and 1, and set their scales."""
         absolute = x.abs()
         threshold = _block_means(absolute).mul_(THRESHOLD)

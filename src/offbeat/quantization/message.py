@@ -84,10 +84,10 @@ class Stream:
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         self.errors = torch.zeros(self.elements, dtype=dtype, device=self.device)
 
-    def split_errors(self) -> Sequence[Tensor]:
+    def split_errors(self) -> list[Tensor]:
         """Return the ``errors`` of ``make_full_errors`` of each slice, as views."""
         assert self.errors is not None
-        return self.errors.split([length for length, _, _ in self._slices])
+        return list(self.errors.split([length for length, _, _ in self._slices])
 
     def buffers(self) -> list[Tensor]:
         """Return memory for the exact numbers of each slice. Later calls return the same memory."""

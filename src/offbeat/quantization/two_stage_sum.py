@@ -61,9 +61,7 @@ def start_two_stages(
     return team.stages.start(first, start_second, what=what, like=flat).then(torch.stack)
 
 
-def add_chunks(
-    received: Tensor, errors: Tensor, first: Codec, second: Codec, out: Tensor
-) -> None:
+def add_chunks(received: Tensor, errors: Tensor, first: Codec, second: Codec, out: Tensor) -> None:
     """out ← Q(Σ received + errors);  errors ← the quantization errors.
 
     Args:

@@ -196,7 +196,8 @@ class Wire:
         """Replace the errors of all streams by those in a result of ``state_dict()``."""
         self._streams = {}
         for stream, saved in state.items():
-            errors = ErrorFeedback(*saved["sent"].shape, saved["sent"].device)
+            workers, chunk = saved["sent"].shape
+            errors = ErrorFeedback(workers, chunk, saved["sent"].device)
             errors.sent.copy_(saved["sent"])
             errors.summed.copy_(saved["summed"])
             self._streams[stream] = errors

@@ -18,8 +18,8 @@ from offbeat import Strategy
 from offbeat.extend import (
     POSITIVE,
     CustomFlow,
-    RoundAverager,
     Round,
+    RoundAverager,
     SharedModel,
     WorkerView,
     require_number,

@@ -21,8 +21,8 @@ from typing_extensions import override
 
 from offbeat import Strategy
 from offbeat.extend import (
-    CustomFlow,
     All,
+    CustomFlow,
     Handle,
     Message,
     Outer,
