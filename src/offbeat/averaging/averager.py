@@ -58,7 +58,7 @@ _BOUNDARY_SHARE = 0.03
 
 
 class Step(NamedTuple):
-    """The outer step of P along the mean update D: v ← momentum·v + D, Δ = direct·D + lookahead·v."""
+    """The outer step of P along D: v ← momentum·v + D, Δ = direct·D + lookahead·v."""
 
     momentum: float = 0.0
     direct: float = 1.0
@@ -433,7 +433,7 @@ class Averager(Flow):
         return flight.total() > 0
 
     def _land_with_optimizer_state(self, flight: Flight) -> None:
-        """Average the optimizers' state together with the last part, if the strategy asks for it."""
+        """Average the optimizers' state with the last part, if the strategy asks for it."""
         if not self.shared.optimizer_state or flight.parts[-1] is not self.parts[-1]:
             return
         total = flight.total()

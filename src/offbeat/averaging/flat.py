@@ -1,8 +1,8 @@
 """The averaged parameters as flat vectors, and the parts into which they are cut.
 
-The shared model P and its velocity v are flat tensors. The local model x stays in the tensors of the
-user, because the optimizer, CUDA graphs and moving averages hold them. ``Flat`` reads and changes
-them like one vector.
+The shared model P and its velocity v are flat tensors. The local model x stays in the tensors of
+the user, because the optimizer, CUDA graphs and moving averages hold them. ``Flat`` reads and
+changes them like one vector.
 """
 
 import itertools
@@ -57,7 +57,7 @@ class Flat:
         self._pieces: dict[tuple[int, int], list[Tensor]] = {}  # of dense tensors, by their range
 
     def _slices(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (tensor, first, last) for each tensor that has numbers from ``start`` to ``stop``."""
+        """Yield (tensor, first, last) for each tensor with numbers from ``start`` to ``stop``."""
         index = bisect_right(self._ends, start)
         while start < stop:
             offset = self._ends[index] - self._views[index].numel()

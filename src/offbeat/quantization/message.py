@@ -87,7 +87,7 @@ class Stream:
     def split_errors(self) -> list[Tensor]:
         """Return the ``errors`` of ``make_full_errors`` of each slice, as views."""
         assert self.errors is not None
-        return list(self.errors.split([length for length, _, _ in self._slices])
+        return list(self.errors.split([length for length, _, _ in self._slices]))
 
     def buffers(self) -> list[Tensor]:
         """Return memory for the exact numbers of each slice. Later calls return the same memory."""

@@ -62,8 +62,8 @@ class SharedModel:
             number of its local steps since the launch of the newest landed part. At the bound the
             worker waits until a newer part has landed. If no part is in flight, it requests a
             round, even if ``due`` returns 0.
-        patience: With "arrived", the largest share of the training time for which a worker waits for
-            a message that is about to arrive.
+        patience: With "arrived", the largest share of the training time for which a worker waits
+            for a message that is about to arrive.
         outer: Outer step, which determines Δ.
         error_feedback: True: the quantization error of an update stays in x, and is sent with the
             next update of the part. The parts have about equal bytes and may begin inside a tensor.
