@@ -374,7 +374,7 @@ class Averager(Flow):
         worker = self.worker
         if not self.state.shared or worker.size == 1:
             return True
-        if self._sends_buffers(flight) and not worker.finite_buffers():
+        if self.sends_buffers(flight) and not worker.finite_buffers():
             flight.finite = False
         (wrong,) = worker.team.over_shards(float(not flight.finite))
         flight.finite = not wrong
@@ -382,13 +382,14 @@ class Averager(Flow):
             flight.message.clear()
         return flight.finite
 
-    def _sends_buffers(self, flight: Flight) -> bool:
+    def sends_buffers(self, flight: Flight) -> bool:
+        """Return True if the floating-point buffers are averaged with this launch."""
         return flight.parts[-1].index == len(self.parts) - 1
 
     def send(self, flight: Flight, vote: Sequence[float] | None = None) -> None:
         """Send the message, and the buffers with the last part of the model."""
         worker = self.worker
-        if self._sends_buffers(flight):
+        if self.sends_buffers(flight):
             self._send_buffers(flight)
         flight.handle = flight.message.start(vote)
         flight.sent_seconds = worker.team.host.now()
@@ -486,7 +487,8 @@ class Averager(Flow):
         """Move P, v and the local model, piece by piece."""
         total = flight.total()
         # Without local steps since the launch x ← P, with the same bits on all workers.
-        exact = self.precision is None and self.worker.model_version <= flight.step
+        unmoved = self.shared.blocking or self.worker.model_version <= flight.step
+        exact = self.precision is None and unmoved
         for index, (part, step) in enumerate(zip(flight.parts, flight.outer(), strict=True)):
             for number, start, piece in part.pieces():
                 space = piece.space
@@ -606,7 +608,7 @@ class Averager(Flow):
         self._flying.remove(flight)
         for part in flight.parts:
             part.flight = None
-            if self.shared.blocking and take and flight.weight:
+            if self.shared.blocking and take and total:
                 part.synced_step = worker.step
             if len(self.parts) > 1:
                 part.stream.release()
@@ -938,6 +940,7 @@ class ClockedAverager(Averager):
     def _advance(self, *, arrived: bool) -> None:
         """Land the message in flight if it has arrived, and launch the next one, within limits."""
         host, node = self.worker.team.host, self.worker.team.node
+        may_launch = self.pace.credit_seconds >= 0  # before the landing: a node has agreed on it
         seconds = math.inf if node else _BOUNDARY_SHARE * self.pace.step_seconds
         deadline = host.processor_seconds() + seconds
         flight = self._flying[0] if self._flying else None
@@ -950,7 +953,7 @@ class ClockedAverager(Averager):
             self.landed(flight)
             flight = None
         if flight is None:
-            if self.pace.credit_seconds < 0 or not self._due():
+            if not (may_launch and self._due()):
                 return
             flight = self._begin(stepping=True)
         if self._work(flight, deadline):

@@ -157,6 +157,10 @@ class SparseLoCoFlow(RoundAverager):
         return SparseMessage(team, streams, what, strategy.density, strategy.decay)
 
     @override
+    def sends_buffers(self, flight: Any) -> bool:
+        return False
+
+    @override
     def consensus(self, last: Round, *, final: bool) -> None:
         super().consensus(last, final=final)
         workers, (_, total) = self.worker.size, self.consensus_weights(last)
