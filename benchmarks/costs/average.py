@@ -14,11 +14,12 @@ from torch import nn
 
 from benchmarks.harness import Result, compare, interleave, slowest
 from benchmarks.processes import run
-from offbeat.averaging import Replica
+from offbeat.averaging import Replica, Worker
+from offbeat.averaging.averager import RoundAverager, Step
 from offbeat.averaging.exact_mean import ExactMean
-from offbeat.averaging.parts.snapshot_part import SnapshotPart
 from offbeat.quantization.wire import Wire
-from offbeat.transport.handle import Completed
+from offbeat.strategies.base import SharedModel
+from offbeat.strategies.local_sgd import LocalSGD
 from offbeat.transport.team import Team
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
@@ -39,15 +40,20 @@ def measure(millions: int, repetitions: int) -> dict[str, list[float]]:
     model = make_model(millions)
     team = Team(TorchCommunicator(None, timeout_seconds=60))
     parameters = [*model.parameters()]
-    part = SnapshotPart(team, Wire(team), lambda: parameters, name="all", keeps_steps=False)
-    exact = ExactMean(team, Replica(model, parameters))
+    replica = Replica(model, parameters)
+    averager = RoundAverager(LocalSGD(), Worker(team, replica, [], Wire(team)), SharedModel())
+    averager.start()
+    exact = ExactMean(team, replica)
     flat = torch.zeros(sum(p.numel() for p in model.parameters()))
     expected = torch.stack([p.detach().double().mean() for p in model.parameters()])
     dist.all_reduce(expected)
 
     def training() -> None:
-        part.launch(Completed(float(team.size)), weight=1.0, step=0, what="benchmark")
-        part.land(0)
+        flight = averager.begin(averager.parts, 1.0, lambda: float(team.size), [Step()])
+        for _ in flight.work:
+            pass
+        averager.send(flight)
+        averager.land(flight)
 
     functions = {
         "training": training,

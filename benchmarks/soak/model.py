@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.soak.plan import Case
-from offbeat.averaging.model_flow import ModelFlow
+from offbeat.averaging.averager import Averager
 
 RATE = 1 / 64
 """Learning rate."""
@@ -39,11 +39,11 @@ class Constant(nn.Module):
 def regions(sync: Any) -> list[list[Tensor]]:
     """Return groups of tensors; the numbers of a group are equal because they travel together."""
     flow = sync._iteration.flow
-    if not isinstance(flow, ModelFlow):
+    if not isinstance(flow, Averager):
         return [[p.detach() for _, p in sync._worker.replica.parameters]]
     return [
-        [t for b in part.buckets[: part.parameter_buckets] for t in b.parameters]
-        for part in flow.pipeline.parts
+        [t for each in part.slices for t in each.space.x.numbers(each.start, each.stop)]
+        for part in flow.parts
     ]
 
 

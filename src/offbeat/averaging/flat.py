@@ -65,7 +65,7 @@ class Flat:
             yield index, start - offset, last - offset
             start, index = last, index + 1
 
-    def _numbers(self, start: int, stop: int) -> list[Tensor]:
+    def numbers(self, start: int, stop: int) -> list[Tensor]:
         """Return 1-D tensors with the numbers from ``start`` to ``stop``."""
         found = self._pieces.get((start, stop))
         if found is None:
@@ -77,7 +77,7 @@ class Flat:
 
     def read(self, start: int, out: Tensor) -> None:
         """Fill ``out``, of any floating-point dtype, with the numbers from ``start`` on."""
-        torch.cat(self._numbers(start, start + out.numel()), out=out)
+        torch.cat(self.numbers(start, start + out.numel()), out=out)
 
     def add(self, start: int, values: Tensor) -> None:
         """Add ``values`` to the numbers from ``start`` on, computed in the dtype of ``values``."""
@@ -89,7 +89,7 @@ class Flat:
 
     def _write(self, start: int, values: Tensor, *, add: bool) -> None:
         stop = start + values.numel()
-        numbers = self._numbers(start, stop)
+        numbers = self.numbers(start, stop)
         for target, part in zip(numbers, values.split([t.numel() for t in numbers]), strict=True):
             if add:
                 target.add_(part)

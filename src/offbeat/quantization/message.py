@@ -417,5 +417,3 @@ def make_message(
     if precision is None:
         return ExactMessage(team, streams, what, keep=keep)
     return QuantizedMessage(team, twin, precision, streams, what, vote=vote)
-
-
