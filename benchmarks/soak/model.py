@@ -37,14 +37,12 @@ class Constant(nn.Module):
 
 
 def regions(sync: Any) -> list[list[Tensor]]:
-    """Return groups of tensors; the numbers of a group are equal because they travel together."""
+    """Return groups of tensors; the numbers of a group are equal because they move together."""
     flow = sync._iteration.flow
     if not isinstance(flow, Averager):
         return [[p.detach() for _, p in sync._worker.replica.parameters]]
-    return [
-        [t for each in part.slices for t in each.space.x.numbers(each.start, each.stop)]
-        for part in flow.parts
-    ]
+    pieces = (piece for part in flow.parts for _, _, piece in part.pieces())
+    return [list(piece.space.x.numbers(piece.start, piece.stop)) for piece in pieces]
 
 
 def spread_of(sync: Any) -> float:
