@@ -49,7 +49,6 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], type[Exception], str]] = [
     (DiLoCo, {"outer_momentum": 1.0}, ValueError, r"outer_momentum must be in \[0, 1\), got 1.0"),
     (DiLoCo, {"period": 3, "fragments": 4}, ValueError, "got fragments=4 and period=3"),
     (DiLoCo, {"period": 3, "overlap": 3}, ValueError, "overlap must be less than period"),
-    (DiLoCo, {"outer_dtype": "int8"}, ValueError, "outer_dtype must be None, .* got 'int8'"),
     (
         DiLoCo,
         {"overlap": 2, "optimizer_state": "average"},

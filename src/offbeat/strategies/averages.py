@@ -21,14 +21,10 @@ class Outer:
     Attributes:
         lr: Outer learning rate η > 0.
         momentum: Outer momentum μ ≥ 0. The velocity v is stored only if μ > 0.
-        dtype: Name of the dtype in which P and v are stored, such as "bfloat16". None: the dtype of
-            the parameters, but float32 for float16 and bfloat16 parameters. Not used with
-            ``SharedModel.error_feedback``.
     """
 
     lr: float = 1.0
     momentum: float = 0.0
-    dtype: str | None = None
 
     @property
     def plain(self) -> bool:

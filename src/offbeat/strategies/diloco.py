@@ -40,8 +40,6 @@ class DiLoCo(Strategy):
         fragments: Number of fragments F, from 1 to ``period`` and at most the number of parameter
             tensors.
         overlap: Local steps k from launch to landing, from 0 to ``period`` − 1.
-        outer_dtype: Dtype of θ and v: "float32", "bfloat16" or "float64". None: the dtype of the
-            parameters, but float32 for float16 and bfloat16 parameters.
         optimizer_state: "average" also averages the inner optimizers' state whenever the last
             fragment lands, and requires ``overlap=0``. "local" leaves it different on each worker.
 
@@ -49,9 +47,10 @@ class DiLoCo(Strategy):
     fragment, and one mean of the buffers. The workers wait for a sum that has not arrived k steps
     after its launch.
 
-    *Memory*, in copies of the model: two for θ and v. Without overlap 1/F more, for the fragment
-    that is averaged. With overlap two more, for the sums and the snapshots x(t). *State* in
-    checkpoints: θ and v, and with overlap the sums and snapshots.
+    *Memory*, in copies of the model: two for θ and v, in the dtype of the parameters (float32 for
+    float16 and bfloat16 parameters). Without overlap 1/F more, for the fragment that is averaged.
+    With overlap 2/F more for each fragment in flight, for its update and the sum. *State* in
+    checkpoints: θ and v. Saving first lands the fragments in flight.
 
     *Differs from the papers*: Streaming DiLoCo mixes θ with the worker's model in a fixed
     proportion; here all local steps are kept. Its fragments are strided layers; here they are
@@ -67,7 +66,6 @@ class DiLoCo(Strategy):
     outer_momentum: float = setting(0.9, least=0, below=1)
     fragments: int = setting(1, least=1)
     overlap: int = setting(0, least=0)
-    outer_dtype: Literal["float32", "bfloat16", "float64"] | None = None
     optimizer_state: Literal["local", "average"] = "local"
 
     def __post_init__(self) -> None:
@@ -93,7 +91,7 @@ class DiLoCo(Strategy):
         return SharedModel(
             parts=self.fragments,
             lands=self.overlap,
-            outer=Outer(self.outer_lr, self.outer_momentum, self.outer_dtype),
+            outer=Outer(self.outer_lr, self.outer_momentum),
             optimizer_state=self.optimizer_state == "average",
         )
 
