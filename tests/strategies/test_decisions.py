@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat import (
-    AsyncAveraging,
     DiLoCo,
     SelSync,
     StreamingAveraging,
@@ -77,13 +76,6 @@ def test_diloco_launches_each_fragment_once_a_period(period: int, data: Any) -> 
     due = {q * period + p * period // parts for q in range(4) for p in range(1, parts + 1)}
     assert workers.launch_steps(3 * period) == [t for t in sorted(due) if t <= 3 * period]
     assert workers.views[0].launches == 3 * parts
-
-
-def test_eager_averaging_asks_when_there_is_a_new_step_and_nothing_in_flight() -> None:
-    strategy = AsyncAveraging(schedule="eager")
-    assert strategy.due(seen(step=3, launch_step=2)) == 1
-    assert strategy.due(seen(step=3, launch_step=3)) == 0
-    assert strategy.due(seen(step=3, launch_step=2, ready=False)) == 0
 
 
 @given(st.integers(1, 20), st.integers(1, 30))

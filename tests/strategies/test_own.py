@@ -1,6 +1,7 @@
 """The custom strategy of the page about extensions: its text form, its values over every wire."""
 
 import runpy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import workers
 from loops import attach, sgd
 from offbeat import parse_strategy
+from offbeat.extend import SharedModel, Tally, WorkerView
 from offbeat.strategies import Strategy
 from pages import ROOT, code_on
 from problems import flat, make_wide, wide_step
@@ -48,6 +50,49 @@ def test_processes_and_the_simulator_agree_over_every_wire(own: Strategy, wire: 
         assert one["sent"] == other["sent"]
         moved = (exact - flat(make_wide(0))).norm()
         assert (other["model"] - exact).norm() < 0.5 * moved
+
+
+@dataclass
+class Decided:
+    """Local step and ``Tally.stepping`` of each call of ``decide`` during training."""
+
+    calls: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class EveryFourth(Strategy):
+    """A message in every fourth step."""
+
+    def averages(self) -> SharedModel:
+        return SharedModel(lands="arrived")
+
+    def state(self, worker: WorkerView) -> Decided:
+        return Decided()
+
+    def due(self, worker: WorkerView) -> float:
+        return float(worker.since_launch >= 4)
+
+    def decide(self, worker: WorkerView, tally: Tally) -> float:
+        if worker.stepping:
+            worker.state.calls.append((worker.step, tally.stepping))
+            worker.details["calls"] = worker.state.calls
+        return 1
+
+
+def decided(rank: int, size: int) -> list[tuple[int, int]]:
+    model = make_wide(seed=rank)
+    optimizer = sgd(model)
+    with attach(model, optimizer, EveryFourth()) as sync:
+        for step in range(12):
+            wide_step(model, optimizer, rank, step)
+    calls: list[tuple[int, int]] = sync.stats.details["calls"]
+    return calls
+
+
+def test_a_due_message_is_decided_with_the_votes_of_the_one_before() -> None:
+    """The messages are faster than four steps."""
+    for calls in simulated(decided, workers=3):
+        assert calls == [(4, 0), (8, 3), (12, 3)]
 
 
 @pytest.mark.usefixtures("own")

@@ -23,7 +23,7 @@ Invariants:
 1. A part is in at most one message. Between two launches P and x move by the same Δ, apart from u.
 2. All workers launch the same parts in the same order, with the same μ, c and a. So P changes by
    the same bytes on all of them.
-3. A worker at a barrier launches and lands like the others, so nobody waits for it.
+3. A worker at a barrier launches and lands like the others, so they do not wait for it.
 """
 
 import math
@@ -314,7 +314,7 @@ class Averager(Flow):
     ) -> Flight:
         """Begin a launch. ``pack`` and ``send`` complete it."""
         view, worker = self.state.view, self.worker
-        view.launches += len(parts)
+        view.launches, view.launch_step = view.launches + len(parts), worker.step
         numbers = ", ".join(str(part.index) for part in parts)
         message = self.make_message(
             [part.stream for part in parts],
@@ -835,7 +835,7 @@ class RoundAverager(Averager):
         number = self.strategy.decide(view, chosen.tally())
         if not number:
             return False
-        view.rounds, view.launch_step, landings = 0, self.worker.step, view.landings
+        view.rounds, landings = 0, view.landings
         for part in self.next_parts(number):
             while part.flight is not None:  # the older ones first, as on all workers
                 self.land(self._flying[0])

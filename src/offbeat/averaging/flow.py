@@ -1,11 +1,12 @@
 """The flow: the code that drives one strategy through the training steps of one worker.
 
 The training loop reports events: gradients are ready, or a step has ended. The flow then calls the
-strategy and communicates with the other workers. ``ModelFlow`` averages models. ``GradientFlow``
-averages gradients. A strategy that declares a ``CustomFlow`` supplies its own subclass of ``Flow``.
+strategy and communicates with the other workers. ``RoundAverager`` and ``ClockedAverager`` average
+models, ``GradientFlow`` averages gradients. A strategy that declares a ``CustomFlow`` supplies its
+own subclass of ``Flow``.
 
 Every worker must start the same collectives in the same order. Therefore a worker that waits at a
-barrier still votes in the rounds of the workers that take steps (``wait_for_all``).
+barrier still takes part in the rounds of the workers that take steps (``wait_for_all``).
 
 ``offbeat.strategies.base`` explains the terms.
 """

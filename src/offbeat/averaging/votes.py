@@ -30,7 +30,9 @@ class Vote:
         stepping: True if this worker takes a step in this round.
         finishing: True if this worker has called ``Synchronizer.finish`` to end training.
         wanted: Return value of ``Strategy.due``: the number of parts of the model that this worker
-            wants to average. 0 if this worker takes no step.
+            wants to average. 0 if this worker takes no step. In a message of ``ClockedAverager``:
+            the time from sending to arrival of the previous message, in local steps of this worker.
+            Infinite if it is unknown.
         view: Number of the view. A new view begins when a worker joins or is lost.
         round: Number of the round in this view.
         finite: False if this worker's contribution is known to contain NaN or infinity.

@@ -31,10 +31,10 @@ class AsyncAveraging(Strategy):
     lands β steps later, just before the next launch. If the mean has not arrived by then, the
     worker waits for it.
 
-    ``schedule="eager"`` (Algorithm 1): a worker votes for the next launch once its last launch has
-    landed and it has taken a step since that launch. The workers launch when all votes have
-    arrived, and the launch lands when its mean has arrived, both at the end of a local step. During
-    training a worker waits only while its newest landed snapshot is τ local steps old.
+    ``schedule="eager"`` (Algorithm 1): a launch lands at the end of the local step in which its
+    mean has arrived, and the worker launches again at once. The mean starts when the last worker
+    has launched. During training a worker waits while its newest landed snapshot is τ local steps
+    old, and for a twentieth of the time at most for a mean that is about to arrive.
 
     Args:
         staleness: τ, the largest age of a worker's newest landed snapshot, in local steps (cyclic:
@@ -43,13 +43,14 @@ class AsyncAveraging(Strategy):
         outer_lr: Outer learning rate η_o > 0.
         outer_momentum: Outer momentum μ in [0, 1).
 
-    *Communication*: for each launch one sum of the models over the workers, and one of the votes
-    (seven numbers per worker). Both overlap with local steps.
+    *Communication*: for each launch one sum of the models over the workers, and seven numbers per
+    worker, its vote. Both overlap with local steps.
 
     *Memory*, in copies of the model: one for s, one for the sum in flight, and one for P if it is
-    stored. P is stored with an outer step, with a ``wire`` other than "float32", with
-    and in the eager schedule with ``non_finite="raise"``. Outer momentum adds v, and a quantized
-    wire the quantization errors. *State* in checkpoints: all of these.
+    stored. P is stored with an outer step, with a ``wire`` other than "float32", and in the eager
+    schedule, which needs another copy while a mean lands. Outer momentum adds v, and a quantized
+    wire the quantization errors of the sums (at most 1/N of a copy). *State* in checkpoints: P, v
+    and these errors. Saving first lands what is in flight.
 
     *Differs from the paper*: a worker that does not store P sends s instead of u. The result is the
     same in exact arithmetic. Line 22 of Algorithm 1 discards local steps, which are kept here. The
@@ -82,6 +83,6 @@ class AsyncAveraging(Strategy):
 
     @override
     def due(self, worker: WorkerView) -> float:
-        if self.schedule == "cyclic":
-            return float(2 * worker.since_launch >= self.staleness)
-        return float(worker.since_launch > 0 and worker.ready)
+        if self.schedule == "eager":
+            return 1.0
+        return float(2 * worker.since_launch >= self.staleness)

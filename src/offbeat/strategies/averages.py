@@ -43,6 +43,10 @@ class SharedModel:
         P ← P + Δ                           Δ = D with the default ``Outer()``
         x ← x + Δ − u
 
+    With a quantized ``wire`` (see ``attach``) u is rounded. The quantization error stays in x − P,
+    and the next update of the part contains it (error feedback). P has the same bits on all
+    workers, also if x has not.
+
     Attributes:
         parts: Number of parts (≥ 1), or a function that computes it from the bytes of the trainable
             parameters. If ``fully_shard`` divides the model, these are the bytes of the worker that
@@ -52,21 +56,23 @@ class SharedModel:
             - 0: before the next local step. Workers wait for the mean.
             - k > 0: k local steps after the launch, or before the next launch of the same part if
               that is earlier. Workers wait if the mean has not arrived then.
-            - "arrived": at the first step boundary after the mean has arrived. Parts land in the
-              order of their launches.
+            - "arrived": at the first step boundary after the mean has arrived. A worker has one
+              *message* in flight, which contains one or several parts. It launches the next
+              message at the end of the step in which the previous one has landed. At a step
+              boundary it works for at most 3 % of a step on launching and landing, but on one piece
+              (0.5 MB) at least. A large message therefore takes several step boundaries.
         bound: Largest staleness in local steps, with "arrived". The staleness of a worker is the
             number of its local steps since the launch of the newest landed part. At the bound the
-            worker waits until a newer part has landed. If no part is in flight, it requests a
-            round, even if ``due`` returns 0.
-        patience: With "arrived", the largest share of the training time for which a worker waits
-            for a message that is about to arrive.
+            worker waits until a newer part has landed. If no message is in flight, it launches one,
+            even if ``due`` returns 0.
+        patience: With "arrived", the largest share of the training time (≥ 0) for which a worker
+            waits at the end of steps for messages that are about to arrive. 0: it waits only at the
+            bound.
         outer: Outer step, which determines Δ.
-        error_feedback: True: the quantization error of an update stays in x, and is sent with the
-            next update of the part. The parts have about equal bytes and may begin inside a tensor.
-            Requires ``outer.lr`` = 1.
-            If ``outer`` has momentum, the flow calls ``outer_step`` for each launch. False: the
-            error is stored outside the model and added to the next message of the part. The parts
-            consist of whole tensors.
+        error_feedback: True: the parts have about equal bytes and may begin inside a tensor, and
+            the flow measures ``sent_squared`` and ``mean_squared`` of ``WorkerView``. Requires
+            ``outer.lr`` = 1. If ``outer`` has momentum, the flow calls ``outer_step`` for each
+            launch. False: the parts consist of whole tensors.
         optimizer_state: True if the optimizers' state is averaged whenever the last part of the
             model lands. Requires ``lands=0``.
     """

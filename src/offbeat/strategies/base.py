@@ -13,7 +13,8 @@ Terms:
   the updates. The part is *in flight* until it *lands*. At the landing P moves along the mean
   update, and x follows P (see ``SharedModel``).
 - In a *round* all workers decide together what to average. Each worker sends a *vote*. All workers
-  receive the sum of the votes, the *tally*.
+  receive the sum of the votes, the *tally*. With ``lands="arrived"`` the votes travel in the
+  *messages* that contain the updates, and no round precedes a launch.
 - A *view* is a period with the same group of workers. A new view begins when a worker joins or is
   lost.
 - The *wire* is the precision at which sums over the workers are sent, such as "float32" or "int8".
@@ -75,7 +76,8 @@ class Tally:
 
     Attributes:
         stepping: Number of workers that take a step in this round.
-        wanted: Sum of the return values of ``due`` over these workers.
+        wanted: Sum of the return values of ``due`` over these workers. Not defined with
+            ``lands="arrived"``.
         votes: Element-wise sum of the tuples that ``vote`` returned on all workers.
     """
 
@@ -129,8 +131,8 @@ def transient(**options: Any) -> Any:
 class WorkerView:
     """Data about one worker for the strategy. The flow keeps them up to date.
 
-    The strategy may write ``state``, ``lr_factor``, ``wait_limit``, ``record`` and ``details``. It
-    only reads the rest.
+    The strategy may write ``state``, ``lr_factor``, ``record`` and ``details``. It only reads the
+    rest.
 
     A value marked *common* is equal on all workers. ``decide`` must depend on common values and
     the tally only, so that all workers make the same decision.
@@ -145,30 +147,21 @@ class WorkerView:
         state: The object that ``state()`` returned.
         lr_factor: Factor on the learning rates in this worker's next steps of SGD optimizers.
         count: Number of parts (common).
-        launches: Number of launches in this view (common, except with ``lands="arrived"``).
+        launches: Number of launches in this view (common; with ``lands="arrived"`` only in
+            ``decide`` and ``outer_step``).
         landings: Number of landings in this view.
         rounds: Number of rounds since the last round that launched a part (common). In ``decide``
-            this number includes the current round.
-        launch_step: Local step at which this worker decided the last round that launched a part.
-            Before the first such round: the local step at which the view began.
+            this number includes the current round. Always 0 with ``lands="arrived"``.
+        launch_step: Local step of this worker's newest launch. Before the first launch: the local
+            step at which the view began.
         fresh_step: Local step at which the newest landed part was launched. Before the first
             landing: the local step at which the view began.
-        in_flight_steps: For each part in flight, the oldest first: the local step of its launch.
-        ready: True if the part that is launched next is not in flight.
         gradient_norm_squared: ‖g‖² of the current step before clipping. With several optimizers:
             over all of them for a ``SharedModel``, over one for ``Gradients``. Requires
             ``Strategy.gradient_norm``.
         sent_squared: Exponentially weighted sum of ‖u‖² over the landed updates u of this worker.
             The weight decays to 1/e while each part lands five times. Requires ``error_feedback``.
         mean_squared: The same sum of ‖D‖² over the landed means D. Requires ``error_feedback``.
-        clock: Time of the last step boundary on this worker's clock, in seconds. Requires
-            ``lands="arrived"``.
-        spent: Duration in seconds of each launch and each landing between the last two step
-            boundaries, without waits. Requires ``lands="arrived"``.
-        wait_limit: Longest wait at the next step boundary, in seconds. The worker waits there until
-            all parts in flight and the tally have arrived. Only with ``lands="arrived"``.
-        waited: Seconds for which this worker has waited in this way at the last step boundary.
-        timed_out: True if this wait has ended before the parts and the tally had arrived.
         record: Values that the strategy adds to the telemetry record of this step.
         details: Totals that the strategy adds to ``Stats.details``.
     """
@@ -186,16 +179,9 @@ class WorkerView:
     rounds: int = 0
     launch_step: int = 0
     fresh_step: int = 0
-    in_flight_steps: list[int] = field(default_factory=list)
-    ready: bool = transient(default=True)
     gradient_norm_squared: float = transient(default=0.0)
     sent_squared: float = 0.0
     mean_squared: float = 0.0
-    clock: float = transient(default=0.0)
-    spent: list[float] = transient(default_factory=list)
-    wait_limit: float = 0.0
-    waited: float = transient(default=0.0)
-    timed_out: bool = transient(default=False)
     record: dict[str, Any] = transient(default_factory=dict)
     details: dict[str, Any] = transient(default_factory=dict)
 
@@ -208,11 +194,6 @@ class WorkerView:
     def staleness(self) -> int:
         """Number of local steps since ``fresh_step``."""
         return self.step - self.fresh_step
-
-    @property
-    def ages(self) -> list[int]:
-        """Number of local steps since the launch of each part in flight, the oldest first."""
-        return [self.step - launched for launched in self.in_flight_steps]
 
 
 # -- the contract ----------------------------------------------------------------------------------
@@ -239,7 +220,8 @@ class Strategy(ABC):
         """Number of rounds by which ``decide`` lags behind the votes, 0 or 1.
 
         With 1, ``decide`` receives the tally of the previous round, which has usually arrived
-        already. In the first round ``decide`` is not called.
+        already. In the first round ``decide`` is not called. Not used with ``lands="arrived"``,
+        whose tally is always that of the previous message.
         """
         return 0
 
@@ -256,11 +238,12 @@ class Strategy(ABC):
     def due(self, worker: WorkerView) -> float:
         """Return the number of parts that this worker wants to launch now. 0 requests no round.
 
-        ``decide`` can read the sum over the workers, ``Tally.wanted``.
-
-        With ``lands="arrived"`` the workers may request a round at different steps. The round is
-        decided when all workers have requested it. In all other cases the workers that still take
+        ``decide`` can read the sum over the workers, ``Tally.wanted``. The workers that still take
         steps must request a round at the same local step, for example in every eighth step.
+
+        With ``lands="arrived"`` it is called at the end of each step at which no message is in
+        flight. If the result is above 0, this worker launches the next message at once. The workers
+        may do so at different steps: its sum starts when the last worker has launched it.
         """
         return 1.0
 
@@ -279,8 +262,9 @@ class Strategy(ABC):
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
         """Return numbers that are summed over all workers. Their count must never change.
 
-        Called once in each round. ``worker.stepping`` is False on a worker that takes no step. With
-        ``Gradients`` it is also called when a view begins, to count the numbers.
+        Called once in each round, or for each message with ``lands="arrived"``.
+        ``worker.stepping`` is False on a worker that takes no step. With ``Gradients`` and
+        ``lands="arrived"`` it is also called when a view begins, to count the numbers.
         """
         return ()
 
@@ -291,10 +275,15 @@ class Strategy(ABC):
         2, and the next round parts 3, 0 and 1. With ``Gradients`` any number but 0 averages all
         gradients. Never called with ``Gradients(every_step=True)``.
 
+        With ``lands="arrived"`` it is called once for each message, before its launch. The result
+        is the number of parts in the message, at least 1, and ``tally`` contains the votes that
+        arrived with the previous message (zeros before the first one).
+
         The result must depend on the tally and common values only.
 
         Returns:
-            A whole number. ``inf``: all parts, the default. 0: none.
+            A whole number, at most ``worker.count``. ``inf``, the default: all parts, or with
+            ``lands="arrived"`` as many as make the parts youngest on average. 0: none.
         """
         return math.inf
 
@@ -302,8 +291,8 @@ class Strategy(ABC):
         """Return μ and a for the landing of ``part``: v ← μ·v + D, then P ← P + D + a·v.
 
         Only called with ``error_feedback`` and ``Outer.momentum`` > 0, once for each launch.
-        ``tally`` is that of the round that decided the launch. All workers must return the same
-        numbers.
+        ``tally`` is that of the round that decided the launch; with ``lands="arrived"`` it is the
+        one that ``decide`` received. All workers must return the same numbers.
         """
         raise NotImplementedError
 

@@ -69,15 +69,20 @@ class StreamingAveraging(Strategy):
     With SGD, G alone would act like a larger learning rate. So the learning rate of its local steps
     is divided by √G, with the u of this worker. Shorter local steps also keep the workers together.
 
-    ``schedule="eager"``: the parts take turns, and the workers launch as many as keep the link
-    busy. A part lands at the end of the local step in which its mean arrives, or later if earlier
-    launches have not landed. The default ``wire`` is "int2".
+    ``schedule="eager"``: the parts take turns. A *message* contains the updates of one or several
+    parts, and each worker has at most one message in flight. The message lands at the end of the
+    local step in which its sum arrives, and the worker launches the next one at once. The sum
+    starts when the last worker has launched. No decision precedes a launch: the workers' votes
+    travel in the message. They determine G, k and the number of parts of the next message: the
+    number for which a worker's knowledge of the others is youngest on average. The default ``wire``
+    is "int2".
 
-    If a mean arrives shortly after the end of a step, the part lands and is launched again one step
-    later. This delays the next mean of all workers. So a worker may wait for the parts in flight:
-    for at most half a step, and in total for the share ``patience`` of the training. It seldom
-    waits after waits that were too short, and not while a pass of the model takes more than two
-    steps.
+    If a message arrives shortly after the end of a step, it lands one step later, which delays the
+    next message of all workers. So a worker may wait for a message that is about to arrive: for at
+    most one step, and in total for the share ``patience`` of the training. After a wait that was
+    too short, it waits again when it has saved 0.7 steps.
+
+    A worker spends at most 5 % of its time on launching and landing. Otherwise it launches later.
 
     ``schedule="cyclic"``: the parts take turns, and the workers launch each part once in at most
     β = τ/2 local steps. A part lands just before its next launch. The workers wait if its mean has
@@ -85,30 +90,32 @@ class StreamingAveraging(Strategy):
     "float32".
 
     Args:
-        parts: Number of parts of equal bytes (1 to 1024). "auto": one part for each 4 MiB, but at
-            least 2 and at most 4. A model of less than 128 KiB has one part.
+        parts: Number of parts of equal bytes (1 to 1024). "auto": 16, but one for each 32 KiB in a
+            model of less than 512 KiB, and one for each 32 MiB in a model of more than 512 MiB.
         staleness: τ, the largest staleness in local steps (cyclic: even, ≥ 2; eager: ≥ 1). The
             staleness of a worker is the number of its local steps since the launch of the newest
             landed part. In the eager schedule a worker with the staleness τ waits for a landing.
-            This bound has priority over the window and the CPU budget, which limit launches.
+            This bound has priority over the limit of the time for launching and landing.
         schedule: Times of launches and landings: "eager" or "cyclic".
-        patience: Largest share of the training time (0 to 0.5) for which a worker waits for parts.
-            0: it waits only at the bound of the staleness. Requires the eager schedule.
+        patience: Largest share of the training time (0 to 0.5) for which a worker waits for
+            messages that are about to arrive. 0: it waits only at the bound of the staleness.
+            Requires the eager schedule.
         outer_gain: G ≥ 1, or "auto": 1 if the local steps of Adam are corrected, which makes up
             for the same loss, and else the formula above. With 1 there is no v. Only with "auto"
             the steps of SGD are shorter.
 
-    *Communication*: the updates of one part for each launch, and eleven numbers per worker for each
-    decision to launch. Both overlap with computation. *Memory*: P, v, and the quantized messages of
-    the parts in flight, or u and its sum over the workers if ``wire`` is "float32". *State* in
-    checkpoints: P, v, the parts in flight, counters, and the quantization errors of the sums that
-    the worker sends (at most 1/N of a copy of the model).
+    *Communication*: the updates of the parts, and ten numbers per worker, its vote: in each message
+    of the eager schedule, and for each launch of the cyclic one. Both overlap with computation.
+    *Memory*: P, v, and for the parts in flight the quantized messages, or u and its sum over the
+    workers if ``wire`` is "float32". In the eager schedule also Δ − u of a message that lands.
+    *State* in checkpoints: P, v, counters, and the quantization errors of the sums that the worker
+    sends (at most 1/N of a copy of the model). Saving first lands the parts in flight.
 
-    With ``parts=1``, ``outer_gain=1`` and ``wire="float32"`` this is ``AsyncAveraging``, apart from
-    the limits on launches in the eager schedule. CSER (Xie et al., 2020) and the delta rule of
-    hivemind also keep the quantization error in the model, but have no overlapping parts. Streaming
-    DiLoCo (Douillard et al., 2025) has a period and an outer optimizer to tune. G is close to the
-    rule of FedExP (Jhunjhunwala, Wang & Joshi, 2023), mean‖u‖²/(2·‖D‖²).
+    With ``parts=1``, ``outer_gain=1`` and ``wire="float32"`` this is ``AsyncAveraging`` with the
+    same schedule and staleness. CSER (Xie et al., 2020) and the delta rule of hivemind also keep
+    the quantization error in the model, but have no overlapping parts. Streaming DiLoCo (Douillard
+    et al., 2025) has a period and an outer optimizer to tune. G is close to the rule of FedExP
+    (Jhunjhunwala, Wang & Joshi, 2023), mean‖u‖²/(2·‖D‖²).
     """
 
     name: ClassVar[str] = "streaming"
