@@ -49,7 +49,7 @@ def measure(millions: int, repetitions: int) -> dict[str, list[float]]:
     dist.all_reduce(expected)
 
     def training() -> None:
-        flight = averager.begin(averager.parts, 1.0, lambda: float(team.size), [Step()])
+        flight = averager.begin(averager.parts, 1.0, lambda _: float(team.size), [Step()])
         for _ in flight.work:
             pass
         averager.send(flight)

@@ -99,7 +99,8 @@ class Flight:
         parts: The parts.
         message: Their updates.
         weight: Weight of this worker.
-        total: Function that returns the sum of all workers' weights, once it is known.
+        total_of: Function that returns the sum of all workers' weights for a launch, once it is
+            known. It must not hold the launch: the cycle would keep the message in memory.
         steps: Outer step of each part, or a function that returns it at the landing.
         step: Local step of the launch.
         work: Remaining pieces to pack or to land; each item is done when it is requested.
@@ -121,7 +122,7 @@ class Flight:
     parts: list[Part]
     message: Message
     weight: float
-    total: Callable[[], float]
+    total_of: Callable[["Flight"], float]
     steps: list[Step] | Callable[[], list[Step]]
     step: int
     work: Iterator[None] = field(default_factory=lambda: iter(()))
@@ -138,6 +139,10 @@ class Flight:
     moved: Handle[None] | None = None
     background_seconds: float = 0.0
     received: bool = False
+
+    def total(self) -> float:
+        """Return the sum of all workers' weights."""
+        return self.total_of(self)
 
     def outer(self) -> list[Step]:
         """Return the outer step of each part."""
@@ -309,7 +314,7 @@ class Averager(Flow):
         self,
         parts: Sequence[Part],
         weight: float,
-        total: Callable[[], float],
+        total_of: Callable[[Flight], float],
         steps: list[Step] | Callable[[], list[Step]],
     ) -> Flight:
         """Begin a launch. ``pack`` and ``send`` complete it."""
@@ -320,7 +325,7 @@ class Averager(Flow):
             [part.stream for part in parts],
             f"launch {view.launches} (part {numbers}) at step {worker.step}",
         )
-        flight = Flight([*parts], message, weight, total, steps, worker.step)
+        flight = Flight([*parts], message, weight, total_of, steps, worker.step)
         for space in self.spaces:
             space.x.refresh()
         flight.work = self._packing(flight)
@@ -706,7 +711,7 @@ class Averager(Flow):
         flights = []
         for part in self.parts:
             message = make_message(worker.team, worker.wire.twin, "int8", [part.stream], what)
-            flight = Flight([part], message, 1.0, lambda: size, [Step()], worker.step)
+            flight = Flight([part], message, 1.0, lambda _: size, [Step()], worker.step)
             flight.work = self._packing(flight)
             for _ in flight.work:
                 pass
@@ -848,7 +853,7 @@ class RoundAverager(Averager):
         flight = self.begin(
             [part],
             round.own.weight,
-            lambda: round.wait().weight,
+            lambda _: round.wait().weight,
             lambda: self.outer_steps([part], round.tally()),
         )
         for _ in flight.work:
@@ -1004,7 +1009,8 @@ class ClockedAverager(Averager):
         parts = self.next_parts(self.state.sizer.number if number == math.inf else number)
         steps = self.outer_steps(parts, tally)
         vote = self._vote(stepping=stepping, finishing=finishing)
-        flight = self.begin(parts, vote.weight, lambda: _total(flight, self.worker.size), steps)
+        size = self.worker.size
+        flight = self.begin(parts, vote.weight, lambda flight: _total(flight, size), steps)
         flight.vote = vote
         return flight
 
