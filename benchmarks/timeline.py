@@ -105,13 +105,18 @@ def _moved(span: Span, start: float) -> Span:
 def transfers(timeline: Timeline) -> Iterator[tuple[Span, str, bool]]:
     """Yield the transfers of worker 0 without votes, with colour and True for a second stage.
 
-    They are the same on all workers.
+    They are the same on all workers. A message of several parts is divided equally among them.
     """
     begun: set[str] = set()
     for span in timeline.spans:
-        found = re.match(r"launch (\d+) \(part (\d+)\)", span.what)
+        found = re.match(r"launch (\d+) \(part ([\d, ]+)\)", span.what)
         if span.rank == 0 and span.kind == "transfer" and found:
-            yield span, COLOURS[int(found[2])], found[1] in begun
+            parts = [int(part) for part in found[2].split(", ")]
+            seconds = (span.end - span.start) / len(parts)
+            for place, part in enumerate(parts):
+                start = span.start + place * seconds
+                one = Span(span.rank, span.kind, start, start + seconds, span.what)
+                yield one, COLOURS[part], found[1] in begun
             begun.add(found[1])
         elif span.rank == 0 and span.kind == "transfer" and span.what.startswith("mean"):
             yield span, BUCKETS, False

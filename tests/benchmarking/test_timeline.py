@@ -10,7 +10,7 @@ import offbeat
 
 @pytest.mark.nightly
 def test_the_timeline_shows_waits_and_landings() -> None:
-    """Every BSP worker waits for its sums, no streaming worker waits; parts land in turn."""
+    """Every BSP worker waits for its sums, streaming workers wait shortly; parts land in turn."""
     end = 1000 * timeline.STEPS * timeline.STEP_SECONDS
     bsp, streaming = (
         timeline.record(one)
@@ -24,7 +24,7 @@ def test_the_timeline_shows_waits_and_landings() -> None:
 
     for rank in range(timeline.WORKERS):
         assert waited(bsp, rank) > 0.3 * end
-        assert waited(streaming, rank) == 0
+        assert waited(streaming, rank) < 0.15 * end
         landed = [p for worker, _, parts in streaming.landings if worker == rank for p in parts]
         assert len(landed) >= timeline.PARTS
         assert all(after == (before + 1) % timeline.PARTS for before, after in pairwise(landed))
