@@ -27,7 +27,7 @@ from offbeat_lab.recipes import stdlib_lm
 from offbeat_lab.recipes.models import transformers
 
 STEPS = {"cnn": 40, "lm": 20}  # in a block
-WARM_UP = 2  # blocks in which rate control settles
+WARM_UP = 2  # blocks in which the number of parts in a message settles
 
 
 def wide_cnn() -> nn.Module:
@@ -80,14 +80,14 @@ def measure(model: str, blocks: int) -> dict[str, Any]:
         return time.perf_counter() - wall, time.process_time() - cpu
 
     pairs = [(block(ours), block(alone)) for _ in range(WARM_UP + blocks)][WARM_UP:]
-    waited, stats = sync.stats.idle, dict(sync.stats.details)
+    waited, taken, stats = sync.stats.idle, sync.stats.steps, dict(sync.stats.details)
     sync.detach()
     return {
         "wall": [[seconds / steps for seconds, _ in pair] for pair in pairs],
         "cpu": [[seconds / steps for _, seconds in pair] for pair in pairs],
         "idle": waited,
-        "steps_a_model": stats["pass_steps"],
-        **{name: stats[name] for name in ("parts", "window", "landing_seconds")},
+        "steps_a_model": taken * stats["parts"] / stats["landings"],
+        **{name: stats[name] for name in ("parts", "message_parts", "landing_seconds")},
     }
 
 

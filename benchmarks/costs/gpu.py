@@ -21,7 +21,7 @@ from offbeat_lab.recipes.models.transformers import ByteTransformer, next_token_
 CONTEXT, BATCH = 512, 8
 SIZE = {"width": 768, "layers": 16, "heads": 12}
 STEPS = 20  # in a block
-WARM_UP = 2  # blocks in which rate control settles
+WARM_UP = 2  # blocks in which the number of parts in a message settles
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -65,7 +65,8 @@ def cost(blocks: int, batch: int) -> dict[str, Any]:
     for _ in range(WARM_UP + blocks):
         ours.append(block(network, optimizer))
         theirs.append(block(other, alone))
-    details, idle, payload = dict(sync.stats.details), sync.stats.idle, sync.stats.payload_bytes
+    stats = sync.stats
+    details, idle, payload = dict(stats.details), stats.idle, stats.payload_bytes
     sync.detach()
     median = statistics.median
     return {
@@ -75,6 +76,7 @@ def cost(blocks: int, batch: int) -> dict[str, Any]:
         "cpu_alone": median(cpu for _, cpu in theirs[WARM_UP:]),
         "idle": idle,
         "copies": copies,
+        "steps_a_model": stats.steps * details["parts"] / details["landings"],
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
         "payload_bytes": payload,
         **{k: v for k, v in details.items() if isinstance(v, int | float | str)},
@@ -109,7 +111,7 @@ def results(*, quick: bool = False) -> list[Result]:
         ("step / alone", step / alone, ""),
         ("step of DDP / step alone", seconds / alone, ""),
         ("idle", 100 * max(one["idle"] for one in each), "%"),
-        ("steps until the whole model is averaged", each[0]["pass_steps"], ""),
+        ("steps until the whole model is averaged", each[0]["steps_a_model"], ""),
         ("copies of the model that attach allocates", each[0]["copies"], ""),
     )
     what = "114 million parameters, 4 workers on one GPU, loopback"

@@ -338,13 +338,21 @@ def many(folder: Path = RESULTS) -> str:
             if runs is not ideal and label.startswith("ideal"):
                 continue
             step = statistics.fmean(run.mean_step_seconds for run in runs.values())
-            steps = statistics.fmean(run.details.get("pass_steps", 1) for run in runs.values())
+            steps = statistics.fmean(_pass_steps(run) for run in runs.values())
             shown = [f"{cell.workers}{grouped}", cell.bandwidth, f"`{label}`"]
             shown += [f"{1000 * step:.1f} ms", f"{steps:.1f}"]
             shown += [summary(slowdowns(runs, ideal, SHARE)), end(runs)]
             shown.append("" if runs is ideal else difference_at_end(runs, ideal))
             lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines)
+
+
+def _pass_steps(run: Result) -> float:
+    """Return the number of local steps in a pass. Results of the earlier rate control have it."""
+    details = run.details
+    if "pass_steps" in details or not details.get("landings"):
+        return float(details.get("pass_steps", 1))
+    return float(run.points[-1].step * details["parts"] / details["landings"])
 
 
 def _against(runs: Runs | None, ideal: Runs) -> str:
