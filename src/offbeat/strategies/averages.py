@@ -45,7 +45,7 @@ class SharedModel:
 
     With a quantized ``wire`` (see ``attach``) u is rounded. The quantization error stays in x − P,
     and the next update of the part contains it (error feedback). P has the same bits on all
-    workers, also if x has not.
+    workers, even if x does not.
 
     Attributes:
         parts: Number of parts (≥ 1), or a function that computes it from the bytes of the trainable

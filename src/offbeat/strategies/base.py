@@ -241,9 +241,10 @@ class Strategy(ABC):
         ``decide`` can read the sum over the workers, ``Tally.wanted``. The workers that still take
         steps must request a round at the same local step, for example in every eighth step.
 
-        With ``lands="arrived"`` it is called at the end of each step at which no message is in
-        flight. If the result is above 0, this worker launches the next message at once. The workers
-        may do so at different steps: its sum starts when the last worker has launched it.
+        With ``lands="arrived"`` it is called at the end of a step if no message is in flight, and
+        if earlier messages have not taken too much processor time. If the result is above 0, this
+        worker launches the next message at once. The workers may do so at different steps: its sum
+        starts when the last worker has launched it.
         """
         return 1.0
 

@@ -82,7 +82,8 @@ class StreamingAveraging(Strategy):
     most one step, and in total for the share ``patience`` of the training. After a wait that was
     too short, it waits again when it has saved 0.7 steps.
 
-    A worker spends at most 5 % of its time on launching and landing. Otherwise it launches later.
+    A worker spends at most 5 % of its time on launching and landing. After a message that took
+    more, it launches the next one later.
 
     ``schedule="cyclic"``: the parts take turns, and the workers launch each part once in at most
     β = τ/2 local steps. A part lands just before its next launch. The workers wait if its mean has
