@@ -53,6 +53,7 @@ class Rounds:
             round=self._next,
             finite=finite,
             rank=worker.rank,
+            also=worker.also,
             numbers=numbers,
             step=worker.step,
             anchor=worker.anchor,

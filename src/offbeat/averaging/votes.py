@@ -14,6 +14,7 @@ from offbeat.errors import MismatchError, OffbeatError
 from offbeat.strategies.base import Tally
 from offbeat.transport.handle import Completed, Handle
 
+_ALSO = 4096  # see ``Vote.also``
 _NON_FINITE = 4096  # see ``Vote``
 # View, round and anchor are sent as one number below _WRAP · ANCHORS = 4096. Its sum over up to
 # 4096 workers is below 2²⁴ and thus exact in float32.
@@ -35,6 +36,8 @@ class Vote:
         round: Number of the round in this view.
         finite: False if this worker's contribution is known to contain NaN or infinity.
         rank: Rank of this worker.
+        also: True if this worker waits at a barrier, and has modules to average together with the
+            model. Then ``stepping`` is False, and the number that reports it is 4096.
         numbers: Return value of ``Strategy.vote``.
         step: Number of local steps of this worker.
         anchor: 0 if the worker started from the model that ``attach`` copied. If values were loaded
@@ -57,6 +60,7 @@ class Vote:
     round: int
     finite: bool
     rank: int
+    also: bool = False
     numbers: tuple[float, ...] = ()
     step: int = 0
     anchor: int = 0
@@ -68,7 +72,7 @@ class Vote:
         non_finite = 0 if self.finite else 1 + _NON_FINITE * (self.rank + 1)
         return [
             self.weight,
-            float(self.stepping),
+            float(self.stepping + _ALSO * self.also),
             float(self.finishing),
             float(non_finite),
             self.wanted,
@@ -106,8 +110,9 @@ class Vote:
         ranks, non_finite = divmod(round(encoded), _NON_FINITE)
         return Sums(
             weight=weight,
-            stepping=round(stepping),
+            stepping=round(stepping) % _ALSO,
             finishing=round(finishing),
+            also=round(stepping) // _ALSO,
             wanted=wanted,
             non_finite=non_finite,
             non_finite_rank=ranks - 1 if non_finite == 1 else None,
@@ -124,6 +129,7 @@ class Sums:
         weight: Sum of the weights.
         stepping: Number of workers that take a step in this round. 0 if all wait at a barrier.
         finishing: Number of workers that end training.
+        also: Number of workers that have modules to average together with the model.
         wanted: Sum of ``Vote.wanted``.
         non_finite: Number of workers with non-finite values.
         non_finite_rank: Rank of the worker with non-finite values. None unless it is the only one.
@@ -135,6 +141,7 @@ class Sums:
     stepping: int
     finishing: int
     wanted: float
+    also: int = 0
     non_finite: int = 0
     non_finite_rank: int | None = None
     numbers: tuple[float, ...] = ()

@@ -69,6 +69,7 @@ class Worker:
         touched: Set before a consensus, which replaces the model by the mean over the workers. True
             if the parameters have changed since the last step. For example, schedule-free
             optimizers change them in ``eval()`` and ``train()``.
+        also: True while this worker waits for a consensus that averages further modules, too.
         scaled: True if a GradScaler is in use. Non-finite gradients are then normal.
         leases_data: True if the workers lease their data. Their schedules then follow the samples
             that all workers have used, and not the local steps.
@@ -89,7 +90,7 @@ class Worker:
         self.non_finite = non_finite
         self.overlaps_backward = False
         self.step = 0
-        self.touched = self.scaled = self.leases_data = False
+        self.touched = self.also = self.scaled = self.leases_data = False
         self.norm_squared: float | None = None
         self.record: dict[str, Any] = {}
         self.details: dict[str, Any] = {}

@@ -149,11 +149,15 @@ class Consensus:
             )
         return tensors
 
-    def _wait_for_all(self, *, finishing: bool) -> Round:
+    def _wait_for_all(self, also: Replica, *, finishing: bool) -> Round:
         """Wait at a barrier until no worker takes a step. Returns the last round."""
         if self._shards is not None:
             self._shards.reshard()
-        return self._iteration.wait_for_all(finishing=finishing)
+        self._worker.also = bool(also.everything())
+        try:
+            return self._iteration.wait_for_all(finishing=finishing)
+        finally:
+            self._worker.also = False
 
     def before_save(self) -> None:
         """Call ``complete_operations``. In elastic training call it again after a failure."""
@@ -170,10 +174,11 @@ class Consensus:
         Returns the local values, for ``restore``.
         """
         self._progress.consensuses += 1
-        return self._retry(lambda: self._show(self._wait_for_all(finishing=False), also))
+        return self._retry(lambda: self._show(self._wait_for_all(also, finishing=False), also))
 
     def _show(self, last: Round, also: Replica, *, finishing: bool = False) -> Snapshot:
-        averages_also = self._progress.compare(last.wait(), also, finishing=finishing)
+        self._progress.compare(last.wait(), finishing=finishing)
+        averages_also = self._progress.compare_modules(last.wait(), also, finishing=finishing)
         self.complete = not last.wait().finishing
         local = self._worker.replica.snapshot(), also.snapshot()
         try:
@@ -232,14 +237,14 @@ class Consensus:
     def _finish(self, also: Replica, local: Sequence[Tensor]) -> None:
         team, self.ended = self._worker.team, False
         also.restore(local)  # an attempt that failed may have averaged them
-        last = self._wait_for_all(finishing=True)
+        last = self._wait_for_all(also, finishing=True)
         while last.wait().finishing < team.size:
             # Some workers have entered consensus() instead: take part in it, then wait again.
             with team.account.paused():
                 self.restore(self._show(last, also, finishing=True), also)
-            last = self._wait_for_all(finishing=True)
+            last = self._wait_for_all(also, finishing=True)
         with team.account.paused():
-            averages_also = self._progress.compare(last.wait(), also, finishing=True)
+            averages_also = self._progress.compare_modules(last.wait(), also, finishing=True)
         self._average(last, final=True)
         if averages_also:
             self._average_also(also)

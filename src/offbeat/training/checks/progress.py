@@ -23,8 +23,8 @@ class _Report:
     """A worker's progress.
 
     ``rates`` is a checksum of the learning rates. 0: not to be compared, for example after a
-    warning. ``digest`` is a checksum that must be equal on all workers: before a consensus of the
-    modules in ``also`` (0: none), and after the final mean of the model.
+    warning. ``digest`` is a checksum of what is compared: the modules in ``also`` (0: none), or the
+    final model.
     """
 
     finishing: int
@@ -58,29 +58,18 @@ class Progress:
 
     # -- comparison ------------------------------------------------------------------------------
 
-    def compare(self, sums: Sums, also: Replica, *, finishing: bool) -> bool:
+    def compare(self, sums: Sums, *, finishing: bool) -> None:
         """Compare the workers before a consensus. A collective.
 
-        ``sums`` is the tally of the last round. ``also`` are the tensors of the modules that this
-        worker averages, too. ``finishing`` is True if this worker ends training.
-
-        Returns True if ``also`` is averaged in this consensus. A worker that ends training takes
-        part in a consensus without modules, although it has given some to ``finish``.
+        ``sums`` is the tally of the last round. ``finishing`` is True if this worker ends training.
 
         Raises:
-            MismatchError: a worker has called ``consensus`` or ``finish`` with other modules. Or
-                one worker has called ``consensus``, and all others end training after at least
-                twice as many steps, and have never called it. Raised on all workers. In other cases
-                workers may have stopped early, which is allowed.
+            MismatchError: one worker has called ``consensus``, and all others end training after at
+                least twice as many steps, and have never called it. Raised on all workers. In other
+                cases workers may have stopped early, which is allowed.
         """
         what = "comparison of the progress"
-        lines = "\n".join(also.describe())
-        digest = (zlib.crc32(lines.encode()) or 1) if lines else 0
-        reports = self._gather(what, finishing=finishing, digest=digest)
-        self._refuse_one_sided(sums, reports)
-        return _averages_also(reports)
-
-    def _refuse_one_sided(self, sums: Sums, reports: Sequence[_Report]) -> None:
+        reports = self._gather(what, finishing=finishing, digest=0)
         if not 0 < sums.finishing < self._worker.size:
             return
         rank, *more = (rank for rank, each in enumerate(reports) if not each.finishing)
@@ -93,6 +82,33 @@ class Progress:
                 f"must call consensus(), not only rank {rank}. The other ranks have trained "
                 "without it meanwhile"
             )
+
+    def compare_modules(self, sums: Sums, also: Replica, *, finishing: bool) -> bool:
+        """Compare the modules ``also`` before a consensus. A collective if a worker has modules.
+
+        Arguments as in ``compare``. Returns True if the modules are averaged. A worker that ends
+        training takes part in a consensus without modules, although it has given some to
+        ``finish``.
+
+        Raises:
+            MismatchError: the modules of two workers differ. Raised on all workers.
+        """
+        if not sums.also:
+            return False
+        text = "\n".join(also.describe())
+        digest = (zlib.crc32(text.encode()) or 1) if text else 0
+        reports = self._gather("comparison of the modules", finishing=finishing, digest=digest)
+        digests = [each.digest for each in reports]
+        asking = [each.digest for each in reports if not each.finishing] or digests
+        given = next((each for each in asking if each), 0)
+        if given and len(set(digests)) > 1:
+            first = digests.index(given)
+            rank = next(rank for rank, each in enumerate(digests) if each != given)
+            raise MismatchError(
+                f"rank {rank} has other modules in consensus(also=…) or finish(also=…) than rank "
+                f"{first}: give modules with equal names and shapes to both calls on every rank"
+            )
+        return bool(given)
 
     def compare_final(self) -> None:
         """Compare the models after the final mean. A collective."""
@@ -160,21 +176,6 @@ class Progress:
             step,
             differences(same),
         )
-
-
-def _averages_also(reports: Sequence[_Report]) -> bool:
-    """Return True if the workers have given modules as ``also``. Raise if these differ."""
-    digests = [each.digest for each in reports]
-    asking = [each.digest for each in reports if not each.finishing] or digests
-    given = next((digest for digest in asking if digest), 0)
-    if given and min(digests) != max(digests):
-        first = digests.index(given)
-        rank = next(rank for rank, each in enumerate(digests) if each != given)
-        raise MismatchError(
-            f"rank {rank} has other modules in consensus(also=…) or finish(also=…) than rank "
-            f"{first}: give modules with equal names and shapes to both calls on every rank"
-        )
-    return bool(given)
 
 
 def _drifted(reports: Sequence[_Report]) -> bool:
