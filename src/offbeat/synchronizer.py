@@ -186,7 +186,7 @@ class Synchronizer:
                 modules here.
 
         Raises:
-            MismatchError: another worker has given other modules as ``also``.
+            AttachError, MismatchError, TypeError: ``also`` is not valid; see ``consensus``.
         """
         if not self._active:
             return
