@@ -63,7 +63,7 @@ class Workers:
         leases = self.leases[worker]
         position, chunk = leases.result(leases.fetch(queue, 1, report))
         assert chunk.tolist() == queue.batches[position : position + len(chunk)].tolist()
-        return chunk.tolist()
+        return [int(number) for number in chunk]
 
     def next_queue(
         self, worker: int, report: Report, members: list[int] | tuple[()] | None
