@@ -44,8 +44,8 @@ class LeasedSampler(Sampler[list[int]]):
                 ...
 
     **Steps.** Workers take different numbers of steps, so a schedule of the learning rate should
-    follow ``progress``. Strategies that wait for all workers in every round keep the workers in
-    lock step, so the workers take equal shares again.
+    follow ``progress``. Under strategies that wait for all workers in every round, the workers take
+    equal shares again.
 
     Args:
         dataset: Any object with a length.
@@ -390,10 +390,9 @@ class LeasedLoader(Iterable[Any]):
     """Wraps a DataLoader whose batches come from a ``LeasedSampler``.
 
     A DataLoader with worker processes (``num_workers``) draws batches from the sampler ahead of
-    use. This class tells the sampler which of them the training loop has received. So a lost worker
-    or a checkpoint does not count batches as used that were only read ahead. The sampler takes
-    chunks in the main process. At the end of training a fast worker may end earlier than a slow
-    one, by up to the number of batches that the slow one has read ahead.
+    use. This class tells the sampler which of them the training loop has received, so that others
+    do not count as used. A fast worker may end earlier than a slow one, by up to the number of
+    batches that the slow one has read ahead.
 
     In elastic training, an iteration ends when all workers have used the samples of the epoch, and
     also those that lost workers have left. All workers iterate to the end. They call ``consensus``
