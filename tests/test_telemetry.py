@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+from contextlib import closing
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -275,7 +276,7 @@ def test_a_closure_may_return_anything() -> None:
 def test_json_lines_writes_plain_valid_json(tmp_path: Path) -> None:
     """NaN is null, infinities are text, tensors and numpy scalars are numbers, at any depth."""
     path = tmp_path / "deep" / "log.{rank}.jsonl"
-    with JsonLines(path, rank=3) as sink:
+    with closing(JsonLines(path, rank=3)) as sink:
         sink.write({"a": math.nan, "b": -math.inf, "c": torch.tensor(1.5), "d": np.float32(0.25)})
         sink.write({"a": np.nan, "b": torch.tensor(math.inf), "c": None, "d": [1, 2], "e": "x"})
         sink.write({"a": True, "b": Fraction(1, 4), "c": {"1": (-math.inf, np.float32("nan"))}})
@@ -289,7 +290,7 @@ def test_json_lines_writes_plain_valid_json(tmp_path: Path) -> None:
 def test_json_lines_overwrites(tmp_path: Path) -> None:
     """A new run starts a new file."""
     for value in (1, 2):
-        with JsonLines(tmp_path / "log.jsonl") as sink:
+        with closing(JsonLines(tmp_path / "log.jsonl")) as sink:
             sink.write({"value": value})
     assert read(tmp_path / "log.jsonl") == [{"value": 2}]
 

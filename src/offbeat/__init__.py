@@ -1,12 +1,14 @@
-"""Offbeat trains PyTorch models data-parallel on slow networks."""
+"""Offbeat trains PyTorch models data-parallel on slow networks.
+
+The first use of a public name imports its module, so the command line can show its help without
+importing torch.
+"""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
-
-from offbeat.lazy_imports import import_lazily
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -44,6 +46,32 @@ __all__ = [
     "save",
     "simulate",
 ]
+
+
+def import_lazily(
+    package: str, names: Sequence[str], modules: Sequence[str]
+) -> Callable[[str], Any]:
+    """Return a module-level ``__getattr__`` for ``package`` (PEP 562).
+
+    Args:
+        package: Full name of the package.
+        names: Public names of the package: names that ``modules`` define, or names of modules.
+        modules: Modules of the package. The first use of a name imports them in order, up to the
+            one that defines the name.
+    """
+
+    def find(name: str) -> Any:
+        namespace = vars(sys.modules[package])
+        if name in names:
+            for module in modules:
+                defined = vars(import_module(f"{package}.{module}"))
+                namespace.update({each: defined[each] for each in names if each in defined})
+            if name in namespace:
+                return namespace[name]
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return find
+
 
 if TYPE_CHECKING:
     from offbeat import data

@@ -13,7 +13,7 @@ _NAMES = {
     "offbeat.arguments": "POSITIVE Precision Range check_settings did_you_mean require_integer "
     "require_number setting types_of",
     "offbeat.units": "show_bandwidth show_bytes show_seconds to_bandwidth to_seconds",
-    "offbeat.lazy_imports": "import_lazily",
+    "offbeat": "import_lazily",
     "offbeat.display.table": "Table",
     "offbeat.display.plots": "new_figure",
     "offbeat.strategies.base": "CustomFlow Gradients Outer SharedModel Tally WorkerView common "
@@ -49,6 +49,7 @@ _NAMES = {
 __all__ = [name for names in _NAMES.values() for name in names.split()]
 
 if TYPE_CHECKING:
+    from offbeat import import_lazily as import_lazily
     from offbeat.arguments import POSITIVE as POSITIVE
     from offbeat.arguments import Precision as Precision
     from offbeat.arguments import Range as Range
@@ -83,7 +84,6 @@ if TYPE_CHECKING:
     from offbeat.display.plots import new_figure as new_figure
     from offbeat.display.table import Table as Table
     from offbeat.elastic.connect import open_communicator as open_communicator
-    from offbeat.lazy_imports import import_lazily as import_lazily
     from offbeat.simulate import Join as Join
     from offbeat.simulate import Kill as Kill
     from offbeat.strategies.base import CustomFlow as CustomFlow

@@ -17,7 +17,8 @@ This module imports neither torch nor the simulator, so that ``offbeat plan`` an
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from statistics import NormalDist, fmean
 from typing import Any, cast
 
@@ -61,16 +62,11 @@ at most 1.15 times the ideal's time, with a CNN and with a transformer."""
 MEASURED_PARAMETERS, MEASURED_WORKERS = 550_000, 16
 """Largest model and largest number of workers that were measured with several seeds."""
 
-DEFAULT_ROWS: tuple[tuple[Strategy, Precision], ...] = (
-    (BSP(), "float32"),
-    (BSP(), "int4"),
-    (LocalSGD(period=2), "int4"),
-    (LocalSGD(period=8), "float32"),
-    (SelSync(target_lssr=0.9), "float32"),
-    (AsyncAveraging(), "float32"),
-    (StreamingAveraging(), "int2"),
+DEFAULT_ROWS = (
+    *("bsp", "bsp --wire int4", "local:period=2 --wire int4", "local:period=8"),
+    *("selsync:target_lssr=0.9", "async", "streaming"),
 )
-LONG_LATENCY_ROW: tuple[Strategy, Precision] = (StreamingAveraging(), "int4")
+LONG_LATENCY_ROW = "streaming --wire int4"
 
 
 def _recommend(bsp: "Forecast", alone: bool, long_latency: bool) -> tuple[str | None, str]:
@@ -81,15 +77,13 @@ def _recommend(bsp: "Forecast", alone: bool, long_latency: bool) -> tuple[str | 
     if bsp.idle < LEAST_WAITING:
         return BSP.name, f"{waits}, so stay with DDP"
     if long_latency:
-        return _text(*LONG_LATENCY_ROW), f"{waits}, and a message takes longer than a step"
+        return LONG_LATENCY_ROW, f"{waits}, and a message takes longer than a step"
     if bsp.idle <= MOST_WAITING:
         return StreamingAveraging.name, waits
     return None, f"{waits}, and no strategy was measured to be nearly as good as DDP on such a link"
 
 
 # -- the result ------------------------------------------------------------------------------------
-
-_HEADINGS = ("strategy", "step", "speed-up", "idle", "sent per step", "mean every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +158,8 @@ class Plan:
             )
             for row in self.rows
         )
-        return Table(_HEADINGS, rows, self.caption)
+        headings = ("strategy", "step", "speed-up", "idle", "sent per step", "mean every")
+        return Table(headings, rows, self.caption)
 
     def _speed_up(self, row: Forecast) -> str:
         """Return the speed-up as text. Beyond the measured settings it is at most an upper bound.
@@ -212,11 +207,6 @@ def _beyond(parameters: float, workers: int, send_steps: float) -> str:
     return f"this is beyond what was measured ({', '.join(found)}), so compare on your model"
 
 
-def _text(strategy: Strategy, wire: Precision) -> str:
-    """Return the text form of a strategy, with the precision if it is not the default."""
-    return f"{strategy}" if wire == strategy.default_wire else f"{strategy} --wire {wire}"
-
-
 def _number(value: float) -> str:
     """Return ``value`` with two significant digits, from 100 on as an integer."""
     return f"{value:.2g}" if value < 99.5 else f"{value:,.0f}"
@@ -249,31 +239,11 @@ _AGREEMENT_BYTES = 8 * 64  # with the gradients: votes, and a number per tensor
 
 @dataclass(frozen=True)
 class _Links:
-    """The links of N members: workers, or nodes of L workers.
-
-    Between nodes each worker sends an L-th of every message, and the nodes then gather the result
-    inside, where the links are assumed to be faster.
-
-    Attributes:
-        size: N.
-        rate: Bytes per second of the link of a member, in each direction.
-        latency: Seconds of a message between members.
-        workers: L.
-        inside_rate: Bytes per second of a worker's link inside a node.
-        inside_latency: Seconds of a message inside a node.
-    """
+    """Links of ``size`` members, of ``rate`` bytes per second and ``latency`` seconds a message."""
 
     size: int
     rate: float
     latency: float
-    workers: int = 1
-    inside_rate: float = math.inf
-    inside_latency: float = 0.0
-
-    @property
-    def inside(self) -> "_Links":
-        """The links of the workers of one node."""
-        return _Links(self.workers, self.inside_rate, self.inside_latency)
 
     def all_reduce(self, size: float) -> float:
         """Return the seconds of an all-reduce of ``size`` bytes."""
@@ -315,19 +285,10 @@ class _Links:
         last, last_sent = self.sum(size - full * bucket, wire, update=update)
         return full * each + last, full * each_sent + last_sent
 
-    def after(self, size: float) -> float:
-        """Return the seconds in which the last bucket of ``size`` bytes arrives inside a node."""
-        if self.workers == 1:
-            return 0.0
-        return self.inside.gather(min(size, BUCKET_BYTES) / self.workers)
-
     def overlapped(self, seconds: float, size: float, wire: str) -> float:
-        """Return the duration of a step whose gradients are averaged during backward.
+        """Return the seconds of a step that averages ``size`` bytes of gradients in backward.
 
-        Args:
-            seconds: Compute time of the step.
-            size: Bytes of the gradients.
-            wire: Precision.
+        ``seconds`` is its compute time.
         """
         first = min(FIRST_BUCKET_BYTES, BUCKET_BYTES)
         full = math.ceil((size - first) / BUCKET_BYTES) - 1  # buckets between the first and last
@@ -356,55 +317,63 @@ _MOST_DRAWS = 1_000_000
 _TINY = 1e-9
 
 
+def _slowest(count: int, mean: float, deviation: float) -> list[float]:
+    """Return equally likely values of the maximum of ``count`` log-normal numbers."""
+    if not deviation:
+        return [mean]
+    variance = math.log1p((deviation / mean) ** 2)
+    normal = NormalDist(math.log(mean) - variance / 2, math.sqrt(variance))
+    ranks = ((i + 0.5) / _QUANTILES for i in range(_QUANTILES))
+    return [math.exp(normal.inv_cdf(rank ** (1 / count))) for rank in ranks]
+
+
 @dataclass(frozen=True)
 class _Setting:
-    """A model on a cluster.
+    """A model on a cluster of N members: workers, or nodes of L workers.
+
+    Between nodes each worker sends an L-th of every message, and the nodes then gather the result
+    inside, where the links are assumed to be faster.
 
     Attributes:
-        links: The links.
+        links: The links of the members.
+        inside: The links of the workers of a member.
         model_bytes: M.
         step_seconds: t.
         jitter: Standard deviation of the compute time relative to t; log-normal.
-        tail: Seconds from the end of computing until the gradients are averaged inside the node.
     """
 
     links: _Links
+    inside: _Links
     model_bytes: float
     step_seconds: float
     jitter: float
-    tail: float = 0.0
 
-    def slowest(self, count: int, mean: float = 1.0, deviation: float | None = None) -> list[float]:
-        """Return equally likely values of the maximum of ``count`` log-normal numbers.
+    @cached_property
+    def tail(self) -> float:
+        """Seconds from the end of computing until the gradients are averaged inside a node."""
+        seconds = self.step_seconds
+        if self.inside.size == 1:
+            return 0.0
+        return self.inside.overlapped(seconds, self.model_bytes, "float32") - seconds
 
-        ``deviation`` is their standard deviation. None: the jitter.
-        """
-        deviation = self.jitter if deviation is None else deviation
-        if not deviation:
-            return [mean]
-        variance = math.log1p((deviation / mean) ** 2)
-        normal = NormalDist(math.log(mean) - variance / 2, math.sqrt(variance))
-        ranks = ((i + 0.5) / _QUANTILES for i in range(_QUANTILES))
-        return [math.exp(normal.inv_cdf(rank ** (1 / count))) for rank in ranks]
-
-    @property
+    @cached_property
     def step(self) -> tuple[float, float]:
-        """Mean and standard deviation of the seconds of a step of one worker or node alone."""
-        values = self.slowest(self.links.workers)
-        mean = fmean(values)
-        deviation = math.sqrt(fmean((value - mean) ** 2 for value in values))
-        if self.links.workers == 1:
-            mean, deviation = 1.0, self.jitter
+        """Mean and standard deviation of the seconds of a step of one member alone."""
+        mean, deviation = 1.0, self.jitter
+        if self.inside.size > 1:
+            values = _slowest(self.inside.size, mean, deviation)
+            mean = fmean(values)
+            deviation = math.sqrt(fmean((value - mean) ** 2 for value in values))
         return self.step_seconds * mean + self.tail, self.step_seconds * deviation
 
-    def slowest_seconds(self, steps: float) -> float:
-        """Return the expected time of the slowest member for ``steps`` steps."""
-        links = self.links
-        if steps == 1:
-            values = self.slowest(links.size * links.workers)
-            return self.step_seconds * fmean(values) + self.tail
-        mean, deviation = self.step
-        return fmean(self.slowest(links.size, steps * mean, math.sqrt(steps) * deviation))
+    def slowest_steps(self) -> list[float]:
+        """Return equally likely values of a step of the slowest of all workers, relative to t."""
+        return _slowest(self.links.size * self.inside.size, 1.0, self.jitter)
+
+    def after(self, size: float) -> float:
+        """Return the seconds in which the last bucket of ``size`` bytes arrives inside a node."""
+        workers = self.inside.size
+        return 0.0 if workers == 1 else self.inside.gather(min(size, BUCKET_BYTES) / workers)
 
     def scheduled(self, every: float, flight: float, cost: float) -> float:
         """Return the mean seconds of a step if a mean starts every h steps and ends k steps later.
@@ -419,42 +388,41 @@ class _Setting:
         """
         mean, deviation = self.step
         if not flight:
-            return (self.slowest_seconds(every) + cost) / every
+            slowest = self.step_seconds * fmean(self.slowest_steps()) + self.tail
+            if every != 1:
+                values = _slowest(self.links.size, every * mean, math.sqrt(every) * deviation)
+                slowest = fmean(values)
+            return (slowest + cost) / every
         if not deviation:
             return max(every * mean, cost, (every - flight) * mean + cost) / every
         # A mean that is in flight at several later starts lands ``steps`` steps after the last one.
         passed = math.ceil(flight / every) - 1
         steps = flight - passed * every
         size = self.links.size
-        cycles = max(20, min(_CYCLES, _MOST_DRAWS // size))
         random = np.random.default_rng(0)
+
+        def draw(count: float) -> Any:
+            """Return the seconds of ``count`` steps of each member."""
+            if count <= 0:
+                return np.zeros(size)
+            variance = math.log1p((deviation / mean) ** 2 / count)
+            drawn = random.lognormal(-variance / 2, math.sqrt(variance), size)
+            return count * mean * drawn
+
+        cycles = max(20, min(_CYCLES, _MOST_DRAWS // size))
+        settled = cycles // 4
         started = np.zeros(size)  # time of each member's newest start
         ends = [0.0]  # time at which each mean has arrived
-        drift = 0.0
-        begin = 0.0
+        drift = begin = 0.0
         for cycle in range(cycles):
-            if cycle == cycles // 4:
+            if cycle == settled:
                 begin, drift = float(started.mean()), 0.0
             ends.append(max(ends[-1], float(started.max())) + cost)
-            before, after = (
-                _sums(random, size, n, mean, deviation) for n in (steps, every - steps)
-            )
+            before, after = draw(steps), draw(every - steps)
             due = ends[max(0, len(ends) - 1 - passed)]
             started = np.maximum(started + before, due) + after
             drift += float(before.mean() + after.mean()) - every * mean
-        measured = cycles - cycles // 4
-        return (float(started.mean()) - begin - drift) / (measured * every)
-
-
-def _sums(
-    random: np.random.Generator, size: int, steps: float, mean: float, deviation: float
-) -> "np.ndarray[Any, np.dtype[np.float64]]":
-    """Draw the seconds of ``steps`` steps of each member."""
-    if steps <= 0:
-        return np.zeros(size)
-    variance = math.log1p((deviation / mean) ** 2 / steps)
-    drawn = random.lognormal(-variance / 2, math.sqrt(variance), size)
-    return steps * mean * drawn
+        return (float(started.mean()) - begin - drift) / ((cycles - settled) * every)
 
 
 def _forecast(strategy: Strategy, wire: str, setting: _Setting) -> tuple[float, float, float]:
@@ -468,7 +436,7 @@ def _forecast(strategy: Strategy, wire: str, setting: _Setting) -> tuple[float, 
     votes = links.gather(numbers)
     parts = strategy.fragments if isinstance(strategy, DiLoCo) else 1
     seconds, sent = links.mean(size / parts, wire)
-    cost, sent = votes + seconds + links.after(size / parts), sent + numbers
+    cost, sent = votes + seconds + setting.after(size / parts), sent + numbers
     match strategy:
         case BSP():
             return _bsp(wire, setting), 1, sent
@@ -495,9 +463,9 @@ def _forecast(strategy: Strategy, wire: str, setting: _Setting) -> tuple[float, 
 
 def _bsp(wire: str, setting: _Setting) -> float:
     links, size = setting.links, setting.model_bytes
-    times = setting.slowest(links.size * links.workers)
-    if links.workers > 1:  # the mean inside the node exists only after backward
-        cost = links.all_reduce(_AGREEMENT_BYTES) + links.mean(size, wire)[0] + links.after(size)
+    times = setting.slowest_steps()
+    if setting.inside.size > 1:  # the mean inside the node exists only after backward
+        cost = links.all_reduce(_AGREEMENT_BYTES) + links.mean(size, wire)[0] + setting.after(size)
         return setting.step_seconds * fmean(times) + setting.tail + cost
     return fmean(links.overlapped(setting.step_seconds * time, size, wire) for time in times)
 
@@ -551,12 +519,12 @@ def _streaming(
     if strategy.schedule == "cyclic":
         cycle = strategy.staleness // 2
         every, count = max(1, cycle // parts), math.ceil(parts / min(parts, cycle))
-        cost = votes + count * part + links.after(size)
+        cost = votes + count * part + setting.after(size)
         interval = every * parts / count
         return setting.scheduled(every, cycle, cost), interval, (numbers + count * sent) / every
-    if links.workers > 1:  # the workers of a node agree in each step on what has arrived
-        step += links.inside.all_reduce(8 * 5)
-    passing = (votes + parts * part + links.after(size)) / step
+    if setting.inside.size > 1:  # the workers of a node agree in each step on what has arrived
+        step += setting.inside.all_reduce(8 * 5)
+    passing = (votes + parts * part + setting.after(size)) / step
     steps, waits = max(passing, 4 / 3 if parts > 2 else 1.0), 0.0
     # Two parts at most are in flight, so the newest mean is up to three parts old.
     longest = strategy.staleness * parts / (min(2, parts) + 1)
@@ -602,13 +570,9 @@ def plan(
     3. up to 90 %: ``streaming``, the default;
     4. above: none. Compare on your own model.
 
-    **Nodes** of several workers train as with ``attach(..., node_group=…)``. The step of a node
-    ends when its slowest worker has computed its gradients and their mean over the node has
-    arrived. The idle share counts only the waiting for other nodes, as in ``Stats``. The throughput
-    accounts for all waiting.
-
-    **SelSync** synchronizes in a share 1 − ``target_lssr`` of the steps. The plan shows the cost of
-    these synchronizations but not their benefit, which lies in the final metric.
+    **Nodes** of several workers train as with ``attach(..., node_group=…)``. A node's step ends
+    when the mean of its gradients has arrived. The idle share counts only the waiting for other
+    nodes, as in ``Stats``. The throughput accounts for all waiting.
 
     Args:
         parameters: Number of averaged parameters, like 25e6 or "25M".
@@ -641,31 +605,27 @@ def plan(
     require_number("jitter", jitter)
     if not 0 <= jitter <= 1:
         raise ValueError(f"jitter must be in [0, 1], like 0.1 for 10 % of a step, got {jitter}")
-    links = _Links(
-        workers // workers_per_node,
-        to_bandwidth(bandwidth) / 8,
-        to_seconds(latency, allow_zero=True),
-    )
-    setting, nodes = _Setting(links, 4 * count, seconds, float(jitter)), ""
-    if workers_per_node > 1:
-        within = to_bandwidth("100Gbit/s" if inside is None else inside)
-        delay = to_seconds("10us" if inside_latency is None else inside_latency, allow_zero=True)
-        links = replace(
-            links, workers=workers_per_node, inside_rate=within / 8, inside_latency=delay
-        )
-        tail = links.inside.overlapped(seconds, 4 * count, "float32") - seconds
-        setting = replace(setting, links=links, tail=tail)
-        nodes = (
-            f" between nodes of {workers_per_node} with {show_bandwidth(within)}, latency "
-            f"{show_seconds(delay)}, which step every {show_seconds(setting.step[0])} alone"
-        )
-    elif inside is not None or inside_latency is not None:
+    if workers_per_node == 1 and (inside is not None or inside_latency is not None):
         raise ValueError("inside needs nodes of several workers: give workers_per_node")
+    rate, delay = to_bandwidth(bandwidth), to_seconds(latency, allow_zero=True)
+    within = to_bandwidth("100Gbit/s" if inside is None else inside)
+    short = to_seconds("10us" if inside_latency is None else inside_latency, allow_zero=True)
+    links = _Links(workers // workers_per_node, rate / 8, delay)
+    local = _Links(workers_per_node, within / 8, short)
+    setting = _Setting(links, local, 4 * count, seconds, float(jitter))
+    nodes = (
+        ""
+        if workers_per_node == 1
+        else (
+            f" between nodes of {workers_per_node} with {show_bandwidth(within)}, latency "
+            f"{show_seconds(short)}, which step every {show_seconds(setting.step[0])} alone"
+        )
+    )
 
     def row(strategy: Strategy, wire: Precision) -> Forecast:
         step, interval, payload = _forecast(strategy, wire, setting)
         return Forecast(
-            strategy=_text(strategy, wire),
+            strategy=f"{strategy}" + ("" if wire == strategy.default_wire else f" --wire {wire}"),
             wire=wire,
             step_seconds=step,
             throughput=workers * seconds / step,
@@ -676,16 +636,13 @@ def plan(
 
     long_latency = links.latency > seconds
     if strategies is None:
-        given = [*DEFAULT_ROWS, *([LONG_LATENCY_ROW] if long_latency else [])]
+        strategies = [*DEFAULT_ROWS, *([LONG_LATENCY_ROW] if long_latency else [])]
     elif isinstance(strategies, str) or not strategies:
         raise ValueError(
             f'strategies must be a list like ["bsp", "local:period=8"], got {strategies!r}'
         )
-    else:
-        given = [_read(text) for text in strategies]
-    rows = tuple(row(strategy, wire) for strategy, wire in given)
-    alone = links.size == 1
-    recommendation, reason = _recommend(row(BSP(), "float32"), alone, long_latency)
+    rows = tuple(row(*_read(text)) for text in strategies)
+    recommendation, reason = _recommend(row(BSP(), "float32"), links.size == 1, long_latency)
     send_steps = 4 * count / links.rate / seconds
     varies = f" ± {100 * jitter:g} %" if jitter else ""
     caption = (

@@ -139,12 +139,6 @@ class JsonLines:
         """Close the file."""
         self._file.close()
 
-    def __enter__(self) -> "JsonLines":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
 
 def _json(value: Any) -> Any:
     value = _number(value)

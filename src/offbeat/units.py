@@ -134,14 +134,14 @@ def show_bandwidth(bits_per_second: float) -> str:
     return f"{bits_per_second:g} bit/s"
 
 
-def show_seconds(seconds: float, *, digits: int = 4) -> str:
-    """Return ``"120 ms"`` for 0.12. ``digits`` is the number of significant digits."""
+def show_seconds(seconds: float) -> str:
+    """Return ``"120 ms"`` for 0.12, with four significant digits."""
     if seconds == 0 or not math.isfinite(seconds):
         return f"{seconds:g} s"
     for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= size:
-            return f"{seconds / size:.{digits}g} {unit}"
-    return f"{seconds / 1e-9:.{digits}g} ns"
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds / 1e-9:.4g} ns"
 
 
 def show_bytes(count: float) -> str:

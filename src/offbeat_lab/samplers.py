@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
@@ -12,6 +13,7 @@ from offbeat.extend import did_you_mean
 from offbeat_lab.partition import partition_by_label, partition_dirichlet
 from offbeat_lab.recipes import Task
 
+_SHUFFLE = 3  # generators are seeded by (seed, purpose, epoch, rank); this is the purpose
 _KINDS = ("seldp", "defdp", "distributed")
 
 
@@ -48,14 +50,40 @@ def make_sampler(
         )
     if kind == "distributed" and partition is None:
         return DistributedSampler(task.samples, workers, rank, seed=seed)
-    parts = None
     if partition is not None:
         parts = make_partition(partition, task, workers, seed)
     elif kind == "defdp":
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(task.samples), generator=generator, device="cpu")
         parts = [part.numpy() for part in order.tensor_split(workers)]
-    return SelDPSampler(task.samples, workers, rank, seed=seed, partition=parts)
+    else:
+        return SelDPSampler(task.samples, workers, rank, seed=seed)
+    if empty := [number for number, part in enumerate(parts) if not len(part)]:
+        raise ValueError(
+            f"every worker needs samples, part {empty[0]} of the partition has none; use fewer "
+            "workers or another partition"
+        )
+    return PartSampler(parts[rank], rank, seed)
+
+
+class PartSampler(Sampler[int]):
+    """Reads the part of the samples that worker ``rank`` has, in a new order in every epoch."""
+
+    def __init__(self, part: Any, rank: int, seed: int) -> None:
+        self._part, self._rank, self._seed, self._epoch = part, rank, seed, 0
+
+    def __len__(self) -> int:
+        return len(self._part)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, which determines the order."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        # Without the rank in the seed, workers with equally long parts would read the same
+        # positions of their parts at the same time. Parts are usually sorted by index.
+        random = np.random.default_rng([self._seed % 2**64, _SHUFFLE, self._epoch, self._rank])
+        return iter(random.permutation(self._part).tolist())
 
 
 def make_partition(text: str, task: Task, workers: int, seed: int) -> list[Any]:

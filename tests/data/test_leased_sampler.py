@@ -756,7 +756,7 @@ def test_a_batch_counts_as_used_from_the_next_step_on() -> None:
         return before, after
 
     (result,) = simulated(worker, workers=1).results
-    assert result == ({"0": [(1, 58)]}, {"0": [(3, 58)]})
+    assert result == ({"0": [[1, 58]]}, {"0": [[3, 58]]})
 
 
 def test_a_state_of_other_data_is_refused() -> None:

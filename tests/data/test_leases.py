@@ -1,38 +1,29 @@
 """The queue of an epoch: ranges, lengths of chunks, counters, and the agreement on what is left."""
 
-from typing import Any
+import json
+from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.data.leases import Leases, Queue, Range, Report, chunk_length, count, cut, without
+from offbeat.data.leases import Leases, Queue, Report, chunk_length, to_numbers, to_ranges
 from offbeat.errors import MismatchError
 from offbeat.transport.board import LocalBoard
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Team
 
-RANGES = st.lists(st.integers(0, 60), max_size=8, unique=True).map(
-    lambda ends: [*zip(*[iter(sorted(ends))] * 2, strict=False)]
-)
+NUMBERS = st.lists(st.integers(0, 60), max_size=60, unique=True)
 
 
-def batches(ranges: Any) -> list[int]:
-    return [number for start, end in ranges for number in range(start, end)]
-
-
-@given(RANGES, st.integers(0, 70), st.integers(0, 70))
-def test_a_cut_has_the_batches_at_some_positions(ranges: Any, start: int, length: int) -> None:
-    every = batches(ranges)
-    assert count(ranges) == len(every)
-    assert batches(cut(ranges, start, start + length)) == every[start : start + length]
-
-
-@given(RANGES, RANGES, RANGES)
-def test_what_is_left_was_not_removed(ranges: Any, one: Any, other: Any) -> None:
-    removed = {*batches(one), *batches(other)}
-    expected = [number for number in batches(ranges) if number not in removed]
-    assert batches(without(ranges, [*other, *one])) == expected
+@given(NUMBERS)
+def test_ranges_hold_the_same_numbers(numbers: list[int]) -> None:
+    """In ascending order, in the fewest ranges: there is a gap between any two."""
+    ranges = to_ranges(numbers)
+    assert to_numbers(ranges).tolist() == sorted(numbers)
+    assert all(end < first for (_, end), (first, _) in pairwise(ranges))
+    assert json.loads(json.dumps(ranges)) == ranges
 
 
 # -- chunks ------------------------------------------------------------------------------------
@@ -68,11 +59,17 @@ class Workers:
         assert (team.identity, team.members) == (worker, (*range(number),))
         return team
 
-    def fetch(self, worker: int, queue: Queue, report: Report | None = None) -> list[Range]:
+    def fetch(self, worker: int, queue: Queue, report: Report | None = None) -> list[int]:
         leases = self.leases[worker]
         position, chunk = leases.result(leases.fetch(queue, 1, report))
-        assert chunk == cut(queue.ranges, position, position + count(chunk))
-        return chunk
+        assert chunk.tolist() == queue.batches[position : position + len(chunk)].tolist()
+        return [int(number) for number in chunk]
+
+    def next_queue(
+        self, worker: int, report: Report, members: list[int] | tuple[()] | None
+    ) -> list[int] | None:
+        found = self.leases[worker].next_queue(report, WHOLE, members)
+        return None if found is None else found.tolist()
 
 
 @given(
@@ -82,13 +79,13 @@ class Workers:
 def test_every_batch_is_taken_once_whatever_the_speeds(total: int, speeds: list[float]) -> None:
     """Each worker knows only its own queue and the counter. Faster workers take more."""
     workers, taken, ends = Workers(len(speeds)), list[int](), [0.0] * len(speeds)
-    queues = [Queue(0, 0, [(0, total)]) for _ in speeds]
+    queues = [Queue(0, 0, np.arange(total)) for _ in speeds]
     over = set[int]()
     while len(over) < len(speeds):
         worker = min({*range(len(speeds))} - over, key=ends.__getitem__)
         chunk = workers.fetch(worker, queues[worker])
-        taken += batches(chunk)
-        ends[worker] += count(chunk) / speeds[worker]
+        taken += chunk
+        ends[worker] += len(chunk) / speeds[worker]
         if not chunk:
             over.add(worker)
     assert taken == [*range(total)]
@@ -106,39 +103,38 @@ def test_workers_with_other_settings_are_found() -> None:
 
 # -- the end of an epoch -----------------------------------------------------------------------
 
-WHOLE = [(0, 20)]
+WHOLE = np.arange(20)
 
 
 def test_the_next_queue_has_what_is_in_no_report() -> None:
     """Worker 2 is lost: it has reported four batches, and taken two more."""
     workers = Workers(3)
-    workers.fetch(2, Queue(0, 0, WHOLE, taken=20), Report(0, 0, False, [(0, 4)]))
-    first, second = Report(0, 0, True, [(4, 10)]), Report(0, 0, True, [(12, 20)])
-    assert workers.leases[0].next_queue(first, WHOLE, None) is None
+    workers.fetch(2, Queue(0, 0, WHOLE, taken=20), Report(0, 0, [[0, 4]]))
+    first, second = Report(0, 1, [[4, 10]]), Report(0, 1, [[12, 20]])
+    assert workers.next_queue(0, first, None) is None
     # Worker 1 still trains.
-    assert workers.leases[0].next_queue(first, WHOLE, [0, 1]) is None
-    assert workers.leases[1].next_queue(second, WHOLE, None) is None
-    assert workers.leases[0].next_queue(first, WHOLE, [0, 1]) == [(10, 12)]
+    assert workers.next_queue(0, first, [0, 1]) is None
+    assert workers.next_queue(1, second, None) is None
+    assert workers.next_queue(0, first, [0, 1]) == [10, 11]
     # Worker 1 is late: it accepts the queue, although worker 0 has trained on it.
-    third = Report(0, 1, True, [(4, 12)])
-    assert workers.leases[0].next_queue(third, WHOLE, None) is None
-    assert workers.leases[1].next_queue(second, WHOLE, None) == [(10, 12)]
-    assert workers.leases[1].next_queue(second._replace(number=1), WHOLE, [0, 1]) == []
-    assert workers.leases[0].next_queue(third, WHOLE, None) == []
+    third = Report(0, 2, [[4, 12]])
+    assert workers.next_queue(0, third, None) is None
+    assert workers.next_queue(1, second, None) == [10, 11]
+    assert workers.next_queue(1, second._replace(queues=2), [0, 1]) == []
+    assert workers.next_queue(0, third, None) == []
 
 
 def test_a_worker_that_has_written_no_report_is_waited_for() -> None:
     """It has just joined. Without waiting, all that is in no report is left."""
     workers = Workers(2)
-    report = Report(3, 0, True, [(5, 20)])
-    assert workers.leases[0].next_queue(report, WHOLE, [0, 1]) is None
-    assert workers.leases[0].next_queue(report, WHOLE, ()) == [(0, 5)]
+    report = Report(3, 1, [[5, 20]])
+    assert workers.next_queue(0, report, [0, 1]) is None
+    assert workers.next_queue(0, report, ()) == [0, 1, 2, 3, 4]
 
 
 def test_reports_of_another_epoch_do_not_count() -> None:
     workers = Workers(2)
-    later = Report(4, 0, False, [(0, 9)])
-    workers.fetch(1, Queue(4, 0, WHOLE), later)
-    assert workers.leases[0].next_queue(Report(3, 0, True, [(5, 20)]), WHOLE, [0, 1]) == [(0, 5)]
-    assert workers.leases[0].reported(4) == [(0, 9)]
-    assert workers.leases[0].reported(3) == [(5, 20)]
+    workers.fetch(1, Queue(4, 0, WHOLE), Report(4, 0, [[0, 9]]))
+    assert workers.next_queue(0, Report(3, 1, [[5, 20]]), [0, 1]) == [0, 1, 2, 3, 4]
+    assert workers.leases[0].reported(4).tolist() == [*range(9)]
+    assert workers.leases[0].reported(3).tolist() == [*range(5, 20)]

@@ -1,9 +1,7 @@
 """SelDPSampler: the structure the paper asks for, as properties."""
 
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -96,64 +94,14 @@ def test_a_state_of_another_order_is_refused(other: dict[str, Any], message: str
         SelDPSampler(**(settings | other)).load_state_dict(state)
 
 
-def test_a_part_may_belong_to_a_larger_dataset() -> None:
-    """Then the order of the part is the same."""
-    state = SelDPSampler(range(10), 1, 0, partition=[range(4)]).state_dict()
-    SelDPSampler(range(12), 1, 0, partition=[range(4)]).load_state_dict(state)
-
-
-@st.composite
-def partitions(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
-    """A dataset's size and parts of it, none empty, that may leave samples out."""
-    size = draw(sizes)
-    order = draw(st.permutations(range(size)))
-    cuts = sorted(draw(st.sets(st.integers(1, size), min_size=1, max_size=5)))
-    return size, [order[a:b] for a, b in pairwise([0, *cuts])]
-
-
-@settings(deadline=None, max_examples=50)
-@given(partitions(), st.booleans(), st.integers(0, 3))
-def test_with_a_partition_each_worker_reads_its_part(
-    divided: tuple[int, list[list[int]]], shuffle: bool, number: int
-) -> None:
-    """All of it, each sample once an epoch; in the given order without shuffling."""
-    size, parts = divided
-    read = epoch(size, len(parts), number, partition=parts, shuffle=shuffle)
-    assert [sorted(own) for own in read] == [sorted(part) for part in parts]
-    assert [len(own) for own in read] == [
-        len(SelDPSampler(range(size), len(parts), rank, partition=parts))
-        for rank in range(len(parts))
-    ]
-    assert epoch(size, len(parts), number, partition=parts, shuffle=shuffle) == read
-    assert shuffle or read == parts
-
-
-def test_parts_are_shuffled_by_seed_epoch_and_worker() -> None:
-    """Each of the three changes the order; the same three give it again."""
-    parts = [np.arange(worker, 400, 4) for worker in range(4)]
-    first = epoch(400, 4, 0, partition=parts)
-    assert epoch(400, 4, 0, partition=parts) == first
-    for other in (epoch(400, 4, 1, partition=parts), epoch(400, 4, 0, partition=parts, seed=-1)):
-        assert all(a != b and sorted(a) == sorted(b) for a, b in zip(first, other, strict=True))
-    places = [
-        [part.tolist().index(index) for index in own]
-        for part, own in zip(parts, first, strict=True)
-    ]
-    assert all(a != b for a, b in pairwise(places))
-
-
 @settings(deadline=None, max_examples=60)
-@given(partitions(), st.booleans(), st.data())
-def test_resumable_at_any_position(
-    divided: tuple[int, list[list[int]]], of_a_part: bool, data: st.DataObject
-) -> None:
+@given(sizes, workers, st.data())
+def test_resumable_at_any_position(size: int, n: int, data: st.DataObject) -> None:
     """A state taken after k samples continues with sample k+1; later epochs are whole."""
-    size, parts = divided
-    rank = data.draw(st.integers(0, len(parts) - 1))
+    rank = data.draw(st.integers(0, n - 1))
 
     def fresh() -> SelDPSampler:
-        partition = parts if of_a_part else None
-        return SelDPSampler(range(size), len(parts), rank, partition=partition)
+        return SelDPSampler(range(size), n, rank)
 
     sampler = fresh()
     sampler.set_epoch(2)
@@ -197,59 +145,6 @@ def test_an_epoch_that_was_left_does_not_change_the_state_of_the_next() -> None:
     assert (state["epoch"], state["position"]) == (1, 0)
 
 
-def test_a_state_of_another_part_is_refused() -> None:
-    """From another worker, from another partition, and from a sampler without a partition."""
-    parts, others = ([range(0, 4), range(4, 10)], [range(0, 5), range(5, 10)])
-    state = SelDPSampler(range(10), 2, 0, partition=parts).state_dict()
-    plain = SelDPSampler(range(10), 2, 0)
-    for sampler in (
-        SelDPSampler(range(10), 2, 1, partition=parts),
-        SelDPSampler(range(10), 2, 0, partition=others),
-        plain,
-    ):
-        with pytest.raises(ValueError, match=r"another part .* each worker its own state"):
-            sampler.load_state_dict(state)
-    with pytest.raises(ValueError, match="another part of the data than worker 0"):
-        SelDPSampler(range(10), 2, 0, partition=parts).load_state_dict(plain.state_dict())
-    assert "part" not in plain.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ([[0], [1]], "one part for each of 3 workers, got 2"),
-        ([[0], [1], [10]], r"part 2 must hold indices in \[0, 10\), got 10"),
-        ([[0], [-1], [2]], r"part 1 must hold indices in \[0, 10\), got -1"),
-        ([[0], [1, 2], [3, 2]], "index 2 occurs 2 times"),
-        ([[0, 0], [1], [2]], "index 0 occurs 2 times"),
-        ([[0], [], [2]], "every worker needs samples, part 1 of the partition has none"),
-    ],
-)
-def test_a_wrong_partition_is_refused_by_every_worker(parts: Any, message: str) -> None:
-    """Otherwise one worker would raise and the others would wait for it."""
-    for rank in range(3):
-        with pytest.raises(ValueError, match=message):
-            SelDPSampler(range(10), 3, rank, partition=parts)
-
-
-def test_options_that_exclude_a_partition_are_refused() -> None:
-    with pytest.raises(ValueError, match="drop_last cannot be combined with a partition"):
-        SelDPSampler(range(10), 1, 0, drop_last=True, partition=[range(10)])
-    with pytest.raises(TypeError, match=r"part 0 must be a list of integer .* got bool"):
-        SelDPSampler(range(10), 1, 0, partition=[np.ones(10, bool)])
-
-
-def test_a_sampler_keeps_its_own_copy_of_a_part() -> None:
-    """Changing the array afterwards changes no epoch; strides do not matter."""
-    part = np.arange(10)[::-1]
-    sampler = SelDPSampler(range(10), 1, 0, shuffle=False, partition=[part])
-    part[:] = 0
-    assert list(sampler) == list(range(9, -1, -1))
-    tensors = SelDPSampler(range(10), 1, 0, shuffle=False, partition=[torch.arange(10).flip(0)])
-    tensors.load_state_dict(sampler.state_dict())
-    assert list(tensors) == list(sampler)
-
-
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
         SelDPSampler(range(10), 2, 2)
@@ -277,17 +172,3 @@ def test_real_workers_with_a_data_loader() -> None:
         assert set(own) == set(range(17))
     assert read[1] == read[0][6:] + read[0][:6]
     assert read[2] == read[0][12:] + read[0][:12]
-
-
-def gather_parts(rank: int, size: int) -> list[int]:
-    dataset = TensorDataset(torch.arange(60))
-    order = np.random.default_rng(0).permutation(60)
-    sampler = SelDPSampler(dataset, partition=np.split(order, [10, 25]))
-    return [i for (batch,) in DataLoader(dataset, 4, sampler=sampler) for i in batch.tolist()]
-
-
-def test_real_workers_agree_on_a_partition() -> None:
-    """Three processes that compute the parts themselves read every sample once in total."""
-    read = run(gather_parts, workers=3)
-    assert sorted(index for own in read for index in own) == list(range(60))
-    assert [len(own) for own in read] == [10, 15, 35]

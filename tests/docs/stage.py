@@ -90,7 +90,7 @@ SUPPLIES: dict[str, Callable[[Space], Any]] = {
     "optimizer": _optimizer,
     "loss_fn": lambda space: nn.CrossEntropyLoss(),
     "labels": _labels,
-    "sources": lambda space: ["a", "b"] * 32,
+    "sources": lambda space: ["a", "b", "c", "d"] * 16,
     "dataset": _dataset,
     "validation": _dataset,
     "sampler": _sampler,

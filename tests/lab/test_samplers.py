@@ -26,7 +26,13 @@ from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.recipes import Task
 from offbeat_lab.recipes.datasets import TensorData, as_samples
 from offbeat_lab.recipes.held_out import HeldOut
-from offbeat_lab.samplers import Batches, make_partition, make_sampler, parse_injection
+from offbeat_lab.samplers import (
+    Batches,
+    PartSampler,
+    make_partition,
+    make_sampler,
+    parse_injection,
+)
 
 
 def task(samples: int = 60, steps: int = 7) -> Task:
@@ -91,6 +97,28 @@ def test_a_partition_keeps_labels_apart() -> None:
     assert set(shares[0]).isdisjoint(shares[1])
     mixed = make_partition("dirichlet:1000", task(600), 3, seed=1)
     assert sorted(index for part in mixed for index in part) == list(range(600))
+
+
+def test_parts_are_shuffled_by_seed_epoch_and_worker() -> None:
+    """Each of the three changes the order; the same three give it again."""
+    part = torch.arange(100).numpy()
+
+    def order(rank: int, seed: int, epoch: int) -> list[int]:
+        sampler = PartSampler(part, rank, seed)
+        sampler.set_epoch(epoch)
+        assert len(sampler) == 100
+        return list(sampler)
+
+    first = order(0, 0, 0)
+    assert sorted(first) == list(range(100))
+    assert order(0, 0, 0) == first
+    orders = [first, order(1, 0, 0), order(0, -1, 0), order(0, 0, 1)]
+    assert len({tuple(each) for each in orders}) == 4
+
+
+def test_every_worker_needs_samples() -> None:
+    with pytest.raises(ValueError, match="every worker needs samples, part 2 of the partition"):
+        make_sampler(task(2), 3, 0, seed=0, kind="defdp")
 
 
 def test_text_has_no_partition_by_label() -> None:

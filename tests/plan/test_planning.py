@@ -230,3 +230,12 @@ def test_table_and_dictionary() -> None:
     assert told["model_bytes"] == 100e6
     alone = plan(**{**CASE, "workers": 1}).to_dict()
     assert alone["rows"][0]["interval_steps"] == "inf"
+
+
+def test_the_page_shows_the_output() -> None:
+    """The page has the same caption, rows and advice, and leaves out the note under the table."""
+    page = " ".join((ROOT / "docs/planning.md").read_text(encoding="utf-8").split())
+    result = plan(parameters="25M", step_time="120ms", workers=16, bandwidth="5gbit")
+    table = result.table()
+    rows = " ".join(word for row in (table.headings, *table.rows) for word in row)
+    assert f"```text {result.caption} {rows} … {' '.join(result.advice())} ```" in page

@@ -2,55 +2,19 @@
 
 import json
 import math
-from collections import deque
+from array import array
 from collections.abc import Iterable, Iterator, Sized
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
 from offbeat.arguments import require_integer
-from offbeat.data.leases import Leases, Queue, Range, Report, count, without
+from offbeat.data.leases import Leases, Numbers, Queue, Ranges, Report, to_numbers, to_ranges
 from offbeat.errors import AttachError
 from offbeat.synchronizer import Synchronizer, components_of
 from offbeat.transport.host import Promise
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """What determines the batches of every epoch. Equal on all workers."""
-
-    samples: int
-    batch_size: int
-    shuffle: bool
-    seed: int
-    drop_last: bool
-    total_batches: int | None
-
-    @property
-    def batches(self) -> int:
-        """Number of batches in an epoch, without ``total_batches``."""
-        whole = self.samples // self.batch_size
-        return whole if self.drop_last else math.ceil(self.samples / self.batch_size)
-
-    def batches_of(self, epoch: int) -> int:
-        """Return the number of batches in an epoch. 0 if ``total_batches`` are used up."""
-        if self.total_batches is None:
-            return self.batches
-        return max(0, min(self.batches, self.total_batches - epoch * self.batches))
-
-    def order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Return the samples of an epoch in their order, the same as in ``DistributedSampler``."""
-        if not self.shuffle:
-            return np.arange(self.samples)
-        generator = torch.Generator().manual_seed(self.seed + epoch)
-        order: npt.NDArray[np.int64] = torch.randperm(
-            self.samples, generator=generator, device="cpu"
-        ).numpy()
-        return order
 
 
 class LeasedSampler(Sampler[list[int]]):
@@ -80,8 +44,8 @@ class LeasedSampler(Sampler[list[int]]):
                 ...
 
     **Steps.** Workers take different numbers of steps, so a schedule of the learning rate should
-    follow ``progress``. Strategies that wait for all workers in every round keep the workers in
-    lock step, so the workers take equal shares again.
+    follow ``progress``. Under strategies that wait for all workers in every round, the workers take
+    equal shares again.
 
     Args:
         dataset: Any object with a length.
@@ -132,11 +96,19 @@ class LeasedSampler(Sampler[list[int]]):
         if total_batches is not None:
             require_integer("total_batches", total_batches, least=1)
         samples = len(dataset)
-        self._settings = _Settings(samples, batch_size, shuffle, seed, drop_last, total_batches)
-        self.batches = self._settings.batches
+        self.batches = samples // batch_size if drop_last else math.ceil(samples / batch_size)
         if not self.batches:
             dropped = " after drop_last" if drop_last else ""
             raise ValueError(f"{samples} samples give no batch of {batch_size}{dropped}")
+        # What determines the batches of every epoch. Equal on all workers.
+        self._settings: dict[str, Any] = {
+            "samples": samples,
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "seed": seed,
+            "drop_last": drop_last,
+            "total_batches": total_batches,
+        }
         components = components_of(sync, "LeasedSampler")
         team = self._team = components.team
         if team.node is not None:
@@ -150,15 +122,18 @@ class LeasedSampler(Sampler[list[int]]):
         self._leases = Leases(team, board)
         components.leased_samplers += 1
         components.worker.leases_data = True
-        self._resumed: dict[int, list[Range]] = {}  # what a checkpoint has left of some epochs
+        self._resumed: dict[int, Ranges] = {}  # what a checkpoint has left of some epochs
         self._queue: Queue | None = None  # None between two epochs
-        self._order = np.arange(0)  # samples of the epoch in progress
-        self._ahead: Promise[tuple[int, list[Range]]] | None = None  # the next chunk
+        self._order = torch.empty(0)  # samples of the epoch in progress
+        self._ahead: Promise[tuple[int, Numbers] | Exception] | None = None  # the next chunk
         self._least = 1  # least number of batches of a chunk
-        self._ready: deque[tuple[int, float]] = deque()  # taken batches, each with its progress
-        self._drawn = 0  # number of these that the running iteration has drawn
-        self._in_use: deque[tuple[int, int]] = deque()  # handed out, each with the steps before it
-        self._done: dict[int, list[Range]] = {}  # batches that were trained on, by epoch
+        # The batches of this epoch that this worker has taken, each with its progress. The first
+        # ``_drawn`` were drawn from the iterator, the first ``_handed_out`` have reached the loop,
+        # and the first ``_trained`` were trained on.
+        self._taken, self._progress_of = array("q"), array("d")
+        self._drawn = self._handed_out = self._trained = 0
+        self._handed_out_at = 0  # number of steps before the newest batch was handed out
+        self._done: dict[int, Ranges] = {}  # batches that were trained on, by epoch
         self._begun: int | None = None  # number of the epoch that was begun last
         self._ended = -1  # number of the last epoch that was used up
         self._progress = 0.0
@@ -222,10 +197,9 @@ class LeasedSampler(Sampler[list[int]]):
             )
         if self._queue is None or self._queue.epoch != self.epoch:
             self._begin(self.epoch)
-        self._drawn = 0
-        size = self._settings.batch_size
-        while self._drawn < len(self._ready) or self._take():
-            number, _ = self._ready[self._drawn]
+        size, self._drawn = self._settings["batch_size"], self._handed_out
+        while self._drawn < len(self._taken) or self._take():
+            number = self._taken[self._drawn]
             self._drawn += 1
             if not self._has_loader:
                 self.hand_out()
@@ -236,17 +210,24 @@ class LeasedSampler(Sampler[list[int]]):
     def _begin(self, epoch: int) -> None:
         if self._begun is None:
             self._leases.require_equal(str(self._settings))
-        self._begun = epoch
-        self._ready.clear()
-        self._in_use.clear()
-        self._order = self._settings.order(epoch)
-        self._open(Queue(epoch, 0, self._batches_of(epoch)))
+        self._note_done()
+        self._begun, settings = epoch, self._settings
+        self._taken, self._progress_of = array("q"), array("d")
+        self._handed_out = self._trained = 0
+        self._order = torch.arange(settings["samples"], device="cpu")
+        if settings["shuffle"]:  # in the order of DistributedSampler
+            generator = torch.Generator().manual_seed(settings["seed"] + epoch)
+            self._order = torch.randperm(settings["samples"], generator=generator, device="cpu")
+        self._queue, self._ahead = Queue(epoch, 0, self._batches_of(epoch)), None
 
-    def _batches_of(self, epoch: int) -> list[Range]:
-        return self._resumed.get(epoch, [(0, self._settings.batches_of(epoch))])
+    def _number_of(self, epoch: int) -> int:
+        """Return the number of batches in an epoch. 0 if ``total_batches`` are used up."""
+        total = self._settings["total_batches"]
+        left = self.batches if total is None else total - epoch * self.batches
+        return max(0, min(self.batches, left))
 
-    def _open(self, queue: Queue) -> None:
-        self._queue, self._ahead = queue, None
+    def _batches_of(self, epoch: int) -> Numbers:
+        return to_numbers(self._resumed.get(epoch, [[0, self._number_of(epoch)]]))
 
     # -- chunks ----------------------------------------------------------------------------------
 
@@ -262,24 +243,23 @@ class LeasedSampler(Sampler[list[int]]):
         else:  # a chunk should last until the next one is there
             self._least = max(1, self._least - 1 if self._ahead.fulfilled else 2 * self._least)
         position, chunk = self._leases.result(self._ahead)
-        if not chunk:
+        if not chunk.size:
             return False
-        settings, workers = self._settings, self._team.size
-        last = settings.batches_of(queue.epoch)
+        last = self._number_of(queue.epoch)
         # If all workers are equally fast, all have done as many batches of their chunks.
-        done = last - count(queue.ranges) + position
-        for number in (number for start, end in chunk for number in range(start, end)):
-            done += workers
-            self._ready.append((number, queue.epoch + min(last, done) / settings.batches))
-            if queue.number:
-                size = settings.batch_size
-                self.repeated += min(size, settings.samples - number * size)
+        done = last - len(queue.batches) + position + self._team.size * np.arange(1, len(chunk) + 1)
+        self._taken.extend(chunk.tolist())
+        self._progress_of.extend((queue.epoch + np.minimum(last, done) / self.batches).tolist())
+        if queue.number:
+            size, samples = self._settings["batch_size"], self._settings["samples"]
+            self.repeated += int(np.minimum(size, samples - size * chunk).sum())
         self._ahead = self._fetch(queue)
         return True
 
-    def _fetch(self, queue: Queue) -> Promise[tuple[int, list[Range]]]:
+    def _fetch(self, queue: Queue) -> Promise[tuple[int, Numbers] | Exception]:
         components_of(self.sync, "LeasedSampler")  # raises after the end of training
-        return self._leases.fetch(queue, self._least, self._report() if self._elastic else None)
+        report = Report(queue.epoch, queue.number, self._note_done()) if self._elastic else None
+        return self._leases.fetch(queue, self._least, report)
 
     def count_by_loader(self) -> None:
         """Let a loader call ``hand_out`` and ``end_queue``. Otherwise drawn batches count."""
@@ -287,22 +267,22 @@ class LeasedSampler(Sampler[list[int]]):
 
     def hand_out(self) -> None:
         """Note that the training loop receives a batch, the oldest one drawn. Never blocks."""
-        number, progress = self._ready.popleft()
-        self._drawn -= 1
-        self._progress = max(self._progress, progress)
-        self._note_done(self.sync.step)
-        self._in_use.append((number, self.sync.step))
+        self._note_step()
+        self._progress = max(self._progress, self._progress_of[self._handed_out])
+        self._handed_out += 1
 
-    def _note_done(self, steps: float) -> None:
-        """Note that the batches that were handed out before the last of ``steps`` are done."""
-        assert self._queue is not None
-        done = self._done.setdefault(self._queue.epoch, [])
-        while self._in_use and self._in_use[0][1] < steps:
-            number, _ = self._in_use.popleft()
-            if done and done[-1][1] == number:
-                done[-1] = (done[-1][0], number + 1)
-            else:
-                done.append((number, number + 1))
+    def _note_step(self) -> None:
+        """Count the batches that were handed out before the newest step as trained on."""
+        if self.sync.step > self._handed_out_at:
+            self._trained = self._handed_out
+        self._handed_out_at = self.sync.step
+
+    def _note_done(self) -> Ranges:
+        """Return the batches of this epoch that were trained on, and note them in ``_done``."""
+        if self._queue is None:
+            return []
+        done = self._done[self._queue.epoch] = to_ranges(self._taken[: self._trained])
+        return done
 
     # -- the end of an epoch ---------------------------------------------------------------------
 
@@ -314,22 +294,24 @@ class LeasedSampler(Sampler[list[int]]):
         """
         queue = self._queue
         assert queue is not None
-        self._note_done(math.inf)  # also batches without a step
-        if self._elastic and (left := self._agree_on_left()):
-            self._open(Queue(queue.epoch, queue.number + 1, left))
-            return True
+        self._trained = self._handed_out  # also batches without a step
+        done = self._note_done()
+        if self._elastic:
+            report = Report(queue.epoch, queue.number + 1, done)
+            left = self._agree_on_left(report, self._batches_of(queue.epoch))
+            if left.size:
+                self._queue, self._ahead = Queue(report.epoch, report.queues, left), None
+                return True
         self._ended, self.epoch, self._queue = queue.epoch, queue.epoch + 1, None
         return False
 
-    def _agree_on_left(self) -> list[Range]:
+    def _agree_on_left(self, report: Report, whole: Numbers) -> Numbers:
         """Return what lost workers have left of the epoch. All workers return the same.
 
         In ``consensus`` this worker takes part in the rounds of the workers that still train. One
         of these may also evaluate in a ``consensus`` in the middle of the epoch. So the reports
         tell whether all workers have reached the end.
         """
-        report = self._report(waits=True)
-        whole = self._batches_of(report.epoch)
         left = self._leases.next_queue(report, whole, None)
         while left is None:
             with self.sync.consensus():
@@ -338,12 +320,6 @@ class LeasedSampler(Sampler[list[int]]):
             complete = components_of(self.sync, "LeasedSampler").consensus.complete
             left = self._leases.next_queue(report, whole, self._team.members if complete else ())
         return left
-
-    def _report(self, *, waits: bool = False) -> Report:
-        queue = self._queue
-        assert queue is not None
-        done = tuple(self._done.get(queue.epoch, ()))
-        return Report(queue.epoch, queue.number, waits, done)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -365,20 +341,19 @@ class LeasedSampler(Sampler[list[int]]):
             with self.sync.consensus():
                 return self.state_dict()
         components.consensus.require_complete(what)
-        if self._queue is not None:
-            self._note_done(self.sync.step)
+        self._note_step()
+        self._note_done()
         epochs = self._gather(self.epoch if self._queue is None else self._queue.epoch)
         span = range(min(epochs), max([*epochs, *self._resumed]) + 1)
-        done = {epoch: self._done.get(epoch, []) for epoch in span}
-        if self._elastic:  # what lost workers have done
-            done = {epoch: [*own, *self._leases.reported(epoch)] for epoch, own in done.items()}
-        every = self._gather([*done.values()])
-        left = {
-            epoch: without(self._batches_of(epoch), (tuple(each) for one in parts for each in one))
-            for epoch, *parts in zip(span, *every, strict=True)
-        }
+        every = self._gather([self._done.get(epoch, []) for epoch in span])
+        left: dict[int, Ranges] = {}
+        for epoch, *parts in zip(span, *every, strict=True):
+            done = to_numbers(each for ranges in parts for each in ranges)
+            if self._elastic:  # what lost workers have done
+                done = np.union1d(done, self._leases.reported(epoch))
+            left[epoch] = to_ranges(np.setdiff1d(self._batches_of(epoch), done))
         return {
-            **vars(self._settings),
+            **self._settings,
             "epoch": next((epoch for epoch in span if left[epoch]), span[-1]),
             "left": {str(epoch): ranges for epoch, ranges in left.items()},
         }
@@ -400,14 +375,13 @@ class LeasedSampler(Sampler[list[int]]):
         """
         if self._begun is not None:
             raise ValueError("load_state_dict() after the first epoch has begun: call it before")
-        for name, value in vars(self._settings).items():
+        for name, value in self._settings.items():
             if state.get(name) != value:
                 raise ValueError(
                     f"the state was saved with {name}={state.get(name)!r}, this sampler has "
                     f"{name}={value!r}"
                 )
-        left = {int(number): ranges for number, ranges in state["left"].items()}
-        resumed = {epoch: [(a, b) for a, b in ranges] for epoch, ranges in left.items()}
+        resumed = {int(epoch): ranges for epoch, ranges in state["left"].items()}
         self._join({"epoch": state["epoch"], "resumed": resumed})
         self._ended = self.epoch - 1
 
@@ -416,10 +390,9 @@ class LeasedLoader(Iterable[Any]):
     """Wraps a DataLoader whose batches come from a ``LeasedSampler``.
 
     A DataLoader with worker processes (``num_workers``) draws batches from the sampler ahead of
-    use. This class tells the sampler which of them the training loop has received. So a lost worker
-    or a checkpoint does not count batches as used that were only read ahead. The sampler takes
-    chunks in the main process. At the end of training a fast worker may end earlier than a slow
-    one, by up to the number of batches that the slow one has read ahead.
+    use. This class tells the sampler which of them the training loop has received, so that others
+    do not count as used. A fast worker may end earlier than a slow one, by up to the number of
+    batches that the slow one has read ahead.
 
     In elastic training, an iteration ends when all workers have used the samples of the epoch, and
     also those that lost workers have left. All workers iterate to the end. They call ``consensus``

@@ -22,9 +22,12 @@ trained on again.
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from offbeat.errors import CommunicationError, CommunicationTimeout, MismatchError, OffbeatError
 from offbeat.transport.board import Board
@@ -32,39 +35,23 @@ from offbeat.transport.host import Promise
 from offbeat.transport.team import Team
 
 T = TypeVar("T")
-Range = tuple[int, int]
-"""Numbers of batches, from the first to the second, which is excluded."""
+Numbers: TypeAlias = npt.NDArray[np.int64]
+"""Numbers of batches."""
+Ranges: TypeAlias = list[list[int]]
+"""Numbers of batches as pairs [first, end), for messages."""
 _CHUNKS = 16  # a chunk has 1/(16·N) of the batches that are left, for N workers
 
 
-def count(ranges: Iterable[Range]) -> int:
-    """Return the number of batches in ``ranges``."""
-    return sum(end - start for start, end in ranges)
+def to_numbers(ranges: Iterable[Iterable[int]]) -> Numbers:
+    """Return the numbers in ``ranges``."""
+    return np.concatenate([np.empty(0, np.int64), *(np.arange(*each) for each in ranges)])
 
 
-def cut(ranges: Iterable[Range], start: int, end: int) -> list[Range]:
-    """Return the batches at the positions from ``start`` to ``end`` (excluded) of ``ranges``."""
-    found, before = [], 0
-    for first, last in ranges:
-        low, high = max(start - before, 0), min(end - before, last - first)
-        if low < high:
-            found.append((first + low, first + high))
-        before += last - first
-    return found
-
-
-def without(ranges: Iterable[Range], removed: Iterable[Range]) -> list[Range]:
-    """Return the batches of ``ranges`` that are not in ``removed``, whose ranges may overlap."""
-    left, ordered = [], sorted(removed)
-    for start, end in ranges:
-        for first, last in ordered:
-            if first < end and last > start:
-                if first > start:
-                    left.append((start, first))
-                start = max(start, last)
-        if start < end:
-            left.append((start, end))
-    return left
+def to_ranges(numbers: npt.ArrayLike) -> Ranges:
+    """Return distinct numbers as ranges in ascending order."""
+    ordered = np.sort(np.asarray(numbers, np.int64))
+    runs = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
+    return [[int(run[0]), int(run[-1]) + 1] for run in runs if run.size]
 
 
 def chunk_length(left: int, workers: int, least: int) -> int:
@@ -77,20 +64,20 @@ def chunk_length(left: int, workers: int, least: int) -> int:
     return min(max(least, left // (_CHUNKS * workers)), math.ceil(left / workers))
 
 
-@dataclass
+@dataclass(eq=False)
 class Queue:
     """A queue, as one worker knows it.
 
     Attributes:
         epoch: Number of the epoch.
         number: Number of the queue in the epoch.
-        ranges: The batches of the queue.
+        batches: The batches of the queue, in order.
         taken: Value of the counter when this worker has read it last.
     """
 
     epoch: int
     number: int
-    ranges: Sequence[Range]
+    batches: Numbers
     taken: int = 0
 
 
@@ -99,22 +86,21 @@ class Report(NamedTuple):
 
     Attributes:
         epoch: Number of the epoch.
-        number: Number of the queue in the epoch.
-        waits: True if the queue is empty, and the worker has trained on all that it has taken.
+        queues: Number of queues of the epoch that the worker has completed: it found them empty,
+            and has trained on all that it has taken.
         done: The batches of the epoch that the worker has trained on.
     """
 
     epoch: int
-    number: int
-    waits: bool
-    done: Sequence[Range]
+    queues: int
+    done: Ranges
 
 
 class Leases:
     """One worker's access to the queues.
 
-    The training thread calls all methods. Background threads use the store, one at a time. The
-    training waits for them for ``timeout_seconds`` at most.
+    The training thread calls all methods. Background threads use the store, and the training waits
+    for them for ``timeout_seconds`` at most.
 
     Args:
         team: The workers.
@@ -123,7 +109,6 @@ class Leases:
 
     def __init__(self, team: Team, board: Board) -> None:
         self._team, self._board = team, board
-        self._newest: Promise[object] | None = None  # of the newest background thread
         self._workers = 0  # number of workers that this one has known; identities are below it
 
     def require_equal(self, settings: str) -> None:
@@ -137,125 +122,114 @@ class Leases:
 
     def fetch(
         self, queue: Queue, least: int, report: Report | None
-    ) -> Promise[tuple[int, list[Range]]]:
+    ) -> Promise[tuple[int, Numbers] | Exception]:
         """Begin to take a chunk of at least ``least`` batches, after writing ``report``.
 
-        The result is the position of the chunk in the queue, and its batches. They are empty if the
-        queue is.
+        The result is the position of the chunk in the queue, and its batches. There are none if the
+        queue is empty.
         """
-        self._note_members()
-        left = max(0, count(queue.ranges) - queue.taken)
+        self._known_workers()
+        left = max(0, len(queue.batches) - queue.taken)
         length = chunk_length(left, self._team.size, least)
-        key, own = f"taken/{queue.epoch}/{queue.number}", self._own_key()
 
-        def take() -> tuple[int, list[Range]]:
+        def take() -> tuple[int, Numbers]:
             if report is not None:
-                self._board.put(own, json.dumps(report))
+                self._write(report)
             if length:
-                queue.taken = self._board.add(key, length)
-            position = queue.taken - length
-            return position, cut(queue.ranges, position, position + length)
+                queue.taken = self._board.add(f"taken/{queue.epoch}/{queue.number}", length)
+            return queue.taken - length, queue.batches[queue.taken - length : queue.taken]
 
         return self._start(take)
 
     # -- elastic training ------------------------------------------------------------------------
 
     def next_queue(
-        self, report: Report, whole: Sequence[Range], members: Collection[int] | None
-    ) -> list[Range] | None:
-        """Write ``report``, and return the queue that follows. None if it is not known yet.
+        self, report: Report, whole: Numbers, members: Collection[int] | None
+    ) -> Numbers | None:
+        """Return the queue after those that this worker has completed, or None if there is none.
 
         Args:
-            report: Report of this worker.
+            report: Report of this worker, which is written.
             whole: The batches of the epoch.
-            members: Workers that must have reached the end of this queue, too, before this worker
-                may propose the next one. None: it may not.
+            members: The workers that must have completed these queues, too, before this worker may
+                propose the next one. None: it may not.
         """
-        self._note_members()
-        key, own = f"queue/{report.epoch}/{report.number + 1}", self._own_key()
+        key = f"queue/{report.epoch}/{report.queues}"
+        known = self._known_workers()
 
         def agree() -> str:
-            self._board.put(own, json.dumps(report))
+            self._write(report)
             if (text := self._board.get(key)) or members is None:
                 return text
-            reports = self._reports()
-            if not all(m in reports and reports[m][:3] >= report[:3] for m in members):
+            reports = self._reports(known)
+            if not all(m in reports and reports[m][:2] >= report[:2] for m in members):
                 return ""
-            left = without(whole, _done(reports.values(), report.epoch))
-            return self._board.compare_set(key, "", json.dumps(left))
+            left = np.setdiff1d(whole, _done(reports, report.epoch))
+            return self._board.compare_set(key, "", json.dumps(to_ranges(left)))
 
         text = self._call(agree)
-        return [(start, end) for start, end in json.loads(text)] if text else None
+        return to_numbers(json.loads(text)) if text else None
 
-    def reported(self, epoch: int) -> list[Range]:
+    def reported(self, epoch: int) -> Numbers:
         """Return the batches of an epoch that are in reports, also of lost workers."""
-        self._note_members()
-        return self._call(lambda: _done(self._reports().values(), epoch))
+        known = self._known_workers()
+        return self._call(lambda: _done(self._reports(known), epoch))
 
-    def _reports(self) -> dict[int, Report]:
-        texts = {worker: self._board.get(f"worker/{worker}") for worker in range(self._workers)}
-        return {worker: Report(*json.loads(text)) for worker, text in texts.items() if text}
-
-    def _note_members(self) -> None:
+    def _known_workers(self) -> range:
+        """Return the identities of all workers that may have written a report."""
         self._workers = max(self._workers, *(member + 1 for member in self._team.members))
+        return range(self._workers)
 
-    def _own_key(self) -> str:
-        return f"worker/{self._team.identity}"
+    def _write(self, report: Report) -> None:
+        self._board.put(f"worker/{self._team.identity}", json.dumps(report))
+
+    def _reports(self, workers: Iterable[int]) -> dict[int, Report]:
+        texts = {worker: self._board.get(f"worker/{worker}") for worker in workers}
+        return {worker: Report(*json.loads(text)) for worker, text in texts.items() if text}
 
     # -- background threads ----------------------------------------------------------------------
 
-    def _start(self, function: Callable[[], T]) -> Promise[T]:
-        """Run ``function`` in a background thread, after the one before has ended."""
-        if self._newest is not None:
-            self._wait(self._newest)
+    def _start(self, function: Callable[[], T]) -> Promise[T | Exception]:
+        """Run ``function`` in a background thread."""
         future: Promise[T | Exception] = self._team.host.promise()
 
         def run() -> None:
             try:
                 future.fulfil(function())
-            except Exception as error:
+            except Exception as error:  # any exception, because the training waits for it
                 future.fulfil(error)
 
-        self._newest = future  # type: ignore[assignment]
         self._team.host.spawn(run, what="leases of data")
-        return future  # type: ignore[return-value]
+        return future
 
-    def result(self, future: Promise[T]) -> T:
+    def result(self, future: Promise[T | Exception]) -> T:
         """Return the result of ``fetch``. Blocks.
 
         Raises:
             CommunicationError: The store does not answer.
         """
-        self._wait(future)
-        result = future.result
-        if isinstance(result, Exception):
-            if isinstance(result, OffbeatError):
-                raise result
-            reason = (str(result).splitlines() or [type(result).__name__])[0][:200]
-            raise CommunicationError(
-                f"rank {self._team.rank}: leasing data failed: the store of the workers does not "
-                f"answer ({reason})"
-            )
-        return result
-
-    def _wait(self, future: Promise[T]) -> None:
-        if future.fulfilled:
-            return
         team, start = self._team, self._team.host.now()
-        seconds = team.communicator.timeout_seconds
-        answered = team.host.wait_for(future, seconds, "a lease of data")
-        team.account.waited(team.host.now() - start)
-        if not answered:
-            raise CommunicationTimeout(
-                f"rank {team.rank}: leasing data failed: the store of the workers has not answered "
-                f"within timeout_seconds={seconds:g}"
-            )
+        failed = f"rank {team.rank}: leasing data failed: the store of the workers"
+        if not future.fulfilled:
+            seconds = team.communicator.timeout_seconds
+            answered = team.host.wait_for(future, seconds, "a lease of data")
+            team.account.waited(team.host.now() - start)
+            if not answered:
+                raise CommunicationTimeout(
+                    f"{failed} has not answered within timeout_seconds={seconds:g}"
+                )
+        result = future.result
+        if isinstance(result, Exception) and not isinstance(result, OffbeatError):
+            reason = (str(result).splitlines() or [type(result).__name__])[0][:200]
+            raise CommunicationError(f"{failed} does not answer ({reason})")
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def _call(self, function: Callable[[], T]) -> T:
         return self.result(self._start(function))
 
 
-def _done(reports: Iterable[Report], epoch: int) -> list[Range]:
+def _done(reports: Mapping[int, Report], epoch: int) -> Numbers:
     """Return the batches of an epoch that are in ``reports``."""
-    done = [each for report in reports if report.epoch == epoch for each in report.done]
-    return [(start, end) for start, end in done]
+    return to_numbers(r for each in reports.values() if each.epoch == epoch for r in each.done)
