@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT
-from offbeat.launcher.store import keep_store
+from offbeat.launcher.store import listen, serve
 
 MARK = "OFFBEAT_SOAK"
 """Environment variable by which the processes of a training are found."""
@@ -86,7 +86,7 @@ class Training:
         if store == "file":
             self.address = f"file://{folder}/store"
         elif store == "process":
-            self._kept = keep_store("127.0.0.1", 0)
+            self._kept = serve(listen("127.0.0.1", 0))
             self.address = f"127.0.0.1:{self._kept.port}"
         self.launchers = [self.launch(machine) for machine in range(len(here))]
 

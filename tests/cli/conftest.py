@@ -54,5 +54,5 @@ def idle_call(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ca
     monkeypatch.setattr(runs.comparison, "run_and_record", refuse)
     monkeypatch.setattr(runs, "measure_recipe", refuse)
     monkeypatch.setattr(elastic, "launch", refuse)
-    monkeypatch.setattr("offbeat.launcher.store.keep_store", refuse)
+    monkeypatch.setattr(elastic, "listen", refuse)
     return main

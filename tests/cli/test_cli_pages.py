@@ -104,7 +104,7 @@ def begin(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], 
     monkeypatch.setattr(runs, "measure_recipe", reached)
     monkeypatch.setattr(workers.dist, "init_process_group", reached)
     monkeypatch.setattr(elastic, "launch", reached)
-    monkeypatch.setattr("offbeat.launcher.store.keep_store", reached)
+    monkeypatch.setattr(elastic, "listen", reached)
     return main
 
 

@@ -117,15 +117,41 @@ def test_a_killed_worker_is_started_again(fresh: bool, folder: Path) -> None:
 
 @pytest.mark.parametrize("fresh", [WARM, *nightly([True])], ids=["warm", "fresh"])
 def test_no_process_outlives_a_killed_launcher(fresh: bool, folder: Path) -> None:
-    """No worker, no process that one has started, and no fork server."""
+    """No worker, no process that one has started, no store and no fork server."""
     (folder / "train.py").write_text(f"{CHILD}{SCRIPT}")
     with started(*COMMAND, "run", "-n", "2", *["--fresh"] * fresh, "train.py") as process:
         pids = [state(f"one-{rank}-0", process)["pid"] for rank in range(2)]
         pids += [int(Path(f"child-{rank}").read_text()) for rank in range(2)]
-        pids += children(process.pid)
+        pids += (servers := children(process.pid))
+        pids += [pid for server in servers for pid in children(server)]
         with killed(*pids):
             process.kill()
             until(lambda: not any(map(alive, pids)), "the end of every process", 30)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forks on Linux")
+def test_ctrl_c_ends_a_launcher_that_starts(folder: Path) -> None:
+    """A terminal sends it to the launcher and the fork server, which imports torch."""
+    with started(*COMMAND, "run", "-n", "2", "train.py") as process:
+        until(lambda: any(map(is_server, children(process.pid))), "the start of the fork server")
+        pids = children(process.pid)
+        with killed(*pids):
+            for pid in (*pids, process.pid):
+                os.kill(pid, signal.SIGINT)
+            code, _, err = end(process)
+            assert (code, "Traceback" in err) == (130, False), err
+            until(lambda: not any(map(alive, pids)), "the end of every process")
+
+
+def is_server(pid: int) -> bool:
+    """Return True if the process is a fork server."""
+    return b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_the_launcher_does_not_import_torch() -> None:
+    """It starts while the fork server imports torch."""
+    line = "import offbeat.cli.elastic, sys; sys.exit('torch' in sys.modules)"
+    assert ended(sys.executable, "-c", line) == (0, "", "")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forks on Linux")
@@ -148,7 +174,7 @@ def test_workers_continue_without_their_fork_server(folder: Path) -> None:
     assert "offbeat: worker 0 ended\n" in err
 
 
-@pytest.mark.parametrize("where", ["a pipe without reader", "a full disk", "closed"])
+@pytest.mark.parametrize("where", ["a pipe without reader", "a full disk"])
 def test_output_that_cannot_be_written_is_no_failure(where: str, folder: Path) -> None:
     """The workers run to their end."""
     (folder / "end").touch()
@@ -157,7 +183,6 @@ def test_output_that_cannot_be_written_is_no_failure(where: str, folder: Path) -
     pipes = {
         "a pipe without reader": "{ %s 2>&1; echo $? > code; } | true",
         "a full disk": "%s > /dev/full 2>&1; echo $? > code",
-        "closed": "%s >&- 2>&- <&-; echo $? > code",
     }
     line = shlex.join([*COMMAND, "run", "-n", "2", "--fresh", "train.py"])
     with started("bash", "-c", pipes[where] % line) as process:

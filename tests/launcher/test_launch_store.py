@@ -1,23 +1,20 @@
-"""The store of a launch: where it listens, and what launchers say in it."""
+"""The store of a training: its address, and where it listens."""
 
 import socket
-import time
-from pathlib import Path
-from typing import Any
+import subprocess
+import sys
 
 import pytest
 import torch.distributed as dist
 
+from cli.commands import COMMAND, alive, ended, until
+from offbeat import cli
 from offbeat.elastic.address import parse_address
-from offbeat.elastic.joining import LATEST_TRAINING
-from offbeat.elastic.store import SharedStore
-from offbeat.errors import CommunicationTimeout, OffbeatError
+from offbeat.errors import OffbeatError
 from offbeat.launcher import store as launch_store
-from offbeat.launcher.store import LaunchStore, keep_store, open_store
+from offbeat.launcher.store import await_store, listen, serve
 
-
-def never() -> bool:
-    return False
+OPTIONS = ("--workers", "2", "--here", "1", "--fresh", "--store", "127.0.0.1:1")
 
 
 @pytest.mark.parametrize(
@@ -59,111 +56,82 @@ def reachable(host: str, port: int) -> bool:
 
 def test_a_store_listens_on_the_named_address_alone() -> None:
     """127.0.0.2 stands for another interface of the machine."""
-    kept = keep_store("127.0.0.1", 0)
-    assert kept.port > 0
+    kept = serve(listen("127.0.0.1", 0))
     assert reachable("127.0.0.1", kept.port)
     assert not reachable("127.0.0.2", kept.port)
-    everywhere = keep_store(None, 0)
+    everywhere = serve(listen(None, 0))
     assert reachable("127.0.0.1", everywhere.port)
     assert reachable("127.0.0.2", everywhere.port)
+    other = serve(listen("127.0.0.2", 0))
+    assert not reachable("127.0.0.1", other.port)
 
 
 def test_a_store_that_cannot_be_kept_is_an_error() -> None:
-    kept = keep_store("127.0.0.1", 0)
-    with pytest.raises(OffbeatError, match=rf"at 127.0.0.1:{kept.port}: the port is in use; name"):
-        keep_store("127.0.0.1", kept.port)
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OffbeatError, match=rf"at 127.0.0.1:{port}: the port is in use; name"):
+            listen("127.0.0.1", port)
+        with pytest.raises(OffbeatError, match=rf"at :{port}: the port is in use; name"):
+            listen(None, port)
     with pytest.raises(OffbeatError, match=r"at 192.0.2.1:0: .*; name an address of this machine"):
-        keep_store("192.0.2.1", 0)  # reserved for documentation
+        listen("192.0.2.1", 0)  # reserved for documentation
 
 
-@pytest.fixture(params=["tcp", "file"])
-def two(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[LaunchStore, LaunchStore]:
-    """The stores of two launchers. The first keeps it, unless it is a file."""
-    first = open_store(None if request.param == "tcp" else f"file://{tmp_path}/store")
-    return first, open_store(first.address)
+def test_a_port_in_use_is_one_line() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        code, out, err = ended(*COMMAND, "store", "--port", port)
+    assert (code, out) == (1, "")
+    message = f"cannot keep a store at :{port}: the port is in use; name another port"
+    assert err == f"error: {message}\n"
 
 
-def test_launchers_share_the_number_of_workers(two: tuple[LaunchStore, LaunchStore]) -> None:
-    first, second = two
-    assert first.agree_on_workers("2:4", never)
-    assert second.agree_on_workers("2:4", never)
-    with pytest.raises(
-        ValueError, match=r"--workers 4: the store at .* was begun with --work.* 2:4"
-    ):
-        second.agree_on_workers("4", never)
+def test_a_store_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait has an end."""
+    await_store("file:///a/store")
+    with listen("127.0.0.1", 0) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        await_store(address)
+    monkeypatch.setattr(launch_store, "_WAIT_SECONDS", 0.3)
+    message = rf"no store answers at {address} within 0.3 s \(.* refused\); start one"
+    with pytest.raises(OffbeatError, match=message):
+        await_store(address)
 
 
-def test_the_training_ends_for_every_launcher(two: tuple[LaunchStore, LaunchStore]) -> None:
-    """It is remembered when the store has gone."""
-    first, second = two
-    assert not second.training_has_ended()
-    base = launch_store._connect(first.address)
-    base.put(LATEST_TRAINING, "one")
-    assert not second.training_has_ended()
-    base.within("one").put("ended", True)
-    assert second.training_has_ended()
-    second._connection = None
-    second.address = "127.0.0.1:1"
-    assert second.training_has_ended()
-    base.put(LATEST_TRAINING, "another")
-    assert not first.training_has_ended()
-
-
-def test_a_process_tells_that_it_trains_and_has_finished(
-    two: tuple[LaunchStore, LaunchStore],
-) -> None:
-    """If the store does not answer, it may have finished."""
-    first, second = two
-    base = launch_store._connect(first.address)
-    assert (second.rank_of("process"), second.has_finished("process")) == (None, False)
-    base.put("process", ["one", 3])
-    assert (second.rank_of("process"), second.has_finished("process")) == (3, False)
-    base.within("one").put("finished/3", True)
-    assert second.has_finished("process")
-    second._connection = None
-    second.address = "127.0.0.1:1"
-    assert (second.rank_of("process"), second.has_finished("process")) == (None, True)
-
-
-def test_a_missing_store_is_awaited(
+@pytest.mark.skipif(sys.platform == "win32", reason="needs Linux or macOS")
+def test_a_launcher_without_its_store_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The wait can be interrupted, has an end, and says what is missing."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    address = f"127.0.0.1:{port}"
-    late = LaunchStore(address)
-    assert not late.agree_on_workers("4", lambda: True)
-    monkeypatch.setattr(launch_store, "_START_SECONDS", 0.3)
-    with pytest.raises(CommunicationTimeout, match=rf"no store answers at {address} within 0.3 s"):
-        late.agree_on_workers("4", never)
-    told = f"offbeat: waiting: no store answers at {address}; start one there with offbeat store\n"
-    assert capfd.readouterr().err == told
-    kept: Any = keep_store("127.0.0.1", port)
-    assert late.agree_on_workers("4", never)
-    del kept
+    monkeypatch.setattr(launch_store, "_WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(sys, "argv", ["offbeat", "run", *OPTIONS, __file__])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("error: no store answers at 127.0.0.1:1 within 0.3 s (")
+    assert err.count("\n") == 1
 
 
-def test_a_store_that_hangs_delays_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It accepts and does not answer. Workers that run meanwhile are not left alone for long."""
-    monkeypatch.setattr(launch_store, "_QUERY_SECONDS", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        began = time.monotonic()
-        store = LaunchStore(f"127.0.0.1:{silent.getsockname()[1]}")
-        assert not store.training_has_ended()
-        assert time.monotonic() - began < 5
-
-
-def test_a_lost_connection_is_opened_again() -> None:
-    kept = keep_store("127.0.0.1", 0)
-    address = f"127.0.0.1:{kept.port}"
-    one = LaunchStore(address)
-    port = kept.port
-    del kept
-    assert not one.training_has_ended()
-    kept = keep_store("127.0.0.1", port)
-    base = SharedStore(kept, "")
-    base.put(LATEST_TRAINING, "one")
-    base.within("one").put("ended", True)
-    assert one.training_has_ended()
-    assert isinstance(kept, dist.TCPStore)  # type: ignore[attr-defined]
+@pytest.mark.skipif(sys.platform == "win32", reason="needs Linux or macOS")
+def test_a_process_that_keeps_a_store_ends_with_its_launcher() -> None:
+    """It has answered connections from before its start."""
+    launcher = (
+        "import multiprocessing, os, sys, time\n"
+        "from offbeat.launcher.launch import start_process\n"
+        "from offbeat.launcher.store import listen, serve_in_process\n"
+        "listener = listen('127.0.0.1', 0)\n"
+        "context = multiprocessing.get_context('spawn')\n"
+        "process = start_process(context, serve_in_process, listener)\n"
+        "print(process.pid, listener.getsockname()[1], flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    argv = [sys.executable, "-c", launcher]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid, port = map(int, process.stdout.readline().split())
+        client = dist.TCPStore("127.0.0.1", port, None, False)  # type: ignore[attr-defined]
+        client.set("key", "value")
+        assert client.get("key") == b"value"
+        process.kill()
+    until(lambda: not alive(pid), "the end of the store", 30)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-from offbeat.launcher.script import Program
-from offbeat.launcher.worker import starter
+from offbeat.launcher.launch import start_process
+from offbeat.launcher.script import run_worker
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="workers need Linux or macOS")
 
@@ -37,14 +37,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]
 
     def run(*argv: str, is_module: bool = False, method: str = "spawn", **variables: str) -> Ended:
         context = multiprocessing.get_context(method)
-        pipes = [context.Pipe(duplex=False) for _ in range(2)]
-        program = Program(argv[0], argv[1:], is_module)
-        process = starter(context, program)(variables, *(write for _, write in pipes))
+        pipes = [context.Pipe(duplex=False) for _ in range(3)]
+        ends = [write for _, write in pipes]
+        process = start_process(context, run_worker, argv, is_module, variables, *ends)
         for _, write in pipes:
             write.close()
         process.join(60)
         texts = []
-        for read, _ in pipes:
+        for read, _ in pipes[:2]:
             with read, open(read.fileno(), closefd=False) as file:
                 texts.append(file.read())
         return Ended(process.exitcode, *texts)

@@ -1,13 +1,13 @@
 """Workers that are kept running: restarts, ends, signals. The scripts are small, without torch."""
 
-import contextlib
+import asyncio
 import errno
 import multiprocessing
 import os
 import re
 import signal
-import time
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +15,20 @@ import pytest
 
 from cli.commands import alive, until
 from offbeat.launcher import supervisor as supervising
-from offbeat.launcher.script import Program
-from offbeat.launcher.signals import Interruption
+from offbeat.launcher.launch import start_process
+from offbeat.launcher.script import run_worker
 from offbeat.launcher.supervisor import Supervisor
-from offbeat.launcher.worker import Worker, starter
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="workers need Linux or macOS")
 
-
-class Training:
-    """A training whose end a test chooses, and which processes have begun and finished it."""
-
-    def __init__(self, ended: Callable[[], bool], begun: bool, finished: bool) -> None:
-        self.training_has_ended = ended
-        self._begun, self._finished = begun, finished
-
-    def rank_of(self, process: str) -> int | None:
-        return 7 if self._begun else None
-
-    def has_finished(self, process: str) -> bool:
-        assert process
-        return self._finished
+BEGIN = """
+import os, signal, sys, time
+from offbeat import errors
+from offbeat.elastic import reports
+rank, again = os.environ['LOCAL_RANK'], os.environ['OFFBEAT_RESTARTS'] != '0'
+"""
+TRAIN = "reports.tell('trains as rank 7')\n"
+FINISH = "reports.tell(reports.FINISHED)\n"
 
 
 class Launcher:
@@ -50,101 +43,115 @@ class Launcher:
         script: str,
         workers: int = 1,
         *arguments: str,
-        most_restarts: int = 3,
-        ended: Callable[[], bool] = lambda: False,
-        begun: bool = True,
-        finished: bool = False,
-        start: Callable[..., Any] | None = None,
-        interruption: Interruption | None = None,
+        max_restarts: int = 3,
         grace_seconds: float = 20.0,
+        failures: dict[str, list[Exception | None]] | None = None,
     ) -> int:
+        """Run ``script``. ``failures`` are errors of the starts of each worker, from the first."""
         path = self.folder / "train.py"
-        path.write_text(f"import os, signal, sys, time\nrank = os.environ['LOCAL_RANK']\n{script}")
-        spawn = multiprocessing.get_context("spawn")
-        code = Supervisor(
-            [Worker(number, most_restarts) for number in range(workers)],
-            start or starter(spawn, Program(str(path), arguments)),
-            {"OFFBEAT_WORKERS": str(workers)},
-            Training(ended, begun, finished),
-            Interruption() if interruption is None else interruption,
-            grace_seconds,
-        ).run()
-        self.out, self.err = self._capfd.readouterr()
-        return code
+        path.write_text(BEGIN + script)
+        context = multiprocessing.get_context("spawn")
+
+        def start(own: Any, pipes: Any) -> Any:
+            errors = (failures or {}).get(own["LOCAL_RANK"])
+            if errors and (error := errors.pop(0)):
+                raise error
+            return start_process(context, run_worker, [str(path), *arguments], False, own, *pipes)
+
+        try:
+            return asyncio.run(Supervisor(start, workers, max_restarts, grace_seconds).run())
+        finally:
+            self.out, self.err = self._capfd.readouterr()
 
     @property
     def events(self) -> list[str]:
-        """Lines of the launcher itself, without process ids.
+        """Lines of the launcher itself, without process ids."""
+        lines = [line[9:] for line in self.err.splitlines() if line.startswith("offbeat: ")]
+        return [re.sub(r" \(process \d+\)", "", line) for line in lines]
 
-        A short-lived worker may end before the launcher asks whether it trains.
-        """
-        lines = [
-            line
-            for line in self.err.splitlines()
-            if line.startswith("offbeat: ") and "trains" not in line
-        ]
-        return [re.sub(r" \(process \d+\)", "", line)[9:] for line in lines]
+    def of(self, number: int) -> list[str]:
+        """Events of one worker, without its name."""
+        name = f"worker {number} "
+        return [line.removeprefix(name) for line in self.events if line.startswith(name)]
 
 
 @pytest.fixture
-def launcher(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Launcher:
-    return Launcher(tmp_path, capfd)
+def launcher(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Launcher]:
+    # The tests may run in the background of a shell script, where SIGINT is ignored.
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield Launcher(tmp_path, capfd)
+    signal.signal(signal.SIGTERM, before[0])
+    signal.signal(signal.SIGINT, before[1])
 
 
 def test_workers_that_succeed_are_not_restarted(launcher: Launcher) -> None:
-    script = "print(rank, os.environ['OFFBEAT_WORKERS'], sys.argv[1:], file=sys.stderr)\nprint('x')"
+    script = "print(rank, sys.argv[1:], file=sys.stderr)\nprint('x')"
     assert launcher.run(script, 2, "--lr", "0.1") == 0
     assert sorted(launcher.out.splitlines()) == ["[0] x", "[1] x"]
     for rank in range(2):
-        assert f"[{rank}] {rank} 2 ['--lr', '0.1']\n" in launcher.err
-        assert f"worker {rank} started" in launcher.events
-        assert f"worker {rank} ended" in launcher.events
-    assert len(launcher.events) == 4
+        assert f"[{rank}] {rank} ['--lr', '0.1']\n" in launcher.err
+        assert launcher.of(rank) == ["started", "ended"]
 
 
 def test_a_killed_worker_is_started_again(launcher: Launcher) -> None:
     """Alone, with the next count; the output before and after has its number."""
     script = (
         "print(f'start {os.environ[\"OFFBEAT_RESTARTS\"]}')\n"
-        "if rank == '1' and os.environ['OFFBEAT_RESTARTS'] == '0':\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if rank == '1' and not again: os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     assert launcher.run(script, 2) == 0
     assert sorted(launcher.out.splitlines()) == ["[0] start 0", "[1] start 0", "[1] start 1"]
-    told = [line for line in launcher.events if "worker 1" in line]
-    assert told == [
-        "worker 1 started",
-        "worker 1 was ended by SIGKILL; again in 0.1 s (1 of 3)",
-        "worker 1 started again",
-        "worker 1 ended, restarted 1 time",
-    ]
+    how = "was ended by SIGKILL; again in 0.1 s (1 of 3)"
+    assert launcher.of(1) == ["started", how, "started again", "ended"]
 
 
-def test_a_script_that_always_fails_is_given_up(launcher: Launcher) -> None:
+def test_a_worker_that_always_fails_is_given_up(launcher: Launcher) -> None:
     """Its exit code becomes the launcher's, once no other worker runs."""
-    assert launcher.run("if rank == '1': sys.exit(3)", 2, most_restarts=1) == 3
-    told = [line for line in launcher.events if "worker 1" in line]
-    assert told == [
-        "worker 1 started",
-        "worker 1 ended with exit code 3; again in 0.1 s (1 of 1)",
-        "worker 1 started again",
-        "worker 1 ended with exit code 3; not again (--max-restarts 1)",
+    script = f"{TRAIN}if rank == '1': sys.exit(3)\ntime.sleep(1)"
+    assert launcher.run(script, 2, max_restarts=1) == 3
+    assert launcher.of(1) == [
+        *("started", "trains as rank 7", "ended with exit code 3; again in 0.1 s (1 of 1)"),
+        *("started again", "trains as rank 7"),
+        "ended with exit code 3; not again: --max-restarts 1",
     ]
-    assert "worker 0 ended" in launcher.events
+    assert launcher.of(0)[-1] == "ended"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_script_that_fails_before_it_trains_is_not_restarted(
-    workers: int, launcher: Launcher
+def test_pauses_increase_until_a_worker_has_lived_for_long(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On none of the workers. A worker that fails first may have been started again meanwhile."""
-    code = launcher.run(
-        "if rank == '1': time.sleep(0.3)\nimport no_such_module", workers, begun=False
-    )
-    assert code == 1
+    monkeypatch.setattr(supervising, "_PAUSES_SECONDS", (0.01, 0.02))
+    script = "os.kill(os.getpid(), signal.SIGKILL)"
+    assert launcher.run(script, max_restarts=3) == 137
+    told = [line.partition("; ")[2] for line in launcher.of(0) if "; " in line]
+    assert told == [
+        *("again in 0.01 s (1 of 3)", "again in 0.02 s (2 of 3)", "again in 0.02 s (3 of 3)"),
+        "not again: --max-restarts 3",
+    ]
+    monkeypatch.setattr(supervising, "_FORGET_SECONDS", 1e-3)
+    script = "if os.environ['OFFBEAT_RESTARTS'] == '3': sys.exit()\n" + script
+    assert launcher.run(script, max_restarts=1) == 0
+    assert [line.partition("; ")[2] for line in launcher.of(0) if "; " in line] == [
+        told[0][:-2] + "1)"
+    ] * 3
+
+
+@pytest.mark.parametrize("line", ["import no_such_module", "("])
+def test_a_script_that_fails_before_training_ends_the_launcher(
+    line: str, launcher: Launcher, tmp_path: Path
+) -> None:
+    """It would fail again. The other workers may wait for this one."""
+    child = "import subprocess\nopen('pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid))"
+    path = tmp_path / "broken.py"
+    path.write_text(line)
+    script = f"os.chdir({str(tmp_path)!r})\n{child}\nif rank == '0': time.sleep(60)\n"
+    script += f"import runpy; runpy.run_path({str(path)!r})"
+    assert launcher.run(script, 2) == 1
     how = "ended with exit code 1; not again: the script fails before training begins"
-    assert launcher.events[-1] == f"worker {workers - 1} {how}"
-    assert launcher.err.count("No module named 'no_such_module'") in range(workers, 4)
+    assert launcher.of(1) == ["started", how]
+    assert launcher.of(0) == ["started", "was ended by SIGKILL"]
+    until(lambda: not alive(int((tmp_path / "pid").read_text())), "the end of its process", 10)
     assert not multiprocessing.active_children()
 
 
@@ -152,117 +159,109 @@ def test_a_script_that_fails_before_it_trains_is_not_restarted(
     "ending",
     [
         "os.kill(os.getpid(), signal.SIGKILL)",
-        "import offbeat; raise offbeat.CommunicationError('the store is lost')",
-        "if rank == '1': sys.exit(1)",
+        "raise errors.CommunicationError('the store is lost')",
     ],
-    ids=["killed", "communication", "one worker"],
+    ids=["killed", "communication"],
 )
 def test_other_failures_before_training_are_restarted(ending: str, launcher: Launcher) -> None:
-    assert launcher.run(ending, 2, most_restarts=1, begun=False) > 0
-    assert "worker 1 started again" in launcher.events
-    assert launcher.events[-1].endswith("not again (--max-restarts 1)")
+    assert launcher.run(ending, max_restarts=1) > 0
+    assert "started again" in launcher.of(0)
+    assert launcher.of(0)[-1].endswith("not again: --max-restarts 1")
 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
         (OSError(errno.EAGAIN, "Resource unavailable"), "[Errno 11] Resource unavailable"),
-        (EOFError(), "the fork server has ended"),
+        (EOFError("unexpected EOF"), "the fork server has ended"),
     ],
 )
 def test_a_process_that_cannot_be_started_is_a_failure_of_its_worker(
-    error: Exception, reason: str, launcher: Launcher, tmp_path: Path
+    error: Exception, reason: str, launcher: Launcher
 ) -> None:
     """It is tried again after a pause, and the other worker does not notice."""
-    real = starter(multiprocessing.get_context("spawn"), Program(str(tmp_path / "train.py")))
-    failures = [error, error]
-
-    def start(variables: Any, *pipes: Any) -> Any:
-        if variables["LOCAL_RANK"] == "1" and failures:
-            raise failures.pop()
-        return real(variables, *pipes)
-
-    assert launcher.run("print('ran')", 2, start=start) == 0
+    assert launcher.run("print('ran')", 2, failures={"1": [error, error]}) == 0
     assert sorted(launcher.out.splitlines()) == ["[0] ran", "[1] ran"]
-    assert [line for line in launcher.events if "worker 1" in line] == [
-        f"worker 1 could not be started ({reason}); again in 0.1 s (1 of 3)",
-        f"worker 1 could not be started ({reason}); again in 0.5 s (2 of 3)",
-        "worker 1 started",
-        "worker 1 ended",
+    assert launcher.of(0) == ["started", "ended"]
+    assert launcher.of(1) == [
+        f"could not be started ({reason}); again in 0.1 s (1 of 3)",
+        f"could not be started ({reason}); again in 0.5 s (2 of 3)",
+        *("started again", "ended"),
     ]
+    assert launcher.run("", failures={"0": [error]}, max_restarts=0) == 75
 
 
-def test_a_signal_of_a_worker_is_an_exit_code_above_128(launcher: Launcher) -> None:
-    assert launcher.run("os.kill(os.getpid(), signal.SIGSEGV)", most_restarts=0) == 128 + 11
-    assert launcher.events[-1] == "worker 0 was ended by SIGSEGV; not again (--max-restarts 0)"
+@pytest.mark.parametrize(("number", "name"), [(11, "SIGSEGV"), (63, "signal 63")])
+def test_a_signal_of_a_worker_is_an_exit_code_above_128(
+    number: int, name: str, launcher: Launcher
+) -> None:
+    assert launcher.run(f"os.kill(os.getpid(), {number})", max_restarts=0) == 128 + number
+    assert launcher.of(0)[-1] == f"was ended by {name}; not again: --max-restarts 0"
 
 
 def test_different_models_are_not_tried_again(launcher: Launcher) -> None:
-    assert launcher.run("import offbeat\nraise offbeat.MismatchError('other model')") == 78
+    assert launcher.run("raise errors.MismatchError('other model')") == 78
     assert "[0] offbeat.errors.MismatchError: other model\n" in launcher.err
-    assert launcher.events[-1] == (
-        "worker 0 ended with exit code 78; not again: a restart would not mend this error"
-    )
+    how = "ended with exit code 78; not again: a restart would not mend this error"
+    assert launcher.of(0)[-1] == how
 
 
-@pytest.mark.parametrize("finished", [True, False], ids=["finished", "lost before"])
 @pytest.mark.parametrize(
     ("ending", "code", "how"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 128 + 9, "was ended by SIGKILL"),
-        ("import offbeat; raise offbeat.CommunicationError('x')", 75, "ended with exit code 75"),
+        (
+            "from offbeat import errors; raise errors.CommunicationError('x')",
+            75,
+            "ended with exit code 75",
+        ),
         ("raise OSError('no space for the model')", 1, "ended with exit code 1"),
     ],
 )
-def test_after_the_training_nothing_is_restarted(
-    ending: str, code: int, how: str, finished: bool, launcher: Launcher
+def test_a_failure_after_the_training_is_the_result(
+    ending: str, code: int, how: str, launcher: Launcher
 ) -> None:
-    """A worker lost near the end is a success. One that may not have saved the model is none."""
-    assert launcher.run(ending, ended=lambda: True, finished=finished) == code * finished
-    assert launcher.events[1:] == [
-        f"worker 0 {how}, after the end of the training",
-        "the training has ended",
+    """The worker may not have saved its model."""
+    script = f"{TRAIN}{FINISH}if rank == '1':\n    time.sleep(0.5)\n    {ending}"
+    assert launcher.run(script, 2) == code
+    assert launcher.of(1) == [
+        *("started", "trains as rank 7", "finished the training"),
+        f"{how}; not again: it had finished the training",
+    ]
+    assert launcher.of(0)[-1] == "ended"
+
+
+def test_a_worker_lost_before_the_end_is_not_needed_after_it(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """The others have finished before it is started again."""
+    path = str(tmp_path / "finished")
+    script = (
+        f"{TRAIN}if rank == '1':\n"
+        f"    while not os.path.exists({path!r}): time.sleep(0.01)\n"
+        "    sys.exit(1)\n"
+        f"{FINISH}open({path!r}, 'w').close()\n"
+    )
+    assert launcher.run(script, 2) == 0
+    assert launcher.of(1)[-2:] == [
+        "ended with exit code 1; again in 0.1 s (1 of 3)",
+        "is not started again: the training has ended",
     ]
 
 
-@pytest.mark.parametrize("finished", [True, False], ids=["finished", "lost before"])
-def test_the_end_may_become_known_before_the_restart(finished: bool, launcher: Launcher) -> None:
-    """The others have finished in the pause, or the store did not answer before."""
-    answers = iter([False, True, True])
-    code = launcher.run("sys.exit(1)", ended=lambda: next(answers), finished=finished)
-    assert code == finished
-    assert launcher.events[1:] == [
-        "worker 0 ended with exit code 1; again in 0.1 s (1 of 3)",
-        "worker 0 is not started again: the training has ended",
-        "the training has ended",
-    ]
+@pytest.fixture
+def signal_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Send a signal to this process once a worker has written its number to this file."""
+    path = tmp_path / "signal"
+    real = supervising.report
 
+    def report(text: str) -> None:
+        real(text)
+        if "trains" in text:
+            os.kill(os.getpid(), int(path.read_text()))
 
-def test_a_worker_that_trains_is_reported_once(launcher: Launcher) -> None:
-    assert launcher.run("time.sleep(1.5)") == 0
-    lines = [line for line in launcher.err.splitlines() if "trains" in line]
-    assert lines == ["offbeat: worker 0 trains as rank 7"]
-
-
-@contextlib.contextmanager
-def signal_once(number: int, ready: Path) -> Iterator[Interruption]:
-    """Send this process a signal once a worker has created the file ``ready``."""
-    # The tests may run in the background of a shell script, where SIGINT is ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with Interruption() as interruption:
-        real = supervising.Outputs.copy
-
-        def copy(outputs: supervising.Outputs, seconds: float) -> None:
-            real(outputs, seconds)
-            if ready.exists() and not interruption:
-                os.kill(os.getpid(), number)
-
-        supervising.Outputs.copy = copy  # type: ignore[method-assign]
-        try:
-            yield interruption
-        finally:
-            supervising.Outputs.copy = real  # type: ignore[method-assign]
-            signal.signal(signal.SIGINT, before)
+    monkeypatch.setattr(supervising, "report", report)
+    return path
 
 
 HANDLES = """
@@ -270,20 +269,20 @@ def handle(number, frame):
     print('saving after', number)
     sys.exit(0)
 signal.signal(int(sys.argv[1]), handle)
-open(sys.argv[2], 'w').close()
+reports.tell('trains')
 time.sleep(60)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_forwarded(number: signal.Signals, launcher: Launcher, tmp_path: Path) -> None:
+def test_a_signal_is_forwarded(
+    number: signal.Signals, launcher: Launcher, signal_once: Path
+) -> None:
     """The workers may save something. The exit code is that of the signal."""
-    ready = tmp_path / "ready"
-    with signal_once(number, ready) as interruption:
-        code = launcher.run(HANDLES, 1, str(number.value), str(ready), interruption=interruption)
-    assert code == 128 + number
+    signal_once.write_text(str(number.value))
+    assert launcher.run(HANDLES, 1, str(number.value)) == 128 + number
     assert f"[0] saving after {number.value}\n" in launcher.out
-    assert launcher.events[1:] == [
+    assert launcher.events[2:] == [
         f"{number.name}: forwarded to the workers; those that still run after 20 s are killed",
         "worker 0 ended",
     ]
@@ -293,42 +292,34 @@ IGNORES = """
 import subprocess
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen(['sleep', '60'])
-with open(sys.argv[1] + '.pid', 'w') as file:
+with open(sys.argv[1], 'w') as file:
     file.write(str(child.pid))
-open(sys.argv[1], 'w').close()
+reports.tell('trains')
 time.sleep(60)
 """
 
 
-def test_a_worker_that_does_not_end_is_killed(launcher: Launcher, tmp_path: Path) -> None:
+def test_a_worker_that_does_not_end_is_killed(
+    launcher: Launcher, signal_once: Path, tmp_path: Path
+) -> None:
     """With the processes that it has started."""
-    ready = tmp_path / "ready"
-    began = time.monotonic()
-    with signal_once(signal.SIGTERM, ready) as interruption:
-        code = launcher.run(
-            IGNORES, 1, str(ready), interruption=interruption, grace_seconds=0.3, most_restarts=3
-        )
-    assert code == 128 + signal.SIGTERM
-    assert launcher.events[-1] == "worker 0 was ended by SIGKILL"
-    assert time.monotonic() - began < 30
-    child = int(ready.with_suffix(".pid").read_text())
-    until(lambda: not alive(child), "the end of the worker's own process", 10)
+    signal_once.write_text(str(signal.SIGTERM.value))
+    pid = tmp_path / "pid"
+    assert launcher.run(IGNORES, 1, str(pid), grace_seconds=0.3) == 128 + signal.SIGTERM
+    assert launcher.of(0)[-1] == "was ended by SIGKILL"
+    until(lambda: not alive(int(pid.read_text())), "the end of the worker's own process", 10)
 
 
 def test_an_error_of_the_launcher_ends_all_workers(launcher: Launcher, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-
-    def fail() -> bool:
-        raise MemoryError
-
     script = (
         "if rank == '0':\n"
         f"    open({f'{pid}.part'!r}, 'w').write(str(os.getpid()))\n"
         f"    os.replace({f'{pid}.part'!r}, {str(pid)!r})\n"
         "    time.sleep(60)\n"
         f"while not os.path.exists({str(pid)!r}): time.sleep(0.01)\n"
-        "sys.exit(1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     with pytest.raises(MemoryError):
-        launcher.run(script, 2, ended=fail)
+        launcher.run(script, 2, failures={"1": [None, MemoryError()]})
     assert not alive(int(pid.read_text()))

@@ -3,20 +3,18 @@
 import importlib.util
 import os
 import re
+import signal
 import socket
 import sys
-import time
 from typing import NoReturn
 
 from offbeat.arguments import require_integer
 from offbeat.elastic.address import parse_address
 from offbeat.launcher import output
 from offbeat.launcher.launch import launch
-from offbeat.launcher.script import Program
-from offbeat.launcher.signals import Interruption, signal_name
+from offbeat.launcher.store import listen, serve
+from offbeat.launcher.supervisor import signal_name
 from offbeat.units import to_seconds
-
-_POLL_SECONDS = 0.2
 
 
 def run(
@@ -39,7 +37,8 @@ def run(
         _require_store(store)
     _require_program(script, module)
     code = launch(
-        Program(script, tuple(arguments or ()), module),
+        [script, *(arguments or ())],
+        is_module=module,
         workers=workers,
         here=workers_here,
         store=store,
@@ -108,18 +107,17 @@ def _require_program(script: str, module: bool) -> None:
 
 def store(port: int, host: str | None) -> None:
     """Keep a store until a signal."""
-    from offbeat.launcher.store import keep_store
-
     require_integer("port", port, least=0)
     if port > 65535:
         raise ValueError(f"port must be at most 65535, got {port}")
-    with Interruption() as interruption:
-        kept = keep_store(host, port)
-        address = f"{host or socket.gethostname()}:{kept.port}"
-        output.report(f"the store is at {address}")
-        output.report(
-            f"on each machine: offbeat run --store {address} --workers 4 --here 2 train.py"
-        )
-        while not interruption:
-            time.sleep(_POLL_SECONDS)
-        output.report(f"{signal_name(interruption.signal or 0)}: the store ends")
+    listener = listen(host, port)
+    address = f"{host or socket.gethostname()}:{listener.getsockname()[1]}"
+    output.report(f"the store is at {address}")
+    output.report(f"on each machine: offbeat run --store {address} --workers 4 --here 2 train.py")
+    ends = {signal.SIGTERM, signal.SIGINT}
+    # A background job of a shell script ignores SIGINT, and must continue to ignore it.
+    ends = {number for number in ends if signal.getsignal(number) is not signal.SIG_IGN}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the store starts its threads
+    kept = serve(listener)
+    output.report(f"{signal_name(signal.sigwait(ends))}: the store ends")
+    del kept

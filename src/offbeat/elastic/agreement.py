@@ -48,6 +48,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from offbeat.elastic import reports
 from offbeat.elastic.heartbeats import HeartbeatConnections, find_unreachable
 from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.errors import EndedError
@@ -248,7 +249,9 @@ class Agreement:
             self.store.call(announce, "leaving", seconds=_LEAVE_SECONDS)
         # If the training has ended, the heartbeat connections stay open until the process exits:
         # other members may still be finishing, and would take this worker for dead.
-        if not ended:
+        if ended:
+            reports.tell(reports.FINISHED)
+        else:
             self.heartbeats.close()
 
     def _propose(self, number: int, before: Decision, present: list[int]) -> None:

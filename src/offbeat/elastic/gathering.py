@@ -7,8 +7,6 @@ a first start, a restart and a late start are the same:
                        FileStore on a disk that all workers share
     OFFBEAT_WORKERS    number of workers with which training begins: ``4``, or ``2:4`` for 4, or for
                        2 to 3 if no more have come after 30 s
-    OFFBEAT_REPORT     key to which this process writes the key prefix of its training and its
-                       identity, when it begins to train; optional
 
 The store must outlive the workers, so a launcher keeps it in a process of its own. One store serves
 one training. The keys in the store, besides those of ``elastic/agreement.py``:
@@ -32,7 +30,6 @@ Each worker runs the same protocol:
    training by a new one (compare-and-set), and all gather again.
 """
 
-import contextlib
 import itertools
 import logging
 import os
@@ -46,6 +43,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from offbeat.elastic import reports
 from offbeat.elastic.address import parse_address
 from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.joining import (
@@ -67,7 +65,7 @@ T = TypeVar("T")
 logger = logging.getLogger("offbeat")
 PATIENCE_SECONDS = 30.0
 """Time after which training begins with fewer workers, if ``OFFBEAT_WORKERS`` allows it."""
-_STORE, _WORKERS, _REPORT = "OFFBEAT_STORE", "OFFBEAT_WORKERS", "OFFBEAT_REPORT"
+_STORE, _WORKERS = "OFFBEAT_STORE", "OFFBEAT_WORKERS"
 _ATTEMPTS = 10  # attempts to begin or join a training; each ends with the loss of a worker
 _REFUSALS = 2  # requests to join that the members may refuse
 
@@ -211,7 +209,7 @@ class Gathering(Transport):
             finally:
                 self._agreement = agreement
             if isinstance(outcome, View):
-                _report(root, name, agreement.worker)
+                reports.tell(f"trains as rank {agreement.worker}")
                 return outcome.communicator
             agreement.heartbeats.close()
             if outcome is Refusal.LOST:
@@ -276,13 +274,6 @@ class Gathering(Transport):
                 "that joins the workers in GLOO_SOCKET_IFNAME"
             )
         return CommunicationTimeout(text)
-
-
-def _report(root: SharedStore, name: str, worker: int) -> None:
-    """Tell the launcher that this process trains, if it wants to know."""
-    if key := os.environ.get(_REPORT):
-        with contextlib.suppress(StoreLostError):
-            root.call(partial(root.put, key, [name, worker]), "reporting failed")
 
 
 def _latest_training(root: SharedStore) -> str:

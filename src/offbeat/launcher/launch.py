@@ -2,30 +2,36 @@
 
 The workers are processes of the standard library's ``multiprocessing``. On Linux a *fork server*
 has imported torch and Offbeat, and forks them. Elsewhere, or with ``fresh``, each is a new
-interpreter.
+interpreter. The launcher itself does not import torch.
 """
 
+import asyncio
+import contextlib
 import ctypes
 import multiprocessing
 import os
+import signal
 import sys
-from contextlib import suppress
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 
 from offbeat.errors import OffbeatError
 from offbeat.launcher.output import report
-from offbeat.launcher.script import Program
-from offbeat.launcher.signals import Interruption
+from offbeat.launcher.script import run_worker
+from offbeat.launcher.store import await_store, listen, serve_in_process
 from offbeat.launcher.supervisor import Supervisor
-from offbeat.launcher.worker import Worker, starter
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def launch(
-    program: Program,
+    argv: Sequence[str],
     *,
+    is_module: bool,
     workers: str,
     here: int,
     store: str | None,
@@ -36,70 +42,92 @@ def launch(
     """Run the workers of this machine to their end, and return the exit code.
 
     Args:
-        program: What the workers run.
+        argv: Path of the script, or name of the module, and the arguments.
+        is_module: True if it is the name of a module.
         workers: Number of workers of the training, as in ``OFFBEAT_WORKERS``.
         here: Number of workers on this machine.
-        store: Address of the store, as in ``OFFBEAT_STORE``. None: this process keeps one, which
-            only this machine can reach.
+        store: Address of the store, as in ``OFFBEAT_STORE``. None: a process that this one starts
+            keeps one, which only this machine can reach.
         max_restarts: Number of restarts of a worker. One that has lived for a minute has all again.
         fresh: True for a new interpreter for each worker.
         grace_seconds: Time that workers have to end after a signal.
 
     Raises:
-        OffbeatError: The store does not answer; or this is Windows.
-        ValueError: The store was begun with another number of workers.
+        OffbeatError: The store does not answer or cannot be started; or this is Windows.
     """
     if sys.platform == "win32":
         raise OffbeatError("offbeat run needs Linux or macOS")
-    _open_standard_files()
     # Torch reads this variable when the fork server imports it.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // here)))
-    with Interruption() as interruption:
-        context = _context(fresh)
-        # Imported here: the fork server imports torch at the same time.
-        from offbeat.launcher.store import open_store
+    context = _context(fresh)
+    with contextlib.ExitStack() as stack:
+        if store is None:
+            store = stack.enter_context(_local_store(context))
+        else:
+            await_store(store)
+        # Each worker has a default process group of its own, so that a script which calls
+        # ``init_process_group()`` runs unchanged.
+        variables = {
+            **{"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": str(here)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+            **{"OFFBEAT_STORE": store, "OFFBEAT_WORKERS": workers},
+        }
 
-        opened = open_store(store)
-        if store is not None and not opened.agree_on_workers(workers, interruption.__bool__):
-            return 128 + (interruption.signal or 0)
-        if opened.training_has_ended():
-            report(f"the training at {store} has ended; name another store for a new one")
-            return 0
-        report(f"{here} of {workers} workers here; the store is at {opened.address}")
-        return Supervisor(
-            [Worker(number, max_restarts) for number in range(here)],
-            starter(context, program),
-            {
-                **_process_group(here),
-                "OFFBEAT_STORE": opened.address,
-                "OFFBEAT_WORKERS": workers,
-            },
-            opened,
-            interruption,
-            grace_seconds,
-        ).run()
+        def start(own: Mapping[str, str], pipes: list[Connection]) -> BaseProcess:
+            return start_process(context, run_worker, argv, is_module, {**variables, **own}, *pipes)
+
+        report(f"{here} of {workers} workers here; the store is at {store}")
+        return asyncio.run(Supervisor(start, here, max_restarts, grace_seconds).run())
+
+
+def start_process(
+    context: ForkServerContext | SpawnContext, target: Callable[..., None], *arguments: object
+) -> BaseProcess:
+    """Start a process that calls ``target``, and does not import the main module of this one.
+
+    Raises OSError, or EOFError if the fork server has ended.
+    """
+    # Scripts may compare the name with that of a process without multiprocessing.
+    process = context.Process(target=target, args=arguments, name="MainProcess")
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        process.start()
+    finally:
+        sys.modules["__main__"] = main
+    return process
+
+
+@contextlib.contextmanager
+def _local_store(context: ForkServerContext | SpawnContext) -> Iterator[str]:
+    """Keep a store for this machine in a process of its own, and return its address."""
+    with listen("127.0.0.1", 0) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            process = start_process(context, serve_in_process, listener)
+        except EOFError:
+            raise OffbeatError("the process that starts the workers has ended") from None
+    try:
+        yield address
+    finally:
+        process.kill()
 
 
 def _context(fresh: bool) -> ForkServerContext | SpawnContext:
     """Return the way in which processes are started, and start the fork server if there is one."""
     if fresh or sys.platform != "linux":  # other systems' libraries may not work after a fork
         return multiprocessing.get_context("spawn")
-    with suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError):
         # Workers whose fork server has ended become children of this process.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["offbeat.launcher.preloaded"])
-    forkserver.ensure_running()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C would interrupt its imports
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
     return context
-
-
-def _open_standard_files() -> None:
-    """Open those of the descriptors 0 to 2 that are closed. Another file would take the number."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number
 
 
 def _cores() -> int:
@@ -107,18 +135,3 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _process_group(here: int) -> dict[str, str]:
-    """Return the variables of the default process group of each of ``here`` workers.
-
-    A worker is its only member, so that a script which calls ``init_process_group()`` runs
-    unchanged.
-    """
-    return {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": str(here),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }

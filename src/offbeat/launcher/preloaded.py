@@ -3,6 +3,8 @@
 Each worker then starts without these imports, which take seconds.
 """
 
+import gc
+
 import torch.utils.data
 
 from offbeat import attach  # noqa: F401 - the first public name imports those of all others
@@ -13,3 +15,6 @@ kernels()  # imports numba, and compiles at most once
 torch.optim.SGD([torch.zeros(1)], lr=0.1)
 with torch.profiler.record_function("offbeat"):
     pass
+# Otherwise each fork collects all these modules at its end, which takes a second.
+gc.collect()
+gc.freeze()

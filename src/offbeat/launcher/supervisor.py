@@ -1,54 +1,77 @@
 """Keeps the workers of this machine running until the training has ended."""
 
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import NamedTuple, TypeAlias
 
-from offbeat.launcher.output import Outputs, report
-from offbeat.launcher.signals import Interruption, signal_name
-from offbeat.launcher.worker import StartProcess, Worker
+from offbeat.elastic import reports
+from offbeat.launcher.output import Lines, report, write
+from offbeat.launcher.script import FINAL, TEMPORARY
 
-if TYPE_CHECKING:
-    from offbeat.launcher.store import LaunchStore
+_PAUSES_SECONDS = 0.1, 0.5, 2.0, 8.0, 30.0  # before each restart; the last one from then on
+_FORGET_SECONDS = 60.0  # a worker that has lived this long has recovered from its last failure
+_LAST_OUTPUT_SECONDS = 1.0  # wait for the output of an ended worker; others may hold its pipes
+_END_SECONDS = 10.0  # limit for a killed process to end
+_UNKNOWN = (
+    255  # in multiprocessing, if the fork server has ended; this process has its workers then
+)
 
-_POLL_SECONDS = 0.05
-_ASK_SECONDS = 0.5  # time between two reads of the store, while a worker does not train yet
+StartProcess: TypeAlias = Callable[[Mapping[str, str], list[Connection]], BaseProcess]
+"""Starts a process with additional environment variables and three pipes, which it writes to:
+standard output, standard error and reports."""
+
+
+class _End(NamedTuple):
+    """The end of a worker's process.
+
+    Attributes:
+        code: Exit code, 128 + n after the signal n.
+        how: Description, such as "was ended by SIGKILL".
+        finished: True if the process had finished the training.
+        script_failed: True if the script has failed, rather than the communication.
+    """
+
+    code: int
+    how: str
+    finished: bool = False
+    script_failed: bool = False
 
 
 class Supervisor:
     """Starts workers, copies their output, and restarts those that fail.
 
     Args:
-        workers: The workers of this machine.
         start: Starts a process of a worker.
-        variables: Environment variables of the workers.
-        training: Tells whether the training has ended.
-        interruption: The signal that ends the workers early, if one arrives.
-        grace_seconds: Time from this signal until workers that still run are killed.
+        workers: Number of workers of this machine.
+        max_restarts: Number of restarts after which a worker is given up. A process that has lived
+            for a minute resets the count.
+        grace_seconds: Time from a signal until workers that still run are killed.
     """
 
     def __init__(
-        self,
-        workers: list[Worker],
-        start: StartProcess,
-        variables: Mapping[str, str],
-        training: "LaunchStore",
-        interruption: Interruption,
-        grace_seconds: float,
+        self, start: StartProcess, workers: int, max_restarts: int, grace_seconds: float
     ) -> None:
-        self._workers, self._start_process, self._variables = workers, start, variables
-        self._training, self._interruption = training, interruption
-        self._grace_seconds = grace_seconds
-        self._outputs = Outputs()
-        self._forwarded = False  # True once the signal has been sent to the workers
-        self._given_up: list[int] = []  # exit codes of workers that failed too often
-        self._failed_afterwards: list[int] = []  # exit codes of failures after the training
+        self._start, self._workers = start, workers
+        self._max_restarts, self._grace_seconds = max_restarts, grace_seconds
+        self._signal: int | None = None  # the signal that ends this launcher
+        self._stopping = asyncio.Event()  # set when no worker is to be started any more
+        self._running: dict[int, BaseProcess] = {}
         self._has_trained = False  # True once a worker has begun to train
-        self._is_broken = False  # True once the script has failed on all workers before that
-        self._asked_at = 0.0
+        self._has_ended = False  # True once a worker has finished the training
+        self._failures: list[_End] = []  # after which no restart followed
 
-    def run(self) -> int:
-        """Run the workers until none is active, and return the exit code of the launcher.
+    async def run(self) -> int:
+        """Run the workers until none is left, and return the exit code of the launcher.
 
         The first of these cases determines the code:
 
@@ -57,119 +80,165 @@ class Supervisor:
           afterwards, or 0.
         - A worker was given up: its code, that of the first one if there are several.
         - Otherwise: 0.
+
+        The first SIGTERM or SIGINT is forwarded to the workers. A second one ends this process at
+        once, and the workers notice that.
         """
+        loop = asyncio.get_running_loop()
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            if self._signal is not None:
+                os._exit(128 + number)
+            self._signal = number
+            loop.call_soon_threadsafe(self._stopping.set)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # A background job of a shell script ignores SIGINT, and must continue to ignore it.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, interrupt)
+        keepers = [asyncio.create_task(self._keep(number)) for number in range(self._workers)]
+        done = asyncio.gather(*keepers)
+        stopped = asyncio.create_task(self._stopping.wait())
         try:
-            while not self._is_broken and any(worker.is_active for worker in self._workers):
-                self._handle_signal()
-                for worker in self._workers:
-                    if worker.due is not None and worker.due <= time.monotonic():
-                        self._start(worker)
-                # Poll before copying: the output of an ended worker is then complete when its end
-                # is reported.
-                ended = [(worker, how) for worker in self._workers if (how := worker.poll())]
-                self._outputs.copy(0.0 if ended else _POLL_SECONDS)
-                for worker, how in ended:
-                    self._after_end(worker, how)
-                self._report_training()
+            await asyncio.wait((done, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if self._signal is not None:
+                grace = f"those that still run after {self._grace_seconds:g} s are killed"
+                report(f"{signal_name(self._signal)}: forwarded to the workers; {grace}")
+                for process in self._running.values():
+                    assert process.pid is not None
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, self._signal)
+                await asyncio.wait((done,), timeout=self._grace_seconds)
         finally:
-            for worker in self._workers:
-                worker.kill()
-            for worker in self._workers:
-                worker.wait()
-            self._outputs.close()
-        if self._interruption.signal is not None:
-            return 128 + self._interruption.signal
-        failures = self._given_up
-        if self._training.training_has_ended():
-            report("the training has ended")
-            failures = self._failed_afterwards
+            self._stopping.set()
+            for process in self._running.values():
+                _kill(process)
+            await asyncio.wait(keepers, timeout=_END_SECONDS)
+        await done
+        if self._signal is not None:
+            return 128 + self._signal
+        failures = [end.code for end in self._failures if end.finished or not self._has_ended]
         return failures[0] if failures else 0
 
-    def _start(self, worker: Worker) -> None:
-        again = worker.starts > 0
-        if again and self._training.training_has_ended():
-            worker.due = None
-            report(f"worker {worker.number} is not started again: the training has ended")
-            # The training may have ended before this worker failed, while the store was silent.
-            self._record_late_failure(worker)
-            return
+    async def _keep(self, number: int) -> None:
+        """Run worker ``number``, and restart it after failures."""
+        starts = restarts = 0
+        while self._signal is None and not self._stopping.is_set():
+            if starts and self._has_ended:
+                report(f"worker {number} is not started again: the training has ended")
+                return
+            began = time.monotonic()
+            end = await self._run(number, starts)
+            starts += 1
+            if time.monotonic() >= began + _FORGET_SECONDS:
+                restarts = 0
+            what = f"worker {number} {end.how}"
+            if end.code == 0 or self._stopping.is_set():
+                report(what)
+                return
+            if reason := self._why_final(end, restarts):
+                report(f"{what}; not again: {reason}")
+                self._failures.append(end)
+                return
+            pause = _PAUSES_SECONDS[min(restarts, len(_PAUSES_SECONDS) - 1)]
+            restarts += 1
+            report(f"{what}; again in {pause:g} s ({restarts} of {self._max_restarts})")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+
+    def _why_final(self, end: _End, restarts: int) -> str | None:
+        """Return why no restart follows the end of a process. None if one does."""
+        if end.finished:
+            return "it had finished the training"
+        if end.code == FINAL:
+            return "a restart would not mend this error"
+        if end.script_failed and not self._has_trained:
+            self._stopping.set()
+            return "the script fails before training begins"
+        return f"--max-restarts {restarts}" if restarts >= self._max_restarts else None
+
+    async def _run(self, number: int, starts: int) -> _End:
+        """Run one process of worker ``number``, which has had ``starts`` processes before."""
+        finished = False
+
+        def on_report(line: bytes) -> None:
+            nonlocal finished
+            report(f"worker {number} {line.decode()}")
+            finished = line.decode() == reports.FINISHED
+            self._has_trained, self._has_ended = True, self._has_ended or finished
+
+        pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
+        variables = {"LOCAL_RANK": str(number), "OFFBEAT_RESTARTS": str(starts)}
         try:
-            with self._outputs.open(worker.number) as (out, errors):
-                worker.start(self._start_process, self._variables, out, errors)
-        except (OSError, EOFError) as error:  # EOFError: the fork server could not fork
-            reason = str(error) or "the fork server has ended"
-            worker.start_failed()
-            self._after_end(worker, f"could not be started ({reason})")
-            return
-        report(f"worker {worker.number} started{' again' * again} (process {worker.pid})")
+            process = self._start(variables, [end for _, end in pipes])
+        except (OSError, EOFError) as error:
+            for read, _ in pipes:
+                read.close()
+            lost = isinstance(error, EOFError)  # it could not fork, and has ended by that
+            reason = "the fork server has ended" if lost else str(error)
+            return _End(TEMPORARY, f"could not be started ({reason})")
+        finally:
+            for _, end in pipes:
+                end.close()
+        assert process.pid is not None
+        self._running[number] = process
+        if self._signal is not None:  # it has arrived while this process was being started
+            _kill(process)
+        report(f"worker {number} started{' again' * (starts > 0)} (process {process.pid})")
+        prefix = f"[{number}] ".encode()
+        readers = partial(_copy, prefix, 1), partial(_copy, prefix, 2), on_report
+        lines = [Lines(reader) for reader in readers]
+        for each, (read, _) in zip(lines, pipes, strict=True):
+            await each.read(read)
+        status = await _exit_status(process)
+        del self._running[number]
+        _kill(process)  # the processes that it has started
+        await asyncio.gather(*(each.close(_LAST_OUTPUT_SECONDS) for each in lines))
+        with contextlib.suppress(ChildProcessError):  # this process may have inherited them
+            while os.waitpid(-process.pid, os.WNOHANG)[0]:
+                pass
+        if status < 0:
+            return _End(128 - status, f"was ended by {signal_name(-status)}", finished)
+        how = f"ended with exit code {status}" if status else "ended"
+        return _End(status, how, finished, script_failed=status not in (0, TEMPORARY))
 
-    def _after_end(self, worker: Worker, how: str) -> None:
-        """Report the end of a worker's process, and plan the next one if there has to be one."""
-        what = f"worker {worker.number} {how}"
-        count = worker.starts - 1
-        restarts = f", restarted {count} time{'s' * (count > 1)}" * (count > 0)
-        if worker.code == 0 or self._interruption:
-            report(f"{what}{restarts}")
-        elif self._training.training_has_ended():
-            report(f"{what}, after the end of the training{restarts}")
-            self._record_late_failure(worker)
-        elif self._script_is_broken():
-            report(f"{what}; not again: the script fails before training begins")
-            self._given_up.append(worker.code)
-            self._is_broken = True
-        else:
-            plan = worker.plan_restart()
-            report(f"{what}; {plan}")
-            if worker.due is None:
-                self._given_up.append(worker.code)
 
-    def _script_is_broken(self) -> bool:
-        """Return True if the script has failed on all workers, and none has ever begun to train.
+def _copy(prefix: bytes, target: int, line: bytes) -> None:
+    write(target, prefix + line + b"\n")
 
-        A signal or an error of communication does not count, because a restart may mend it.
-        """
-        for worker in self._workers:
-            self._note_training(worker)
-        return not self._has_trained and all(worker.script_failed for worker in self._workers)
 
-    def _record_late_failure(self, worker: Worker) -> None:
-        """Keep the exit code of a worker whose process has failed, if it matters.
+def _kill(process: BaseProcess) -> None:
+    """Kill a process and those that it has started."""
+    assert process.pid is not None
+    process.kill()  # a new process may not be in its group yet
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
-        The training has ended. So a process that failed before it had finished the training itself
-        is not needed any more. One that failed later, even by a signal of the kernel (out of
-        memory), may not have saved its model.
-        """
-        if self._training.has_finished(worker.process_key):
-            self._failed_afterwards.append(worker.code)
 
-    def _report_training(self) -> None:
-        """Report the workers that have begun to train."""
-        waiting = [each for each in self._workers if each.process and not each.trains]
-        if not waiting or time.monotonic() < self._asked_at + _ASK_SECONDS:
-            return
-        self._asked_at = time.monotonic()
-        for worker in waiting:
-            self._note_training(worker)
+async def _exit_status(process: BaseProcess) -> int:
+    """Wait until a process has ended, and return its exit status: −n after the signal n."""
+    assert process.pid is not None
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        # The kernel tells of the end even if there is no fork server any more.
+        linux = sys.platform == "linux"
+        descriptor = os.pidfd_open(process.pid) if linux else os.dup(process.sentinel)
+        loop.add_reader(descriptor, ended.set)
+        await ended.wait()
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    process.join(_END_SECONDS)
+    if process.exitcode in (None, _UNKNOWN):
+        with contextlib.suppress(
+            ChildProcessError
+        ):  # this process has inherited it from the server
+            return os.waitstatus_to_exitcode(os.waitpid(process.pid, os.WNOHANG)[1])
+    return _UNKNOWN if process.exitcode is None else process.exitcode
 
-    def _note_training(self, worker: Worker) -> None:
-        if worker.trains or not worker.process_key:
-            return
-        if (rank := self._training.rank_of(worker.process_key)) is not None:
-            worker.trains = self._has_trained = True
-            report(f"worker {worker.number} trains as rank {rank}")
 
-    def _handle_signal(self) -> None:
-        interruption, grace = self._interruption, self._grace_seconds
-        if interruption.signal is None:
-            return
-        if not self._forwarded:
-            self._forwarded = True
-            name = signal_name(interruption.signal)
-            deadline = f"those that still run after {grace:g} s are killed"
-            report(f"{name}: forwarded to the workers; {deadline}")
-            for worker in self._workers:
-                worker.due = None
-                worker.send(interruption.signal)
-        elif time.monotonic() >= interruption.since + grace:
-            for worker in self._workers:
-                worker.kill()
+def signal_name(number: int) -> str:
+    """Return ``"SIGKILL"`` for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
