@@ -1,17 +1,32 @@
 """Comparison of the workers: of their steps at a consensus, of their models at the end."""
 
 import logging
+import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from offbeat.averaging import Worker
+from offbeat.averaging import Replica, Worker
 from offbeat.averaging.votes import Sums
 from offbeat.checkpoint.state import digest
 from offbeat.errors import MismatchError
 from offbeat.strategies.base import Strategy
 
 logger = logging.getLogger("offbeat")
+
+
+class _Report(NamedTuple):
+    """A worker's progress at a consensus.
+
+    ``called`` is True if the worker has called ``Synchronizer.consensus``. ``digest`` is a checksum
+    of the modules in ``also``. 0: none.
+    """
+
+    finishing: int
+    step: int
+    called: int
+    digest: int
 
 
 class Progress:
@@ -37,30 +52,40 @@ class Progress:
 
     # -- comparison ------------------------------------------------------------------------------
 
-    def compare(self, sums: Sums, *, finishing: bool) -> None:
-        """Compare the workers before a consensus, if some of them end training in it.
+    def compare(self, sums: Sums, also: Replica, *, finishing: bool) -> bool:
+        """Compare the workers before a consensus. A collective.
 
-        All workers see this in ``sums``, the tally of the last round, and then exchange their
-        steps. ``finishing`` is True if this worker ends training.
+        ``sums`` is the tally of the last round. ``also`` are the tensors of the modules that this
+        worker averages, too. ``finishing`` is True if this worker ends training.
+
+        Returns True if ``also`` is averaged in this consensus. A worker that ends training takes
+        part in a consensus without modules, although it has given some to ``finish``.
 
         Raises:
-            MismatchError: one worker has called ``consensus``, and all others end training after at
-                least twice as many steps, and have never called it. Raised on all workers. In other
-                cases workers may have stopped early, which is allowed.
+            MismatchError: a worker has called ``consensus`` or ``finish`` with other modules. Or
+                one worker has called ``consensus``, and all others end training after at least
+                twice as many steps, and have never called it. Raised on all workers. In other cases
+                workers may have stopped early, which is allowed.
         """
+        what = "comparison of the progress"
+        lines = "\n".join(also.describe())
+        digest = (zlib.crc32(lines.encode()) or 1) if lines else 0
+        numbers = [finishing, self._worker.step, self.called, digest]
+        reports = [_Report(*each) for each in self._gather(what, numbers)]
+        self._refuse_one_sided(sums, reports)
+        return _averages_also(reports)
+
+    def _refuse_one_sided(self, sums: Sums, reports: Sequence[_Report]) -> None:
         if not 0 < sums.finishing < self._worker.size:
             return
-        numbers = [finishing, self._worker.step, self.called]
-        reports = self._gather("comparison of the progress", numbers)
-        inside = [rank for rank, (ends, *_) in enumerate(reports) if not ends]
-        rank, steps = inside[0], reports[inside[0]][1]
-        ended = [(step, called) for ends, step, called in reports if ends]
-        if len(inside) > 1 or any(called or step < max(1, 2 * steps) for step, called in ended):
+        rank, *more = (rank for rank, each in enumerate(reports) if not each.finishing)
+        steps, ended = reports[rank].step, [each for each in reports if each.finishing]
+        if more or any(each.called or each.step < max(1, 2 * steps) for each in ended):
             return
         other = int(rank == 0)
         raise MismatchError(
             f"rank {rank} called consensus() after {steps} steps, and rank {other} called "
-            f"finish() after {reports[other][1]} steps without any consensus(): every rank must "
+            f"finish() after {reports[other].step} steps without any consensus(): every rank must "
             f"call consensus(), not only rank {rank}. The other ranks have trained without it "
             "meanwhile"
         )
@@ -94,3 +119,18 @@ class Progress:
         everyone = self._worker.team.everyone
         own = torch.tensor(numbers, dtype=torch.int64, device=everyone.control_device)
         return [each.tolist() for each in everyone.gather(own, what=what).wait()]
+
+
+def _averages_also(reports: Sequence[_Report]) -> bool:
+    """Return True if the workers have given modules as ``also``. Raise if these differ."""
+    digests = [each.digest for each in reports]
+    asking = [each.digest for each in reports if not each.finishing] or digests
+    given = next((digest for digest in asking if digest), 0)
+    if given and min(digests) != max(digests):
+        first = digests.index(given)
+        rank = next(rank for rank, each in enumerate(digests) if each != given)
+        raise MismatchError(
+            f"rank {rank} has other modules in consensus(also=…) or finish(also=…) than rank "
+            f"{first}: give modules with equal names and shapes to both calls on every rank"
+        )
+    return bool(given)
