@@ -46,9 +46,6 @@ ROWS = {
     'the same with `non_finite="warn"`': (
         "training/test_non_finite.py::test_a_warning_is_logged_once"
     ),
-    'the same with `non_finite="exclude"`': (
-        "training/test_non_finite.py::test_an_excluded_worker_changes_no_mean"
-    ),
     "a worker is killed while checkpoints are written": (
         "checkpoint/test_checkpoints.py::test_a_killed_writer_leaves_this_checkpoint_or_the_one_before"
     ),

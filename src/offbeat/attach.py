@@ -28,7 +28,7 @@ from offbeat.training.checks.compatibility import (
     require_timeout,
     require_usable,
 )
-from offbeat.training.ddp import DDPSuppressor, require_no_engine, unwrapped
+from offbeat.training.ddp import DDPSuppressor, unwrapped
 from offbeat.training.learning_rate.adam_correction import can_correct, require_correctable
 from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
 from offbeat.transport.communicator import Transport
@@ -65,6 +65,8 @@ def attach(
     Args:
         model: The model. The strategy averages the parameters that have ``requires_grad`` now, or
             their gradients. To unfreeze further parameters later, call ``detach`` and attach again.
+            If DistributedDataParallel is around the model, give the wrapper: its communication is
+            switched off until ``finish`` or ``detach``.
         optimizer: The optimizer of the model, or a list of optimizers.
         strategy: The algorithm that decides what the workers average and when, for example
             ``offbeat.SelSync()``. None: ``offbeat.StreamingAveraging()``.
@@ -96,12 +98,8 @@ def attach(
             these types.
         non_finite: Handling of a worker that is about to contribute NaN or infinity to a mean.
 
-            - "raise": all workers raise ``OffbeatError``.
+            - "raise": all workers raise ``OffbeatError``, before another model has received it.
             - "warn": the workers log one warning, and the value enters the mean.
-            - "exclude": the worker does not enter the mean. With ``DiLoCo``, ``StreamingAveraging``
-              and ``AsyncAveraging``, it replaces its model by the model that all workers share.
-              With other strategies, it receives the mean of the other workers.
-              ``Stats.details["non_finite_excluded"]`` counts the exclusions.
 
             The check costs one pass over the contribution. In buffers only NaN counts. With a
             ``scaler`` the gradients are not checked, because the scaler skips steps with non-finite
@@ -149,7 +147,7 @@ def attach(
     if min_workers is not None:
         require_integer("min_workers", min_workers, least=1)
     elastic = min_workers is not None
-    model = unwrapped(model)
+    given, model = model, unwrapped(model)
     optimizers = _optimizers(optimizer)
     shards = shards_of(model, group, node_group)
     try:
@@ -175,7 +173,6 @@ def attach(
         strategy = strategy.with_adam_correction()
     local_model = model if shards is None else shards
     require_usable(local_model)
-    require_no_engine(model)
     require_distinct_memory(dict(local_model.named_parameters()), strategy)
     if isinstance(averages, SharedModel) and averages.optimizer_state:
         require_own_state(optimizers)
@@ -188,7 +185,7 @@ def attach(
     if wire != "float32":
         kernels()  # compile before the first collective, not between two of them
     # -- from here on every worker must take part --
-    ddp = DDPSuppressor(model, group, strategy)
+    ddp = DDPSuppressor(given, group, strategy)
 
     def begin() -> Synchronizer:
         with ExitStack() as on_failure:
@@ -224,12 +221,10 @@ def attach(
         return Synchronizer(components)
 
     try:
-        sync = begin() if gathering is None else gathering.repeat(begin)
+        return begin() if gathering is None else gathering.repeat(begin)
     except BaseException:
         ddp.remove()
         raise
-    ddp.steps = lambda: sync.step
-    return sync
 
 
 def _team(

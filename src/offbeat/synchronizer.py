@@ -152,9 +152,9 @@ class Synchronizer:
 
         Raises:
             AttachError: after ``finish`` or ``detach``, or inside another ``consensus``. Or a
-                parameter of the model was replaced by another one, or ``load_state_dict`` has
-                changed the model after its first step. Or ``also`` was given and ``fully_shard``
-                has divided the model, or a module shares tensors with the model.
+                parameter of the model was replaced by another one, or the model's
+                ``load_state_dict`` was called after ``attach``. Or ``also`` was given and
+                ``fully_shard`` has divided the model, or a module shares tensors with the model.
             MismatchError: another worker has trained to its end and never called this, or has given
                 other modules as ``also``.
             TypeError: ``also`` is not a list of modules.
@@ -259,7 +259,7 @@ class Synchronizer:
         self._require_active("state_dict()")
         self._require_savable()
         self._iteration.require_boundary("state_dict()")
-        self._consensus.accept_loaded("state_dict()")
+        self._iteration.require_known("state_dict()")
         with self._iteration.guard:
             self._consensus.before_save()
         return state_of(self._iteration.flow, self.stats)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat import MismatchError, OffbeatError
+from offbeat import OffbeatError
 from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.votes import Sums, Vote
 
@@ -51,7 +51,6 @@ def test_a_tally_is_the_sum_of_the_votes(
             also=finishing and not stepping,
             numbers=(float(rank), 0.5),
             step=number + rank,
-            anchor=15,
         )
         for rank, (stepping, finishing, wanted) in enumerate(rows)
     ]
@@ -89,24 +88,13 @@ def test_workers_in_different_rounds_are_told_apart(other: dict[str, int]) -> No
         VOTE.tally(summed(votes, torch.float64), 2)
 
 
-def test_workers_with_different_loaded_models_are_told_apart() -> None:
-    """The error says which of them this worker is. Their round does not matter."""
-    votes = [
-        dataclasses.replace(VOTE, round=9, rank=i, anchor=a) for i, a in ((0, 0), (1, 0), (2, 7))
-    ]
-    for vote, has in zip(votes, ("has not", "has not", "has"), strict=True):
-        with pytest.raises(MismatchError, match=f"rank {vote.rank} {has} loaded values"):
-            vote.tally(summed(votes, torch.float32), 3)
-
-
 # -- the policy for non-finite values -------------------------------------------------------------
 
 SICK = Sums(2.0, 3, 0, 0.0, non_finite=1, non_finite_rank=2)
 SEVERAL = Sums(1.0, 3, 0, 0.0, non_finite=2)
-ALL = Sums(0.0, 3, 0, 0.0, non_finite=3)
 
 
-@pytest.mark.parametrize("policy", ["raise", "warn", "exclude"])
+@pytest.mark.parametrize("policy", ["raise", "warn"])
 def test_a_finite_round_passes(policy: Any) -> None:
     sums = Sums(3.0, 3, 0, 0.0)
     assert NonFiniteCheck(0, policy)(sums, 5) is sums
@@ -120,16 +108,6 @@ def test_raise_names_the_worker_or_their_number() -> None:
             NonFiniteCheck(0, "raise")(sums, 5)
 
 
-def test_only_policies_that_are_possible_are_suggested(caplog: pytest.LogCaptureFixture) -> None:
-    for possible in (True, False):
-        with pytest.raises(OffbeatError) as caught:
-            NonFiniteCheck(0, "raise", can_exclude=possible)(SICK, 5)
-        with caplog.at_level(logging.WARNING, logger="offbeat"):
-            NonFiniteCheck(0, "warn", can_exclude=possible)(SICK, 5)
-        for text in (str(caught.value), caplog.messages[-1]):
-            assert ("exclude" in text) == possible
-
-
 def test_warn_passes_it_on_and_logs_once(caplog: pytest.LogCaptureFixture) -> None:
     check = NonFiniteCheck(1, "warn")
     with caplog.at_level(logging.WARNING, logger="offbeat"):
@@ -137,21 +115,3 @@ def test_warn_passes_it_on_and_logs_once(caplog: pytest.LogCaptureFixture) -> No
         assert check(SEVERAL, 6) is SEVERAL
     (message,) = caplog.messages
     assert message.startswith("rank 1: rank 2 would contribute NaN")
-    assert check.excluded == 0
-
-
-def test_exclude_counts_and_needs_a_worker_that_contributes(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Those found after a vote count, too, on their own worker."""
-    check = NonFiniteCheck(1, "exclude")
-    with caplog.at_level(logging.WARNING, logger="offbeat"):
-        assert check(SICK, 5) is SICK
-        check(SEVERAL, 6)
-        check.exclude_late(7)
-    assert check.excluded == 1 + 2 + 1
-    assert len(caplog.messages) == 1
-    check.report_excluded()
-    assert caplog.messages[1].startswith("rank 1: 4 contributions with NaN or infinity were excl")
-    with pytest.raises(OffbeatError, match="no other worker contributes"):
-        check(ALL, 8)

@@ -9,7 +9,7 @@ import pytest
 
 import worlds
 from offbeat import parse_strategy
-from offbeat.strategies.base import CustomFlow, Gradients, Strategy
+from offbeat.strategies.base import CustomFlow, Strategy
 from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.baselines.server_strategy import ServerStrategy
 from strategies.low_rank_reference import PowerSGD
@@ -53,12 +53,6 @@ class Row:
     def served(self) -> bool:
         """True if a parameter server holds the model."""
         return isinstance(self.strategy, ServerStrategy)
-
-    @property
-    def excludes(self) -> bool:
-        """True if it takes ``non_finite="exclude"``."""
-        averages = self.strategy.averages()
-        return not self.baseline and averages != Gradients(every_step=False)
 
     @property
     def repeatable(self) -> int:

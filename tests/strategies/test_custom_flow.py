@@ -99,7 +99,6 @@ def test_the_policy_for_non_finite_values_applies() -> None:
     "option",
     [
         {"wire": "int8"},
-        {"non_finite": "exclude"},
         {"min_workers": 1},
         {"node_group": "auto"},
         {"adam_correction": True},

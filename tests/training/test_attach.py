@@ -150,18 +150,11 @@ class Gossip(Strategy):
 ABILITIES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("bsp", {"wire": "auto"}, ValueError, "wire must be .*, got 'auto'"),
     ("bsp", {"wire": "float16"}, ValueError, 'wire must be "float32", "bfloat16", "int8", "int4"'),
-    ("bsp", {"non_finite": "skip"}, ValueError, 'non_finite must be "raise", "warn" or "exclude"'),
+    ("bsp", {"non_finite": "exclude"}, ValueError, 'non_finite must be "raise" or "warn"'),
     ("bsp", {"min_workers": 0}, ValueError, "min_workers must be at least 1, got 0"),
     ("bsp", {"min_workers": 1.5}, TypeError, "min_workers must be an integer"),
     ("bsp", {"min_workers": 1, "node_group": "auto"}, AttachError, "min_workers with node_group"),
-    (
-        "selsync:aggregate=gradients",
-        {"non_finite": "exclude"},
-        ValueError,
-        'non_finite="exclude" with selsync.*average the parameters',
-    ),
     ("gossip", {"wire": "int8"}, AttachError, "wire='int8' with .*Gossip: baselines"),
-    ("gossip", {"non_finite": "exclude"}, AttachError, 'non_finite="exclude" with .*Gossip: '),
     ("gossip", {"node_group": "auto"}, AttachError, "node_group with .*Gossip: baselines"),
     ("gossip", {"min_workers": 1}, AttachError, "min_workers with .*Gossip: baselines"),
 ]

@@ -41,18 +41,24 @@ def wrapper_given(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]
     return attach(wrapper, sgd(model), strategy), wrapper
 
 
-def wrapped_before(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]:
-    wrapper = DistributedDataParallel(model)
-    return attach(model, sgd(model), strategy), wrapper
-
-
 class Own(DistributedDataParallel):
     """A subclass, as frameworks define them."""
 
 
-def wrapped_after(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]:
-    sync = attach(model, sgd(model), strategy)
-    return sync, Own(model, find_unused_parameters=True)
+class Outside(nn.Module):
+    """A module around the wrapper, as that of Lightning Fabric."""
+
+    def __init__(self, wrapper: nn.Module) -> None:
+        super().__init__()
+        self.wrapper = wrapper
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrapper(x)
+
+
+def wrapped_twice(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]:
+    outside = Outside(Own(model, find_unused_parameters=True))
+    return attach(outside, sgd(model), strategy), outside.wrapper
 
 
 def wrapped_in_part(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]:
@@ -60,7 +66,7 @@ def wrapped_in_part(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Modul
     assert isinstance(model, nn.Sequential)
     wrapped = nn.Sequential(DistributedDataParallel(model[0], gradient_as_bucket_view=True))
     wrapped.append(DistributedDataParallel(model[1]))
-    return attach(model, sgd(model), strategy), wrapped
+    return attach(wrapped, sgd(model), strategy), wrapped
 
 
 def trained(
@@ -96,7 +102,7 @@ def reduces(rank: int, wrapper: nn.Module) -> bool:
 
 
 def everywhere(rank: int, size: int) -> Any:
-    ways = [bare, wrapper_given, wrapped_before, wrapped_after, wrapped_in_part]
+    ways = [bare, wrapper_given, wrapped_twice, wrapped_in_part]
     return [
         [trained(rank, way, strategy) for way in ways]
         for strategy in (offbeat.LocalSGD(period=3), offbeat.BSP())
@@ -116,25 +122,58 @@ def test_a_wrapper_changes_nothing() -> None:
     assert not torch.equal(local[0][0][0], other_local[0][0][0]), "between two means they differ"
 
 
-def test_an_engine_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only an engine of this model is refused, on one worker alone: nothing is sent."""
+def by_callbacks(rank: int, size: int) -> Any:
+    """Train under both callbacks, with stand-ins for the frameworks. Twice under the first one."""
+    transformers = types.ModuleType("transformers")
+    transformers.TrainerCallback = type("TrainerCallback", (), {})  # type: ignore[attr-defined]
+    lightning = types.ModuleType("lightning.pytorch")
+    lightning.Callback = type("Callback", (), {})  # type: ignore[attr-defined]
+    sys.modules.update({one.__name__: one for one in (transformers, lightning)})
+    sys.modules["lightning"] = types.ModuleType("lightning")
+    from offbeat.integrations.lightning import OffbeatCallback as OfLightning
+    from offbeat.integrations.transformers import OffbeatCallback as OfTransformers
 
-    class DeepSpeedEngine(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
+    found = []
+    of_trainer, of_lightning = OfTransformers(offbeat.BSP()), OfLightning(offbeat.BSP())
+    arguments = types.SimpleNamespace(eval_on_start=False, load_best_model_at_end=False)
+    started = types.SimpleNamespace(global_step=0)
+    model: Any = make_model(rank)
+    for _ in range(2):
+        wrapper = DistributedDataParallel(model)
+        told = {"model": model, "optimizer": sgd(model)}
+        of_trainer.on_train_begin(arguments, started, None, **told)
+        found.append(reduces(rank, wrapper))
+        of_trainer.on_train_end(arguments, started, None, **told)
+        found.append(reduces(rank, wrapper))
+    model = make_model(rank)
+    model.on_save_checkpoint = lambda checkpoint: None
+    wrapper = DistributedDataParallel(model)
+    trainer = types.SimpleNamespace(
+        strategy=types.SimpleNamespace(model=wrapper),
+        precision_plugin=None,
+        optimizers=[sgd(model)],
+    )
+    of_lightning.on_train_start(trainer, model)
+    found.append(reduces(rank, wrapper))
+    of_lightning.on_train_end(trainer, model)
+    found.append(reduces(rank, wrapper))
+    return found
 
-    package = types.ModuleType("deepspeed.runtime.engine")
-    package.DeepSpeedEngine = DeepSpeedEngine  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, package.__name__, package)
-    model, other = make_model(0), make_model(0)
-    engine = DeepSpeedEngine(model)
-    for given in (engine, model):
-        with pytest.raises(offbeat.AttachError, match="inside a DeepSpeedEngine of DeepSpeed"):
-            offbeat.attach(given, sgd(model))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(offbeat.AttachError, match="not initialised"):
-        offbeat.attach(other, sgd(other))
+
+def test_the_callbacks_switch_the_wrapper_of_their_framework_off() -> None:
+    """Also that of a second training. The Trainer does not tell a callback its wrapper."""
+    assert run(by_callbacks, workers=2) == [[False, True] * 3] * 2
+
+
+def test_an_engine_of_deepspeed_is_refused() -> None:
+    """It is refused on one worker alone: nothing is sent."""
+
+    class DeepSpeedEngine(Outside):
+        __module__ = "deepspeed.runtime.engine"
+
+    model = make_model(0)
+    with pytest.raises(offbeat.AttachError, match="inside a DeepSpeedEngine of DeepSpeed"):
+        offbeat.attach(DeepSpeedEngine(model), sgd(model))
 
 
 def communicating() -> list[Any]:
@@ -154,9 +193,8 @@ def life(rank: int, size: int) -> Any:
     model = make_model(rank)
     wrapper = DistributedDataParallel(model)
     found = [reduces(rank, wrapper)]
-    sync = attach(model, sgd(model), offbeat.LocalSGD(period=3))
+    sync = attach(wrapper, sgd(model), offbeat.LocalSGD(period=3))
     found.append(reduces(rank, wrapper))
-    train_step(model, sync._worker.optimizers[0].optimizer, make_batch(rank, 0))
     late = error_of(lambda: DistributedDataParallel(model))
     sync.finish()
     found.append(reduces(rank, wrapper))
@@ -178,7 +216,7 @@ def life(rank: int, size: int) -> Any:
         model = make_model(rank)
         wrapper = DistributedDataParallel(model, process_group=inner)
         try:
-            sync = attach(model, sgd(model), offbeat.LocalSGD(period=3), group=group)
+            sync = attach(wrapper, sgd(model), offbeat.LocalSGD(period=3), group=group)
         except offbeat.AttachError as error:
             errors.append((["AttachError"], str(error)))
             continue
@@ -195,7 +233,7 @@ def test_a_wrapper_reduces_again_after_the_end() -> None:
     for found, late, errors in run(life, workers=2):
         assert found == [True, False, True, True, True, True]
         assert late[0][0] == "AttachError"
-        assert "in the middle of the training" in late[1]
+        assert "wrap the model before attach(), and give attach() the wrapper" in late[1]
         assert "it is a DTensor, divided among workers" in errors[0][1]
         for _, text in errors[1:3]:
             assert "communicates in its step by itself" in text
@@ -225,7 +263,7 @@ def node_of_two(rank: int, size: int, text: str) -> Any:
     wrapper = DistributedDataParallel(model, process_group=nodes[rank // 2])
     optimizer = sgd(model)
     try:
-        sync = attach(model, optimizer, text, group=groups[rank % 2])
+        sync = attach(wrapper, optimizer, text, group=groups[rank % 2])
     except offbeat.AttachError as error:
         return str(error)
     for step in range(STEPS):

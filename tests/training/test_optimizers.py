@@ -158,7 +158,7 @@ def nested(rank: int, size: int) -> Any:
 
 
 def test_a_step_inside_a_step_is_one_step() -> None:
-    """The mean is that of the models after the outer step."""
+    """The hooks fire for both. The inner step counts, and its mean enters the rest of the outer."""
     reference = Simulated.start(2, "sgd")
     for step in range(3):
         reference.step(step)

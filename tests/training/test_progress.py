@@ -1,4 +1,4 @@
-"""Warnings and errors about workers that train differently: steps, learning rates, final models."""
+"""Warnings and errors about workers that train differently: steps and final models."""
 
 import gc
 import itertools
@@ -150,37 +150,3 @@ def test_a_forgotten_finish_is_reported(
         warning._warn()
         warning.cancel()
     assert len(logged(caplog, "rank 3 has taken 7 steps")) == 1
-
-
-# -- learning rates --------------------------------------------------------------------------------
-
-
-def plateau(rank: int, size: int, counts: list[int], drift: bool) -> None:
-    """ReduceLROnPlateau receives the local loss, and reduces the rate of rank 1 only."""
-    model = make_model(seed=rank)
-    optimizer = sgd(model, lr=0.1)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    sync = attach(model, optimizer, "local:period=2")
-    for step in range(counts[rank]):
-        train_step(model, optimizer, make_batch(rank, step))
-        schedule.step(float(step if drift and rank == 1 else -step))
-    for _ in range(2):
-        with sync.consensus():
-            pass
-    sync.finish()
-
-
-def test_learning_rates_that_drift_apart_are_reported_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Workers that have taken other numbers of steps are not compared."""
-    simulated(plateau, [2, 2, 3], True, workers=3)
-    (text,) = logged(caplog, "")
-    assert text.startswith(
-        "after 2 steps the learning rate of optimizer 0, group 0 is 0.1 on rank 0 and 0.01 on rank "
-        "1. Give each scheduler the same values on all ranks"
-    )
-    caplog.clear()
-    simulated(plateau, [2, 3, 4], True, workers=3)
-    simulated(plateau, [2, 2, 2], False, workers=3)
-    assert not logged(caplog, "")

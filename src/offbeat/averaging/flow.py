@@ -20,7 +20,6 @@ from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.rounds import Rounds, WaitingWarning
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
-from offbeat.errors import AttachError
 from offbeat.strategies.base import Strategy
 
 
@@ -34,34 +33,27 @@ class Flow(ABC):
     Attributes:
         state: State of the flow that a checkpoint contains: a dataclass.
         syncs: Number of rounds of this view that synchronized this worker.
-        excluded: True if this worker's newest vote excluded it from the mean, because its values
-            are not finite. Only with ``non_finite="exclude"``.
         check: Policy for non-finite contributions.
         rounds: Makes, sends and numbers this worker's votes.
         uses_gradients: True if the flow reads or changes gradients.
         needs_unscaled: True if a GradScaler must unscale the gradients before the flow reads them.
-        can_exclude: True if the flow supports ``non_finite="exclude"``.
         can_save: True if ``state`` can be saved and loaded.
         waits: True if all workers wait for each mean, and their local models become equal to it.
         replicates: True if all workers that step have the same parameters between two steps.
-        votes_between_steps: True if workers vote after the optimizers have stepped, not before.
     """
 
     state: Any
     uses_gradients = True
     needs_unscaled = True
-    can_exclude = True
     can_save = True
     waits = False
     replicates = False
-    votes_between_steps = False
 
     def __init__(self, strategy: Strategy, worker: Worker) -> None:
         self.strategy, self.worker = strategy, worker
         self.syncs = 0
-        self.excluded = False
         self._pending: Round | None = None  # started and not decided
-        self.check = NonFiniteCheck(worker.rank, worker.non_finite, can_exclude=self.can_exclude)
+        self.check = NonFiniteCheck(worker.rank, worker.non_finite)
         self.rounds = Rounds(worker, self.check)
 
     # -- a view begins ---------------------------------------------------------------------------
@@ -74,16 +66,6 @@ class Flow(ABC):
             common: Result of ``common_values`` of the most advanced worker in the previous view.
                 None: start without values of a previous view.
         """
-
-    def model_loaded(self) -> None:
-        """Start again from values that were loaded into the model before the first step.
-
-        Sends nothing. Raises AttachError if the flow cannot do this.
-        """
-        raise AttachError(
-            f"{self.strategy} does not support model.load_state_dict() after attach(): load before "
-            "attach()"
-        )
 
     def keep_local(self, before: "Flow") -> None:  # noqa: B027
         """Copy this worker's local values from ``before``, its flow in the previous view."""
@@ -235,10 +217,6 @@ class Flow(ABC):
             return None
         synced = self.decide(round)
         self.syncs += synced
-        if synced and self.excluded:
-            self.worker.forget_non_finite()
-        if self.check.excluded:
-            self.worker.details["non_finite_excluded"] = self.check.excluded
         return synced
 
     def can_decide(self, round: Round) -> bool:
@@ -255,27 +233,18 @@ class Flow(ABC):
         """Return False if this worker's contribution to the coming round is known non-finite.
 
         With a single worker, or if this worker contributes nothing, returns True without a check.
-        Sets ``excluded``. Calls ``restore`` if the worker is excluded, unless its optimizers are
-        about to step.
         """
         worker = self.worker
-        self.excluded = False
         if worker.size == 1 or not (stepping or self.unsynced):
             return True
         finite = self.is_finite(optimizer, stepping=stepping)
         if not finite:
             worker.details["non_finite"] = worker.details.get("non_finite", 0) + 1
-            self.excluded = worker.excludes
-            if self.excluded and (not stepping or self.votes_between_steps):
-                self.restore()
         return finite
 
     def is_finite(self, optimizer: int, *, stepping: bool) -> bool:
         """Return False if this worker's contribution is known non-finite. Arguments as in ``vote``.
 
-        A subclass overrides this method. ``check_finite`` applies the policy to its result.
+        A subclass overrides this method, and calls ``check_finite``.
         """
         return True
-
-    def restore(self) -> None:  # noqa: B027
-        """Replace the local model by the shared model of all workers, if the flow stores it."""

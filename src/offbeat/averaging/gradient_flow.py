@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -63,7 +62,6 @@ class GradientFlow(Flow):
 
     def __init__(self, strategy: Strategy, worker: Worker, gradients: Gradients) -> None:
         self.every_step = gradients.every_step
-        self.can_exclude = self.can_exclude and gradients.every_step
         super().__init__(strategy, worker)
         self.replicates = self.every_step
         self.needs_unscaled = not self.every_step
@@ -102,10 +100,6 @@ class GradientFlow(Flow):
             slots=slots,
             overlap=self.every_step and worker.overlaps_backward,
         )
-
-    @override
-    def model_loaded(self) -> None:
-        """Do nothing: the state does not depend on the model."""
 
     @override
     def keep_local(self, before: Flow) -> None:
@@ -174,7 +168,7 @@ class GradientFlow(Flow):
         view = self._view(optimizer, stepping=stepping)
         finite = self.check_finite(stepping=stepping, optimizer=optimizer)
         vote = self.rounds.vote(
-            weight=0.0 if self.excluded else float(stepping or self.unsynced),
+            weight=float(stepping or self.unsynced),
             stepping=stepping,
             finishing=finishing,
             wanted=self._wanted if stepping else 0.0,
@@ -185,9 +179,8 @@ class GradientFlow(Flow):
             return self.rounds.send(vote, optimizer)
         sums: Sequence[float] = vote.encode()
         if worker.size > 1:
-            contribute = stepping and vote.weight != 0
             mean = self.state.means[optimizer]
-            sums = mean.reduce(sums, contribute=contribute, take=stepping)
+            sums = mean.reduce(sums, contribute=stepping, take=stepping)
         return self.rounds.from_sums(vote, sums, optimizer)
 
     @override
@@ -243,26 +236,9 @@ class GradientFlow(Flow):
             return
         what = f"{'final mean' if final else 'consensus'} at step {worker.step}"
         if self.every_step:  # the parameters are equal on all workers
-            own, total = self._buffer_weights()
-            worker.exact_mean.average_buffers(own, total, what=what)
+            worker.exact_mean.average_buffers(1.0, worker.size, what=what)
         else:
             worker.exact_mean.consensus(last.own.weight, weight, final=final, what=what)
-
-    def _buffer_weights(self) -> tuple[float, float]:
-        """Return the weight of this worker's buffers, and the sum of the weights of all workers.
-
-        Buffers are not averaged during training. So a worker that was excluded because of
-        non-finite values may still have NaN in its buffers, which then have the weight 0. If all
-        workers have NaN, all weights are 1. A collective with the policy "exclude".
-        """
-        worker = self.worker
-        if not worker.excludes:
-            return 1.0, float(worker.size)
-        own = float(worker.finite_buffers())
-        communicator = worker.team.communicator
-        weights = torch.tensor([own], dtype=torch.float32, device=communicator.control_device)
-        total = float(communicator.sum(weights, what="workers with finite buffers").wait())
-        return (own, total) if total else (1.0, float(worker.size))
 
     @override
     def before_save(self, barrier: object) -> None:

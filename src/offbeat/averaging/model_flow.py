@@ -61,7 +61,6 @@ class ModelFlow(Flow):
     def __init__(self, strategy: Strategy, worker: Worker, shared: SharedModel) -> None:
         super().__init__(strategy, worker)
         self.shared = shared
-        self.votes_between_steps = shared.eager
         self.uses_gradients = strategy.gradient_norm
         self.waits = shared.blocking and shared.outer.plain
         self._calls_after_step = type(strategy).after_step is not Strategy.after_step
@@ -75,7 +74,7 @@ class ModelFlow(Flow):
         worker = self.worker
         view = worker.strategy_view()
         parts = self.make_parts()
-        self.pipeline = Pipeline(worker, self.strategy, self.shared, parts, view, self.check)
+        self.pipeline = Pipeline(worker, self.strategy, self.shared, parts, view)
         if common is not None:
             view.start_step = common["step"]
         view.state = self.strategy.state(view)
@@ -86,10 +85,6 @@ class ModelFlow(Flow):
     def make_parts(self) -> list[Part]:
         """Return the parts of the shared model. A subclass may use another kind of part."""
         return make_parts(self.worker, self.shared)
-
-    @override
-    def model_loaded(self) -> None:
-        self.start()
 
     @override
     def keep_local(self, before: Flow) -> None:
@@ -222,7 +217,7 @@ class ModelFlow(Flow):
         finite = self.check_finite(stepping=stepping)
         if self.pipeline.report_non_finite:
             self.pipeline.report_non_finite, finite = False, False
-        weight = 0.0 if self.excluded else self.weight(stepping=stepping)
+        weight = self.weight(stepping=stepping)  # a subclass may set what the strategy votes
         numbers = self.strategy.vote(self._view(stepping=stepping))
         vote = self.rounds.vote(
             weight=weight,
@@ -235,7 +230,7 @@ class ModelFlow(Flow):
         return self.rounds.send(vote)
 
     def weight(self, *, stepping: bool) -> float:
-        """Return this worker's weight in the mean of the coming round, unless it is excluded."""
+        """Return this worker's weight in the mean of the coming round."""
         return float(stepping or self.unsynced)
 
     @override
@@ -254,17 +249,12 @@ class ModelFlow(Flow):
         if self.shared.eager:
             # With the policy "raise" the pipeline checks the part at its launch. For a non-finite
             # part it sends an update of 0, and the next vote reports it.
-            checked_later = worker.non_finite == "raise"
-            return checked_later or self.pipeline.finite(self.pipeline.next_part)
+            return worker.guarded or self.pipeline.finite(self.pipeline.next_part)
         if self.strategy.gradient_norm:
             finite = worker.scaled or math.isfinite(state.view.gradient_norm_squared)
         else:
             finite = worker.finite_gradients(worker.optimizers)
         return finite and (worker.finite_model() if unchecked else worker.finite_buffers())
-
-    @override
-    def restore(self) -> None:
-        self.pipeline.restore()
 
     @override
     def can_decide(self, round: Round) -> bool:
@@ -304,8 +294,6 @@ class ModelFlow(Flow):
             return False
         view.rounds, view.launch_step, landings = 0, self.worker.step, view.landings
         self.pipeline.add(parts, round)
-        if self.excluded and not shared.eager:
-            self.restore()
         self.pipeline.launch_queued(wait=not shared.eager or self._pausing)
         while self.pipeline.oldest is not None and (shared.blocking or self._waits_at_bound()):
             self.land()

@@ -1,40 +1,18 @@
 """The mean of the optimizers' state over the workers, for ``optimizer_state="average"``."""
 
 import hashlib
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from offbeat.averaging.buckets import Bucket, make_buckets
-from offbeat.averaging.norm import squared_norm
 from offbeat.averaging.parts.landing import Landing, bucket_landing
 from offbeat.errors import AttachError
 from offbeat.transport.team import Team
 
 _COUNTERS = ("step", "mu_product")  # state that counts steps, the same on all workers
-
-
-def forget_non_finite(optimizer: Optimizer, over_shards: Callable[..., list[float]]) -> None:
-    """Delete the state of each parameter whose state contains NaN or infinity.
-
-    The optimizer initializes it again at the next step. ``over_shards`` sums numbers over all
-    workers that hold shards of the same parameters, so all of them delete the same state.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    squares = [squared_norm(_local_values(optimizer.state.get(p, {}))) for p in parameters]
-    for parameter, squared in zip(parameters, over_shards(*squares), strict=True):
-        if not math.isfinite(squared):
-            optimizer.state.pop(parameter, None)
-
-
-def _local_values(state: dict[str, Any]) -> list[Tensor]:
-    """Return the floating-point tensors of a state, and of a DTensor only the local shard."""
-    tensors = [v for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
-    return [v.to_local() if hasattr(v, "to_local") else v for v in tensors]
 
 
 def _is_quantized(value: Tensor) -> bool:

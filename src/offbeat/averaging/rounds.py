@@ -56,7 +56,6 @@ class Rounds:
             also=worker.also,
             numbers=numbers,
             step=worker.step,
-            anchor=worker.anchor,
         )
         self._next += 1
         return vote

@@ -10,16 +10,15 @@ from typing import ClassVar
 
 from typing_extensions import override
 
-from offbeat.errors import MismatchError, OffbeatError
+from offbeat.errors import OffbeatError
 from offbeat.strategies.base import Tally
 from offbeat.transport.handle import Completed, Handle
 
 _ALSO = 4096  # see ``Vote.also``
 _NON_FINITE = 4096  # see ``Vote``
-# View, round and anchor are sent as one number below _WRAP · ANCHORS = 4096. Its sum over up to
-# 4096 workers is below 2²⁴ and thus exact in float32.
-_WRAP = 256
-ANCHORS = 16  # number of values of ``Vote.anchor``
+# View and round are sent as one number below 4096. Its sum over up to 4096 workers is below 2²⁴ and
+# thus exact in float32.
+_WRAP = 4096
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,9 @@ class Vote:
             model. Then ``stepping`` is False, and the number that reports it is 4096.
         numbers: Return value of ``Strategy.vote``.
         step: Number of local steps of this worker.
-        anchor: 0 if the worker started from the model that ``attach`` copied. If values were loaded
-            into the model before the first step: a checksum of the model, from 1 to 15.
 
-    One number contains ``view``, ``round`` and ``anchor``, which must be equal on all workers. One
-    number reports non-finite values: 0 if ``finite``, else 1 + 4096·(rank + 1). For example, if
+    One number contains ``view`` and ``round``, which must be equal on all workers. One number
+    reports non-finite values: 0 if ``finite``, else 1 + 4096·(rank + 1). For example, if
     only rank 2 has non-finite values, the sum over the workers is 1 + 4096·3. ``tally`` splits it
     by ``divmod`` into 3 and 1: one worker, with rank 3 − 1. If several workers have non-finite
     values, their number is known, but not their ranks. Votes that are sent together with gradients
@@ -63,7 +60,6 @@ class Vote:
     also: bool = False
     numbers: tuple[float, ...] = ()
     step: int = 0
-    anchor: int = 0
 
     SLOTS: ClassVar[int] = 7  # length of an encoded vote without ``numbers``
 
@@ -83,29 +79,20 @@ class Vote:
 
     def _common(self) -> int:
         """Return a number that is equal on all workers in the same round."""
-        return (31 * self.view + self.round) % _WRAP + _WRAP * self.anchor
+        return (31 * self.view + self.round) % _WRAP
 
     def tally(self, sums: Sequence[float], workers: int) -> "Sums":
         """Decode the elementwise sums of the encoded votes of all ``workers``.
 
         Raises:
             OffbeatError: the sums show that the workers are not all in this worker's round.
-            MismatchError: the votes differ in ``anchor``.
         """
         weight, stepping, finishing, encoded, wanted, common, steps, *numbers = sums
-        difference = round(common) - self._common() * workers
-        if difference % _WRAP:
+        if round(common) != self._common() * workers:
             raise OffbeatError(
                 f"the workers are not in the same round: this one is in round {self.round} of view "
                 f"{self.view}. One of them may have continued after an interruption: detach() and "
                 "attach again on all workers"
-            )
-        if difference:
-            has = "has" if self.anchor else "has not"
-            raise MismatchError(
-                f"rank {self.rank} {has} loaded values into the model after attach(), and another "
-                "worker differs: all workers must load the same values, or rank 0 alone before "
-                "attach(), which copies its model"
             )
         ranks, non_finite = divmod(round(encoded), _NON_FINITE)
         return Sums(

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.norm import squared_norm
-from offbeat.averaging.optimizer_state import OptimizerState, forget_non_finite
+from offbeat.averaging.optimizer_state import OptimizerState
 from offbeat.averaging.replica import Replica
 from offbeat.quantization.wire import Wire
 from offbeat.strategies.base import WorkerView
 from offbeat.transport.team import Team
 
-NonFinite = Literal["raise", "warn", "exclude"]
+NonFinite = Literal["raise", "warn"]
 """Policy for contributions with NaN or infinity; see the argument ``non_finite`` of ``attach``."""
 
 
@@ -64,15 +64,12 @@ class Worker:
         exact_mean: Averages whole models or their buffers without quantization.
         optimizer_state: Averages the optimizers' state, for strategies that request it.
         overlaps_backward: True if gradients may be averaged while backward still runs.
-        anchor: See ``Vote.anchor``.
         step: Number of local steps, including the current one once all of its gradients are ready.
         touched: Set before a consensus, which replaces the model by the mean over the workers. True
             if the parameters have changed since the last step. For example, schedule-free
             optimizers change them in ``eval()`` and ``train()``.
         also: True while this worker waits for a consensus that averages further modules, too.
         scaled: True if a GradScaler is in use. Non-finite gradients are then normal.
-        leases_data: True if the workers lease their data. Their schedules then follow the samples
-            that all workers have used, and not the local steps.
         norm_squared: ‖g‖² of the current step over all optimizers. None if it was not measured.
         record: Values for the telemetry record of this step.
         details: Totals for ``Stats.details``.
@@ -90,7 +87,7 @@ class Worker:
         self.non_finite = non_finite
         self.overlaps_backward = False
         self.step = 0
-        self.touched = self.also = self.scaled = self.leases_data = False
+        self.touched = self.also = self.scaled = False
         self.norm_squared: float | None = None
         self.record: dict[str, Any] = {}
         self.details: dict[str, Any] = {}
@@ -101,7 +98,6 @@ class Worker:
     def open_view(self, wire: Wire) -> None:
         """Use a new wire, at first and after each change of the group of workers."""
         self.wire = wire
-        self.anchor = 0
         self.exact_mean = ExactMean(self.team, self.replica)
         torch_optimizers = [attached.optimizer for attached in self.optimizers]
         self.optimizer_state = OptimizerState(self.team, self.replica.parameters, torch_optimizers)
@@ -136,13 +132,8 @@ class Worker:
 
     @property
     def guarded(self) -> bool:
-        """True if non-finite values are kept from other workers (policy "raise" or "exclude")."""
-        return self.non_finite != "warn"
-
-    @property
-    def excludes(self) -> bool:
-        """True if a worker with non-finite values is excluded from the mean."""
-        return self.non_finite == "exclude"
+        """True if non-finite values are kept from other workers (``non_finite="raise"``)."""
+        return self.non_finite == "raise"
 
     def squared_norm(self, tensors: Iterable[Tensor]) -> float:
         """Return the sum of the squares of all elements, including all shards of ``tensors``."""
@@ -173,11 +164,6 @@ class Worker:
         Infinity is allowed, because masks contain it, and so are buffers with NaN from the start.
         """
         return self._nan_buffers or not math.isnan(self.squared_norm(self.replica.float_buffers()))
-
-    def forget_non_finite(self) -> None:
-        """Reset the optimizer state of each parameter whose state contains NaN or infinity."""
-        for attached in self.optimizers:
-            forget_non_finite(attached.optimizer, self.team.over_shards)
 
     def barrier(self, what: str) -> None:
         """Wait until all workers have called this. ``what`` names the operation in errors."""

@@ -121,7 +121,6 @@ class LeasedSampler(Sampler[list[int]]):
         board = team.communicator.board(f"LeasedSampler/{components.leased_samplers}")
         self._leases = Leases(team, board)
         components.leased_samplers += 1
-        components.worker.leases_data = True
         self._resumed: dict[int, Ranges] = {}  # what a checkpoint has left of some epochs
         self._queue: Queue | None = None  # None between two epochs
         self._order = torch.empty(0)  # samples of the epoch in progress

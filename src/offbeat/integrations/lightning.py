@@ -56,7 +56,8 @@ class OffbeatCallback(Callback):
         # Each trainer has its own GradScaler.
         options = {"scaler": getattr(trainer.precision_plugin, "scaler", None), **self._options}
         self._scaler = options["scaler"]
-        self.sync = attach(pl_module, trainer.optimizers, self._strategy, **options)
+        model = trainer.strategy.model  # ``pl_module``, or the DDP wrapper around it
+        self.sync = attach(model, trainer.optimizers, self._strategy, **options)
         self._training = True
         self._watch_saving(trainer, pl_module)
         if self._saved is not None:

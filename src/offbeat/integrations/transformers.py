@@ -2,12 +2,15 @@
 
 import contextlib
 import copy
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 from typing_extensions import override
 
@@ -15,6 +18,8 @@ from offbeat import CheckpointError, Strategy, Synchronizer, attach, load, save
 
 FOLDER = "offbeat"
 """Folder inside each checkpoint of the Trainer, with one file per worker."""
+
+_WrapperOf = weakref.WeakKeyDictionary[nn.Module, Callable[[], nn.Module | None]]
 
 
 class OffbeatCallback(TrainerCallback):
@@ -54,6 +59,19 @@ class OffbeatCallback(TrainerCallback):
         self.sync: Synchronizer | None = None
         self._scaler: Any = None
         self._consensus = contextlib.ExitStack()
+        # The Trainer tells callbacks the model, not the wrapper that it puts around the model.
+        self._wrappers = wrappers = _WrapperOf()
+
+        def note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+            if isinstance(module, DistributedDataParallel) and submodule is not None:
+                wrappers[submodule] = weakref.ref(module)
+
+        weakref.finalize(self, register_module_module_registration_hook(note).remove)
+
+    def _wrapped(self, model: nn.Module) -> nn.Module:
+        """Return the newest DistributedDataParallel around ``model``, or else ``model``."""
+        wrapper = self._wrappers.get(model, lambda: None)()
+        return model if wrapper is None else wrapper
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -66,7 +84,7 @@ class OffbeatCallback(TrainerCallback):
         # Each training has its own GradScaler.
         options = {"scaler": getattr(optimizer, "scaler", None), **self._options}
         self._scaler = options["scaler"]
-        self.sync = attach(model, optimizer, self._strategy, **options)
+        self.sync = attach(self._wrapped(model), optimizer, self._strategy, **options)
         if state.global_step:
             path = self._checkpoint or Path(args.output_dir, f"checkpoint-{state.global_step}")
             loaded = load(Path(path, FOLDER), self.sync, scaler=self._scaler)

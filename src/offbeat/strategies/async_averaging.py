@@ -17,7 +17,7 @@ class AsyncAveraging(Strategy):
     their snapshots. The launch *lands* some local steps later: the mean moves P and x.
 
     **Update**. u = s − P is a worker's update. Its weight w is 1, or 0 for a worker without new
-    steps and for an excluded one (``non_finite="exclude"``). At the landing, in this order:
+    steps. At the landing, in this order:
 
         P ← Σ w·s / Σ w                       = P + mean(u), the paper's next P (Lemma 3.1)
         x ← x + (P − s)                       = x + mean(u) − u (Algorithm 2)
@@ -48,8 +48,8 @@ class AsyncAveraging(Strategy):
 
     *Memory*, in copies of the model: one for s, one for the sum in flight, and one for P if it is
     stored. P is stored with an outer step, with a ``wire`` other than "float32", with
-    ``non_finite="exclude"``, and in the eager schedule with ``non_finite="raise"``. Outer momentum
-    adds v, and a quantized wire the quantization errors. *State* in checkpoints: all of these.
+    and in the eager schedule with ``non_finite="raise"``. Outer momentum adds v, and a quantized
+    wire the quantization errors. *State* in checkpoints: all of these.
 
     *Differs from the paper*: a worker that does not store P sends s instead of u. The result is the
     same in exact arithmetic. Line 22 of Algorithm 1 discards local steps, which are kept here. The

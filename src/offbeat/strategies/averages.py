@@ -124,7 +124,7 @@ class CustomFlow:
     """An algorithm that needs its own communication code, such as a parameter server or gossip.
 
     For such a strategy ``attach`` refuses these options: a ``wire`` other than "float32",
-    ``node_group``, ``min_workers``, and ``non_finite="exclude"``.
+    ``node_group`` and ``min_workers``.
 
     Attributes:
         make: Function that receives the strategy and an ``offbeat.averaging.Worker``, and returns

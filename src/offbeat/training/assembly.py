@@ -26,7 +26,7 @@ from offbeat.training.checks.consistency import (
     require_consistency,
     settings_of,
 )
-from offbeat.training.checks.loading import LoadDetection
+from offbeat.training.checks.loading import LoadHooks
 from offbeat.training.checks.unfinished import UnfinishedWarning
 from offbeat.training.clipping import Clipping
 from offbeat.training.consensus import Consensus
@@ -101,8 +101,7 @@ class Components:
         flow = flow_of(strategy, worker)
         node = self._open_node(model)
         self.iteration = Iteration(flow, worker, self._completed, node)
-        loading = LoadDetection(model, worker, self.iteration)
-        self.consensus = Consensus(worker, self.iteration, shards, loading)
+        self.consensus = Consensus(worker, self.iteration, shards)
         self.views: Views | None = None
         if not self.joined:
             flow.start()
@@ -110,7 +109,7 @@ class Components:
             self._make_elastic(wire, lines, min_workers)
         self.iteration.watch_backward()
         self.clipping = Clipping(self.iteration, worker)
-        self.hooks: list[Removable] = [*hooks, self.clipping, loading]
+        self.hooks: list[Removable] = [*hooks, self.clipping, LoadHooks(model, self.iteration)]
         self._hook_optimizers(adam_correction=adam_correction)
         if scaler is not None:
             self.hooks.append(ScalerHooks(scaler, self.iteration))

@@ -11,6 +11,7 @@ equal weights. It combines their buffers as those of the model.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -23,10 +24,10 @@ from offbeat.errors import AttachError, CheckpointError, CommunicationError, End
 from offbeat.nodes.shards import Shards
 from offbeat.training.checks.compatibility import require_usable
 from offbeat.training.checks.consistency import copy_rank_0
-from offbeat.training.checks.loading import LoadDetection
 from offbeat.training.checks.progress import Progress
 from offbeat.training.iteration import Iteration
 
+logger = logging.getLogger("offbeat")
 T = TypeVar("T")
 Snapshot = tuple[list[Tensor], list[Tensor]]
 """Values of the local model and of the local modules given as ``also``."""
@@ -48,12 +49,9 @@ class Consensus:
         worker: Worker,
         iteration: Iteration,
         shards: Shards | None,
-        loading: LoadDetection,
     ) -> None:
-        self._worker, self._iteration = worker, iteration
-        self._shards, self._loading = shards, loading
+        self._worker, self._iteration, self._shards = worker, iteration, shards
         self._progress = Progress(worker, iteration.flow.strategy)
-        iteration.accept_loaded = self.accept_loaded
         self.change_view: Callable[[CommunicationError], object] | None = None
         self.ended = False
         self.complete = True
@@ -78,16 +76,9 @@ class Consensus:
 
     def note_start(self) -> None:
         """Handle a model from which training starts or continues, equal on all workers."""
-        self._loading.loaded, self._worker.anchor = False, 0
+        self._iteration.loaded = False
         self._progress.note_start()
         self.note_parameters()
-
-    def accept_loaded(self, what: str, *, finishing: bool = False) -> None:
-        """Handle values that were loaded into the model; see ``LoadDetection.accept``."""
-        if self._loading.loaded:
-            self._require_own_parameters()  # load_state_dict(assign=True) replaces them
-            self._loading.accept(what, finishing=finishing)
-            self._progress.note_start()
 
     def note_parameters(self) -> None:
         """Store the parameters' version counters, which torch increments at each write."""
@@ -102,11 +93,17 @@ class Consensus:
         full weight, so that the mean contains the change.
 
         Raises:
-            AttachError: a parameter of the model was replaced by another one; or see
-                ``LoadDetection.accept``. ``what`` names the caller.
+            AttachError: a parameter of the model was replaced by another one. Or
+                ``load_state_dict`` has changed the model. If ``finishing``, this only causes a
+                warning, because the final mean replaces the model. ``what`` names the caller.
         """
         self._require_own_parameters()
-        self.accept_loaded(what, finishing=finishing)
+        try:
+            self._iteration.require_known(what)
+        except AttachError as error:
+            if not finishing:
+                raise
+            logger.warning("%s", error)
         self._worker.touched = self._versions != self._worker.replica.versions()
 
     def _require_own_parameters(self) -> None:
@@ -173,7 +170,7 @@ class Consensus:
 
         Returns the local values, for ``restore``.
         """
-        self._progress.consensuses += 1
+        self._progress.called = True
         return self._retry(lambda: self._show(self._wait_for_all(also, finishing=False), also))
 
     def _show(self, last: Round, also: Replica, *, finishing: bool = False) -> Snapshot:
@@ -232,7 +229,6 @@ class Consensus:
             # too, and only its last barrier has failed.
             if not self.ended:
                 raise
-        self._iteration.flow.check.report_excluded()
 
     def _finish(self, also: Replica, local: Sequence[Tensor]) -> None:
         team, self.ended = self._worker.team, False

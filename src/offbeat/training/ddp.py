@@ -1,19 +1,16 @@
-"""Switches off DistributedDataParallel (DDP) around an attached model, and rejects DeepSpeed.
+"""Switches off DistributedDataParallel (DDP) in the model that ``attach`` was given.
 
 Frameworks such as Lightning wrap a model in DDP, which averages all gradients in every step. Under
-a strategy this communication is switched off, or the strategy would save nothing. The model may be
-wrapped before ``attach``, or between ``attach`` and the first step.
+a strategy this communication is switched off, or the strategy would save nothing. ``attach`` knows
+only wrappers in the given model: of ``attach(wrapper.module, ...)`` the wrapper stays active.
 
 DDP stays active if it runs inside one machine and ``attach`` runs across machines. For example,
 DDP runs over ranks 0, 1 on the first machine and over ranks 2, 3 on the second machine, and
 ``attach`` runs over ranks 0, 2 and over ranks 1, 3.
 """
 
-import gc
 import logging
-import sys
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import nn
@@ -27,7 +24,6 @@ from offbeat.training.checks.compatibility import repeatable
 from offbeat.transport.communicator import Transport
 
 logger = logging.getLogger("offbeat")
-_Kind = TypeVar("_Kind", bound=nn.Module)
 _ADVICE = "or let one group hold all workers, without DistributedDataParallel"
 
 
@@ -38,37 +34,18 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def require_no_engine(model: nn.Module) -> None:
-    """Raise AttachError if a DeepSpeed engine holds a parameter of ``model``.
-
-    An engine averages gradients, or shards them and the optimizer's state. This cannot be switched
-    off.
-    """
-    module = sys.modules.get("deepspeed.runtime.engine")  # no engine exists before its import
-    if module is None:
-        return
-    parameters = {id(p) for p in model.parameters()}
-    for engine in _instances(module.DeepSpeedEngine):
-        if not parameters.isdisjoint(map(id, engine.parameters())):
-            raise AttachError(
-                f"the model is inside a {type(engine).__name__} of DeepSpeed, which averages "
-                "gradients, or divides the model, by itself: train without DeepSpeed"
-            )
-
-
 class DDPSuppressor:
-    """Switches off each DistributedDataParallel over parameters of ``model``, until ``remove``.
+    """Switches off each DistributedDataParallel in ``model``, until ``remove``.
 
-    A wrapper that is made later is switched off at its first forward pass. A wrapper stays active
-    if its process group has only this worker in common with the ``group`` of ``attach``. In the
-    example above, ranks 0 and 1 then need equal models, although they average in different groups.
-    Therefore the strategy must pass ``require_repeatable``.
-
-    Attributes:
-        steps: Function that returns the number of training steps so far.
+    ``model`` is what the user has given to ``attach``: a wrapper, a model that contains wrappers,
+    or a plain model. A wrapper stays active if its process group has only this worker in common
+    with the ``group`` of ``attach``. In the example above, ranks 0 and 1 then need equal models,
+    although they average in different groups. Therefore the strategy must pass
+    ``require_repeatable``. Until ``remove``, a new wrapper around the model raises an AttachError
+    where it is made.
 
     Raises:
-        AttachError: an existing wrapper can neither be switched off nor stay active.
+        AttachError: a wrapper can neither be switched off nor stay active.
     """
 
     def __init__(
@@ -77,7 +54,6 @@ class DDPSuppressor:
         group: dist.ProcessGroup | Transport | None,
         strategy: Strategy,
     ) -> None:
-        self.steps: Callable[[], int] = lambda: 0
         self._parameters = {id(p) for p in model.parameters()}
         self._strategy = strategy
         self._hooks: list[RemovableHandle] = []
@@ -89,38 +65,21 @@ class DDPSuppressor:
         if world is not None:
             attach_group = group if isinstance(group, dist.ProcessGroup) else world
             self._members = dist.get_process_group_ranks(attach_group)
-            existing = [
-                wrapper
-                for wrapper in _instances(DistributedDataParallel)
-                if hasattr(wrapper, "reducer") and self._concerns(wrapper)
-            ]
+            wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
             # Check all wrappers first: an error must leave every wrapper active.
-            for wrapper in [each for each in existing if self._must_switch_off(each)]:
+            for wrapper in [each for each in wrappers if self._must_switch_off(each)]:
                 self._suppress(wrapper)
         self._hooks.append(register_module_module_registration_hook(self._registered))
 
-    def _concerns(self, module: nn.Module) -> bool:
-        return not self._parameters.isdisjoint(map(id, module.parameters()))
-
     def _registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        """Prepare a new wrapper. Torch calls this whenever any module registers a submodule."""
+        """Refuse a new wrapper. Torch calls this whenever any module registers a submodule."""
         if not isinstance(module, DistributedDataParallel) or submodule is None:
             return
-        if not self._concerns(submodule):
-            return
-        if self.steps():
+        if not self._parameters.isdisjoint(map(id, submodule.parameters())):
             raise AttachError(
-                "DistributedDataParallel would give all workers rank 0's model in the middle of "
-                "the training: wrap the model before the first step, or not at all"
+                "DistributedDataParallel around an attached model would average all gradients in "
+                "every step: wrap the model before attach(), and give attach() the wrapper"
             )
-
-        def first_forward(wrapper: DistributedDataParallel, args: object) -> None:
-            hook.remove()  # only the first forward pass, after the wrapper's constructor has ended
-            if self._must_switch_off(wrapper):
-                self._suppress(wrapper)
-
-        hook = module.register_forward_pre_hook(first_forward, prepend=True)
-        self._hooks.append(hook)
 
     def _must_switch_off(self, wrapper: DistributedDataParallel) -> bool:
         """Return False if the wrapper stays active. Raise if neither is possible."""
@@ -165,7 +124,6 @@ class DDPSuppressor:
         for wrapper in self._suppressed:
             wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
         self._hooks, self._suppressed = [], []
-        self.steps = lambda: 0
 
 
 def _switch_off(wrapper: DistributedDataParallel, args: object = None) -> None:
@@ -185,14 +143,6 @@ def require_repeatable(strategy: Strategy) -> None:
             "messages arrive, and their gradients are averaged in each step for one model. "
             f"Use BSP, LocalSGD, SelSync, DiLoCo or a cyclic schedule, {_ADVICE}"
         )
-
-
-def _instances(kind: type[_Kind]) -> Iterable[_Kind]:
-    """Return all instances of ``kind`` and its subclasses, except frozen ones (``gc.freeze``)."""
-    kinds: list[type[_Kind]] = [kind]
-    for each in kinds:  # also visits the subclasses that are appended meanwhile
-        kinds.extend(each.__subclasses__())
-    return [each for each in gc.get_referrers(*kinds) if isinstance(each, kind)]
 
 
 def _shown(ranks: Iterable[int]) -> str:

@@ -10,12 +10,7 @@ from offbeat.averaging import AttachedOptimizer
 from offbeat.errors import AttachError
 from offbeat.training.clipping import Clipping
 from offbeat.training.iteration import Iteration
-from offbeat.training.optimizers import (
-    StepHooksEnabled,
-    ends_nested_step,
-    inner_optimizers,
-    may_nest_steps,
-)
+from offbeat.training.optimizers import StepHooksEnabled, inner_optimizers
 
 
 class Removable(Protocol):
@@ -69,16 +64,15 @@ def hook_optimizer(
 
     def after(_: Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal in_step
-        if not (may_nest_steps(optimizer) and ends_nested_step(optimizer)):
-            in_step = False
-            if uncalled:
-                raise AttachError(
-                    f"{type(optimizer).__name__} took a step without calling its closure, so its "
-                    "gradients were not synchronized; call the closure outside of step()"
-                )
-            # A fused optimizer skips the step itself if a GradScaler has found an overflow.
-            overflow = getattr(optimizer, "found_inf", None)
-            iteration.complete(index, skipped=overflow is not None and bool(overflow))
+        in_step = False
+        if uncalled:
+            raise AttachError(
+                f"{type(optimizer).__name__} took a step without calling its closure, so its "
+                "gradients were not synchronized; call the closure outside of step()"
+            )
+        # A fused optimizer skips the step itself if a GradScaler has found an overflow.
+        overflow = getattr(optimizer, "found_inf", None)
+        iteration.complete(index, skipped=overflow is not None and bool(overflow))
 
     def before_inner(inner: Optimizer, args: Any, kwargs: Any) -> None:
         # For example SAM (sharpness-aware minimization) if the training loop calls first_step()
@@ -150,6 +144,5 @@ class ScalerHooks:
         self._unscaled.discard(optimizer)
         self._iteration.prepare(index)
         result = self._step(optimizer, *args, **kwargs)
-        if self._iteration.is_prepared(index):
-            self._iteration.complete(index, skipped=True)
+        self._iteration.complete(index, skipped=True)  # unless the hooks have completed it
         return result

@@ -60,8 +60,8 @@ class Iteration:
     Attributes:
         active: False once training has ended. The hooks then do nothing.
         guard: Context around communication. It raises if it is entered after a failure.
-        accept_loaded: Called before each step, with the name of the caller; see
-            ``LoadDetection.accept``.
+        loaded: True if ``load_state_dict`` has changed the model to values that the strategy does
+            not know.
         recover: Begins the next view after a failure. None: a failure ends training.
     """
 
@@ -74,7 +74,7 @@ class Iteration:
     ) -> None:
         self.flow, self._worker, self.node = flow, worker, node
         self._completed = completed
-        self.accept_loaded: Callable[[str], None] = lambda what: None
+        self.loaded = False
         self.active = True
         self.guard = Guard()
         self._host = worker.team.host
@@ -177,13 +177,13 @@ class Iteration:
         before ``complete`` do nothing.
 
         Raises AttachError if the optimizer has other parameters than at ``attach``, a frozen
-        parameter became trainable, or the model is the consensus.
+        parameter became trainable, the model is the consensus, or ``loaded`` is set.
         """
         if not self.active or index in self._prepared:
             return
-        if self._forbidden:
+        if self._forbidden or self.loaded:
             self.require_own_model("a training step")
-        self.accept_loaded("a training step")
+            self.require_known("a training step")
         worker = self._worker
         optimizer = worker.optimizers[index]
         if not _holds(optimizer.optimizer, self._groups[index]):
@@ -243,9 +243,10 @@ class Iteration:
         """Report a step of optimizer ``index`` to the flow. The last optimizer ends the iteration.
 
         ``skipped`` is True if a GradScaler or the training loop skipped the step. A skipped step
-        counts like any other.
+        counts like any other. Does nothing unless the optimizer is prepared: the hooks fire twice
+        if a ``step`` calls ``super().step()`` and torch has wrapped both. The inner step counts.
         """
-        if not self.active:
+        if not self.active or index not in self._prepared:
             return
         worker = self._worker
         with self.guard:
@@ -336,6 +337,16 @@ class Iteration:
                 "for evaluation; leave the block first"
             )
 
+    def require_known(self, what: str) -> None:
+        """Raise AttachError if ``loaded`` is set. ``what`` names the rejected call."""
+        if self.loaded:
+            raise AttachError(
+                f"rank {self._worker.rank}: {what} after model.load_state_dict() on an attached "
+                "model: the strategy does not know the loaded values. To train from them, load "
+                "before attach(), use offbeat.load(), or call sync.load_state_dict() after it; to "
+                "evaluate them, load inside consensus() or after finish()"
+            )
+
     def close(self) -> None:
         """Ignore all further steps, and drop references that would keep the model in memory."""
         self.active = False
@@ -343,4 +354,3 @@ class Iteration:
             self._backward.close()
             self._backward = None
         self._completed, self.recover = lambda synced: None, None
-        self.accept_loaded = lambda what: None

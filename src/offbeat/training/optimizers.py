@@ -6,9 +6,7 @@ make its hooks work, or raise an error.
 """
 
 import contextlib
-import sys
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 from torch.optim import Optimizer
@@ -115,40 +113,3 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
         and hasattr(value, _HOOKS)
         and any(id(p) in own for group in value.param_groups for p in group["params"])
     ]
-
-
-def _no_step(optimizer: Optimizer) -> None:
-    pass
-
-
-_WRAPPER: Any = Optimizer.profile_hook_step(_no_step)
-
-
-def ends_nested_step(optimizer: Optimizer) -> bool:
-    """Return True if the step that ends now runs inside another step of the same optimizer.
-
-    Call this in a step hook. If a ``step`` calls ``super().step()``, torch may have wrapped both
-    methods, and the hooks then fire for both calls. This function counts torch's wrappers for this
-    optimizer on the call stack.
-    """
-    frame, steps = sys._getframe(1), 0
-    while frame is not None:
-        if frame.f_code is _WRAPPER.__code__ and frame.f_locals["args"][0] is optimizer:
-            steps += 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return steps > 1
-
-
-def may_nest_steps(optimizer: Optimizer) -> bool:
-    """Return True if ``optimizer.step`` may call another ``step`` of the same object.
-
-    A quick test that is False for most optimizers. ``ends_nested_step`` is exact, and slower.
-    """
-    kind: object = type(optimizer)
-    return _count_steps(kind) + ("step" in vars(optimizer)) > 1
-
-
-@cache  # called in every step
-def _count_steps(kind: Any) -> int:
-    """Count the definitions of ``step`` in ``kind`` and its base classes, except ``Optimizer``."""
-    return sum("step" in vars(each) for each in kind.__mro__ if each is not Optimizer)

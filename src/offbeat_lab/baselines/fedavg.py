@@ -50,7 +50,6 @@ class FedAvgFlow(ModelFlow):
     ``state.view.launches`` is the number of rounds so far.
     """
 
-    can_exclude = False
     strategy: "FedAvg"
 
     def _draws(self, round: int) -> bool:

@@ -144,7 +144,6 @@ class PowerSGDState(GradientFlowState):
 class PowerSGDFlow(GradientFlow):
     """Averages gradients after backward, with a ``LowRankMean`` for each optimizer."""
 
-    can_exclude = False
     strategy: "PowerSGD"
     state: "PowerSGDState"
 

@@ -105,7 +105,6 @@ class ServerFlow(Flow):
     """
 
     uses_gradients = False
-    can_exclude = False
     can_save = False
     server: ParameterServer
     tensors: list[Tensor]

@@ -134,7 +134,6 @@ class SparsePart(Part):
 class SparseLoCoFlow(ModelFlow):
     """Averages models in one ``SparsePart``."""
 
-    can_exclude = False
     strategy: "SparseLoCo"
 
     @override

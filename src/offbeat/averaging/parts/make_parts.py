@@ -96,11 +96,9 @@ def _make_part(
         tensors,
         name=name,
         # An anchored part stores P, the shared model. A worker with non-finite values sends an
-        # update of 0, relative to P, or replaces its model by P. A single worker stores no P. Its
-        # training has the same bits as training without offbeat.
-        anchored=worker.size > 1
-        and not shared.blocking
-        and (worker.excludes or (worker.guarded and shared.eager)),
+        # update of 0, relative to P. A single worker stores no P. Its training has the same bits
+        # as training without offbeat.
+        anchored=worker.size > 1 and worker.guarded and shared.eager,
         keeps_steps=not shared.blocking,
         outer=shared.outer,
         buffers=buffers,

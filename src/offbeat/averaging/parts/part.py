@@ -57,8 +57,6 @@ class Part(ABC):
     Attributes:
         base: P, one flat tensor for each bucket of parameters. Empty if P is not stored.
         velocity: v, one flat tensor for each bucket of parameters. Empty without outer momentum.
-        buffer_base: Mean of the buffers at the last landing, at first the initial buffers, one flat
-            tensor for each bucket. Empty if P is not stored.
         sums: Sums in flight, one flat tensor for each bucket. Valid after ``before_save``.
         own: This worker's values at the launch, one flat tensor for each bucket: a snapshot of x,
             or in an ``UpdatePart`` the sent u. Valid after ``before_save``.
@@ -79,7 +77,6 @@ class Part(ABC):
     """Largest number of buckets, apart from rounding. A bucket costs many operations on a GPU."""
     base: list[Tensor]
     velocity: list[Tensor]
-    buffer_base: list[Tensor]
     sums: list[Tensor]
     own: list[Tensor]
     in_flight: bool
@@ -113,7 +110,7 @@ class Part(ABC):
         self._shared: int | None = None  # index of the bucket of parameters that contains buffers
         self._found: list[Tensor] = []  # tensors at the last call of ``_refresh_tensors``
         self._make_buckets(share_bucket=share_bucket)
-        self.base, self.velocity, self.buffer_base = [], [], []
+        self.base, self.velocity = [], []
         self.sums, self.own = [], []
         self.keeps_base, self.sent_squared, self.mean_squared = False, 0.0, 0.0
         self.in_flight, self.weight = False, 0.0
@@ -188,7 +185,6 @@ class Part(ABC):
         weight: float,
         step: int,
         what: str,
-        buffer_weight: float | None = None,
         precision: Precision | None = None,
         outer_step: Handle[tuple[float, float]] | None = None,
     ) -> None:
@@ -196,11 +192,9 @@ class Part(ABC):
 
         Args:
             total: Σ w over the workers, by which the sums of updates and buffers are divided.
-            weight: w of this worker. With 0 the worker sends an update of 0.
+            weight: w of this worker. With 0 the worker sends an update and buffers of 0.
             step: Number of local steps so far.
             what: Name of the operations in error messages.
-            buffer_weight: Weight of this worker's buffers. None: ``weight``. It may be 1 with a
-                ``weight`` of 0, if the worker counts in ``total``.
             precision: Precision of the parameters in this launch, only for an ``UpdatePart``. None:
                 the precision of the wire.
             outer_step: μ and a in the outer step v ← μ·v + D, P ← P + D + a·v, only for an
@@ -277,33 +271,16 @@ class Part(ABC):
         """
 
     def restore(self, step: int) -> None:
-        """x ← P, or x ← P + u while an ``UpdatePart`` is in flight. Buffers ← ``buffer_base``.
+        """x ← P. Local steps that were not sent are lost. The part must not be in flight.
 
-        Local steps that were not sent are lost. If the part is in flight and no step follows, the
-        landing gives x = P. ``step`` is the number of local steps so far.
+        ``step`` is the number of local steps so far.
         """
-        assert self.keeps_base, "P is not stored"
+        assert self.keeps_base
+        assert not self.in_flight
         self._refresh_tensors()
-        for i, base in enumerate(self.base):
-            unpack(base, self.buckets[i].parameters)
-            self._restored(i)
-        for i, buffers in enumerate(self.buffer_base):
-            unpack(buffers, self.buckets[i].buffers)
-            self._restored_buffers(i)
+        for base, bucket in zip(self.base, self.buckets, strict=False):
+            unpack(base, bucket.parameters)
         self.synced_step = step
-
-    def _restored(self, index: int) -> None:  # noqa: B027
-        """Prepare a part in flight for its landing, after ``restore`` of parameters."""
-
-    def _restored_buffers(self, index: int) -> None:  # noqa: B027
-        """Prepare a part in flight for its landing, after ``restore`` of buffers."""
-
-    def _write_buffers(self, index: int, sent: Tensor | None, *, show: bool) -> None:
-        """Write the mean of the buffers of a bucket; see ``PartBucket.write_buffers``."""
-        bucket = self.buckets[index]
-        bucket.write_buffers(sent, self.weight)
-        if bucket.buffers and self.buffer_base and not show:
-            torch.mul(bucket.buffer_values, 1 / self.weight, out=self.buffer_base[index])
 
     def before_save(self) -> None:
         """Wait for the sums in flight, and make ``sums`` and ``own`` valid for a checkpoint."""

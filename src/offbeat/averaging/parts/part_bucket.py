@@ -62,11 +62,6 @@ class PartBucket(Bucket):
         self.pack()
         return self.parameter_values.to(dtype or self.flat.dtype, copy=True)
 
-    def copy_buffers(self) -> Tensor:
-        """Copy the buffers to a new flat tensor. Overwrites the staging tensor."""
-        self.pack()
-        return self.buffer_values.clone()
-
     def write_buffers(self, sent: Tensor | None, weight: float) -> None:
         """Write the mean of the buffers: the staged sum over the workers, divided by ``weight``.
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.parts.landing import Landing
 from offbeat.averaging.parts.part import Part
 from offbeat.averaging.votes import Round
@@ -78,10 +77,9 @@ class Pipeline:
         shared: SharedModel,
         parts: list[Part],
         view: WorkerView,
-        check: NonFiniteCheck,
     ) -> None:
         self._worker, self._strategy, self._shared = worker, strategy, shared
-        self._view, self._check = view, check
+        self._view = view
         self.changed, self.report_non_finite = True, False
         self.state = PipelineState(parts)
         view.count = len(self.state.parts)
@@ -172,13 +170,11 @@ class Pipeline:
         part, round = self.parts[queued.part], queued.round
         view.launches += 1
         began = self._time_at(part)
-        weight = buffer_weight = round.own.weight
+        weight = round.own.weight
         if part.keeps_base and worker.guarded and worker.size > 1 and not self.finite(part):
             # The vote has announced this worker's weight, so it cannot drop out of the mean. It
-            # sends an update of 0. With "exclude" it also sends its restored buffers.
-            weight = 0.0
-            buffer_weight = buffer_weight if worker.excludes else 0.0
-            self._apply_non_finite_policy()
+            # sends an update of 0, and buffers of 0.
+            weight, self.report_non_finite = 0.0, True
         outer_step = None
         if shared.error_feedback and shared.outer.momentum:
             strategy, index = self._strategy, queued.part
@@ -186,7 +182,6 @@ class Pipeline:
         part.launch(
             round.then(lambda sums: sums.weight),
             weight=weight,
-            buffer_weight=buffer_weight,
             step=worker.step,
             what=f"launch {view.launches} (part {queued.part}) at step {worker.step}",
             outer_step=outer_step,
@@ -196,14 +191,6 @@ class Pipeline:
             # other model contains the local steps.
             part.synced_step = worker.step
         self._spend(began)
-
-    def _apply_non_finite_policy(self) -> None:
-        """Apply the policy to a part that was found non-finite at its launch, after the vote."""
-        if self._worker.excludes:
-            self._check.exclude_late(self._worker.step)
-            self.restore()
-        else:
-            self.report_non_finite = True
 
     def _time_at(self, part: Part) -> float:
         """Return the time at which the GPU of ``part`` has done the work in its queue, or now.
@@ -279,16 +266,6 @@ class Pipeline:
         self._view.step = self._worker.step
         for index in self.state.in_flight:
             self.parts[index].show(self._worker.model_version)
-
-    def restore(self) -> None:
-        """Call ``Part.restore`` for all parts, and reset optimizer state that is not finite.
-
-        Does nothing if P is not stored.
-        """
-        if all(part.keeps_base for part in self.parts):
-            for part in self.parts:
-                part.restore(self._worker.step)
-            self._worker.forget_non_finite()
 
     def average_residuals(self) -> None:
         """x ← P + mean(x − P), where x − P is sent in int8.

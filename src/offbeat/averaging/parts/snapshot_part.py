@@ -61,7 +61,6 @@ class SnapshotPart(Part):
         self.keeps_base = anchored or not self._outer.plain or not wire.exact
         if self.keeps_base:
             self.base = [b.copy_parameters(dtype) for b in self.buckets[: self.parameter_buckets]]
-            self.buffer_base = [b.copy_buffers() for b in self.buckets]
         if self._outer.momentum:
             self.velocity = [torch.zeros_like(p) for p in self.base]
         if keeps_steps:
@@ -76,7 +75,6 @@ class SnapshotPart(Part):
         weight: float,
         step: int,
         what: str,
-        buffer_weight: float | None = None,
         precision: Precision | None = None,
         outer_step: Handle[tuple[float, float]] | None = None,
     ) -> None:
@@ -86,15 +84,12 @@ class SnapshotPart(Part):
             "a weighted mean of differences is not defined"
         )
         self._begin(total, weight, step)
-        buffer_weight = weight if buffer_weight is None else buffer_weight
         for i, bucket in enumerate(self.buckets):
-            flat = bucket.pack(weight or buffer_weight or 1.0)
+            flat = bucket.pack(weight or 1.0)
             if self.own:
                 self.own[i].copy_(flat)
             if not weight:
-                bucket.parameter_values.zero_()
-            if not buffer_weight:
-                bucket.buffer_values.zero_()
+                flat.zero_()
             if i >= self.parameter_buckets:
                 self._handles.append(self._team.communicator.sum(flat, what=what))
                 continue
@@ -102,9 +97,8 @@ class SnapshotPart(Part):
                 values = bucket.parameter_values
                 torch.sub(values, self.base[i], out=values)
             stream = f"{self._name}, bucket {i}"
-            contribute = weight != 0 or (buffer_weight != 0 and bool(bucket.buffers))
             self._handles.append(
-                self._wire.sum(flat, stream=stream, what=what, contribute=contribute)
+                self._wire.sum(flat, stream=stream, what=what, contribute=weight != 0)
             )
 
     @override
@@ -139,7 +133,7 @@ class SnapshotPart(Part):
             own = self.own[i] if moved else None
             if i < self.parameter_buckets:
                 self._write_parameters(i, own, show)
-            self._write_buffers(i, None if own is None else bucket.buffers_of(own), show=show)
+            bucket.write_buffers(None if own is None else bucket.buffers_of(own), self.weight)
 
     def _write_parameters(self, i: int, own: Tensor | None, show: bool) -> None:
         bucket = self.buckets[i]
@@ -172,13 +166,3 @@ class SnapshotPart(Part):
             mean.add_(velocity, alpha=self._outer.momentum)
         base = old.to(dtype, copy=True).add_(mean, alpha=self._outer.lr)
         return base.to(old.dtype) if show else old.copy_(base)
-
-    @override
-    def _restored(self, index: int) -> None:
-        if self.own:
-            self.buckets[index].parameters_of(self.own[index]).copy_(self.base[index])
-
-    @override
-    def _restored_buffers(self, index: int) -> None:
-        if self.own:
-            self.buckets[index].buffers_of(self.own[index]).copy_(self.buffer_base[index])

@@ -61,7 +61,6 @@ class UpdatePart(Part):
         for bucket in self.buckets[: self.parameter_buckets]:
             self.base.append(bucket.copy_parameters())
         for bucket in self.buckets:
-            self.buffer_base.append(bucket.copy_buffers())
             bucket.release()
         if self._outer.momentum:
             self.velocity = [torch.zeros_like(p) for p in self.base]
@@ -80,7 +79,6 @@ class UpdatePart(Part):
         weight: float,
         step: int,
         what: str,
-        buffer_weight: float | None = None,
         precision: Precision | None = None,
         outer_step: Handle[tuple[float, float]] | None = None,
     ) -> None:
@@ -102,7 +100,7 @@ class UpdatePart(Part):
                 continue
             flat = bucket.pack()
             self._own_buffers.append(flat.clone())
-            if not (weight if buffer_weight is None else buffer_weight):
+            if not weight:
                 flat.zero_()
             self._handles.append(self._team.communicator.sum(flat, what=what))
 
@@ -123,7 +121,7 @@ class UpdatePart(Part):
                 self._write_bucket(i, show)
             else:
                 own = self._own_buffers[i - self.parameter_buckets]
-                self._write_buffers(i, own if moved else None, show=show)
+                self.buckets[i].write_buffers(own if moved else None, self.weight)
         if not show:
             self._updates, self._own_buffers = [], []
         if self._squares:  # one read for all, because each read waits for the GPU
@@ -232,18 +230,6 @@ class UpdatePart(Part):
             if not show:
                 velocity.copy_(new_velocity)
             shift.add_(new_velocity.mul_(self.lookahead))
-
-    @override
-    def _restored(self, index: int) -> None:
-        if self.in_flight:  # x ← x + u, because the landing will subtract u
-            view = self.buckets[index].flat_view
-            view.add(self._updates[index].sent.to_tensor(), 0)
-            view.write_back()
-
-    @override
-    def _restored_buffers(self, index: int) -> None:
-        if self.in_flight and index >= self.parameter_buckets:
-            self._own_buffers[index - self.parameter_buckets].copy_(self.buffer_base[index])
 
     # -- checkpoints -----------------------------------------------------------------------------
 

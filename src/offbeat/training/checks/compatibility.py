@@ -52,17 +52,15 @@ def require_abilities(
 
     Raises:
         AttachError: the strategy does not support an option, or two options exclude each other.
-        ValueError: the value of ``wire`` or ``non_finite`` is unknown, or does not work with this
-            strategy.
+        ValueError: the value of ``wire`` or ``non_finite`` is unknown.
     """
     require_precision(wire)
-    require_choice("non_finite", non_finite, ("raise", "warn", "exclude"))
+    require_choice("non_finite", non_finite, ("raise", "warn"))
     averages = strategy.averages()
     if isinstance(averages, CustomFlow):
         used = {
             f"wire={wire!r}": wire != "float32",
             "adam_correction": adam_correction,
-            'non_finite="exclude"': non_finite == "exclude",
             "node_group": nodes,
             "min_workers": elastic,
         }
@@ -85,12 +83,6 @@ def require_abilities(
             "one of them out"
         )
     if isinstance(averages, Gradients):
-        if non_finite == "exclude" and not averages.every_step:
-            raise ValueError(
-                f'non_finite="exclude" with {strategy}: a worker with a non-finite gradient never '
-                "contributes to the mean, but would step with that gradient; average the "
-                'parameters, or use "raise" or "warn"'
-            )
         if elastic and optimizers > 1:
             raise AttachError(
                 f"min_workers with {strategy} and several optimizers, whose gradients are averaged "
@@ -130,13 +122,19 @@ def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
 def require_usable(model: nn.Module) -> None:
     """Raise AttachError unless every parameter and buffer can be read and written in place.
 
-    Also raise if ``model`` contains modules of FSDP, or if inference mode is enabled.
+    Also raise if ``model`` contains modules of FSDP or an engine of DeepSpeed, or if inference mode
+    is enabled.
     """
     if torch.is_inference_mode_enabled():
         raise AttachError("attach() inside torch.inference_mode(): leave it, nothing trains there")
     for module in model.modules():
         if type(module).__module__.startswith("torch.distributed.fsdp"):
             raise AttachError(f"the model is inside {type(module).__name__}: {_DIVIDED}")
+        if type(module).__module__.startswith("deepspeed.runtime"):
+            raise AttachError(
+                f"the model is inside a {type(module).__name__} of DeepSpeed, which averages "
+                "gradients, or divides the model, by itself: train without DeepSpeed"
+            )
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             reason = _unusable(tensor)

@@ -1,10 +1,9 @@
-"""Comparison of the workers' progress at a consensus and at the end of training."""
+"""Comparison of the workers: of their steps at a consensus, of their models at the end."""
 
-import json
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,37 +12,30 @@ from offbeat.averaging.votes import Sums
 from offbeat.checkpoint.state import digest
 from offbeat.errors import MismatchError
 from offbeat.strategies.base import Strategy
-from offbeat.training.checks.consistency import differences, value_text
 
 logger = logging.getLogger("offbeat")
 
 
-@dataclass(frozen=True)
-class _Report:
-    """A worker's progress.
+class _Report(NamedTuple):
+    """A worker's progress at a consensus.
 
-    ``rates`` is a checksum of the learning rates. 0: not to be compared, for example after a
-    warning. ``digest`` is a checksum of what is compared: the modules in ``also`` (0: none), or the
-    final model.
+    ``called`` is True if the worker has called ``Synchronizer.consensus``.
     """
 
     finishing: int
     step: int
-    consensuses: int
-    rates: int
-    digest: int
+    called: int
 
 
 class Progress:
-    """Compares steps, learning rates and models, and logs warnings.
+    """Finds a ``consensus`` on one rank only, and changes of parameters that were not averaged.
 
     Attributes:
-        consensuses: Number of calls of ``Synchronizer.consensus``.
+        called: True once this worker has called ``Synchronizer.consensus``.
     """
 
     def __init__(self, worker: Worker, strategy: Strategy) -> None:
-        self._worker, self._strategy, self.consensuses = worker, strategy, 0
-        self._warned = False
+        self._worker, self._strategy, self.called = worker, strategy, False
         self._start = 0
 
     def note_start(self) -> None:
@@ -59,7 +51,7 @@ class Progress:
     # -- comparison ------------------------------------------------------------------------------
 
     def compare(self, sums: Sums, *, finishing: bool) -> None:
-        """Compare the workers before a consensus. A collective.
+        """Compare the workers before a consensus. A collective if some, not all, end training.
 
         ``sums`` is the tally of the last round. ``finishing`` is True if this worker ends training.
 
@@ -68,20 +60,22 @@ class Progress:
                 least twice as many steps, and have never called it. Raised on all workers. In other
                 cases workers may have stopped early, which is allowed.
         """
-        what = "comparison of the progress"
-        reports = self._gather(what, finishing=finishing, digest=0)
         if not 0 < sums.finishing < self._worker.size:
             return
+        numbers = [finishing, self._worker.step, self.called]
+        gathered = self._gather("comparison of the progress", numbers)
+        reports = [_Report(*each) for each in gathered]
         rank, *more = (rank for rank, each in enumerate(reports) if not each.finishing)
         steps, ended = reports[rank].step, [each for each in reports if each.finishing]
-        if not more and all(not e.consensuses and e.step >= max(1, 2 * steps) for e in ended):
-            other = int(rank == 0)
-            raise MismatchError(
-                f"rank {rank} called consensus() after {steps} steps, and rank {other} called "
-                f"finish() after {reports[other].step} steps without any consensus(): every rank "
-                f"must call consensus(), not only rank {rank}. The other ranks have trained "
-                "without it meanwhile"
-            )
+        if more or any(each.called or each.step < max(1, 2 * steps) for each in ended):
+            return
+        other = int(rank == 0)
+        raise MismatchError(
+            f"rank {rank} called consensus() after {steps} steps, and rank {other} called "
+            f"finish() after {reports[other].step} steps without any consensus(): every rank must "
+            f"call consensus(), not only rank {rank}. The other ranks have trained without it "
+            "meanwhile"
+        )
 
     def compare_modules(self, sums: Sums, also: Replica, *, finishing: bool) -> bool:
         """Compare the modules ``also`` before a consensus. A collective if a worker has modules.
@@ -97,9 +91,9 @@ class Progress:
             return False
         text = "\n".join(also.describe())
         digest = (zlib.crc32(text.encode()) or 1) if text else 0
-        reports = self._gather("comparison of the modules", finishing=finishing, digest=digest)
-        digests = [each.digest for each in reports]
-        asking = [each.digest for each in reports if not each.finishing] or digests
+        reports = self._gather("comparison of the modules", [finishing, digest])
+        digests = [each for _, each in reports]
+        asking = [each for ended, each in reports if not ended] or digests
         given = next((each for each in asking if each), 0)
         if given and len(set(digests)) > 1:
             first = digests.index(given)
@@ -112,8 +106,8 @@ class Progress:
 
     def compare_final(self) -> None:
         """Compare the models after the final mean. A collective."""
-        reports = self._gather("the end of training", finishing=True, digest=self._checksum())
-        differing = [str(i) for i, each in enumerate(reports) if each.digest != reports[0].digest]
+        models = self._gather("the end of training", [self._checksum()])
+        differing = [str(rank) for rank, model in enumerate(models) if model != models[0]]
         if differing and self._worker.team.everyone.rank == 0:
             logger.warning(
                 "finish(): the final model of rank %s differs from that of rank 0. A likely reason "
@@ -134,51 +128,10 @@ class Progress:
                 worker.rank,
             )
 
-    def _gather(self, what: str, *, finishing: bool, digest: int) -> list[_Report]:
-        worker = self._worker
-        communicator, rates = worker.team.everyone, self._rates()
-        text = json.dumps(rates).encode()
-        own = _Report(
-            finishing,
-            worker.step,
-            self.consensuses,
-            0 if self._warned or worker.leases_data else zlib.crc32(text) or 1,
-            digest,
-        )
-        if communicator.size == 1:
-            return [own]
-        numbers = torch.tensor(astuple(own), dtype=torch.int64, device=communicator.control_device)
-        gathered = communicator.gather(numbers, what=what).wait()
-        reports = [_Report(*each.tolist()) for each in gathered]
-        # All workers must take the same branch. A worker that joined later has not warned yet.
-        if all(each.rates for each in reports) and _drifted(reports):
-            texts = communicator.gather_bytes(text, what=what)
-            self._warn(reports, [json.loads(each) for each in texts])
-        return reports
-
-    def _rates(self) -> dict[str, str]:
-        return {
-            f"the learning rate of optimizer {each.index}, group {i}": value_text(group["lr"])
-            for each in self._worker.optimizers
-            for i, group in enumerate(each.optimizer.param_groups)
-            if "lr" in group
-        }
-
-    def _warn(self, reports: Sequence[_Report], rates: Sequence[Mapping[str, str]]) -> None:
-        self._warned = True
-        if self._worker.team.everyone.rank:
-            return
-        step = next(a.step for a in reports if _drifted([b for b in reports if b.step == a.step]))
-        same = {rank: each for rank, each in enumerate(rates) if reports[rank].step == step}
-        logger.warning(
-            "after %d steps %s. Give each scheduler the same values on all ranks, such as the mean "
-            "loss in consensus()",
-            step,
-            differences(same),
-        )
+    def _gather(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the ``numbers`` of each worker, in rank order. A collective."""
+        everyone = self._worker.team.everyone
+        own = torch.tensor(numbers, dtype=torch.int64, device=everyone.control_device)
+        return [each.tolist() for each in everyone.gather(own, what=what).wait()]
 
 
-def _drifted(reports: Sequence[_Report]) -> bool:
-    """Return True if workers with equally many steps have different learning rates."""
-    pairs = {(each.step, each.rates) for each in reports}
-    return len(pairs) > len({each.step for each in reports})
