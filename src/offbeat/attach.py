@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -220,7 +219,6 @@ def attach(
                 min_workers=min_workers,
                 hooks=[ddp],
                 shards=shards,
-                connect=partial(open_communicator, group, timeout_seconds, what="monitor()"),
             )
             on_failure.pop_all()
         return Synchronizer(components)

@@ -5,7 +5,7 @@
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -95,58 +95,7 @@ class Synchronizer:
         """
         return self._components.clipping.clip(max_norm, optimizer)
 
-    # -- additional measurements and modules ------------------------------------------------
-
-    def monitor(self, *, distance_every: int | None = None, gradient_change: bool = False) -> None:
-        """Add measurements to the telemetry records.
-
-        With ``distance_every`` it is a collective, to be called before the first step and before
-        ``load_state_dict``.
-
-        Args:
-            distance_every: Number of steps (≥ 1) from one measurement of the distance between the
-                workers' models to the next. All workers must give the same number. None: no
-                measurement. The results are ``distance``, ``distance_largest`` and
-                ``distance_step`` in the records and in ``Stats.details``. Each measurement sends
-                the model once in the background, and needs memory for two copies of the parameters.
-                See ``offbeat.training.monitors.Distance``.
-            gradient_change: True to add ``relative_change`` to each record: SelSync's Δ, the
-                relative change of this worker's smoothed squared gradient norm from step to step.
-                Costs one pass over the gradients.
-
-        Raises:
-            AttachError: after ``finish`` or ``detach``. Or ``distance_every`` was given after the
-                first step, a second time, or together with ``node_group`` or ``min_workers``.
-            MismatchError: another worker gave another ``distance_every``.
-        """
-        self._require_active("monitor()")
-        if gradient_change:
-            self._components.monitor_gradient_change()
-        if distance_every is not None:
-            self._components.monitor_distance(distance_every)
-
-    def follow(self, *modules: nn.Module) -> None:
-        """Add follower modules, such as an EMA. Only ``consensus`` and ``finish`` average them.
-
-        A collective. It copies rank 0's values of the modules to all workers. Afterwards each
-        worker updates its modules itself. ``offbeat.save`` does not save them: pass their
-        ``state_dict()`` as ``extra``.
-
-        Raises:
-            AttachError: after ``finish`` or ``detach``. Or ``attach`` was given ``min_workers``,
-                ``fully_shard`` has divided the model, or a module shares tensors with the model.
-            MismatchError: another worker gave other modules.
-            TypeError: an argument is not a module.
-        """
-        self._require_active("follow()")
-        if self._components.views is not None or self._components.shards is not None:
-            raise AttachError(
-                "follow() with min_workers, or with a model that fully_shard has divided: a worker "
-                "that joins would not get the modules, and no worker holds them whole"
-            )
-        self._consensus.followers.check(self._components.objects[0], modules)
-        with self._iteration.guard, self._team.account.paused():
-            self._consensus.followers.add(modules)
+    # -- elastic training ----------------------------------------------------------------------
 
     def share_state(self, save: Callable[[], Any], load: Callable[[Any], object]) -> None:
         """Let workers that join receive a state of the script, such as that of a scheduler.
@@ -179,7 +128,7 @@ class Synchronizer:
     # -- consensus and the end of training ---------------------------------------------------
 
     @contextlib.contextmanager
-    def consensus(self) -> Iterator[None]:
+    def consensus(self, *, also: Sequence[nn.Module] = ()) -> Iterator[None]:
         """Replace the model by the mean over all workers inside the context, for evaluation.
 
         The local model is restored when the context ends. A collective: every worker enters the
@@ -194,37 +143,59 @@ class Synchronizer:
         most ``timeout_seconds``. A collective of your own is safe inside this context only, and
         only if every worker enters it: ``finish`` does not answer it.
 
+        Args:
+            also: Further modules to replace by their mean in the same way, such as a moving average
+                (EMA) that each worker computes of its local model. Frozen parameters are averaged,
+                too. The training does not change these modules, and ``offbeat.save`` does not save
+                them: pass their ``state_dict()`` as ``extra``. Needs memory for one copy of them.
+                A worker that may reach ``finish`` earlier gives it the same modules.
+
         Raises:
             AttachError: after ``finish`` or ``detach``, or inside another ``consensus``. Or a
                 parameter of the model was replaced by another one, or ``load_state_dict`` has
-                changed the model after its first step.
-            MismatchError: another worker has trained to its end and never called this.
+                changed the model after its first step. Or ``also`` was given and ``fully_shard``
+                has divided the model, or a module shares tensors with the model.
+            MismatchError: another worker has trained to its end and never called this, or has given
+                other modules as ``also``.
+            TypeError: ``also`` is not a list of modules.
         """
         self._require_active("consensus()")
         self._iteration.require_own_model("consensus()")
         self._consensus.check_parameters("consensus()")
+        with _normal_mode():
+            extra = self._consensus.tensors_of(also, "consensus(")
         with self._recorder.paused():
             with _normal_mode(), self._iteration.guard, self._team.account.paused():
-                local = self._consensus.replace_by_mean()
+                local = self._consensus.replace_by_mean(extra)
             try:
                 with self._iteration.forbid_steps("consensus()"):
                     yield
             finally:
-                self._consensus.restore(local)
+                self._consensus.restore(local, extra)
 
-    def finish(self) -> None:
+    def finish(self, *, also: Sequence[nn.Module] = ()) -> None:
         """End training: replace the model by the mean over all workers, and remove the hooks.
 
         Parameters and buffers are combined as in ``consensus``. A collective: every worker calls
         it, each after any number of steps. The call returns when all workers have called it. Until
         then this worker takes part in the communication of the workers that still train.
+
+        Args:
+            also: Further modules to replace by their mean; see ``consensus``. If a worker may call
+                ``consensus(also=…)`` after another worker has called ``finish``, give the same
+                modules here.
+
+        Raises:
+            MismatchError: another worker has given other modules as ``also``.
         """
         if not self._active:
             return
         self._iteration.require_own_model("finish()")
         self._consensus.check_parameters("finish()", finishing=True)
-        with _normal_mode(), self._iteration.guard:
-            self._consensus.finish()
+        with _normal_mode():
+            extra = self._consensus.tensors_of(also, "finish(")
+            with self._iteration.guard:
+                self._consensus.finish(extra)
         self._recorder.count_remainder()
         self._finished, self._active = True, False
         self._components.close(together=True)

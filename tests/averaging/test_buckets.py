@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from loops import bits
 from offbeat.averaging import buckets
@@ -18,9 +18,7 @@ from offbeat.averaging.buckets import (
     add_clamped,
     add_to,
     as_real,
-    group_tensors,
     make_buckets,
-    pack,
     staging_dtype,
     swap,
     unpack,
@@ -114,22 +112,6 @@ def test_pack_and_unpack_are_inverse(tensors: list[Tensor]) -> None:
     assert [(t.data_ptr(), t.stride()) for t in tensors] == layout
 
 
-@few
-@given(tensor_lists(FLOATS), st.sampled_from([2.0, 3.0, 7.0]))
-def test_a_mean_of_equal_models_is_the_model(tensors: list[Tensor], workers: float) -> None:
-    """The sum of N equal half tensors is made in float32 and divided at the end."""
-    originals = [t.clone() for t in tensors]
-    for bucket in make_buckets(tensors, 128):
-        total = bucket.pack().clone()
-        for _ in range(int(workers) - 1):
-            total += bucket.pack()
-        bucket.flat.copy_(total)
-        bucket.unpack(workers)
-    for tensor, original in zip(tensors, originals, strict=True):
-        tolerance = {torch.float32: 1e-6, torch.float64: 1e-14}.get(tensor.dtype, 0.0)
-        torch.testing.assert_close(tensor, original, rtol=tolerance, atol=0)
-
-
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "_PIECE", 16)
@@ -220,77 +202,7 @@ def test_an_interrupted_swap_leaves_the_tensors_as_they_were(
     assert count == 1, "so many pieces there are"
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_weight_0_gives_zeros_even_for_nan(dtype: torch.dtype) -> None:
-    """A worker with weight 0 cannot put NaN into the mean."""
-    bucket = Bucket([torch.tensor([float("nan"), float("inf")], dtype=dtype)], tail=2)
-    bucket.tail.fill_(7)
-    assert bucket.pack(0.0).tolist() == [0, 0, 7, 7]
-
-
-def test_weights_scale_the_body_and_leave_the_tail() -> None:
-    """The tail belongs to the caller."""
-    bucket = Bucket([torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])], tail=1)
-    bucket.tail.fill_(9)
-    assert bucket.pack(0.5).tolist() == [0.5, 1.0, 1.5, 9.0]
-    assert bucket.body.tolist() == [0.5, 1.0, 1.5]
-    bucket.unpack(0.25)
-    assert bucket.tensors[0].tolist() == [2.0, 4.0]
-    assert bucket.tensors[1].tolist() == [[6.0]]
-    assert bucket.tail.tolist() == [9.0]
-
-
-def test_staging_is_float32_for_half_types_and_real_for_complex() -> None:
-    """The dtype in which sums are made."""
-    want = {
-        torch.float16: torch.float32,
-        torch.bfloat16: torch.float32,
-        torch.float64: torch.float64,
-        torch.complex64: torch.float32,
-        torch.complex128: torch.float64,
-        torch.int64: torch.int64,
-        torch.bool: torch.uint8,
-    }
-    assert {d: staging_dtype(torch.zeros(1, dtype=d)) for d in want} == want
-    assert as_real(torch.zeros(3, dtype=torch.complex64)).shape == (3, 2)
-
-
-def test_tensors_with_autograd_are_written_in_place() -> None:
-    """A leaf that requires a gradient keeps its storage, and no graph appears."""
-    parameter = nn.Parameter(torch.ones(2, 3).t())
-    address = parameter.data_ptr()
-    flat = torch.empty(6)
-    pack([parameter], flat, 2.0)
-    unpack(flat, [parameter])
-    assert parameter.tolist() == [[2.0, 2.0]] * 3
-    assert (parameter.data_ptr(), parameter.is_leaf, parameter.grad_fn) == (address, True, None)
-    assert not flat.requires_grad
-
-
-def test_devices_and_dtypes_open_groups_of_their_own() -> None:
-    """Interleaved dtypes fill one bucket each. A change of dtype does not close a bucket."""
-    mixed = [torch.zeros(2, dtype=d) for d in (torch.float32, torch.float64) * 3]
-    assert [len(group) for group in group_tensors(mixed)] == [3, 3]
-
-
 # -- in-place updates -----------------------------------------------------------------------------
-
-
-@few
-@given(tensor_lists([*FLOATS, torch.complex64]), st.sampled_from([1.0, -0.5, 1 / 3]))
-def test_add_to_adds_a_scaled_flat_vector(tensors: list[Tensor], scale: float) -> None:
-    """x ← x + scale · flat, rounded once to the tensor's dtype."""
-    for bucket in make_buckets(tensors, 96):
-        before = bucket.pack().clone()
-        shift = torch.arange(len(before), dtype=before.dtype) * 0.37 - 1
-        wide = before.double() + scale * shift.double()
-        add_to(bucket.tensors, shift, scale)
-        half = bucket.tensors[0].dtype in (torch.float16, torch.bfloat16)
-        want = wide.float().to(bucket.tensors[0].dtype).double() if half else wide
-        # a sum made in float32 may sit on the other side of a rounding boundary: one unit
-        unit = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 1e-6}
-        rtol = unit.get(bucket.tensors[0].dtype, 1e-6 if before.dtype == torch.float32 else 1e-14)
-        torch.testing.assert_close(bucket.pack().double(), want, rtol=rtol, atol=1e-6)
 
 
 def test_add_to_computes_half_types_in_float32() -> None:

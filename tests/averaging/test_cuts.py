@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offbeat.averaging.parts.cuts import cut_by_bytes, cut_by_tensors
-from offbeat.averaging.parts.part_bucket import PartBucket
 from problems import flat, make_wide
 
 
@@ -69,14 +68,3 @@ def test_views_follow_a_module_that_is_moved() -> None:
     assert [view.tolist() for view in (*first(), *second())] == [[0, 0, 0], [0, 0, 0]]
     parameter.data = torch.arange(6.0)
     assert [view.tolist() for view in (*first(), *second())] == [[0, 1, 2], [3, 4, 5]]
-
-
-@pytest.mark.parametrize("contiguous", [True, False])
-def test_the_flat_view_of_a_bucket_has_present_values(contiguous: bool) -> None:
-    """A second use sees what has changed since the first one, also of a transposed tensor."""
-    tensor = torch.zeros(3, 2) if contiguous else torch.zeros(2, 3).t()
-    bucket = PartBucket([tensor], [])
-    for value in (1.0, 2.0):
-        tensor.fill_(value)
-        pieces = [piece.clone() for piece in bucket.flat_view.pieces(0, 6)]
-        assert torch.cat(pieces).tolist() == 6 * [value]

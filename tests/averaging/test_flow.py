@@ -1,7 +1,6 @@
 """Properties of flows other than values: lost steps, messages, weights, and votes in flight."""
 
 import copy
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,6 @@ from torch import Tensor, nn
 
 from loops import Recorded, attach, close, sgd
 from offbeat import Compute, Network, simulate
-from offbeat.averaging.rounds import Rounds
-from offbeat.averaging.votes import Round, Vote
 from offbeat.simulate import Kill
 from offbeat.strategies.base import SharedModel, Strategy, WorkerView
 from problems import flat, make_batch, make_model, make_wide, train_step, wide_step
@@ -148,56 +145,6 @@ def test_a_mean_takes_as_few_messages_as_possible(
         assert sorted(last) == sorted([*end, "Gather"]), "the comparison of the final models"
 
 
-# -- weights ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def votes(monkeypatch: pytest.MonkeyPatch) -> list[Vote]:
-    """All votes that are sent, by all workers."""
-    sent: list[Vote] = []
-    send = Rounds.send
-
-    def noted(self: Rounds, vote: Vote, optimizer: int = 0) -> Round:
-        sent.append(vote)
-        return send(self, vote, optimizer)
-
-    monkeypatch.setattr(Rounds, "send", noted)
-    return sent
-
-
-def wait(rank: int, size: int, text: str) -> None:
-    """Rank 0 waits in a consensus after 2 steps, rank 1 reaches it after 7."""
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    with attach(model, optimizer, text) as sync:
-        for step in range([2, 7][rank]):
-            train_step(model, optimizer, make_batch(rank, step))
-        with sync.consensus():
-            pass
-
-
-@pytest.mark.parametrize(
-    ("text", "weights"),
-    [
-        # Rounds after each of the steps 1 to 7, and the last one of the consensus.
-        ("local:period=1", [1, 1, 0, 0, 0, 0, 0, 0]),
-        ("diloco:period=1,overlap=0", [1, 1, 0, 0, 0, 0, 0, 0]),
-        ("async:staleness=2", [1, 1, 0, 0, 0, 0, 0, 0]),
-        ("selsync:delta=inf", [1, 1, 1, 1, 1, 1, 1, 1]),
-        ("local:period=3", [1, 0, 0]),
-        ("async:staleness=6", [1, 0, 0]),
-        ("streaming:parts=1,schedule=cyclic,staleness=6", [1, 0, 0]),
-    ],
-)
-def test_a_waiting_worker_counts_while_it_has_steps_to_give(
-    text: str, weights: list[int], votes: list[Vote]
-) -> None:
-    """Its weight is 1 in the round that averages its last steps, then 0."""
-    simulated(wait, text, workers=2)
-    before = list(itertools.takewhile(lambda vote: not vote.finishing, votes))
-    assert [vote.weight for vote in before if vote.rank == 0][: len(weights)] == weights
-
-
 # -- when votes travel -----------------------------------------------------------------------------
 
 
@@ -213,44 +160,6 @@ class Slow(torch.optim.SGD):
         if self.sleep is not None:
             self.sleep(0.02, "the optimizer")
         return result
-
-
-def order(rank: int, size: int, text: str) -> list[str]:
-    """Votes and optimizer steps in the order of their beginning."""
-    model, recorded = make_wide(rank), Recorded()
-    optimizer = sgd(model)
-    optimizer.register_step_post_hook(lambda *_: recorded.operations.append(("Step", "step", 0)))
-    sync = attach(model, optimizer, text, group=recorded)
-    recorded.operations.clear()
-    for step in range(3):
-        wide_step(model, optimizer, rank, step)
-    events = [what.split()[0] for _, what, _ in recorded.operations]
-    sync.detach()
-    return [event for event in events if event in ("votes", "step")]
-
-
-@pytest.mark.parametrize(
-    ("text", "first"),
-    [
-        ("local:period=1", "votes"),
-        ("selsync:delta=inf", "votes"),
-        ("diloco:period=1", "votes"),
-        ("diloco:period=2,overlap=1,fragments=2", "votes"),
-        ("async:staleness=2", "votes"),
-        ("streaming:parts=1,schedule=cyclic,staleness=2", "votes"),
-        ("async:schedule=eager", "step"),
-        ("streaming:parts=1", "step"),
-    ],
-)
-def test_votes_travel_while_the_optimizer_steps_unless_the_schedule_is_eager(
-    text: str, first: str
-) -> None:
-    """An eager worker votes after its step, because only then it knows which parts have arrived."""
-    for events in simulated(order, text, workers=2):
-        assert events[0] == first
-        assert events.count("step") == 3
-        if first == "votes":
-            assert events == ["votes", "step"] * 3
 
 
 def seconds_waited(text: str, latency: str, optimizer_sleeps: bool) -> float:

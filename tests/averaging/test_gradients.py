@@ -11,10 +11,7 @@ from loops import attach, close
 from offbeat.averaging import worker
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradient_flow import GradientFlow
-from offbeat.averaging.gradients import GradientMean, gradient_buckets
-from offbeat.quantization.wire import Wire
-from offbeat.transport.connect import open_communicator
-from offbeat.transport.team import Team
+from offbeat.averaging.gradients import gradient_buckets
 from problems import (
     flat,
     make_wide,
@@ -77,56 +74,6 @@ def test_buckets_sent_twice_feed_their_errors_once(
     for a, b in zip(early, late, strict=True):
         assert torch.equal(torch.stack(a), torch.stack(b))
         assert torch.equal(torch.stack(a), torch.stack(early[0]))
-
-
-# -- the mean by itself ---------------------------------------------------------------------------
-
-GRADIENTS = [[0, 1, 2, 3], [0, 1, 2], [1, 2, 3]]  # parameters that have one, by rank; 4 has none
-
-
-def reduce_once(rank: int, size: int, wire: Any, overlap: bool) -> Any:
-    """Rank 1 contributes nothing. With overlap buckets leave early, and rank 2 changes one."""
-    team = Team(open_communicator(None, 20, what="a test"))
-    parameters = [nn.Parameter(torch.zeros(600)) for _ in range(5)]
-    for i in GRADIENTS[rank]:
-        parameters[i].grad = gradient_of(rank, i)
-    buckets = gradient_buckets(parameters, bucket_bytes=2400)
-    assert len(buckets) == 5
-    mean = GradientMean(team, Wire(team, wire), buckets, slots=2, overlap=overlap)
-    if rank != 1:
-        for index in range(len(buckets) - 1):
-            mean.start(index)
-    if rank == 2 and overlap:
-        parameters[3].grad += 1
-    sums = mean.reduce([rank, 1.5], contribute=rank != 1)
-    return sums, [p.grad for p in parameters]
-
-
-def gradient_of(rank: int, index: int) -> Tensor:
-    return torch.randn(600, generator=torch.Generator().manual_seed(10 * rank + index))
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-def test_the_mean_is_over_the_contributing_workers(wire: str, overlap: bool) -> None:
-    """A missing gradient is zero, one that no worker has stays None, and the slots are summed.
-
-    A worker that does not contribute keeps its gradients. A bucket that changed is sent again.
-    """
-    results = run(reduce_once, wire, overlap, workers=3)
-    for rank, (sums, gradients) in enumerate(results):
-        assert sums == [0 + 1 + 2, 3 * 1.5]
-        assert gradients[4] is None
-        for i in range(4):
-            own = gradient_of(rank, i) if i in GRADIENTS[rank] else None
-            if rank == 1:
-                assert own is gradients[i] is None or torch.equal(gradients[i], own)
-                continue
-            each = [gradient_of(r, i) for r in (0, 2) if i in GRADIENTS[r]]
-            want = (sum(each) + float(overlap and i == 3)) / 2
-            atol = 1e-6 if wire == "float32" else 2 * 5.0 / 127  # of numbers below 5
-            torch.testing.assert_close(gradients[i], want, rtol=0, atol=atol)
-            assert torch.equal(gradients[i], results[0][1][i])
 
 
 # -- what a script may do to its gradients --------------------------------------------------------

@@ -1,6 +1,5 @@
 """Landings are all or nothing, for any failing operation of a mean at any time."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,131 +18,13 @@ from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.gradients import gradient_buckets
 from offbeat.averaging.model_flow import ModelFlow
 from offbeat.averaging.parts import landing
-from offbeat.averaging.parts.landing import Landing, bucket_landing, land
+from offbeat.averaging.parts.landing import bucket_landing, land
 from offbeat.transport.communicator import Wrapper
-from offbeat.transport.handle import Handle
+from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.host import ThreadHost
 from offbeat.transport.operation import Operation
 from offbeat.transport.team import Team
 from offbeat_lab.baselines.powersgd import PowerSGDFlow
-
-# -- by hand --------------------------------------------------------------------------------------
-
-
-class Clock(ThreadHost):
-    """A clock that the test moves."""
-
-    seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
-
-
-class Sum(Handle[Tensor]):
-    """Takes ``seconds`` to wait for, and is not done before that; or fails."""
-
-    def __init__(self, clock: Clock, flat: Tensor, seconds: float, fails: bool = False) -> None:
-        self._clock, self._flat, self._seconds, self._fails = clock, flat, seconds, fails
-        self.ended = False
-
-    def done(self) -> bool:
-        return self.ended
-
-    def wait(self) -> Tensor:
-        self._clock.seconds += 0 if self.ended else self._seconds
-        self.ended = True
-        if self._fails:
-            raise offbeat.CommunicationError("lost")
-        return self._flat
-
-
-BYTES = 4 * 2**20
-
-
-def three_sums(clock: Clock, seconds: float, fails: int | None = None) -> Any:
-    """Tensors of 1, 2 and 3, whose sums are 10, 20 and 30, and their landings."""
-    tensors = [torch.full((BYTES // 4,), i + 1.0) for i in range(3)]
-    buckets = [Bucket([tensor]) for tensor in tensors]
-    landings = []
-    for i, bucket in enumerate(buckets):
-        bucket.pack().fill_(10.0 * (i + 1))
-        landings.append(bucket_landing(Sum(clock, bucket.flat, seconds, i == fails), bucket, 2.0))
-    return tensors, landings
-
-
-def firsts(tensors: list[Tensor]) -> list[float]:
-    return [tensor[0].item() for tensor in tensors]
-
-
-@pytest.mark.parametrize(
-    ("bits_per_second", "seen"),
-    [
-        (100e6, [[1, 2, 3], [5, 2, 3], [5, 10, 3]]),  # what is there is written while others travel
-        (50e9, [[1, 2, 3]] * 3),  # it would cost more than the rest of the sums takes
-    ],
-)
-def test_what_has_arrived_over_a_slow_link_is_written_early(
-    bits_per_second: float, seen: list[list[float]]
-) -> None:
-    """Compares the tensors at the wait for each sum. At the end all are the means."""
-    clock = Clock()
-    tensors, landings = three_sums(clock, BYTES / bits_per_second * 8)
-    looks = []
-    for one in landings:
-        wait = one.handle.wait
-
-        def look(wait: Callable[[], Tensor] = wait) -> Tensor:
-            looks.append(firsts(tensors))
-            return wait()
-
-        one.handle.wait = look
-    land(landings, clock)
-    assert looks == seen
-    assert firsts(tensors) == [5, 10, 15]
-
-
-@pytest.mark.parametrize("fails", [0, 1, 2])
-@pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_if_one_sum_fails_nothing_is_written(fails: int, seconds: float) -> None:
-    """Any sum may fail, over a fast link and over a slow one."""
-    clock = Clock()
-    tensors, landings = three_sums(clock, seconds, fails)
-    with pytest.raises(offbeat.CommunicationError, match="lost"):
-        land(landings, clock)
-    for i, tensor in enumerate(tensors):
-        assert (tensor == i + 1).all()
-
-
-def test_an_interruption_while_writing_early_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a Ctrl-C in the middle of a bucket all buckets have their previous values."""
-    clock = Clock()
-    tensors, landings = three_sums(clock, 1.0)
-    landings.append(Landing(Sum(clock, torch.zeros(1), 1.0), write=lambda: None))
-    multiply, calls = torch.mul, [0]
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == BYTES // 4 // buckets._PIECE + 3:  # in the second bucket
-            raise KeyboardInterrupt
-        return multiply(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "mul", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        land(landings, clock)
-    for i, tensor in enumerate(tensors):
-        assert (tensor == i + 1).all()
-
-
-def test_what_cannot_be_undone_is_written_last() -> None:
-    """A landing without a swap waits for all sums, also over a slow link."""
-    clock, written = Clock(), []
-
-    def write(name: str) -> None:
-        written.append((name, clock.seconds))
-
-    land([Landing(Sum(clock, torch.zeros(1), 1.0), partial(write, n)) for n in "abc"], clock)
-    assert written == [("a", 3.0), ("b", 3.0), ("c", 3.0)]
-
 
 # -- every operation of every mean ----------------------------------------------------------------
 
@@ -208,6 +89,31 @@ class _Late(Handle[Any]):
 class Slow(Faulty):
     def make_communicator(self, timeout_seconds: float) -> Any:
         return Hesitant(super().make_communicator(timeout_seconds))
+
+
+def test_an_interruption_while_writing_early_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a Ctrl-C in the middle of a bucket all buckets have their previous values."""
+    monkeypatch.setattr(landing, "_SLOW_BYTES_PER_SECOND", float("inf"))
+    monkeypatch.setattr(buckets, "_PIECE", 16)
+    tensors = [torch.full((64,), i + 1.0) for i in range(4)]
+    landings = []
+    for tensor in tensors:
+        bucket = Bucket([tensor])
+        bucket.pack().fill_(10.0)
+        landings.append(bucket_landing(_Late(Completed(bucket.flat)), bucket, 2.0))
+    multiply, calls = torch.mul, [0]
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 64 // 16 + 3:  # in the second bucket
+            raise KeyboardInterrupt
+        return multiply(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "mul", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        land(landings, ThreadHost())
+    for i, tensor in enumerate(tensors):
+        assert (tensor == i + 1).all()
 
 
 swaps = [0]  # buckets that were written early, by this process

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from offbeat import MismatchError, OffbeatError
 from offbeat.averaging.finite import NonFiniteCheck
-from offbeat.averaging.votes import Round, Sums, Vote
-from offbeat.transport.handle import Completed, Handle
+from offbeat.averaging.votes import Sums, Vote
 
 VOTE = Vote(1.0, True, False, 1.0, 0, 0, True, 0)
 
@@ -80,11 +79,6 @@ def test_the_rank_of_the_only_non_finite_worker_is_known(rank: int) -> None:
             assert (tally.non_finite, tally.non_finite_rank) == (1, rank)
 
 
-def test_a_vote_has_seven_numbers_of_its_own() -> None:
-    assert len(VOTE.encode()) == Vote.SLOTS == 7
-    assert len(dataclasses.replace(VOTE, numbers=(1.0, 2.0)).encode()) == 9
-
-
 @pytest.mark.parametrize("other", [{"round": 1}, {"view": 1}, {"round": 1023}])
 def test_workers_in_different_rounds_are_told_apart(other: dict[str, int]) -> None:
     """One that continued after an interruption must not be averaged with the next round."""
@@ -101,35 +95,6 @@ def test_workers_with_different_loaded_models_are_told_apart() -> None:
     for vote, has in zip(votes, ("has not", "has not", "has"), strict=True):
         with pytest.raises(MismatchError, match=f"rank {vote.rank} {has} loaded values"):
             vote.tally(summed(votes, torch.float32), 3)
-
-
-def test_a_saved_round_is_the_round() -> None:
-    """What a strategy with a tally delay reads after a checkpoint."""
-    own = Vote(1.0, True, False, 2.0, 3, 9, True, 1, (4.0,))
-    sums = Sums(2.0, 3, 0, 5.0, numbers=(6.0, 7.0))
-    again = Round.saved(Round(0, own, Completed(sums)).flat())
-    assert again.wait() == sums
-    assert (again.own.weight, again.own.stepping) == (1.0, True)
-
-
-class Unread(Handle[Sums]):
-    """Fails the test if it is waited for."""
-
-    def done(self) -> bool:
-        return False
-
-    def wait(self) -> Sums:
-        raise AssertionError("the tally was read")
-
-
-def test_a_tally_is_read_only_when_it_is_asked_for() -> None:
-    """A strategy with a fixed schedule never waits for its votes."""
-    lazy = Round(0, VOTE, Unread()).tally()
-    with pytest.raises(AssertionError, match="was read"):
-        _ = lazy.stepping
-    sums = Sums(2.0, 3, 0, 5.0, numbers=(6.0,))
-    tally = Round(0, VOTE, Completed(sums)).tally()
-    assert (tally.stepping, tally.wanted, tally.votes) == (3, 5.0, (6.0,))
 
 
 # -- the policy for non-finite values -------------------------------------------------------------

@@ -26,7 +26,7 @@ PHRASES = {
     r"hangs? up|hung up": "close the connections",
     r"farewells?": "shutdown",
     r"lifelines?": "heartbeat connection",
-    r"companions?": "background task, follower module",
+    r"companions?": "background task",
     r"beside": "next to, extra, in the background",
     r"under ?way": "in flight, running",
     r"takes? up|taken up": "restore",

@@ -417,6 +417,46 @@ def test_a_loss_in_the_last_message_ends_training_on_all(strategy: str) -> None:
             close(one["model"], results[0]["model"])
 
 
+def with_module() -> float:
+    """Finish with a module whose weight is the number of the worker, counted from 1."""
+    rank = dist.get_rank()
+    model, module = make_model(rank), nn.Linear(1, 1, bias=False)
+    nn.init.constant_(module.weight, 1.0 + rank)
+    optimizer, sync = attach(model, "local:period=5")
+    for step in range(sync.step, STEPS):
+        train_step(model, optimizer, make_batch(rank, step))
+        if step == 9:
+            with sync.consensus(also=[module]):
+                pass
+    sync.finish(also=[module])
+    return module.weight.item()
+
+
+def test_further_modules_are_averaged_by_the_workers_that_are_left() -> None:
+    """Also if one is lost while their mean is computed: (1 + 2 + 4) / 3. Or all have the mean."""
+    assert run(with_module, Kill(worker=2, at=0.061), Join(at=0.07)) == [3.0, 3.0, None, 3.0, 3.0]
+
+    def at(*faults: Any) -> Any:
+        return simulate(
+            with_module,
+            workers=4,
+            network=Network("1Mbit/s", latency="1ms"),
+            compute=Compute("10ms"),
+            faults=faults,
+        )
+
+    spans = [s for s in at(Kill(worker=0, at=1e3)).timeline if s.kind == "transfer" and s.rank == 0]
+    assert "consensus of the modules in also" in [span.what for span in spans[-3:]]
+    found = []
+    for span in spans[-9:]:
+        for share, spared in ((0.1, ()), (0.5, (0,)), (0.9, (0, 3))):
+            moment = span.start + share * (span.end - span.start)
+            left = survivors(at(Kill(worker=2, at=moment, spared=spared)).results)
+            assert len({*left}) == 1, (span.what, left)
+            found.append(left[0])
+    assert {round(3 * weight, 5) for weight in found} == {7.0, 7.5}
+
+
 def test_a_detached_worker_is_not_awaited() -> None:
     """The same holds for an exception that leaves the ``with`` block."""
 
@@ -587,10 +627,6 @@ def test_unsupported_features_are_refused() -> None:
         with pytest.raises(AttachError, match="min_workers=3, but there are 2 workers"):
             attach(model, "bsp", min_workers=3)
         _, sync = attach(model, "bsp")
-        with pytest.raises(AttachError, match=r"follow\(\) with min_workers"):
-            sync.follow(make_model())
-        with pytest.raises(AttachError, match=r"monitor\(distance_every=…\) with .*min_workers"):
-            sync.monitor(distance_every=3)
         sync.finish()
 
     run(worker, workers=2)

@@ -147,13 +147,12 @@ def with_statistics(seed: int) -> nn.Sequential:
 
 
 def statistics(rank: int, size: int, folder: str) -> Any:
-    """Train with clipping, accumulation, a follower module, a consensus, and a checkpoint."""
+    """Train with clipping, accumulation, a moving average, a consensus, and a checkpoint."""
     node = node_of(rank)
     model = with_statistics(rank)
     ema = torch.optim.swa_utils.AveragedModel(with_statistics(rank + 10), use_buffers=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     with attach(model, optimizer, "local:period=1", node_group=node) as sync:
-        sync.follow(ema)
         for step in range(4):
             optimizer.zero_grad()
             for half in (0, 1):
@@ -167,6 +166,7 @@ def statistics(rank: int, size: int, folder: str) -> Any:
                 saved = everything(model)
         with sync.consensus():
             shown = everything(model)
+        sync.finish(also=[ema])
     final = everything(model)
     again = with_statistics(rank + 20)
     optimizer = torch.optim.SGD(again.parameters(), lr=0.05, momentum=0.9)
@@ -217,7 +217,9 @@ def test_without_the_file_of_one_process_all_load_the_checkpoint_before(
     assert run(two_checkpoints, str(tmp_path), True, workers=4) == [1] * 4
 
 
-def test_clipping_followers_buffers_consensus_and_checkpoints_work_in_nodes(tmp_path: Any) -> None:
+def test_clipping_further_modules_buffers_consensus_and_checkpoints_work_in_nodes(
+    tmp_path: Any,
+) -> None:
     """The models are those of the reference below, which clips the mean gradient of each node."""
     results = run(statistics, str(tmp_path), workers=4)
     model = reference_of_statistics()
@@ -422,7 +424,6 @@ def refused(rank: int, size: int) -> Any:
     found.append(error_of(lambda: attach(model, sgd(model), "bsp", node_group="auto")))
     in_environment(rank)
     sync = attach(model, sgd(model), "local:period=8", node_group="auto")
-    found.append(error_of(lambda: sync.monitor(distance_every=4)))
     optimizer = sync._worker.optimizers[0].optimizer
     dist.barrier()
 
@@ -442,7 +443,6 @@ TEXTS_OF_ERRORS = [
     "rank 0: node_group must be",
     "min_workers with node_group: a node cannot continue without one of its workers",
     "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 do not fit rank 2",
-    "monitor(distance_every=…) with node_group",
     "The workers of a node must stop together",
 ]
 

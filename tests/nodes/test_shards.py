@@ -509,8 +509,7 @@ def refused(rank: int, size: int) -> Any:
         error_of(lambda: attach(model, optimizer, "diloco:period=9,fragments=7", node_group="auto"))
     ]
     sync = attach(model, optimizer, "local:period=2", node_group="auto")
-    together.append(error_of(lambda: sync.follow(nn.Linear(1, 1))))
-    together.append(error_of(lambda: sync.monitor(distance_every=2)))
+    together.append(error_of(lambda: sync.finish(also=[nn.Linear(1, 1)])))
     sync.detach()
     model = make_model(0)
     model.layers = list(model)[:1]  # as the page calls them
@@ -532,10 +531,9 @@ def test_unsupported_uses_of_shards_are_refused() -> None:
     for (kinds, text), (_, _, part) in zip(results[0][0], REFUSED, strict=True):
         assert "AttachError" in kinds, text
         assert part in text
-    for _, (fragments, followers, distance, saved), end in results:
+    for _, (fragments, also, saved), end in results:
         assert "ValueError" in fragments[0]
         assert "at most 6, the number of parameter tensors" in fragments[1]
-        assert "follow() with min_workers, or with a model that fully_shard" in followers[1]
-        assert "monitor(distance_every=…) with node_group" in distance[1]
+        assert "finish(also=…) with a model that fully_shard has divided" in also[1]
         assert "torch.distributed.checkpoint" in saved[1]
         assert torch.equal(end, results[0][2])

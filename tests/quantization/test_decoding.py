@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from offbeat.quantization import kernels
-from offbeat.quantization.base import piece_elements
 from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.decoding import LazyVector, PayloadVector, TensorVector
 from offbeat.quantization.kernels import BLOCK
@@ -42,22 +41,6 @@ def test_pieces_of_payloads_join_to_the_vector(precision: str, step: int) -> Non
 def test_chunks_longer_than_a_piece() -> None:
     vector, expected = encoded("int4", 1300 * BLOCK, 650 * BLOCK)
     assert torch.equal(vector.to_tensor(), expected)
-
-
-def test_tensor_vectors_read_the_tensor() -> None:
-    x = values(0, 5 * BLOCK, torch.float64)
-    read = [torch.empty(BLOCK, dtype=torch.float64) for _ in range(5)]
-    for i, piece in enumerate(read):
-        TensorVector(x).read(piece, i * BLOCK)
-    assert torch.equal(torch.cat(read), x)
-    assert TensorVector(x).to_tensor() is not x
-
-
-def test_pieces_are_whole_blocks_and_on_a_gpu_the_whole_tensor() -> None:
-    assert piece_elements(10**9, torch.device("cpu")) % BLOCK == 0
-    assert piece_elements(10**9, torch.device("cpu")) * 4 <= 2**19, "half of a cache of 1 MiB"
-    assert piece_elements(10**6, torch.device("cuda")) == 1954 * BLOCK
-    assert piece_elements(0, torch.device("cuda")) == BLOCK
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])

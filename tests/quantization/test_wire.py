@@ -129,27 +129,6 @@ def test_no_error_is_lost_when_the_precision_changes(world: Any) -> None:
         assert payload_bytes == sum(12 * block for block in sent) + 2 * 8 * 132 + 16_000
 
 
-def exact_at_last(wire: Wire, team: Team) -> tuple[Tensor, Tensor]:
-    """Sum updates at int8, then exactly: what this worker gave, and the results."""
-    given, results, residual = torch.zeros(4000), torch.zeros(4000), torch.zeros(4000)
-    for number, precision in enumerate(("int8", "float32")):
-        update = values(10 * number + team.rank, 4000)
-        total = wire.sum_updates(
-            TensorVector(residual + update), stream="a", what="test", precision=precision
-        )
-        results += total.wait().to_tensor()
-        residual += update - total.sent.to_tensor()
-        given += update
-    return given, results
-
-
-def test_an_exact_sum_contains_the_errors_of_earlier_sums() -> None:
-    workers = simulated(exact_at_last, "int8")
-    given = sum(one for one, _ in workers)
-    for _, results in workers:
-        torch.testing.assert_close(results, given, rtol=1e-5, atol=1e-6 * float(given.abs().max()))
-
-
 def gathered(wire: Wire, team: Team) -> Any:
     """Sum int2 updates twice. Rank 1 contributes nothing the second time."""
     found = []

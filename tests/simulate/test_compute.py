@@ -48,21 +48,15 @@ def test_a_trace_may_be_per_worker() -> None:
     assert [compute.seconds(rank, 7, seed=0) for rank in (1, 2)] == [1.0, 0.5]
 
 
-@pytest.mark.parametrize("jitter", [0.05, 0.3, 1.0])
-def test_jitter_has_mean_one_and_its_deviation(jitter: float) -> None:
-    """Over 8000 draws: within five standard errors of the mean, and near the deviation."""
+@pytest.mark.parametrize("jitter", [0.05, 0.5])
+def test_jitter_is_log_normal(jitter: float) -> None:
+    """Mean −σ²/2 and deviation σ of the logarithm, σ² = ln(1 + c²); unrelated over the ranks.
+
+    So the mean of a step is 1, and its deviation is c.
+    """
     compute = Compute(1.0, jitter=jitter)
-    draws = np.array([compute.seconds(rank, step, 3) for rank in range(8) for step in range(1000)])
-    assert abs(draws.mean() - 1) < 5 * jitter / math.sqrt(draws.size)
-    assert draws.std() == pytest.approx(jitter, rel=0.2)
-    assert draws.min() > 0
-
-
-def test_jitter_is_log_normal() -> None:
-    """Mean −σ²/2 and deviation σ of the logarithm, σ² = ln(1 + c²); unrelated over the ranks."""
-    compute = Compute(1.0, jitter=0.5)
     logs = np.log([[compute.seconds(rank, step, 1) for step in range(3000)] for rank in (0, 1)])
-    sigma = math.sqrt(math.log(1.25))
+    sigma = math.sqrt(math.log(1 + jitter**2))
     assert logs.mean() == pytest.approx(-(sigma**2) / 2, abs=5 * sigma / math.sqrt(logs.size))
     assert logs.std() == pytest.approx(sigma, rel=0.05)
     assert abs(np.corrcoef(logs)[0, 1]) < 0.1

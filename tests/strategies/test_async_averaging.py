@@ -1,45 +1,11 @@
-"""The lemmas of asynchronous averaging; ``test_conformance`` compares it with Algorithm 2."""
-
-from typing import Any
+"""The bound of asynchronous averaging; ``test_conformance`` compares it with Algorithm 2."""
 
 import torch
 from torch import Tensor, nn
 
-from loops import attach, close
+from loops import attach
 from offbeat import AsyncAveraging
-from problems import OPTIMIZERS, flat, make_batch, make_model, train_step
-from strategies.references import AsyncAveraging as Reference
 from worlds import run
-
-
-def train(rank: int, size: int, strategy: AsyncAveraging, steps: int) -> Any:
-    """The model before and after each step boundary."""
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    before: list[Tensor] = []
-    optimizer.register_step_post_hook(lambda *_: before.append(flat(model)))
-    after: list[Tensor] = []
-    with attach(model, optimizer, strategy):
-        for step in range(steps):
-            train_step(model, optimizer, make_batch(rank, step))
-            after.append(flat(model))
-    return before, after
-
-
-def test_lemmas_3_1_and_3_2() -> None:
-    """A reset keeps the mean over workers, and P_{j+1} is the mean of x at the end of cycle j."""
-    results = run(train, AsyncAveraging(staleness=6), 21, workers=3)
-    reference, moved = Reference([21] * 3, "momentum", staleness=6), []
-    for step in range(21):
-        reference.step()
-        before = [before[step] for before, _ in results]
-        after = [after[step] for _, after in results]
-        close(sum(before) / 3, sum(after) / 3)
-        moved.append(not torch.equal(before[0], after[0]))
-    assert [step for step, reset in enumerate(moved, 1) if reset] == [6, 9, 12, 15, 18, 21]
-    for cycle in range(6):
-        mean = sum(after[3 * cycle + 2] for _, after in results) / 3
-        close(mean, reference.servers[cycle + 1], 1e-11)
 
 
 def bounded(rank: int, size: int, steps: int) -> list[Tensor]:

@@ -258,8 +258,11 @@ def buffered(rank: int, size: int, row: Row) -> tuple[dict[str, Tensor], list[di
     model = make_model(seed=rank)
     for name, value in BUFFERS.items():
         model.register_buffer(name, value.clone())
+    constant = torch.zeros(3)
+    model.register_buffer("constant", constant, persistent=False)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     sync = attach(model, optimizer, row.text)
+    constant.fill_(rank)
 
     def buffers() -> dict[str, Tensor]:
         return {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -279,12 +282,16 @@ def buffered(rank: int, size: int, row: Row) -> tuple[dict[str, Tensor], list[di
                 assert torch.equal(buffer, own[name]) or row.timed
     own = buffers()
     sync.finish()
+    assert constant.tolist() == [rank] * 3
     return own, [*seen, buffers()]
 
 
 @first_of_each(ROWS)
 def test_all_end_with_the_same_buffers(row: Row) -> None:
-    """This holds for every dtype. Bools and bytes become those of rank 0."""
+    """This holds for every dtype. Bools and bytes become those of rank 0.
+
+    A buffer that no checkpoint contains is a constant and does not change.
+    """
     results = run(buffered, row, workers=3)
     first, firsts = results[0]
     for _, looks in results:

@@ -56,11 +56,6 @@ def test_impossible_shared_models_are_refused(make: Callable[[], object], messag
         make()
 
 
-def test_a_view_counts_steps_since_launches() -> None:
-    view = seen(step=9, launch_step=4, in_flight_steps=[4, 7])
-    assert (view.since_launch, view.ages) == (5, [5, 2])
-
-
 # -- fixed schedules ------------------------------------------------------------------------------
 
 

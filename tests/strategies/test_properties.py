@@ -228,7 +228,6 @@ def hold(rank: int, size: int, text: str, alive: "weakref.WeakSet[Any]") -> None
     model = nn.Sequential(make_model(seed=rank), nn.BatchNorm1d(1).double())
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     sync = attach(model, optimizer, text)
-    sync.monitor(distance_every=2, gradient_change=True)
     for step in range(7):
         train_step(model, optimizer, make_batch(rank, step))
     sync.finish()

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,23 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offbeat
-from offbeat.transport.communicator import Communicator, Wrapper
+from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.host import Promise
-from offbeat.transport.operation import (
-    Await,
-    Broadcast,
-    Exchange,
-    Gather,
-    Maximum,
-    Operation,
-    Receive,
-    Send,
-    Sum,
-)
-from offbeat.transport.single_process import SingleCommunicator
 from transport.communicators import World, every_world
-from transport.operations import classes, expected, start_all
+from transport.operations import expected, start_all
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8]
 
@@ -50,88 +37,6 @@ def test_every_operation_is_handled(world: World) -> None:
     """A new class of operations must be added to every communicator and to this test."""
     for rank, results in enumerate(got := world(start_all)):
         assert results == expected(rank, len(got))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Product(Operation[Tensor]):
-    tensor: Tensor
-
-
-@every_world
-def test_an_unknown_operation_is_refused(world: World) -> None:
-    """The error names its class."""
-
-    def work(communicator: Communicator) -> str:
-        try:
-            communicator.start(Product(what="test", tensor=torch.ones(1)))
-        except TypeError as error:
-            return str(error)
-        return "nothing was raised"
-
-    for text in world(work):
-        assert "Product" in text
-
-
-@every_world
-def test_methods_are_shorthands_for_operations(world: World) -> None:
-    """sum() starts a Sum and so on, with every argument in its place."""
-
-    def work(communicator: Communicator) -> Any:
-        started: list[Operation[Any]] = []
-
-        class Listening(Wrapper):
-            def start(self, operation: Operation[Any]) -> Handle[Any]:
-                started.append(operation)
-                return Completed(None)
-
-        one, x = Listening(communicator), torch.ones(1)
-        promise: Promise[int] = communicator.host.promise()
-        calls: list[tuple[Handle[Any], Operation[Any]]] = [
-            (one.sum(x, what="a"), Sum(what="a", tensor=x)),
-            (one.maximum(x, what="b"), Maximum(what="b", tensor=x)),
-            (one.broadcast(x, what="c"), Broadcast(what="c", tensor=x, source=0)),
-            (one.broadcast(x, source=2, what="d"), Broadcast(what="d", tensor=x, source=2)),
-            (one.gather(x, what="e"), Gather(what="e", tensor=x)),
-            (one.exchange(x, what="f"), Exchange(what="f", tensor=x)),
-            (
-                one.send(x, destination=3, tag=4, what="g"),
-                Send(what="g", tensor=x, destination=3, tag=4),
-            ),
-            (
-                one.receive(x, source=5, tag=6, what="h", patient=True),
-                Receive(what="h", tensor=x, source=5, tag=6, patient=True),
-            ),
-            (one.await_promise(promise, what="i"), Await(what="i", promise=promise)),
-        ]
-        return [
-            type(got) is type(want) and vars(got) == vars(want)
-            for got, (_, want) in zip(started, calls, strict=True)
-        ]
-
-    for alike in world(work):
-        assert alike == [True] * 9
-
-
-def test_sent_bytes_is_the_input_of_a_worker() -> None:
-    """A broadcast counts at its source alone, a receive and a promise nowhere."""
-    x = torch.zeros(6)
-    sizes = {
-        Sum(what="", tensor=x): (24, 24),
-        Maximum(what="", tensor=x): (24, 24),
-        Gather(what="", tensor=x): (24, 24),
-        Exchange(what="", tensor=x): (24, 24),
-        Broadcast(what="", tensor=x, source=1): (0, 24),
-        Send(what="", tensor=x, destination=0): (24, 24),
-        Receive(what="", tensor=x, source=0): (0, 0),
-        Await(what="", promise=SingleCommunicator().host.promise()): (0, 0),
-    }
-    assert {type(operation) for operation in sizes} == set(classes())
-    for operation, want in sizes.items():
-        assert (operation.sent_bytes(0), operation.sent_bytes(1)) == want
-
-
-def test_messages_and_promises_are_not_collectives() -> None:
-    assert {kind for kind in classes() if not kind.collective} == {Send, Receive, Await}
 
 
 # -- operations -----------------------------------------------------------------------------------

@@ -18,40 +18,6 @@ every_world = pytest.mark.parametrize(
 LIKE = torch.empty(0)
 
 
-def in_order(communicator: Communicator) -> tuple[list[int], list[float]]:
-    """Start three operations, and wait for them from the last to the first."""
-    stages, twin, order = Stages(communicator, "stages"), communicator.twin(), []
-
-    def second(number: int) -> Any:
-        def start(total: torch.Tensor) -> Handle[torch.Tensor]:
-            order.append(number)
-            return twin.sum(total + number, what=f"second {number}")
-
-        return start
-
-    handles = [
-        stages.start(
-            communicator.sum(torch.ones(1), what=f"first {number}"),
-            second(number),
-            what=f"operation {number}",
-            like=LIKE,
-        )
-        for number in range(3)
-    ]
-    totals = [float(handle.wait()) for handle in reversed(handles)]
-    stages.stop()
-    return order, totals
-
-
-@every_world
-def test_second_stages_start_in_the_order_of_the_first(world: Any) -> None:
-    results = world(in_order)
-    size = len(results)
-    for order, totals in results:
-        assert order == [0, 1, 2]
-        assert totals == [size * (size + number) for number in (2, 1, 0)]
-
-
 def failing(communicator: Communicator) -> list[str]:
     """The second operation fails in its second stage. Returns what the waits raise."""
     stages = Stages(communicator, "stages")

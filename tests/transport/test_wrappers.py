@@ -39,21 +39,6 @@ def test_operations_pass_through_a_wrapper(world: World, name: str) -> None:
         assert original == twin == expected(rank, len(results))
 
 
-def test_only_start_twin_and_close_are_abstract() -> None:
-    """The shorthands cannot be overridden. A communicator may have a board."""
-    assert Communicator.__abstractmethods__ == {"start", "twin", "close"}
-    helpers = {
-        name
-        for name, value in vars(Communicator).items()
-        if not name.startswith("_")
-        and callable(value)
-        and name not in ("start", "twin", "close", "board")
-    }
-    assert helpers >= {"sum", "maximum", "broadcast", "gather", "exchange", "send", "receive"}
-    for name in helpers:
-        assert getattr(vars(Communicator)[name], "__final__", False), f"{name} is not final"
-
-
 def test_a_wrapper_has_the_board_of_the_innermost_communicator() -> None:
     """And a communicator without one says so."""
     assert Wrapper(Wrapper(SingleCommunicator())).board("b").add("n", 2) == 2

@@ -7,22 +7,19 @@
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import SGD
 
-from offbeat.arguments import require_integer
 from offbeat.averaging import AttachedOptimizer, NonFinite, Replica, Worker, flow_of
 from offbeat.elastic.views import Views
-from offbeat.errors import AttachError
 from offbeat.nodes.gradients import NodeBuffers, NodeMean
 from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Strategy
-from offbeat.training.checks.compatibility import repeatable
 from offbeat.training.checks.consistency import (
     copy_rank_0,
     describe,
@@ -37,9 +34,7 @@ from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
 from offbeat.training.learning_rate.adam_correction import AdamCorrection
 from offbeat.training.learning_rate.step_factor import SGDStepFactor
-from offbeat.training.monitors import Distance, GradientChange
 from offbeat.training.stats_recorder import StatsRecorder
-from offbeat.transport.communicator import Communicator
 from offbeat.transport.team import Team
 
 attached: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -58,7 +53,6 @@ class Components:
         team: The workers.
         hooks: Objects to remove at the end.
         shards: Parts of the model on this worker, if ``fully_shard`` has divided it.
-        connect: Function that opens another communicator between the workers.
 
     The other arguments are those of ``attach``.
 
@@ -84,10 +78,9 @@ class Components:
         min_workers: int | None,
         hooks: Sequence[Removable],
         shards: Shards | None,
-        connect: Callable[[], Communicator],
     ) -> None:
         self.strategy, self.team = strategy, team
-        self.shards, self.connect = shards, connect
+        self.shards = shards
         full = replica = Replica(model, [p for p in model.parameters() if p.requires_grad])
         if shards is not None:
             trainable = [p for p in shards.parameters() if p.requires_grad]
@@ -174,43 +167,12 @@ class Components:
         self.consensus.step_ended()
         self.unfinished.steps += 1
 
-    # -- monitors --------------------------------------------------------------------------------
-
-    def monitor_gradient_change(self) -> None:
-        """Record the relative change of this worker's gradients; see ``GradientChange``."""
-        self.iteration.gradient_monitors.append(GradientChange(self.worker))
-        self.clipping.replace_torch_functions()
-
-    def monitor_distance(self, every: int) -> None:
-        """Measure the distance between the workers' models; see ``Distance``. A collective."""
-        require_integer("distance_every", every, least=1)
-        if self.recorder.stats.steps or self.consensus.distance is not None:
-            raise AttachError("monitor(distance_every=…): call it once, before the first step")
-        if self.team.node is not None or self.views is not None:
-            raise AttachError(
-                "monitor(distance_every=…) with node_group or min_workers: its messages follow the "
-                "timing of each worker; leave one of them out"
-            )
-        with self.iteration.guard, self.team.account.paused():
-            require_consistency(self.team.everyone, [f"monitor(distance_every={every})"])
-        in_step, communicator = repeatable(self.strategy), self.connect()
-        distance = Distance(self.worker, every, in_step=in_step, communicator=communicator)
-        self.consensus.distance = distance
-
-        def measure() -> None:
-            with self.recorder.paused():
-                distance.step_ended()
-
-        self.iteration.model_monitors.append(measure)
-
     # -- end -------------------------------------------------------------------------------------
 
     def close(self, *, together: bool) -> None:
         """Remove all hooks and close the connections. ``together`` as in ``Communicator.close``."""
         self.unfinished.cancel()
         self.iteration.close()
-        if self.consensus.distance is not None:
-            self.consensus.distance.close(together=together)
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()

@@ -4,8 +4,8 @@ A strategy that averages or measures gradients must receive them before they are
 averages them, the mean over the workers is clipped, not each worker's gradient.
 
 Training loops and frameworks call ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_``, which
-know nothing about the strategy. Both functions are therefore replaced while gradients are measured,
-or averaged by the strategy or inside a node (a group of workers that acts as one). A replacement
+know nothing about the strategy. Both functions are therefore replaced while gradients are measured
+or averaged, by the strategy or inside a node (a group of workers that acts as one). A replacement
 passes the gradients to the strategy and then calls torch's function. If one call clips the
 gradients of several optimizers, the replacement only clips, and warns once.
 """
@@ -56,12 +56,9 @@ class Clipping:
         self._warned = False
         self._unwatch: Callable[[], object] | None = None
         if iteration.flow.uses_gradients or iteration.node is not None:
-            self.replace_torch_functions()
+            self._replace_torch_functions()
 
-    def replace_torch_functions(self) -> None:
-        """Replace torch's clipping functions for this model. Only the first call has an effect."""
-        if self._unwatch is not None:
-            return
+    def _replace_torch_functions(self) -> None:
         me = weakref.ref(self)  # a model that is dropped without detach() must be freed
         owners = {
             id(p.parameter if isinstance(p, Shard) else p): (me, each.index)

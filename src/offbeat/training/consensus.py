@@ -1,8 +1,11 @@
 """Consensus: replace the local model by the mean over all workers.
 
 The replacement is temporary (for an evaluation) or permanent (at the end of training). It begins
-with a *barrier*: all workers wait for each other. *Follower modules*, such as a moving average
-(EMA) of the weights, are averaged in a consensus only.
+with a *barrier*: all workers wait for each other.
+
+The argument ``also`` of several methods holds the tensors of further modules, such as a moving
+average (EMA) of the weights. The consensus averages all of their parameters, also frozen ones, with
+equal weights. It combines their buffers as those of the model.
 
 ``offbeat.strategies.base`` explains the terms.
 """
@@ -19,97 +22,22 @@ from offbeat.averaging.votes import Round
 from offbeat.errors import AttachError, CheckpointError, CommunicationError, EndedError
 from offbeat.nodes.shards import Shards
 from offbeat.training.checks.compatibility import require_usable
-from offbeat.training.checks.consistency import copy_rank_0, require_consistency
+from offbeat.training.checks.consistency import copy_rank_0
 from offbeat.training.checks.loading import LoadDetection
 from offbeat.training.checks.progress import Progress
 from offbeat.training.iteration import Iteration
-from offbeat.training.monitors import Distance
-from offbeat.transport.team import Team
 
 T = TypeVar("T")
 Snapshot = tuple[list[Tensor], list[Tensor]]
-"""Values of the local model and of the local follower modules."""
-
-
-class FollowerModules:
-    """The follower modules of an attached model.
-
-    All workers start from rank 0's values. Each worker then updates its own modules. A consensus
-    averages all parameters, also frozen ones, with equal weights. Buffers are combined as in the
-    model.
-    """
-
-    def __init__(self, team: Team) -> None:
-        self._team = team
-        self._modules: list[nn.Module] = []
-        self._use([])
-
-    def _use(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = list(modules)
-        container = nn.ModuleList(modules)
-        self._replica = Replica(container, container.parameters())
-        self._mean = ExactMean(self._team, self._replica)
-
-    def check(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
-        """Raise TypeError or AttachError if ``modules`` cannot be added. Sends nothing.
-
-        They must not share tensors with ``model`` or with follower modules that were added before,
-        and it must be possible to write their tensors in place. They may share tensors with each
-        other; a shared tensor is averaged once.
-        """
-        if not all(isinstance(m, nn.Module) for m in modules):
-            raise TypeError(f"follow() takes modules, got {modules!r}")
-        known = (model, *self._modules)
-        known_tensors = {id(t) for m in known for t in (*m.parameters(), *m.buffers())}
-        for module in modules:
-            require_usable(module)
-            if not known_tensors.isdisjoint(map(id, (*module.parameters(), *module.buffers()))):
-                raise AttachError(
-                    f"the follower {type(module).__name__} shares tensors with the model, which is "
-                    "averaged already: give only modules with tensors of their own"
-                )
-
-    def add(self, modules: Sequence[nn.Module]) -> None:
-        """Add ``modules`` and copy rank 0's values of them to all workers. A collective.
-
-        Raises MismatchError if another worker gave different modules.
-        """
-        container = nn.ModuleList(modules)
-        new = Replica(container, container.parameters())
-        require_consistency(self._team.everyone, [f"follower {line}" for line in new.describe()])
-        copy_rank_0(self._team, new.everything())
-        self._use([*self._modules, *modules])
-
-    def average(self, *, final: bool) -> None:
-        """Replace the modules by their mean over the workers. A collective.
-
-        With ``final`` the mean is permanent. Otherwise the caller must hold a snapshot, because a
-        failure may leave some tensors averaged.
-        """
-        size = self._team.size
-        if size == 1 or not self._replica.everything():
-            return
-        what = f"{'final mean' if final else 'consensus'} of the followers"
-        self._mean.consensus(1.0, size, final=final, what=what)
-        copy_rank_0(self._team, self._replica.other_buffers())
-
-    def snapshot(self) -> list[Tensor]:
-        """Return a copy of all tensors of the modules."""
-        return self._replica.snapshot()
-
-    def restore(self, snapshot: Sequence[Tensor]) -> None:
-        """Write the values of ``snapshot`` back into the modules."""
-        self._replica.restore(snapshot)
+"""Values of the local model and of the local modules given as ``also``."""
 
 
 class Consensus:
     """Swaps the local model for the mean over all workers, and back.
 
     Attributes:
-        followers: The follower modules.
         change_view: Called with a CommunicationError to begin the next view. None: the training is
             not elastic, and the error ends it.
-        distance: Measurement of the distance between the workers' models. None: no measurement.
         complete: False if a worker took part in the last consensus from ``finish``.
         ended: True if the model of this worker is the final mean. Other workers may not have the
             final mean yet.
@@ -126,9 +54,7 @@ class Consensus:
         self._shards, self._loading = shards, loading
         self._progress = Progress(worker, iteration.flow.strategy)
         iteration.accept_loaded = self.accept_loaded
-        self.followers = FollowerModules(worker.team)
         self.change_view: Callable[[CommunicationError], object] | None = None
-        self.distance: Distance | None = None
         self.ended = False
         self.complete = True
         self._versions: list[int] = []  # see note_parameters
@@ -193,14 +119,41 @@ class Consensus:
 
     # -- consensus -------------------------------------------------------------------------------
 
+    def tensors_of(self, also: Sequence[nn.Module], what: str) -> Replica:
+        """Return the tensors of the modules ``also``. ``what`` names the caller, without ")".
+
+        The modules may share tensors with each other. A shared tensor is averaged once.
+
+        Raises:
+            TypeError: ``also`` is not a list of modules.
+            AttachError: a module shares tensors with the model, a tensor cannot be written in
+                place, or ``fully_shard`` has divided the model.
+        """
+        modules = [] if isinstance(also, nn.Module) else list(also)
+        if isinstance(also, nn.Module) or not all(isinstance(m, nn.Module) for m in modules):
+            got = type(also).__name__ + "".join(f" of {type(m).__name__}" for m in modules[:1])
+            raise TypeError(f"{what}also=…) takes a list of modules such as [ema], got a {got}")
+        if modules and self._shards is not None:
+            raise AttachError(
+                f"{what}also=…) with a model that fully_shard has divided: no worker holds the "
+                "modules whole; leave also out"
+            )
+        container = nn.ModuleList(modules)
+        require_usable(container)
+        tensors = Replica(container, container.parameters())
+        known = {id(t) for t in self._worker.replica.everything()}
+        if not known.isdisjoint(map(id, tensors.everything())):
+            raise AttachError(
+                f"{what}also=…): a module shares tensors with the model, which is averaged "
+                "already; give only modules with tensors of their own"
+            )
+        return tensors
+
     def _wait_for_all(self, *, finishing: bool) -> Round:
         """Wait at a barrier until no worker takes a step. Returns the last round."""
         if self._shards is not None:
             self._shards.reshard()
-        last = self._iteration.wait_for_all(finishing=finishing)
-        if self.distance is not None:
-            self.distance.pause()
-        return last
+        return self._iteration.wait_for_all(finishing=finishing)
 
     def before_save(self) -> None:
         """Call ``complete_operations``. In elastic training call it again after a failure."""
@@ -211,22 +164,24 @@ class Consensus:
         flow = self._iteration.flow
         flow.before_save(lambda: self._iteration.wait_for_all(finishing=False))
 
-    def replace_by_mean(self) -> Snapshot:
-        """Replace model and follower modules by their mean over all workers. A collective. Blocks.
+    def replace_by_mean(self, also: Replica) -> Snapshot:
+        """Replace the model and ``also`` by their mean over all workers. A collective. Blocks.
 
         Returns the local values, for ``restore``.
         """
         self._progress.consensuses += 1
-        return self._retry(lambda: self._show(self._wait_for_all(finishing=False)))
+        return self._retry(lambda: self._show(self._wait_for_all(finishing=False), also))
 
-    def _show(self, last: Round, *, finishing: bool = False) -> Snapshot:
-        self._progress.compare(last.wait(), finishing=finishing)
+    def _show(self, last: Round, also: Replica, *, finishing: bool = False) -> Snapshot:
+        averages_also = self._progress.compare(last.wait(), also, finishing=finishing)
         self.complete = not last.wait().finishing
-        local = self._worker.replica.snapshot(), self.followers.snapshot()
+        local = self._worker.replica.snapshot(), also.snapshot()
         try:
             self._average(last, final=False)
+            if averages_also:
+                self._average_also(also)
         except BaseException:
-            self.restore(local)
+            self.restore(local, also)
             raise
         return local
 
@@ -245,21 +200,28 @@ class Consensus:
     def _average(self, last: Round, *, final: bool) -> None:
         self._iteration.flow.consensus(last, final=final)
         copy_rank_0(self._worker.team, self._worker.replica.other_buffers())
-        self.followers.average(final=final)
 
-    def restore(self, local: Snapshot) -> None:
-        """Replace the mean by ``local``, the result of ``replace_by_mean``."""
+    def _average_also(self, also: Replica) -> None:
+        """Replace ``also`` by its mean. A failure may leave some tensors averaged."""
+        team = self._worker.team
+        if team.size > 1:
+            ExactMean(team, also).show(1.0, team.size, what="consensus of the modules in also")
+            copy_rank_0(team, also.other_buffers())
+
+    def restore(self, local: Snapshot, also: Replica) -> None:
+        """Replace the means by ``local``, the result of ``replace_by_mean(also)``."""
         if self._shards is not None:
             self._shards.reshard()
         self._worker.replica.restore(local[0])
-        self.followers.restore(local[1])
+        also.restore(local[1])
         self.note_parameters()
 
-    def finish(self) -> None:
-        """Replace the model by the mean permanently. A collective."""
+    def finish(self, also: Replica) -> None:
+        """Replace the model and ``also`` by the mean permanently. A collective."""
         self._progress.warn_if_not_counted()
+        local = also.snapshot()
         try:
-            self._retry(self._finish)
+            self._retry(lambda: self._finish(also, local))
         except EndedError:
             # The other workers have finished. If `ended` is set, this worker has the final mean
             # too, and only its last barrier has failed.
@@ -267,15 +229,20 @@ class Consensus:
                 raise
         self._iteration.flow.check.report_excluded()
 
-    def _finish(self) -> None:
+    def _finish(self, also: Replica, local: Sequence[Tensor]) -> None:
         team, self.ended = self._worker.team, False
+        also.restore(local)  # an attempt that failed may have averaged them
         last = self._wait_for_all(finishing=True)
         while last.wait().finishing < team.size:
             # Some workers have entered consensus() instead: take part in it, then wait again.
             with team.account.paused():
-                self.restore(self._show(last, finishing=True))
+                self.restore(self._show(last, also, finishing=True), also)
             last = self._wait_for_all(finishing=True)
+        with team.account.paused():
+            averages_also = self._progress.compare(last.wait(), also, finishing=True)
         self._average(last, final=True)
+        if averages_also:
+            self._average_also(also)
         self.ended = True
         # No worker may leave before all have the final mean. If a worker is lost before that, the
         # others of an elastic training compute the mean again in a new view.

@@ -136,9 +136,7 @@ class ScalerHooks:
         if index is not None:
             if not self._iteration.flow.needs_unscaled:
                 # Average the scaled gradients, so that all workers detect the same overflow.
-                monitored = self._iteration.gradient_monitors
-                scale = self._scaler.get_scale() if monitored else 1.0
-                self._iteration.prepare(index, loss_scale=scale)
+                self._iteration.prepare(index)
             self._iteration.average_in_node(index)
             self._unscaled.add(optimizer)
         self._unscale(optimizer)

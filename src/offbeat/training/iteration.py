@@ -63,11 +63,6 @@ class Iteration:
         accept_loaded: Called before each step, with the name of the caller; see
             ``LoadDetection.accept``.
         recover: Begins the next view after a failure. None: a failure ends training.
-        gradient_monitors: Functions called in ``prepare``, before the flow changes the gradients.
-            Arguments: the optimizer; the factor by which a GradScaler has scaled the gradients (1
-            if unscaled); True for the last optimizer of the iteration.
-        model_monitors: Functions called after all optimizers have stepped, before the flow averages
-            models.
     """
 
     def __init__(
@@ -82,8 +77,6 @@ class Iteration:
         self.accept_loaded: Callable[[str], None] = lambda what: None
         self.active = True
         self.guard = Guard()
-        self.model_monitors: list[Callable[[], None]] = []
-        self.gradient_monitors: list[Callable[[AttachedOptimizer, float, bool], None]] = []
         self._host = worker.team.host
         self.recover: Recovery | None = None
         self._failure: CommunicationError | None = None  # raised during backward, handled later
@@ -177,12 +170,11 @@ class Iteration:
         if not self._stepped and not self._prepared and not self._averaged:
             self._host.computed(1.0)
 
-    def prepare(self, index: int, *, loss_scale: float = 1.0) -> None:
+    def prepare(self, index: int) -> None:
         """Pass the gradients of optimizer ``index`` to the flow. May block.
 
         Call this before the gradients are clipped, at the latest before the step. Further calls
-        before ``complete`` do nothing. ``loss_scale`` is the factor by which a GradScaler has
-        scaled the gradients; only the monitors use it.
+        before ``complete`` do nothing.
 
         Raises AttachError if the optimizer has other parameters than at ``attach``, a frozen
         parameter became trainable, or the model is the consensus.
@@ -213,8 +205,6 @@ class Iteration:
             last = count == 1 or len({*self._stepped, *self._prepared, index}) == count
             if last:
                 worker.step += 1
-            for monitor in self.gradient_monitors:
-                monitor(optimizer, loss_scale, last)
             synced = self._gradients_ready(optimizer, last=last)
             self._synced = self._synced or synced
             if self._backward is not None:
@@ -273,8 +263,6 @@ class Iteration:
             if self._skipped:
                 self.flow.step_skipped()
             self._skipped = True
-            for monitor in self.model_monitors:
-                monitor()
             try:
                 synced = self.flow.step_ended() or self._synced
             except CommunicationError as error:
@@ -354,6 +342,5 @@ class Iteration:
         if self._backward is not None:
             self._backward.close()
             self._backward = None
-        self.model_monitors, self.gradient_monitors = [], []
         self._completed, self.recover = lambda synced: None, None
         self.accept_loaded = lambda what: None

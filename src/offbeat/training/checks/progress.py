@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from offbeat.averaging import Worker
+from offbeat.averaging import Replica, Worker
 from offbeat.averaging.votes import Sums
 from offbeat.checkpoint.state import digest
 from offbeat.errors import MismatchError
@@ -23,14 +23,15 @@ class _Report:
     """A worker's progress.
 
     ``rates`` is a checksum of the learning rates. 0: not to be compared, for example after a
-    warning.
+    warning. ``digest`` is a checksum that must be equal on all workers: before a consensus of the
+    modules in ``also`` (0: none), and after the final mean of the model.
     """
 
     finishing: int
     step: int
     consensuses: int
     rates: int
-    model: int
+    digest: int
 
 
 class Progress:
@@ -57,18 +58,29 @@ class Progress:
 
     # -- comparison ------------------------------------------------------------------------------
 
-    def compare(self, sums: Sums, *, finishing: bool) -> None:
+    def compare(self, sums: Sums, also: Replica, *, finishing: bool) -> bool:
         """Compare the workers before a consensus. A collective.
 
-        ``sums`` is the tally of the last round. ``finishing`` is True if this worker ends training.
+        ``sums`` is the tally of the last round. ``also`` are the tensors of the modules that this
+        worker averages, too. ``finishing`` is True if this worker ends training.
+
+        Returns True if ``also`` is averaged in this consensus. A worker that ends training takes
+        part in a consensus without modules, although it has given some to ``finish``.
 
         Raises:
-            MismatchError: one worker has called ``consensus``, and all others end training after at
-                least twice as many steps, and have never called it. Raised on all workers. In other
-                cases workers may have stopped early, which is allowed.
+            MismatchError: a worker has called ``consensus`` or ``finish`` with other modules. Or
+                one worker has called ``consensus``, and all others end training after at least
+                twice as many steps, and have never called it. Raised on all workers. In other cases
+                workers may have stopped early, which is allowed.
         """
         what = "comparison of the progress"
-        reports = self._gather(what, finishing=finishing, model=0)
+        lines = "\n".join(also.describe())
+        digest = (zlib.crc32(lines.encode()) or 1) if lines else 0
+        reports = self._gather(what, finishing=finishing, digest=digest)
+        self._refuse_one_sided(sums, reports)
+        return _averages_also(reports)
+
+    def _refuse_one_sided(self, sums: Sums, reports: Sequence[_Report]) -> None:
         if not 0 < sums.finishing < self._worker.size:
             return
         rank, *more = (rank for rank, each in enumerate(reports) if not each.finishing)
@@ -84,8 +96,8 @@ class Progress:
 
     def compare_final(self) -> None:
         """Compare the models after the final mean. A collective."""
-        reports = self._gather("the end of training", finishing=True, model=self._checksum())
-        differing = [str(i) for i, each in enumerate(reports) if each.model != reports[0].model]
+        reports = self._gather("the end of training", finishing=True, digest=self._checksum())
+        differing = [str(i) for i, each in enumerate(reports) if each.digest != reports[0].digest]
         if differing and self._worker.team.everyone.rank == 0:
             logger.warning(
                 "finish(): the final model of rank %s differs from that of rank 0. A likely reason "
@@ -106,7 +118,7 @@ class Progress:
                 worker.rank,
             )
 
-    def _gather(self, what: str, *, finishing: bool, model: int) -> list[_Report]:
+    def _gather(self, what: str, *, finishing: bool, digest: int) -> list[_Report]:
         worker = self._worker
         communicator, rates = worker.team.everyone, self._rates()
         text = json.dumps(rates).encode()
@@ -115,7 +127,7 @@ class Progress:
             worker.step,
             self.consensuses,
             0 if self._warned or worker.leases_data else zlib.crc32(text) or 1,
-            model,
+            digest,
         )
         if communicator.size == 1:
             return [own]
@@ -148,6 +160,21 @@ class Progress:
             step,
             differences(same),
         )
+
+
+def _averages_also(reports: Sequence[_Report]) -> bool:
+    """Return True if the workers have given modules as ``also``. Raise if these differ."""
+    digests = [each.digest for each in reports]
+    asking = [each.digest for each in reports if not each.finishing] or digests
+    given = next((digest for digest in asking if digest), 0)
+    if given and min(digests) != max(digests):
+        first = digests.index(given)
+        rank = next(rank for rank, each in enumerate(digests) if each != given)
+        raise MismatchError(
+            f"rank {rank} has other modules in consensus(also=…) or finish(also=…) than rank "
+            f"{first}: give modules with equal names and shapes to both calls on every rank"
+        )
+    return bool(given)
 
 
 def _drifted(reports: Sequence[_Report]) -> bool:

@@ -1,4 +1,4 @@
-"""Averaged tensors: only trainable parameters, and follower modules in a consensus."""
+"""Averaged tensors: only trainable parameters, and the modules ``also`` of a consensus."""
 
 from typing import Any
 
@@ -69,13 +69,9 @@ def moving_average(model: nn.Module) -> AveragedModel:
 def with_averages(rank: int, size: int, text: str) -> Any:
     model = make_model(rank)
     optimizer = sgd(model)
-    ema, statistics = moving_average(model), nn.BatchNorm1d(3)
     sync = attach(model, optimizer, text)
-    if text != TEXTS[0]:
-        sync.follow(ema, statistics)
-    else:  # in turn
-        sync.follow(ema)
-        sync.follow(statistics)
+    ema, statistics = moving_average(model), nn.BatchNorm1d(3)
+    also = [ema, statistics]
     start = everything(ema)
     with torch.no_grad():
         statistics.running_mean += 1.0 + rank  # type: ignore[operator]
@@ -85,18 +81,20 @@ def with_averages(rank: int, size: int, text: str) -> Any:
         ema.update_parameters(model)
     own = everything(ema)
     with sync.consensus():
+        without = everything(ema)
+    with sync.consensus(also=also):
         inside = everything(ema)
     back = everything(ema)
-    sync.finish()
-    return start, own, inside, back, everything(ema), everything(statistics)
+    sync.finish(also=also)
+    return start, own, without, inside, back, everything(ema), everything(statistics)
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_followers_are_the_mean_in_a_consensus(text: str) -> None:
-    """In consensus and after finish they are the mean, and local in between."""
+def test_further_modules_are_the_mean_in_a_consensus(text: str) -> None:
+    """With ``also`` they are the mean in consensus and after finish, and local in between."""
     results = run(with_averages, text, workers=2)
     owns = [result[1] for result in results]
-    for start, own, inside, back, final, statistics in results:
+    for start, own, without, inside, back, final, statistics in results:
         for one, other in zip(start, results[0][0], strict=True):
             assert torch.equal(one, other)
         for i, (mean, again) in enumerate(zip(inside, final, strict=True)):
@@ -105,57 +103,94 @@ def test_followers_are_the_mean_in_a_consensus(text: str) -> None:
             else:
                 assert mean == max(owns[0][i], owns[1][i])
             assert torch.equal(mean, again)
-        for one, other in zip(own, back, strict=True):
+        for one, local, other in zip(own, without, back, strict=True):
+            assert torch.equal(one, local)
             assert torch.equal(one, other)
         close(statistics[2], torch.full((3,), 1.5))
         assert statistics[4] == 5
 
 
+def early(rank: int, size: int, text: str) -> Any:
+    """Worker 0 enters a consensus every second step. Worker 1 ends after the first two."""
+    model, ema = make_model(rank), nn.Linear(1, 1)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, text)
+    nn.init.constant_(ema.weight, 1.0 + 2 * rank)
+    inside = []
+    for step in range(8 if rank == 0 else 2):
+        train_step(model, optimizer, make_batch(rank, step))
+        if step % 2:
+            with sync.consensus(also=[ema]):
+                inside.append(ema.weight.item())
+            with sync.consensus():
+                inside.append(ema.weight.item())
+    sync.finish(also=[ema])
+    return inside, ema.weight.item()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_worker_in_finish_takes_part_with_its_modules(text: str) -> None:
+    """Its modules enter each consensus that averages modules, and no other one."""
+    assert run(early, text, workers=2) == [([2.0, 1.0] * 4, 2.0), ([2.0, 3.0], 2.0)]
+
+
 def sharing(rank: int, size: int) -> float:
     model, shared = make_model(rank), nn.Linear(1, 1)
-    with attach(model, sgd(model), "bsp") as sync:
-        sync.follow(shared, nn.Sequential(shared, nn.ReLU()))
-        nn.init.constant_(shared.weight, 1.0 + 2 * rank)
+    sync = attach(model, sgd(model), "bsp")
+    nn.init.constant_(shared.weight, 1.0 + 2 * rank)
+    sync.finish(also=(shared, nn.Sequential(shared, nn.ReLU())))
     return shared.weight.item()
 
 
-def test_followers_may_share_tensors() -> None:
+def test_further_modules_may_share_tensors() -> None:
     """A tensor of two modules of one call is averaged once: (1 + 3) / 2."""
     assert run(sharing, workers=2) == [2.0, 2.0]
 
 
-def wrong_followers(rank: int, size: int) -> Any:
+def wrong_modules(rank: int, size: int) -> Any:
     model, other = make_model(0), nn.Linear(2, 2)
     sync = attach(model, sgd(model), "bsp")
-    sync.follow(other)
+
+    def look(also: Any) -> None:
+        with sync.consensus(also=also):
+            pass
+
     found = [
-        error_of(lambda: sync.follow([other])),  # type: ignore[list-item]
-        error_of(lambda: sync.follow(flat(model))),
-        error_of(lambda: sync.follow(model[0])),
-        error_of(lambda: sync.follow(other)),
+        error_of(lambda: look(other)),
+        error_of(lambda: look([[other]])),
+        error_of(lambda: look(flat(model))),
+        error_of(lambda: look([other, model[0]])),
+        error_of(lambda: sync.finish(also=[model[0]])),
     ]
-    sync.finish()
-    found.append(error_of(lambda: sync.follow(nn.Linear(2, 2))))
+    for step in range(2):
+        train_step(model, sync._worker.optimizers[0].optimizer, make_batch(rank, step))
+    found.append(error_of(lambda: look([nn.Linear(2, 2 + rank)])))
+    sync.detach()
     sync = attach(model, sgd(model), "bsp")
-    found.append(error_of(lambda: sync.follow(nn.Linear(2, 2 + rank))))
+    found.append(error_of(lambda: look([other] if rank else [])))
+    sync.detach()
+    sync = attach(model, sgd(model), "bsp")
+    found.append(error_of(lambda: sync.finish(also=[other] if rank else [])))
     sync.detach()
     return found
 
 
-def test_wrong_followers_are_refused() -> None:
+def test_wrong_modules_are_refused() -> None:
     """They must be modules with tensors of their own, the same on all workers.
 
     Wrong arguments are found before anything is sent, so training continues.
     """
     expected = [
-        ("TypeError", "follow() takes modules, got"),
-        ("TypeError", "follow() takes modules, got"),
-        ("AttachError", "the follower Linear shares tensors with the model"),
-        ("AttachError", "the follower Linear shares tensors with the model"),
-        ("AttachError", "follow() after finish() or detach(): attach again first"),
-        ("MismatchError", "follower parameter '0.weight': shape (3, 2)"),
+        ("TypeError", "consensus(also=…) takes a list of modules such as [ema], got a Linear"),
+        ("TypeError", "consensus(also=…) takes a list of modules such as [ema], got a list"),
+        ("TypeError", "consensus(also=…) takes a list of modules such as [ema], got a Tensor"),
+        ("AttachError", "consensus(also=…): a module shares tensors with the model"),
+        ("AttachError", "finish(also=…): a module shares tensors with the model"),
+        ("MismatchError", "rank 1 has other modules in consensus(also=…) or finish(also=…)"),
+        ("MismatchError", "rank 0 has other modules in consensus(also=…) or finish(also=…)"),
+        ("MismatchError", "rank 0 has other modules in consensus(also=…) or finish(also=…)"),
     ]
-    for found in run(wrong_followers, workers=2):
+    for found in run(wrong_modules, workers=2):
         for (kinds, text), (kind, words) in zip(found, expected, strict=True):
             assert kinds[0] == kind, text
             assert words in text

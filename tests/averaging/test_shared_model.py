@@ -1,0 +1,202 @@
+"""The shared model of all strategies: every update counts once, precision of P, buffers."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cells import nightly
+from loops import attach, sgd
+from problems import flat, make_wide
+from worlds import run
+
+STEPS, LR, WORKERS = 24, 0.1, 3
+
+
+def gradient(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(flat(make_wide(0)).numel(), generator=generator)
+
+
+def drift(rank: int, size: int, text: str, wire: str) -> Tensor:
+    """Take steps with gradients that do not depend on the model. Returns the last mean."""
+    model = make_wide(seed=rank)
+    optimizer = sgd(model, LR)
+    sync = attach(model, optimizer, text, wire=wire)
+    for step in range(STEPS):
+        moved = gradient(rank, step)
+        for p in model.parameters():
+            p.grad, moved = moved[: p.numel()].view_as(p), moved[p.numel() :]
+        optimizer.step()
+    sync.finish()
+    return flat(model)
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8", "int2", *nightly(["bfloat16", "int4"])])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bsp",
+        "local:period=3",
+        "async:staleness=4",
+        "async:staleness=4,schedule=eager",
+        "diloco:period=4,fragments=2,overlap=2,outer_lr=1.0,outer_momentum=0.0",
+        "streaming:parts=3,schedule=cyclic,staleness=4,outer_gain=1",
+    ],
+)
+def test_every_update_counts_once(text: str, wire: str) -> None:
+    """The model moves by the mean of all steps, up to one quantization error.
+
+    Errors do not add up over the launches, because each is part of a later one.
+    """
+    model, *_ = run(drift, text, wire, workers=WORKERS)
+    steps = sum(gradient(r, s) for r in range(WORKERS) for s in range(STEPS)) / WORKERS
+    error = model - (flat(make_wide(0)) - LR * steps)
+    # A step of the quantization of an update, in units of its largest value.
+    share = {"float32": 1e-6, "bfloat16": 2**-8, "int8": 1 / 127, "int4": 1 / 7, "int2": 1}[wire]
+    assert float(error.square().mean().sqrt()) <= 2.5 * share * LR
+
+
+def test_pieces_do_not_change_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block of a message at a time and all at once give the same bits."""
+    text = "streaming:parts=2,schedule=cyclic,staleness=4,outer_gain=2"
+    whole = run(drift, text, "int8", workers=WORKERS)
+    monkeypatch.setattr("offbeat.quantization.base.PIECE_BLOCKS", 1)
+    for one, same in zip(run(drift, text, "int8", workers=WORKERS), whole, strict=True):
+        assert torch.equal(one, same)
+
+
+# -- the precision of P ---------------------------------------------------------------------------
+
+
+def small_steps(rank: int, size: int, dtype: torch.dtype, outer_dtype: str) -> list[float]:
+    """Step down by a unit in the last place below 1, six times. Returns x, in such units."""
+    model = nn.Module()
+    model.x = nn.Parameter(torch.ones(1, dtype=dtype))
+    unit = torch.finfo(dtype).eps / 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    text = f"diloco:period=1,outer_lr=0.125,outer_momentum=0.0,outer_dtype={outer_dtype}"
+    seen = []
+    with attach(model, optimizer, text):
+        for _ in range(6):
+            model.x.grad = torch.full_like(model.x, unit)
+            optimizer.step()
+            seen.append(float((model.x.detach().double() - 1) / unit))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("dtype", "outer_dtype", "more"),
+    [
+        (torch.bfloat16, "none", True),
+        (torch.bfloat16, "bfloat16", False),
+        (torch.float16, "float64", True),
+        (torch.float32, "float64", True),
+        (torch.float32, "none", False),
+        (torch.float32, "bfloat16", False),
+        (torch.float64, "float32", False),
+    ],
+    ids=str,
+)
+def test_small_outer_steps_add_up_in_p(dtype: torch.dtype, outer_dtype: str, more: bool) -> None:
+    """An eighth of a unit in the last place is lost in x, and not in a P of more precision.
+
+    P is float32 for half types; otherwise it has the given dtype, or that of x.
+    """
+    # P = 1 − d units and x is P rounded, 1: D = d − 1 units, so d ← d + (1 − d)/8.
+    d = [1 - (7 / 8) ** n for n in (5, 6)]
+    assert d[0] < 0.5 < d[1], "x is rounded to 1 until the last step"
+    for seen in run(small_steps, dtype, outer_dtype, workers=2):
+        assert seen == [0.0] * 5 + [-1.0 if more else 0.0]
+
+
+# -- buffers --------------------------------------------------------------------------------------
+
+
+def moved(value: Tensor, rank: int, step: int) -> Tensor:
+    """The statistics after the forward pass of a step."""
+    return 0.2 * value + 0.8 * torch.tensor([rank + step % 3, 1.0 * (rank != step % 2)])
+
+
+def statistics(rank: int, size: int, text: str, wire: str) -> list[Tensor]:
+    """The buffer after each step. Each forward pass replaces the tensor."""
+    model = make_wide(seed=rank)
+    model.register_buffer("statistic", torch.zeros(2))
+    optimizer = sgd(model)
+    trace = []
+    sync = attach(model, optimizer, text, wire=wire)
+    for step in range(8):
+        model.statistic = moved(model.statistic, rank, step)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        trace.append(model.statistic.clone())
+    sync.finish()
+    return trace
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+@pytest.mark.parametrize(
+    ("text", "period", "delay"),
+    [
+        ("local:period=2", 2, 0),
+        ("diloco:period=2,overlap=1", 2, 1),
+        ("async:staleness=2", 1, 1),
+        ("streaming:parts=1,schedule=cyclic,staleness=2", 1, 1),
+    ],
+)
+def test_buffers_stay_between_their_value_and_the_mean(
+    text: str, period: int, delay: int, wire: str
+) -> None:
+    """A buffer moves by (mean − sent), and never beyond the mean or away from it, on any wire."""
+    results = run(statistics, text, wire, workers=2)
+    now, sent, clamped = [torch.zeros(2)] * 2, [], 0
+    for step in range(1, 9):
+        now = [moved(value, rank, step - 1) for rank, value in enumerate(now)]
+        if not delay and step % period == 0:
+            sent = now
+        if sent and (step - delay) % period == 0:
+            mean = sum(sent) / 2
+            shifted = [value + mean - own for value, own in zip(now, sent, strict=True)]
+            now = [
+                torch.minimum(
+                    torch.maximum(new, torch.minimum(old, mean)), torch.maximum(old, mean)
+                )
+                for new, old in zip(shifted, now, strict=True)
+            ]
+            clamped += sum(not torch.equal(*pair) for pair in zip(shifted, now, strict=True))
+        if delay and step % period == 0:
+            sent = now
+        for value, trace in zip(now, results, strict=True):
+            torch.testing.assert_close(trace[step - 1], value, rtol=0, atol=1e-5)
+    assert clamped or not delay
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "wire", "policy", "copies"),
+    [
+        ("local:period=2", "float32", "raise", 0),
+        ("async:staleness=2", "float32", "raise", 0),
+        ("async:staleness=2,schedule=eager", "float32", "raise", 1),
+        ("async:staleness=2,schedule=eager", "float32", "warn", 0),
+        ("diloco:period=2", "float32", "warn", 1),
+        ("local:period=2", "int8", "warn", 1),
+        ("streaming", "int8", "warn", 1),
+    ],
+)
+def test_p_is_stored_where_something_needs_it(
+    text: str, wire: str, policy: str, copies: int
+) -> None:
+    """For outer steps and quantized updates, and where a worker may not be able to send x."""
+
+    def stored(rank: int, size: int) -> float:
+        model = make_wide(seed=rank)
+        sync = attach(model, sgd(model), text, wire=wire, non_finite=policy)
+        parts = sync.state_dict()["state"]["pipeline"]["parts"]
+        numbers = sum(base.numel() for part in parts for base in part["base"])
+        sync.finish()
+        return float(numbers / flat(model).numel())
+
+    assert run(stored, workers=2) == [copies] * 2
