@@ -23,7 +23,7 @@ def violations(one: Case, *reports: Report | None, run: Run | None = None) -> li
     statuses = [-9 if report is None else 0 for report in reports]
     outcome = Outcome(run or Run("training"), list(reports), fault_at=10.0, statuses=[*statuses])
     outcome.reached = [12] * len(reports)
-    return policy.Policy().judge(one, [outcome], None).violations
+    return policy.judge(one, [outcome], None).violations
 
 
 def test_the_plan_follows_from_the_seed() -> None:

@@ -33,77 +33,78 @@ class Verdict:
     missed: bool = False
 
 
-class Policy:
-    """Training ends: every other worker raises one error in time, which names the lost rank."""
+def judge(case: Case, outcomes: list[Outcome], expected: list[str] | None) -> Verdict:
+    """Compare all runs of a fault with the promises.
 
-    def judge(self, case: Case, outcomes: list[Outcome], expected: list[str] | None) -> Verdict:
-        """Compare all runs of a fault with the promises.
+    Args:
+        case: The fault.
+        outcomes: Outcome of the run with the fault, then of runs that resume from checkpoints.
+        expected: ``Report.values`` of a run without a fault; None if they vary.
+    """
+    first, *later = outcomes
+    found = list(_check_integrity(case, outcomes))
+    if first.fault_at is None and case.kind != "kill before attach":
+        if not all(r is not None and r.outcome == "finished" for r in first.reports):
+            reports = "; ".join(f"rank {i}: {text_of(r)}" for i, r in enumerate(first.reports))
+            found.append(f"no fault was injected, and the run failed: {reports}")
+        return Verdict(found, missed=True)
+    others = [one for rank, one in enumerate(first.reports) if rank not in case.victims]
+    done = all(one is not None and one.outcome == "finished" for one in others)
+    if done and case.victims and case.victims <= _too_late(case, first):
+        return Verdict(found, missed=True)  # the victims had taken part in everything
+    found += _check_survivors(case, first)
+    found += _check_victims(case, first)
+    for outcome in later:
+        found += _check_finished(case, outcome, expected)
+    return Verdict(found, _notice_seconds(case, first))
 
-        Args:
-            case: The fault.
-            outcomes: Outcome of the run with the fault, then of runs that resume from checkpoints.
-            expected: ``Report.values`` of a run without a fault; None if they vary.
-        """
-        first, *later = outcomes
-        found = list(_check_integrity(case, outcomes))
-        if first.fault_at is None and case.kind != "kill before attach":
-            if not all(r is not None and r.outcome == "finished" for r in first.reports):
-                reports = "; ".join(f"rank {i}: {text_of(r)}" for i, r in enumerate(first.reports))
-                found.append(f"no fault was injected, and the run failed: {reports}")
-            return Verdict(found, missed=True)
-        others = [one for rank, one in enumerate(first.reports) if rank not in case.victims]
-        done = all(one is not None and one.outcome == "finished" for one in others)
-        if done and case.victims and case.victims <= _too_late(case, first):
-            return Verdict(found, missed=True)  # the victims had taken part in everything
-        found += self._check_survivors(case, first)
-        found += self._check_victims(case, first)
-        for outcome in later:
-            found += _check_finished(case, outcome, expected)
-        return Verdict(found, self._notice_seconds(case, first))
 
-    def _check_survivors(self, case: Case, outcome: Outcome) -> Iterator[str]:
-        """Yield violations by workers that are no victims, in the run with the fault."""
-        if case.kind in ("pause", "slow"):
-            yield from _check_finished(case, outcome, None)
-        elif case.kind == "not finite":
-            yield from _check_non_finite(case, outcome)
-        elif case.kind != "kill all in save":
-            yield from self._check_errors(case, outcome)
+def _check_survivors(case: Case, outcome: Outcome) -> Iterator[str]:
+    """Yield violations by workers that are no victims, in the run with the fault."""
+    if case.kind in ("pause", "slow"):
+        yield from _check_finished(case, outcome, None)
+    elif case.kind == "not finite":
+        yield from _check_non_finite(case, outcome)
+    elif case.kind != "kill all in save":
+        yield from _check_errors(case, outcome)
 
-    def _check_errors(self, case: Case, outcome: Outcome) -> Iterator[str]:
-        kind, text, seconds = _promised_error(case)
-        for rank, report in enumerate(outcome.reports):
-            if rank == case.victim or report is None:
-                continue
-            if report.outcome == "finished":
-                yield f"rank {rank} has finished"
-            elif kind not in report.kinds:
-                yield f"rank {rank} raised {report.outcome}: {report.text}"
-            elif not re.search(text, report.text):
-                yield f"rank {rank} does not say {text!r}: {report.text}"
-            yield from _check_wait(rank, report, outcome, seconds)
 
-    def _notice_seconds(self, case: Case, outcome: Outcome) -> float:
-        """Return the longest time that a survivor took to notice the fault."""
-        others = [r for i, r in enumerate(outcome.reports) if r is not None and i != case.victim]
-        failed = [r for r in others if r.outcome != "finished"]
-        return max((_waited(outcome, r.at, r.since) for r in failed), default=0.0)
+def _check_errors(case: Case, outcome: Outcome) -> Iterator[str]:
+    kind, text, seconds = _promised_error(case)
+    for rank, report in enumerate(outcome.reports):
+        if rank == case.victim or report is None:
+            continue
+        if report.outcome == "finished":
+            yield f"rank {rank} has finished"
+        elif kind not in report.kinds:
+            yield f"rank {rank} raised {report.outcome}: {report.text}"
+        elif not re.search(text, report.text):
+            yield f"rank {rank} does not say {text!r}: {report.text}"
+        yield from _check_wait(rank, report, outcome, seconds)
 
-    def _check_victims(self, case: Case, outcome: Outcome) -> Iterator[str]:
-        """Yield violations by victims that live."""
-        for rank in case.victims:
-            report = outcome.reports[rank]
-            if report is None:
-                continue
-            wanted = "CommunicationError" if rank == case.silent else _VICTIM_RAISES.get(case.kind)
-            if wanted is not None and wanted not in report.kinds:
-                yield f"rank {rank}, the victim, ended with {report.outcome}: {report.text}"
-            waited = report.at - (outcome.fault_at or report.at)
-            if case.kind == "interrupt" and waited > 0.2 + SLACK_SECONDS:
-                yield f"Ctrl-C took {waited:.1f} s to take effect"
-            lived = report.at > (outcome.fault_at or 0.0)  # otherwise it had ended before the fault
-            if case.kills and lived and rank not in {case.silent, *_too_late(case, outcome)}:
-                yield f"rank {rank} was killed, and reports {report.outcome}"
+
+def _notice_seconds(case: Case, outcome: Outcome) -> float:
+    """Return the longest time that a survivor took to notice the fault."""
+    others = [r for i, r in enumerate(outcome.reports) if r is not None and i != case.victim]
+    failed = [r for r in others if r.outcome != "finished"]
+    return max((_waited(outcome, r.at, r.since) for r in failed), default=0.0)
+
+
+def _check_victims(case: Case, outcome: Outcome) -> Iterator[str]:
+    """Yield violations by victims that live."""
+    for rank in case.victims:
+        report = outcome.reports[rank]
+        if report is None:
+            continue
+        wanted = "CommunicationError" if rank == case.silent else _VICTIM_RAISES.get(case.kind)
+        if wanted is not None and wanted not in report.kinds:
+            yield f"rank {rank}, the victim, ended with {report.outcome}: {report.text}"
+        waited = report.at - (outcome.fault_at or report.at)
+        if case.kind == "interrupt" and waited > 0.2 + SLACK_SECONDS:
+            yield f"Ctrl-C took {waited:.1f} s to take effect"
+        lived = report.at > (outcome.fault_at or 0.0)  # otherwise it had ended before the fault
+        if case.kills and lived and rank not in {case.silent, *_too_late(case, outcome)}:
+            yield f"rank {rank} was killed, and reports {report.outcome}"
 
 
 def _too_late(case: Case, outcome: Outcome) -> set[int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.soak.plan import SAVING, Case
-from benchmarks.soak.policy import Policy, Verdict
+from benchmarks.soak.policy import Verdict, judge
 from benchmarks.soak.records import Run
 from benchmarks.soak.runner import Outcome, StartError, perform
 
@@ -41,13 +41,13 @@ class Soak:
         if case.kind in ("pause", "slow") and case.repeatable:
             wanted = self._without_fault(case)
             finished = [one for one in outcomes[0].reports if one is not None]
-            verdict = Policy().judge(case, outcomes, None)
+            verdict = judge(case, outcomes, None)
             if any(one.values != wanted for one in finished) and not verdict.violations:
                 verdict.violations.append(f"{finished[0].values}, and {wanted} without a fault")
             return verdict, outcomes
         resumes = case.repeatable and len(outcomes) > 1
         expected = self._without_fault(case) if resumes else None
-        return Policy().judge(case, outcomes, expected), outcomes
+        return judge(case, outcomes, expected), outcomes
 
     def _without_fault(self, case: Case) -> list[str]:
         key = (case.strategy, case.wire, case.workers, case.elements, case.seed)

@@ -49,10 +49,11 @@ class _Report:
 
     Attributes:
         fresh: True if the worker has just joined and does not have the model yet.
-        progress: Number of the last view whose common model the worker has received, number of
-            rounds since then that synchronized it, and whether it has further steps. Workers with
-            the largest progress have the newest model.
-        contributes: True if the worker's model contains steps that were not synchronized.
+        progress: Number of the last view whose common model the worker has received; number of
+            rounds since then that synchronized it, 0 if workers do not wait for means; 1 if its
+            parameters, which are replicated, contain further steps. Workers with the largest
+            progress have the newest model.
+        contributes: True if the worker's model may differ from the last mean.
         steps: Number of local steps.
         syncs: Number of local steps that synchronized.
         settings: Settings that must be equal on all workers, one per line of text.
@@ -87,9 +88,9 @@ class _Plan:
 def plan_of(reports: Sequence[_Report], *, replicates: bool) -> _Plan:
     """Return the plan by which the workers reach a common state.
 
-    The workers with the newest model are averaged, and the others receive the result. Of the
-    newest models, only those that contain unsynchronized steps need to be averaged, because the
-    others are equal. If ``replicates``, all workers that step have the same parameters between two
+    The workers with the newest model are averaged, and the others receive the result. Newest
+    models that are equal to the last mean are left out, because they would only shorten the steps
+    of the others. If ``replicates``, all workers that step have the same parameters between two
     steps, so the newest models are equal and nothing is averaged.
 
     Args:
