@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import offbeat
 from faults import Fault, Faults
-from offbeat.elastic.connect import open_communicator
 from offbeat.strategies.base import Strategy
 from offbeat.transport.communicator import Communicator
+from offbeat.transport.connect import open_communicator
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from offbeat_lab.baselines import STRATEGIES
 from problems import flat, loss_of

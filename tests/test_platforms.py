@@ -55,13 +55,16 @@ first, second = offbeat.simulate(train, workers=2).results
 assert first == second
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 assert train()
-try:
-    train(min_workers=1)
-except offbeat.AttachError as error:
-    assert "min_workers and join() need Linux or macOS" in str(error), error
-else:
-    raise AssertionError("min_workers is not refused")
 dist.destroy_process_group()
+with tempfile.TemporaryDirectory() as folder:
+    os.environ.update(OFFBEAT_STORE=f"file://{folder}/store", OFFBEAT_WORKERS="1")
+    model = torch.nn.Linear(4, 1)
+    try:
+        offbeat.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except offbeat.AttachError as error:
+        assert "elastic training needs Linux or macOS" in str(error), error
+    else:
+        raise AssertionError("elastic training is not refused")
 """
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from benchmarks.soak import policy
-from benchmarks.soak.plan import CONTINUING_KINDS, KINDS, Case, case
+from benchmarks.soak.plan import KINDS, Case, case
 from benchmarks.soak.records import Report, Run
 from benchmarks.soak.runner import Outcome
-from benchmarks.soak.soak import POLICIES, Soak, table
+from benchmarks.soak.soak import Soak, table
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,7 +23,7 @@ def violations(one: Case, *reports: Report | None, run: Run | None = None) -> li
     statuses = [-9 if report is None else 0 for report in reports]
     outcome = Outcome(run or Run("training"), list(reports), fault_at=10.0, statuses=[*statuses])
     outcome.reached = [12] * len(reports)
-    return POLICIES[one.policy].judge(one, [outcome], None).violations
+    return policy.judge(one, [outcome], None).violations
 
 
 def test_the_plan_follows_from_the_seed() -> None:
@@ -32,9 +32,6 @@ def test_the_plan_follows_from_the_seed() -> None:
     assert plan == [case(3, i, shaped=True) for i in range(300)]
     assert plan != [case(4, i, shaped=True) for i in range(300)]
     assert {one.kind for one in plan} == {*KINDS}
-    other = [case(3, i, shaped=True, policy="continue") for i in range(300)]
-    assert other == [case(3, i, shaped=True, policy="continue") for i in range(300)]
-    assert {one.kind for one in other} == {*CONTINUING_KINDS}
 
 
 def test_a_seed_keeps_its_faults() -> None:
@@ -56,32 +53,29 @@ def test_the_page_shows_the_results() -> None:
     )
 
 
-STOPS, CONTINUES = (2, 5, 9), (4, 12, 24)
-HANDFUL = [*(("stop", 5, i) for i in STOPS), *(("continue", 5, i) for i in CONTINUES)]
-LANES = 3
+HANDFUL = [(5, 2), (5, 5), (5, 9)]
 
 
-def survive(promise: str, seed: int, index: int, folder: Path) -> None:
+def survive(seed: int, index: int, folder: Path) -> None:
     """Perform one fault over loopback, and write the verdict to a file."""
     folder.mkdir()
-    one = replace(case(seed, index, shaped=False, policy=promise), delay_seconds=0.0)
-    verdict, outcomes = Soak(POLICIES[promise], folder).survive(one)
+    one = replace(case(seed, index, shaped=False), delay_seconds=0.0)
+    verdict, outcomes = Soak(folder).survive(one)
     told = {"name": one.name, **asdict(verdict), "outcomes": [asdict(each) for each in outcomes]}
     (folder / "told.json").write_text(json.dumps(told))
 
 
 def test_a_handful_of_faults_is_survived(tmp_path: Path) -> None:
-    """Real faults of different kinds, some in parallel, because most of the time is waiting."""
+    """Real faults of different kinds, in parallel, because most of the time is waiting."""
     places = {one: tmp_path / "-".join(map(str, one)) for one in HANDFUL}
 
-    def go(lane: int) -> None:
+    def go(one: tuple[int, int]) -> None:
         os.environ["OFFBEAT_KERNELS"] = "0"  # the import of numba is slow
         policy.SLACK_SECONDS = 10.0  # other tests run at the same time
-        for one in HANDFUL[lane::LANES]:
-            survive(*one, places[one])
+        survive(*one, places[one])
 
     context = multiprocessing.get_context("fork")
-    lanes = [context.Process(target=go, args=(lane,)) for lane in range(LANES)]
+    lanes = [context.Process(target=go, args=(one,)) for one in HANDFUL]
     for lane in lanes:
         lane.start()
     deadline = time.monotonic() + 100
@@ -99,7 +93,7 @@ def test_a_handful_of_faults_is_survived(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_more_faults_are_survived(tmp_path: Path) -> None:
-    """Faults of both policies for a minute; ``make soak`` runs longer."""
+    """Faults for a minute; ``make soak`` runs longer."""
     path = tmp_path / "soak.jsonl"
     argv = [sys.executable, "-m", "benchmarks.soak", "--seed", "5", "--most", "30"]
     done = subprocess.run(
@@ -109,6 +103,5 @@ def test_more_faults_are_survived(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(rows) >= 6
-    assert {row["policy"] for row in rows} == {"stop", "continue"}
     assert not any(row["violations"] or row["hangs"] for row in rows)
     assert "| all |" in done.stdout

@@ -31,10 +31,10 @@ ROWS = {
     "a worker does not call `attach`": (
         "transport/test_failures.py::test_a_worker_that_does_not_open_its_connections_is_named"
     ),
-    "a worker is killed, with `min_workers=1`": (
+    "a worker is killed, in elastic training": (
         "elastic/test_elastic_processes.py::test_training_survives_a_death_and_a_join"
     ),
-    "a worker is stopped or cut off for too long, with the same setting": (
+    "a worker is stopped or cut off for too long, in elastic training": (
         "elastic/test_membership.py::test_a_stopped_worker_is_left_behind"
     ),
     "more are lost than `min_workers` allows": (

@@ -1,8 +1,8 @@
 """Real worker processes for tests: gloo over loopback, finite time-outs, free ports.
 
 ``run(function, workers=3)`` starts processes that each call ``function(rank, size)`` inside an
-initialised process group, and returns their results in rank order. With ``newcomers=n``, n further
-processes call it without a process group, and a process of its own serves the store, so that every
+initialised process group, and returns their results in rank order. With ``newcomers=n`` there are n
+further processes and no process group, and a process of its own serves the store, so that every
 worker may be killed. ``MASTER_ADDR`` and ``MASTER_PORT`` hold the address of the store.
 """
 
@@ -60,9 +60,9 @@ def _main(
     try:
         if own_store or rank > 0:
             listener.close()
-        if rank < size:
+        if not own_store:
             # A file store would be polled, which takes longer than most tests.
-            store = _store(port, None if own_store or rank > 0 else listener)
+            store = _store(port, None if rank > 0 else listener)
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30)
             )
@@ -88,7 +88,8 @@ def _store(port: int, listener: socket.socket | None = None) -> Any:
 
 def _serve_store(listener: socket.socket) -> None:
     store = _store(listener.getsockname()[1], listener)
-    while store is not None:
+    store.set("store", str(os.getpid()))
+    while True:
         signal.pause()
 
 
@@ -106,11 +107,11 @@ def run(
     Args:
         function: Called by every worker.
         args: Its further arguments.
-        workers: Number of processes in the process group.
+        workers: Number of processes, in a process group unless there are ``newcomers``.
         seconds: Time limit. Workers that exceed it print their stacks and are killed.
         may_die: Ranks that may be killed; their result is None.
-        newcomers: Number of processes without a process group; they have the ranks after the
-            workers. With 0, too, the store has a process of its own.
+        newcomers: Number of further processes. With a number, also with 0, there is no process
+            group, and the store has a process of its own.
         start: How processes start: "fork", which imports torch once, or "spawn", which CUDA needs.
 
     Raises:

@@ -1,9 +1,9 @@
 """Cost of elastic training: one of four workers is killed, and later a new one joins.
 
-Each strategy trains a small classifier for 300 steps of at least 5 ms over loopback, with
-``min_workers=1``, twice: once undisturbed; once with rank 1 killed after 100 steps and a fifth
-worker that joins when rank 0 has taken 200. A worker's samples depend only on its rank and on the
-step. Figures, each the largest of all workers:
+Each strategy trains a small classifier for 300 steps of at least 5 ms over loopback, with workers
+that gather at a store in a file, twice: once undisturbed; once with process 1 killed after 100
+steps and a fifth one that joins when process 0 has taken 200. A worker's samples depend only on its
+process and on the step. Figures, each the largest of all workers:
 
 - seconds from the death to the end of the first step in a view without the dead worker;
 - seconds from the request to join to the first step, and the longest step of the others meanwhile;
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
@@ -56,29 +55,19 @@ def _network(seed: int, width: int) -> nn.Module:
 def _train(rank: int, strategy: str, folder: Path, disturbed: bool) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store, died, joins = folder / "store", folder / "died", folder / "joins"
-    group, newcomer = None, rank == WORKERS
-    if newcomer:
+    os.environ["OFFBEAT_STORE"], os.environ["OFFBEAT_WORKERS"] = (
+        f"file://{folder}/store",
+        str(WORKERS),
+    )
+    died, joins = folder / "died", folder / "joins"
+    if rank == WORKERS:
         kernels()  # takes a second, in which the training would end
         while not joins.exists():
             time.sleep(0.01)
-    else:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=WORKERS
-        )
     asked = time.time()
     teacher, model = _network(99, 64), _network(0, 128)
-    if newcomer:
-        group = offbeat.join(f"file://{store}")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sync = offbeat.attach(
-        model,
-        optimizer,
-        offbeat.parse_strategy(strategy),
-        group=group,
-        min_workers=1,
-        timeout_seconds=20,
-    )
+    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(strategy), timeout_seconds=20)
     ends: list[tuple[float, int]] = []
     while sync.step < STEPS:
         began = time.perf_counter()

@@ -4,15 +4,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from benchmarks.soak.processes import Scene
-from benchmarks.soak.records import FINISHED, FIRST_STEP, JOINING
+from benchmarks.soak.records import FINISHED, FIRST_STEP
 from offbeat_lab.launch.cluster import Cluster
 
 _START_SECONDS = 30.0
-_CHANGE_SECONDS = 20.0
-"""Time limit for the others to continue without an unresponsive worker."""
 
 Fault = Callable[[Scene], float | None]
 """Injects a fault and returns its time; None if the victim had ended before."""
@@ -59,46 +56,29 @@ def _signals(*numbers: int, all_workers: bool = False) -> Fault:
 
 
 def _stop_or_unplug(scene: Scene) -> float | None:
-    """Stop the victim or cut its link; perhaps undo that while the others train."""
+    """Stop the victim or cut its link."""
     case = scene.case
     if not _wait_for_victim(scene):
         return None
     at = time.monotonic()
     if case.kind == "unplug":
-        _set_link(scene, "down")
+        _cut_link(scene)
     else:
         scene.processes[case.victim].send(signal.SIGSTOP)
-    _perhaps_return(scene)
     return at
 
 
-def _perhaps_return(scene: Scene) -> None:
-    """Undo the fault after the others have continued without the worker, if the case says so."""
-    case, deadline = scene.case, time.monotonic() + _CHANGE_SECONDS
-    others = [p.rank for p in scene.processes if p.rank not in case.victims]
-    while case.returns and time.monotonic() < deadline:
-        if all(
-            scene.reported(rank) or not scene.progress.sees(rank, case.silent) for rank in others
-        ):
-            time.sleep(case.second_delay_seconds)
-            undo(scene)
-            return
-        time.sleep(0.002)
-
-
-def _set_link(scene: Scene, state: str) -> None:
+def _cut_link(scene: Scene) -> None:
     assert scene.cluster is not None
     namespace = scene.cluster.command(scene.case.silent, [])[3]
-    argv = ["ip", "-n", namespace, "link", "set", Cluster.interface, state]
+    argv = ["ip", "-n", namespace, "link", "set", Cluster.interface, "down"]
     subprocess.run(argv, check=True, timeout=30)
 
 
 def undo(scene: Scene) -> None:
-    """Continue a stopped worker, or restore its link if the case says so."""
+    """Continue a stopped worker. A cut link stays cut."""
     if scene.case.kind != "unplug":
         scene.processes[scene.case.silent].send(signal.SIGCONT)
-    elif scene.case.returns:
-        _set_link(scene, "up")
 
 
 def _before_attach(scene: Scene) -> float | None:
@@ -110,59 +90,13 @@ def _before_attach(scene: Scene) -> float | None:
     return time.monotonic()
 
 
-def _two(scene: Scene) -> float | None:
-    """Kill the victim, and soon after kill or stop a second worker."""
-    at = _signals(signal.SIGKILL)(scene)
-    if at is not None:
-        time.sleep(scene.case.second_delay_seconds)
-        at = time.monotonic()
-        stops = scene.case.silent >= 0
-        scene.processes[scene.case.second].send(signal.SIGSTOP if stops else signal.SIGKILL)
-        if stops:
-            _perhaps_return(scene)
-    return at
-
-
-def _join(scene: Scene) -> float | None:
-    """Let a newcomer join."""
-    if not _wait_for_victim(scene):
-        return None
-    Path(scene.folder, "join").touch()
-    return time.monotonic()
-
-
-def _kill_and_join(scene: Scene) -> float | None:
-    """Kill the victim, and let a newcomer join."""
-    at = _signals(signal.SIGKILL)(scene)
-    if at is not None:
-        time.sleep(scene.case.second_delay_seconds)
-    Path(scene.folder, "join").touch()
-    return at
-
-
-def _kill_newcomer(scene: Scene) -> float | None:
-    """Let a newcomer join, and kill it."""
-    _join(scene)
-    case = scene.case
-    if not _wait_for(scene, case.workers, JOINING, case.second_delay_seconds):
-        return None
-    at = time.monotonic()
-    scene.processes[case.workers].send(signal.SIGKILL)
-    return at
-
-
 _KILL = _signals(signal.SIGKILL)
 FAULTS: dict[str, Fault] = {
-    **dict.fromkeys(("kill", "kill at end", "below minimum"), _KILL),
-    **dict.fromkeys(("kill in save", "kill in load"), _KILL),
-    **dict.fromkeys(("kill two", "kill in change", "stop in change"), _two),
+    **dict.fromkeys(("kill", "kill in save", "kill in load"), _KILL),
     **dict.fromkeys(("stop", "unplug"), _stop_or_unplug),
     "kill all in save": _signals(signal.SIGKILL, all_workers=True),
     "terminate": _signals(signal.SIGTERM),
     "pause": _signals(signal.SIGSTOP, signal.SIGCONT),
     "interrupt": _signals(signal.SIGINT),
     "kill before attach": _before_attach,
-    "join": _join,
-    "kill and join": _kill_and_join,
-    "kill newcomer": _kill_newcomer,
 }

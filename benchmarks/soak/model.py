@@ -20,39 +20,29 @@ class Constant(nn.Module):
 
     Args:
         elements: Approximate number of parameters.
-        counts: True to count steps: the parameter ``steps`` has the gradient 1 on every worker, so
-            that it moves by the same amount in each step, whatever workers take part in the means.
     """
 
-    def __init__(self, elements: int, *, counts: bool = False) -> None:
+    def __init__(self, elements: int) -> None:
         super().__init__()
         # One bucket arrives long before the other, which leaves time for a fault between them.
         sizes = {"a": (elements // 20, torch.float32), "b": (7, torch.float64)}
         sizes |= {"c": (elements, torch.float64), "d": (5, torch.float32)}
         for name, (size, dtype) in sizes.items():
             setattr(self, name, nn.Parameter(torch.full((size,), 1.0, dtype=dtype)))
-        self.steps = nn.Parameter(torch.zeros(3, dtype=torch.float64)) if counts else None
 
     def forward(self, gradient: float) -> Tensor:
         """Return a loss with this gradient for every number."""
-        loss = sum(p.double().sum() for p in self.parameters() if p is not self.steps) * gradient
-        return loss if self.steps is None else loss + self.steps.sum()
+        loss: Tensor = sum(p.double().sum() for p in self.parameters()) * gradient
+        return loss
 
 
 def regions(sync: Any) -> list[list[Tensor]]:
     """Return groups of tensors; the numbers of a group are equal because they travel together."""
     flow = sync._iteration.flow
-    named = [(name, p.detach()) for name, p in sync._worker.replica.parameters]
-    counters = {p.data_ptr() for name, p in named if name == "steps"}
     if not isinstance(flow, ModelFlow):
-        return [[p for name, p in named if name != "steps"]]
+        return [[p.detach() for _, p in sync._worker.replica.parameters]]
     return [
-        [
-            t
-            for b in part.buckets[: part.parameter_buckets]
-            for t in b.parameters
-            if t.data_ptr() not in counters
-        ]
+        [t for b in part.buckets[: part.parameter_buckets] for t in b.parameters]
         for part in flow.pipeline.parts
     ]
 

@@ -42,36 +42,10 @@ KINDS = {
     "kill in load": 2,
     "kill before attach": 1,
 }
-"""Kind of a fault → relative frequency, where training ends with a failure."""
-
-CONTINUING = (*STRATEGIES, "diloco:period=3,outer_lr=1,outer_momentum=0")
-"""Strategies that continue without a lost worker."""
-CONTINUING_KINDS = {
-    "kill": 5,
-    "terminate": 1,
-    "kill at end": 3,
-    "kill two": 3,
-    "kill in change": 4,
-    "stop in change": 2,
-    "below minimum": 2,
-    "stop": 3,
-    "pause": 1,
-    "slow": 1,
-    "exception": 2,
-    "detach": 1,
-    "interrupt": 2,
-    "unplug": 2,
-    "join": 2,
-    "kill and join": 3,
-    "kill newcomer": 3,
-}
-"""The same, where training continues."""
+"""Kind of a fault → relative frequency."""
 
 BY_ITSELF = ("exception", "detach", "slow", "not finite")
 """Kinds that a worker injects into itself."""
-
-WITH_NEWCOMER = ("join", "kill and join", "kill newcomer")
-"""Kinds in which a newcomer joins."""
 
 SAVING = ("kill in save", "kill all in save", "kill in load")
 """Kinds that need checkpoints."""
@@ -83,7 +57,7 @@ class Case:
 
     Attributes:
         index: Number of the fault.
-        kind: Kind of the fault, a key of ``KINDS`` or ``CONTINUING_KINDS``.
+        kind: Kind of the fault, a key of ``KINDS``.
         strategy: Strategy as text.
         wire: Argument of ``attach``.
         workers: Number of workers at the start.
@@ -92,23 +66,13 @@ class Case:
         delay_seconds: Time from that step to a fault from outside.
         elements: Approximate number of parameters.
         shaped_bits: Bandwidth of the links in bits a second; 0 for loopback.
-        own_store: True if rank 0 serves the store of the process group. Otherwise it is in a file,
-            or in a process of its own.
+        own_store: True if rank 0 serves the store of the process group. Otherwise it is a file.
         lingers: True if a survivor lives until all have noticed; otherwise it ends at once.
         timeout_seconds: Argument of ``attach``.
         non_finite: Argument of ``attach``.
         seed: Seed of the gradients and step times.
-        policy: Name of the policy: ``stop`` or ``continue``.
         steps: Steps of each worker.
         step_seconds: Longest computing time of a step; the shortest is a fifth.
-        keeper: True if a process of its own, without faults, serves the store.
-        min_workers: Argument of ``attach``.
-        second: Rank of a second worker that is killed or stopped; −1 if there is none.
-        second_delay_seconds: Time from the first event to the second: the fault of the second
-            worker, the join of the newcomer, or its death. For an unresponsive worker it is the
-            time from the others' continuing to its return.
-        returns: True if an unresponsive worker returns while the others train; otherwise it
-            returns afterwards.
     """
 
     index: int
@@ -126,52 +90,25 @@ class Case:
     timeout_seconds: float
     non_finite: str
     seed: int
-    policy: str = "stop"
     steps: int = STEPS
     step_seconds: float = 0.01
-    keeper: bool = False
-    min_workers: int = 1
-    second: int = -1
-    second_delay_seconds: float = 0.0
-    returns: bool = False
-
-    @property
-    def continues(self) -> bool:
-        """True if training continues after a loss."""
-        return self.policy == "continue"
-
-    @property
-    def counts(self) -> bool:
-        """True if the model counts steps; a quantized wire would need equal numbers."""
-        return self.continues and self.wire == "float32"
 
     @property
     def kills(self) -> bool:
         """True if a process dies of the fault."""
-        return "kill" in self.kind or self.kind in ("terminate", "below minimum", "stop in change")
+        return "kill" in self.kind or self.kind == "terminate"
 
     @property
     def silent(self) -> int:
         """Rank of the worker that is stopped or cut off; −1 if there is none."""
-        if self.kind == "stop in change":
-            return self.second
         return self.victim if self.kind in ("stop", "unplug") else -1
-
-    @property
-    def newcomers(self) -> int:
-        """Number of newcomers; their ranks follow those of the workers."""
-        return int(self.kind in WITH_NEWCOMER)
 
     @property
     def victims(self) -> frozenset[int]:
         """Ranks that the fault happens to."""
         if self.kind == "kill all in save":
             return frozenset(range(self.workers))
-        if self.kind == "kill newcomer":
-            return frozenset({self.workers})
-        if self.kind == "join":
-            return frozenset()
-        return frozenset({self.victim, self.second} - {-1})
+        return frozenset({self.victim})
 
     @property
     def repeatable(self) -> bool:
@@ -183,22 +120,9 @@ class Case:
         """Short description."""
         where = f"{self.shaped_bits / 1e6:g} Mbit/s" if self.shaped_bits else "loopback"
         return (
-            f"{self.policy}: {self.kind} of rank {self.victim} of {self.workers} at step "
+            f"{self.kind} of rank {self.victim} of {self.workers} at step "
             f"{self.step}, {self.strategy} --wire {self.wire}, {where}"
         )
-
-
-def case(seed: int, index: int, *, shaped: bool, policy: str = "stop") -> Case:
-    """Return fault number ``index`` of ``seed``, the same each time.
-
-    Args:
-        seed: Seed of the plan.
-        index: Number of the fault, from 0.
-        shaped: True if links can be shaped here. Otherwise all faults run over loopback, and a cut
-            link becomes a stopped worker.
-        policy: ``stop`` or ``continue``.
-    """
-    return (_continuing if policy == "continue" else _stopping)(seed, index, shaped=shaped)
 
 
 def _shape(kind: str, rate: float, shaped: bool) -> tuple[str, float]:
@@ -208,7 +132,15 @@ def _shape(kind: str, rate: float, shaped: bool) -> tuple[str, float]:
     return kind, rate if shaped else 0.0
 
 
-def _stopping(seed: int, index: int, *, shaped: bool) -> Case:
+def case(seed: int, index: int, *, shaped: bool) -> Case:
+    """Return fault number ``index`` of ``seed``, the same each time.
+
+    Args:
+        seed: Seed of the plan.
+        index: Number of the fault, from 0.
+        shaped: True if links can be shaped here. Otherwise all faults run over loopback, and a cut
+            link becomes a stopped worker.
+    """
     draw = random.Random(f"soak {seed} {index}")
     kind = draw.choices(list(KINDS), weights=list(KINDS.values()))[0]
     workers = draw.choice((2, 3, 3, 4))
@@ -237,56 +169,4 @@ def _stopping(seed: int, index: int, *, shaped: bool) -> Case:
         timeout_seconds=2.0 if kind in ("stop", "unplug", "kill before attach") else 8.0,
         non_finite=non_finite if kind == "not finite" else "warn",
         seed=draw.randrange(2**31),
-    )
-
-
-def _continuing(seed: int, index: int, *, shaped: bool) -> Case:
-    draw = random.Random(f"soak continue {seed} {index}")
-    kind = draw.choices(list(CONTINUING_KINDS), weights=list(CONTINUING_KINDS.values()))[0]
-    workers = draw.choice((2, 3, 3, 4))
-    two = kind in ("kill two", "kill in change", "stop in change")
-    workers = max(3, workers) if two else workers
-    strategy = draw.choice(CONTINUING)
-    wire = draw.choice(WIRES)
-    victim, second = draw.sample(range(workers), 2)
-    rate = draw.choice((0.0, 0.0, 0.0, 20e6, 100e6))
-    step, delay = draw.randrange(1, 6), draw.uniform(0, 0.2 if rate else 0.06)
-    keeper, own_store, lingers, small, returns = (
-        draw.random() < p for p in (0.6, 0.2, 0.5, 0.6, 0.7)
-    )
-    later = draw.uniform(0, 1)
-    if kind == "kill at end":
-        step, delay = STEPS - 1, later * (0.15 if rate else 0.04)
-    kind, rate = _shape(kind, rate, shaped)
-    silent = kind in ("stop", "unplug", "stop in change")
-    # A cut link also cuts the worker off from the store, as on a network of machines.
-    keeper = keeper or kind == "unplug"
-    left = workers - (2 if two else kind not in ("pause", "slow", "join", "kill newcomer"))
-    if kind == "kill two":
-        later *= 0.01
-    step_seconds = 0.1 if kind in WITH_NEWCOMER or silent else 0.03 if two else 0.01
-    return Case(
-        index,
-        kind,
-        strategy,
-        wire,
-        workers,
-        victim,
-        step,
-        delay,
-        elements=1_000 if small else 30_000,
-        shaped_bits=rate,
-        own_store=own_store and not keeper and not rate and not silent,
-        lingers=lingers,
-        timeout_seconds=2.0 if silent else 8.0,
-        non_finite="warn",
-        seed=draw.randrange(2**31),
-        policy="continue",
-        steps=40 if kind in WITH_NEWCOMER else 24 if silent or two else STEPS,
-        step_seconds=step_seconds,
-        keeper=keeper,
-        min_workers=workers if kind == "below minimum" else draw.choice((1, 1, left)),
-        second=second if two else -1,
-        second_delay_seconds=later * (1.8 if kind == "kill newcomer" else 0.3),
-        returns=returns,
     )

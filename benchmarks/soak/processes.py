@@ -1,4 +1,4 @@
-"""The processes of one run: workers, newcomers, and one that serves the store."""
+"""The processes of one run."""
 
 import contextlib
 import ctypes
@@ -16,14 +16,13 @@ from pathlib import Path
 
 from benchmarks.soak.plan import Case
 from benchmarks.soak.records import Progress, Run
-from benchmarks.soak.worker import Rendezvous, main, serve_store
+from benchmarks.soak.worker import Rendezvous, main
 from offbeat_lab.launch.cluster import Cluster
 
 # torch resolves the name of every connection. Without this an unreachable name server blocks it
 # for 5 s.
 os.environ["RES_OPTIONS"] = "attempts:0"
 _CLONE_NEWNET = 0x40000000
-_STORE_PORT = 29500  # in a network namespace where nothing else listens
 
 
 @dataclass
@@ -31,7 +30,7 @@ class Process:
     """A forked process.
 
     Attributes:
-        rank: Rank of the worker; −1 for the store.
+        rank: Rank of the worker.
         pid: Process identifier.
         status: Exit status, as of ``os.waitstatus_to_exitcode``; None while it runs.
     """
@@ -85,38 +84,14 @@ class Scene:
         return self.processes[rank].poll() or (self.folder / f"report{rank}").exists()
 
 
-def node_count(case: Case) -> int:
-    """Return the number of nodes with a link of their own."""
-    return case.workers + case.newcomers + case.keeper
-
-
 @contextlib.contextmanager
-def rendezvous(case: Case, folder: Path, cluster: Cluster | None) -> Iterator[Rendezvous]:
-    """Yield the store of a run; its process ends afterwards."""
-    if not case.keeper and not case.own_store:
+def rendezvous(case: Case, folder: Path) -> Iterator[Rendezvous]:
+    """Yield the store of a run."""
+    if not case.own_store:
         yield Rendezvous(str(folder))
         return
-    if cluster is not None:
-        node = node_count(case) - 1
-        place = Rendezvous(str(folder), f"10.111.0.{node + 1}", _STORE_PORT)
-        with _store_process(place, folder, cluster.command(node, [])[3]):
-            yield place
-        return
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        place = Rendezvous(str(folder), "127.0.0.1", listener.getsockname()[1], listener)
-        with _store_process(place, folder, None) if case.keeper else contextlib.nullcontext():
-            yield place
-
-
-@contextlib.contextmanager
-def _store_process(place: Rendezvous, folder: Path, namespace: str | None) -> Iterator[None]:
-    process = _fork(-1, folder / "keeper", namespace, lambda: serve_store(place))
-    if place.listener is not None:
-        place.listener.close()  # otherwise workers that are forked later would keep it open
-    try:
-        yield
-    finally:
-        process.end()
+        yield Rendezvous(str(folder), "127.0.0.1", listener.getsockname()[1], listener)
 
 
 def start(case: Case, run: Run, rank: int, place: Rendezvous, cluster: Cluster | None) -> Process:

@@ -2,11 +2,10 @@
 
 import os
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 # Values of ``Progress``: FIRST_STEP + n is the n-th step.
-CONNECTED, JOINING = 1, 2
+CONNECTED = 1
 FIRST_STEP = 10
 FINISHED = 1000
 _WORD = struct.Struct("q")
@@ -50,13 +49,6 @@ class Report:
         finite: True if all parameters are finite.
         values: First number of each tensor, in hexadecimal.
         warnings: Logged warnings.
-        begun: Local steps when ``attach`` returned.
-        view: Number of the last view.
-        members: Members of the last view.
-        changes: Number of view changes.
-        entered: For each view its number, its members, the time of the first step in it, and
-            ``since`` of that step.
-        shares: Sum over the steps of 1 / number of members.
         descriptors: File descriptors more than before ``attach``.
         threads: Threads more than before ``attach``.
     """
@@ -74,42 +66,23 @@ class Report:
     finite: bool = True
     values: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    begun: int = 0
-    view: int = 0
-    members: list[int] = field(default_factory=list)
-    changes: int = 0
-    entered: list[tuple[int, list[int], float, float]] = field(default_factory=list)
-    shares: float = 0.0
     descriptors: int = 0
     threads: int = 0
 
 
 class Progress:
-    """Progress of each worker in a shared file: its step, and the members of its view."""
+    """Progress of each worker in a shared file."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def write(self, rank: int, value: int) -> None:
         """Record that worker ``rank`` has reached ``value``."""
-        os.pwrite(self._file, _WORD.pack(value), 2 * _WORD.size * rank)
-
-    def enter(self, rank: int, members: Iterable[int]) -> None:
-        """Record the members of the view of worker ``rank``."""
-        mask = sum(1 << member for member in members)
-        os.pwrite(self._file, _WORD.pack(mask), 2 * _WORD.size * rank + _WORD.size)
+        os.pwrite(self._file, _WORD.pack(value), _WORD.size * rank)
 
     def read(self, rank: int) -> int:
         """Return the last value of worker ``rank``; 0 if there is none."""
-        return self._read(2 * _WORD.size * rank)
-
-    def sees(self, rank: int, other: int) -> bool:
-        """True unless worker ``rank`` has recorded a view without ``other``."""
-        mask = self._read(2 * _WORD.size * rank + _WORD.size)
-        return not mask or bool(mask >> other & 1)
-
-    def _read(self, place: int) -> int:
-        found = os.pread(self._file, _WORD.size, place)
+        found = os.pread(self._file, _WORD.size, _WORD.size * rank)
         return int(_WORD.unpack(found)[0]) if len(found) == _WORD.size else 0
 
     def close(self) -> None:

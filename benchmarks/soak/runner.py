@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.soak.faults import FAULTS, undo
 from benchmarks.soak.plan import Case
-from benchmarks.soak.processes import Scene, node_count, rendezvous, start
+from benchmarks.soak.processes import Scene, rendezvous, start
 from benchmarks.soak.records import CONNECTED, Progress, Report, Run
 from offbeat_lab.launch.cluster import Cluster
 
@@ -59,16 +59,16 @@ def perform(case: Case, run: Run, folder: Path) -> Outcome:
     """
     folder.mkdir()
     outcome = Outcome(run)
-    cluster = Cluster(node_count(case), case.shaped_bits) if case.shaped_bits else None
+    cluster = Cluster(case.workers, case.shaped_bits) if case.shaped_bits else None
     with (
         cluster or contextlib.nullcontext(),
-        rendezvous(case, folder, cluster) as place,
+        rendezvous(case, folder) as place,
         contextlib.closing(Progress(str(folder / "progress"))) as progress,
     ):
         scene = Scene(case, run, folder, progress, [], cluster)
         (folder / "scratch").mkdir()
         try:
-            for rank in range(case.workers + (case.newcomers if run.breaks else 0)):
+            for rank in range(case.workers):
                 scene.processes.append(start(case, run, rank, place, cluster))
             _watch(scene, outcome)
         finally:

@@ -5,26 +5,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak.continue_policy import Continue
 from benchmarks.soak.plan import SAVING, Case
-from benchmarks.soak.policy import Policy, Stop, Verdict
+from benchmarks.soak.policy import Verdict, judge
 from benchmarks.soak.records import Run
 from benchmarks.soak.runner import Outcome, StartError, perform
-
-POLICIES: dict[str, Policy] = {"stop": Stop(), "continue": Continue()}
 
 
 @dataclass
 class Soak:
-    """Faults of one policy, one after the other.
+    """Faults, one after the other.
 
     Attributes:
-        policy: Policy that judges the outcomes.
         folder: Directory for the files of the workers.
         expected: Final values of runs without a fault, by the settings that they depend on.
     """
 
-    policy: Policy
     folder: Path
     expected: dict[tuple[Any, ...], list[str]] = field(default_factory=dict)
     _runs: int = 0
@@ -46,16 +41,16 @@ class Soak:
         if case.kind in ("pause", "slow") and case.repeatable:
             wanted = self._without_fault(case)
             finished = [one for one in outcomes[0].reports if one is not None]
-            verdict = self.policy.judge(case, outcomes, None)
+            verdict = judge(case, outcomes, None)
             if any(one.values != wanted for one in finished) and not verdict.violations:
                 verdict.violations.append(f"{finished[0].values}, and {wanted} without a fault")
             return verdict, outcomes
         resumes = case.repeatable and len(outcomes) > 1
         expected = self._without_fault(case) if resumes else None
-        return self.policy.judge(case, outcomes, expected), outcomes
+        return judge(case, outcomes, expected), outcomes
 
     def _without_fault(self, case: Case) -> list[str]:
-        key = (case.policy, case.strategy, case.wire, case.workers, case.elements, case.seed)
+        key = (case.strategy, case.wire, case.workers, case.elements, case.seed)
         if key not in self.expected:
             outcome = self._run(case, Run("unbroken", breaks=False))
             report = outcome.reports[0]

@@ -28,7 +28,6 @@ from benchmarks.soak.records import (
     CONNECTED,
     FINISHED,
     FIRST_STEP,
-    JOINING,
     Progress,
     Report,
     Run,
@@ -57,11 +56,6 @@ class Rendezvous:
     port: int = 0
     listener: socket.socket | None = None
 
-    @property
-    def address(self) -> str:
-        """Address for ``offbeat.join``."""
-        return f"{self.host}:{self.port}" if self.host else f"file://{self.folder}/store"
-
     def store(self, *, serves: bool) -> Any:
         """Return a connection to the store; with ``serves`` the store itself."""
         if not self.host:
@@ -77,15 +71,6 @@ class Rendezvous:
         )
 
 
-def serve_store(rendezvous: Rendezvous) -> int:
-    """Serve the store until this process is killed, at most 180 s. Returns the exit status."""
-    store = rendezvous.store(serves=True)
-    deadline = time.monotonic() + 180
-    while store is not None and time.monotonic() < deadline:
-        time.sleep(1)
-    return 0
-
-
 def main(case: Case, run: Run, rank: int, rendezvous: Rendezvous) -> int:
     """Train, and write the report. Returns the exit status."""
     gc.freeze()  # so that garbage collection does not visit all imported modules
@@ -95,12 +80,11 @@ def main(case: Case, run: Run, rank: int, rendezvous: Rendezvous) -> int:
     if rendezvous.listener is not None and not serves:
         rendezvous.listener.close()  # otherwise this worker would keep the port open
     progress = Progress(f"{rendezvous.folder}/progress")
-    worker = Worker(case, run, rank, rendezvous, progress)
-    if rank < case.workers:
-        store = rendezvous.store(serves=serves)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=case.workers, timeout=_CONNECT_LIMIT
-        )
+    worker = Worker(case, run, rank, progress)
+    store = rendezvous.store(serves=serves)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=case.workers, timeout=_CONNECT_LIMIT
+    )
     progress.write(rank, CONNECTED)
     report = worker.report
     try:
@@ -128,45 +112,33 @@ def main(case: Case, run: Run, rank: int, rendezvous: Rendezvous) -> int:
 class Worker:
     """Training of one worker, with the part of the fault that it injects itself."""
 
-    def __init__(
-        self, case: Case, run: Run, rank: int, rendezvous: Rendezvous, progress: Progress
-    ) -> None:
+    def __init__(self, case: Case, run: Run, rank: int, progress: Progress) -> None:
         self.report = Report(warnings=_record_warnings())
         self._case, self._run, self._rank = case, run, rank
-        self._rendezvous, self._progress = rendezvous, progress
+        self._progress = progress
         self._is_victim = run.breaks and rank == case.victim
 
     def train(self) -> None:
         """Attach, take all steps, detach, and fill in the report."""
         case, report = self._case, self.report
-        model = Constant(case.elements, counts=case.counts)
-        momentum = 0.0 if case.continues else 0.5  # without momentum all steps count the same
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
+        model = Constant(case.elements)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
         strategy = offbeat.parse_strategy(case.strategy)
         model(0.0).backward()  # starts autograd's thread before threads are counted
         before = _open_resources()
         if self._is_victim and case.kind == "kill before attach":
             os.kill(os.getpid(), signal.SIGKILL)
         sync: Any = None
-
-        def add_share(*_: object) -> None:
-            report.shares += 1 / sync.size
-
-        optimizer.register_step_post_hook(add_share)  # before attach's, which may change the view
-        group = self._join() if self._rank >= case.workers else None
         report.since = time.monotonic()
         try:
             sync = offbeat.attach(
                 model,
                 optimizer,
                 strategy,
-                group=group,
                 wire=case.wire,
                 non_finite=case.non_finite,
-                min_workers=case.min_workers if case.continues else None,
                 timeout_seconds=case.timeout_seconds,
             )
-            report.begun = sync.step
             with sync:
                 self._take_steps(sync, model, optimizer)
         except BaseException as error:
@@ -179,14 +151,6 @@ class Worker:
                 self._describe(sync, model)
             sync = None
             self._count_resources(before, case.timeout_seconds + 2)
-
-    def _join(self) -> Any:
-        """Wait until the soak lets this newcomer join; return what it attaches to."""
-        deadline = time.monotonic() + 60
-        while not Path(self._rendezvous.folder, "join").exists() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        self._progress.write(self._rank, JOINING)
-        return offbeat.join(self._rendezvous.address)
 
     def _take_steps(self, sync: Any, model: Constant, optimizer: torch.optim.Optimizer) -> None:
         case, run, report = self._case, self._run, self.report
@@ -213,7 +177,6 @@ class Worker:
                 if run.checkpoints is not None and sync.step % 3 == 0:
                     self._progress.write(self._rank, FIRST_STEP + sync.step)
                     offbeat.save(run.checkpoints, sync)
-            self._record_view(sync)
         self._progress.write(self._rank, FIRST_STEP + until)
         if run.until is not None:
             report.at = time.monotonic()
@@ -222,13 +185,6 @@ class Worker:
             sync.finish()
         report.at = time.monotonic()
         self._progress.write(self._rank, FINISHED)
-
-    def _record_view(self, sync: Any) -> None:
-        details, entered = sync.stats.details, self.report.entered
-        view = details.get("view", 0)
-        if view != (entered[-1][0] if entered else 0):
-            entered.append((view, list(details["members"]), time.monotonic(), self.report.since))
-            self._progress.enter(self._rank, details["members"])
 
     @contextlib.contextmanager
     def _blocking(self) -> Iterator[None]:
@@ -241,14 +197,12 @@ class Worker:
             raise
 
     def _describe(self, sync: Any, model: Constant) -> None:
-        report, details = self.report, sync.stats.details
+        report = self.report
         report.step = sync.step
         numbers = [p.detach().double() for p in model.parameters()]
         report.finite = all(bool(n.isfinite().all()) for n in numbers)
         report.spread = spread_of(sync) if report.finite else 0.0
         report.values = [float(n[0]).hex() for n in numbers]
-        report.view, report.members = details.get("view", 0), details.get("members", [])
-        report.changes = details.get("view_changes", 0)
 
     def _count_resources(self, before: tuple[int, int], seconds: float) -> None:
         """Count descriptors and threads that ``attach`` left open; wait for those that end.

@@ -39,7 +39,6 @@ __all__ = [
     "WandB",
     "attach",
     "data",
-    "join",
     "load",
     "parse_strategy",
     "plan",
@@ -77,7 +76,6 @@ if TYPE_CHECKING:
     from offbeat import data
     from offbeat.attach import attach
     from offbeat.checkpoint.save_load import load, save
-    from offbeat.elastic.joining import join
     from offbeat.errors import (
         AttachError,
         CheckpointError,
@@ -107,7 +105,7 @@ else:
         __all__,
         (
             *("errors", "strategies", "strategies.registry", "data", "plan", "simulate"),
-            *("telemetry", "attach", "synchronizer", "elastic.joining", "checkpoint.save_load"),
+            *("telemetry", "attach", "synchronizer", "checkpoint.save_load"),
         ),
     )
 

@@ -11,7 +11,6 @@ from torch.optim import LBFGS, Optimizer
 
 from offbeat.arguments import require_integer
 from offbeat.averaging import AttachedOptimizer, NonFinite
-from offbeat.elastic.connect import open_communicator
 from offbeat.elastic.gathering import gathering_from_environment
 from offbeat.errors import AttachError
 from offbeat.nodes.detection import NodeGroup, open_nodes
@@ -32,6 +31,7 @@ from offbeat.training.ddp import DDPSuppressor, unwrapped
 from offbeat.training.learning_rate.adam_correction import can_correct, require_correctable
 from offbeat.training.optimizers import require_own_state, unwrapped_optimizer
 from offbeat.transport.communicator import Transport
+from offbeat.transport.connect import open_communicator
 from offbeat.transport.team import Team
 
 
@@ -104,11 +104,11 @@ def attach(
             The check costs one pass over the contribution. In buffers only NaN counts. With a
             ``scaler`` the gradients are not checked, because the scaler skips steps with non-finite
             gradients.
-        min_workers: Smallest number of workers (≥ 1) with which training continues. With this
-            option training is elastic: it continues after the loss of workers, and workers can
-            join and receive the model of another worker; see docs/failures.md. None: if a worker is
-            lost, all others raise a ``CommunicationError``. With ``OFFBEAT_STORE`` training is
-            always elastic, and None is the first number of ``OFFBEAT_WORKERS="2:4"``, or 1.
+        min_workers: Smallest number of workers (≥ 1) with which elastic training continues.
+            Training is elastic with ``OFFBEAT_STORE``, as under ``offbeat run``: it continues after
+            the loss of workers, and workers can join and receive the model of another worker; see
+            docs/failures.md. None: the first number of ``OFFBEAT_WORKERS="2:4"``, or 1. Refused
+            with a process group, whose workers all raise a ``CommunicationError`` if one is lost.
         log: Destination of the telemetry records, one for each step: the path of a file of JSON
             lines, a sink (an object with ``write(record)`` and ``close()``), or a list of these.
             Each worker writes a separate file: the rank replaces ``{rank}`` in the path, or
@@ -128,7 +128,7 @@ def attach(
         MismatchError: the workers differ in the model, the optimizers, the strategy, ``wire``,
             ``adam_correction``, ``non_finite`` or ``min_workers``.
         CommunicationError: another worker failed, or did not call ``attach`` in time.
-        EndedError: this worker wants to join, and the others have finished the training.
+        EndedError: the workers at ``OFFBEAT_STORE`` have finished the training.
         TypeError, ValueError: an argument has a wrong type or value.
     """
     if strategy is None:

@@ -25,7 +25,7 @@ _NAMES = {
     "offbeat.transport.operation": "Operation",
     "offbeat.transport.team": "Team",
     "offbeat.transport.torch_backend.network_interface": "address_of",
-    "offbeat.elastic.connect": "open_communicator",
+    "offbeat.transport.connect": "open_communicator",
     "offbeat.simulate": "Join Kill",
     "offbeat.averaging.buckets": "add_to as_real group_tensors pack_mixed staging_dtype unpack",
     "offbeat.averaging.flow": "Flow",
@@ -83,7 +83,6 @@ if TYPE_CHECKING:
     from offbeat.cli.view import print_table as print_table
     from offbeat.display.plots import new_figure as new_figure
     from offbeat.display.table import Table as Table
-    from offbeat.elastic.connect import open_communicator as open_communicator
     from offbeat.simulate import Join as Join
     from offbeat.simulate import Kill as Kill
     from offbeat.strategies.base import CustomFlow as CustomFlow
@@ -106,6 +105,7 @@ if TYPE_CHECKING:
     )
     from offbeat.transport.communicator import Communicator as Communicator
     from offbeat.transport.communicator import Wrapper as Wrapper
+    from offbeat.transport.connect import open_communicator as open_communicator
     from offbeat.transport.handle import Completed as Completed
     from offbeat.transport.handle import Handle as Handle
     from offbeat.transport.handle import explained as explained

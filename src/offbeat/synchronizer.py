@@ -103,7 +103,7 @@ class Synchronizer:
         A worker that joins receives the model, the optimizers' state of each parameter, and
         ``step``, but no other state. Call this method on every worker, after ``attach`` and before
         the first step. If the script has several states, each worker calls it in the same order.
-        Without ``min_workers`` no worker joins, so the method has no effect.
+        If training is not elastic, no worker joins, and the method has no effect.
 
         Do not share the state of random number generators: a worker that joins would draw the
         numbers of another one.
@@ -204,7 +204,7 @@ class Synchronizer:
         """Leave training with the local model as it is: remove all hooks and close connections.
 
         Not a collective. A worker that waits for this one raises a ``CommunicationError`` at once.
-        With ``min_workers`` (see ``attach``) the other workers continue without this one.
+        In elastic training the other workers continue without this one.
         """
         if self._active:
             self._active = False

@@ -19,10 +19,10 @@ from typing_extensions import override
 
 import offbeat
 from cells import some
+from gathered import gather_in_order, store
 from loops import sgd
 from offbeat import Compute, Network, simulate
 from offbeat.data import LeasedLoader, LeasedSampler
-from offbeat.elastic import membership
 from offbeat.errors import (
     AttachError,
     CommunicationError,
@@ -519,13 +519,11 @@ def test_a_worker_that_joins_starts_from_the_epoch_of_the_others(at: float) -> N
 
 def train_and_die(rank: int, size: int) -> Any:
     """Rank 1 is killed in the middle of the second epoch; a newcomer joins."""
-    membership._STORE_SECONDS = 0.1
-    os.environ["OFFBEAT_KERNELS"] = "0"
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+    gather_in_order(rank, size)
+    kept = store()
     if rank == size:
-        store.wait(["died"])
-    group = offbeat.join() if rank == size else None
-    model, optimizer, sync = attach(min_workers=1, group=group)
+        kept.wait(["died"])
+    model, optimizer, sync = attach()
     sampler = LeasedSampler(dataset(), 4, sync=sync)
     loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
     used: list[list[int]] = [[] for _ in range(4)]
@@ -533,12 +531,12 @@ def train_and_die(rank: int, size: int) -> Any:
         sampler.set_epoch(epoch)
         for batch in loader:
             if rank == 1 and epoch == 1 and len(used[1]) >= 30:
-                store.set("used", json.dumps(used))
-                store.set("died", "")
+                kept.set("used", json.dumps(used))
+                kept.set("died", "")
                 os.kill(os.getpid(), signal.SIGKILL)
             used[epoch] += train_on(model, optimizer, [batch], 0.003)
     sync.finish()
-    dead = {"used": json.loads(store.get("used"))}
+    dead = {"used": json.loads(kept.get("used"))}
     return {"used": used, "repeated": sampler.repeated, "dead": dead}
 
 

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from offbeat.elastic.connect import open_communicator
+from offbeat.transport.connect import open_communicator
 
 MODULES = {
     **{"torch": torch, "dist": dist, "nn": nn, "np": np, "offbeat": offbeat},

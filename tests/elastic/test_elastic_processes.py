@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import offbeat
 from cells import some
+from gathered import gather_in_order, store
 from loops import sgd
-from offbeat.elastic import membership, views
+from offbeat.elastic import views
 from offbeat.errors import CommunicationError
 from problems import flat, loss_of, make_batch, make_model
 from workers import run
@@ -25,10 +25,6 @@ STRATEGIES = [
     "streaming",
     "diloco:period=4",
 ]
-
-
-def store() -> Any:
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
 
 
 def stumble() -> None:
@@ -44,23 +40,15 @@ def stumble() -> None:
 
 def train(rank: int, size: int, strategy: str, stumbles: bool = False) -> Any:
     """Rank 1 dies at step 10, then a worker joins; all take some more steps."""
-    membership._STORE_SECONDS = 0.1  # between two looks at the store
-    os.environ["OFFBEAT_KERNELS"] = "0"  # numba is slow to import
+    gather_in_order(rank, size)
     kept = store()
     if rank == size:
         kept.wait(["died"])
         if stumbles:
             stumble()
-    model, group = make_model(rank), offbeat.join() if rank == size else None
+    model = make_model(rank)
     optimizer = sgd(model)
-    sync = offbeat.attach(
-        model,
-        optimizer,
-        offbeat.parse_strategy(strategy),
-        group=group,
-        min_workers=1,
-        timeout_seconds=100,
-    )
+    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(strategy), timeout_seconds=100)
     begun, more, deadline = sync.step, 8, time.monotonic() + 40
     while more:
         assert time.monotonic() < deadline, sync.stats

@@ -28,6 +28,7 @@ from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.gathering import Gathering, WorkerCount, training_has_ended
 from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
+from offbeat.launcher.store import LaunchStore
 from offbeat.training import assembly
 from offbeat.transport.membership import ModelLostError
 from offbeat.transport.torch_backend import process_groups as groups
@@ -161,16 +162,25 @@ def test_an_explicit_group_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> N
         train, workers=2, network=offbeat.Network("1Mbit/s"), compute=offbeat.Compute("1ms")
     ).results
     assert results == [2, 2]
-    model = make_model()
+    model, other = make_model(), Gathering("127.0.0.1:2", WorkerCount.parse("2"))
     with pytest.raises(CommunicationError, match=r"failed: no store answers at 127\.0\.0\.1:2"):
         offbeat.attach(
-            model,
-            sgd(model),
-            offbeat.BSP(),
-            group=offbeat.join("127.0.0.1:2"),
-            min_workers=1,
-            timeout_seconds=0.2,
+            model, sgd(model), offbeat.BSP(), group=other, min_workers=1, timeout_seconds=0.2
         )
+
+
+def test_a_process_group_is_refused() -> None:
+    """In one line that names the way, also without a process group."""
+    model, told = make_model(), r"^offbeat\.attach\(\) with min_workers: .* with offbeat run, .*$"
+    with pytest.raises(AttachError, match=told):
+        offbeat.attach(model, sgd(model), offbeat.BSP(), min_workers=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for group in (None, dist.group.WORLD):
+            with pytest.raises(AttachError, match=told):
+                offbeat.attach(model, sgd(model), offbeat.BSP(), group=group, min_workers=1)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_is_not_elastic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +213,7 @@ def have_a_default_group(rank: int, size: int) -> Any:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("offbeat").addHandler(handler)
     set_variables("2")
+    dist.init_process_group("gloo", store=store(), rank=rank, world_size=size)
     result = Worker(rank).steps(3, 2).finish()
     return result, [one for one in messages if "OFFBEAT_STORE" in one]
 
@@ -338,7 +349,7 @@ def kill_at(place: str) -> None:
     elif place == "before it gathers":
         Gathering._gather = lambda *args: die()  # type: ignore[method-assign]
     elif place == "before it opens view 0":
-        membership.Participant.enter = lambda *args, **named: die()  # type: ignore[method-assign]
+        membership.StoreMembership.enter = lambda *args, **named: die()  # type: ignore[method-assign]
     elif place == "while all connect":
         groups.GroupFactory._make = lambda *args, **named: die()  # type: ignore[method-assign]
     else:
@@ -370,21 +381,27 @@ def test_a_worker_may_be_killed_in_attach(place: str) -> None:
     check([results[rank] for rank in (0, 2, 3)])
 
 
-def be_killed_with_all(rank: int, _: int) -> Any:
+def be_killed_with_all(rank: int, _: int, reported: bool) -> Any:
     set_variables("3")
+    if reported:
+        joining._REFUSED_SECONDS = TIMEOUT_SECONDS
+        os.environ["OFFBEAT_REPORT"] = f"process{rank}"
     if rank < 3:
         Worker(rank).steps(5, 3)
         store().set("name", store().get("offbeat/elastic"))
         meet("all train", rank, range(3))
         die(f"died{rank}")
     store().wait([f"died{other}" for other in range(3)])
+    if reported:
+        LaunchStore(os.environ["OFFBEAT_STORE"]).report_death(f"process{rank - 3}")
     worker = Worker(rank).steps(5, 3)
     return worker.finish(), store().get("name") != store().get("offbeat/elastic")
 
 
-def test_all_workers_may_be_killed_and_started_again() -> None:
-    """They begin a new training."""
-    results = run(be_killed_with_all, workers=0, newcomers=6, may_die=(0, 1, 2))[3:]
+@pytest.mark.parametrize("reported", [False, True])
+def test_all_workers_may_be_killed_and_started_again(reported: bool) -> None:
+    """They begin a new training: at once if a launcher has reported the deaths."""
+    results = run(be_killed_with_all, reported, workers=0, newcomers=6, may_die=(0, 1, 2))[3:]
     check([result for result, _ in results], [0, 1, 2])
     assert all(replaced and result[1] == 0 for result, replaced in results)
 
@@ -465,7 +482,7 @@ def lose_the_model(rank: int, _: int) -> Any:
         if rank == 1:
             store().set("come", "")
             store().wait(["asked2", "asked3"])
-            membership.Participant.enter = lambda *args: die("died too")  # type: ignore[method-assign]
+            membership.StoreMembership.enter = lambda *args: die("died too")  # type: ignore[method-assign]
         else:
             store().wait(["asked2", "asked3"])
         worker.steps(100, 2)
@@ -521,10 +538,9 @@ def test_a_worker_that_comes_after_the_end_is_told() -> None:
 def test_a_number_without_an_address_delays_no_one() -> None:
     """A worker may die between the two. The next decision considers it once more."""
     shared = SharedStore(dist.HashStore(), "here")
-    shared.put("size", 2)
     one = Agreement.__new__(Agreement)
     one.store = shared
-    assert [shared.count("numbers") for _ in range(3)] == [0, 1, 2]
+    assert [shared.count("numbers") for _ in range(5)] == [0, 1, 2, 3, 4]
     shared.put("address/2", "a:1")
     shared.put("address/4", "a:2")
     requests = one.join_requests(Decision([0, 1], 2))
@@ -571,7 +587,7 @@ def come_with_a_bad_address(rank: int, _: int) -> Any:
         with pytest.raises(CommunicationError, match="GLOO_SOCKET_IFNAME"):
             Worker(rank)
         shared = SharedStore(store(), "here")
-        assert shared.within(shared.get("offbeat/elastic")).get("numbers") == 4  # it tried twice
+        assert shared.within(shared.get("offbeat/elastic")).get("numbers") == 3
         store().set("told", "")
         return None
     worker = Worker(rank).steps(3, 2)

@@ -16,10 +16,10 @@ from offbeat.averaging import AttachedOptimizer, worker
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradient_flow import GradientFlow
 from offbeat.averaging.gradients import gradient_buckets
-from offbeat.elastic.connect import open_communicator
 from offbeat.strategies.base import Strategy
 from offbeat.training.backward_hooks import BackwardHooks
 from offbeat.transport.communicator import Communicator, Wrapper
+from offbeat.transport.connect import open_communicator
 from offbeat.transport.host import ThreadHost
 from problems import flat, gradients, loss_of, make_batch, make_model
 from worlds import run

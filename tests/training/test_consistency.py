@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import offbeat
 from loops import attach, error_of, everything, sgd
-from offbeat.elastic.connect import open_communicator
 from offbeat.strategies.base import Strategy
 from offbeat.training.checks import consistency
 from offbeat.training.checks.consistency import require_consistency
+from offbeat.transport.connect import open_communicator
 from problems import flat, make_batch, make_model, train_step
 from worlds import real, run, simulated
 

@@ -1,9 +1,8 @@
 """The protocol by which real processes agree on the next view, through a shared store.
 
-A *view* is one composition of the workers, its *members*. Each worker has a number, its *identity*.
-The members of a process group have their ranks. All other workers take the next number from a
-counter in the store. The store is the key-value store of the ``torch.distributed`` process group,
-or the store at which the workers gather (``elastic/gathering.py``).
+A *view* is one composition of the workers, its *members*. Each worker takes a number from a counter
+in the store, its *identity*. The store is the one at which the workers gather
+(``elastic/gathering.py``).
 
 When a member is lost or a worker asks to join, view v + 1 replaces view v in four steps:
 
@@ -25,9 +24,7 @@ Steps 1 and 2 are in this file, steps 3 and 4 in ``elastic/membership.py``.
 The key ``offbeat/elastic`` contains the key prefix of the training that began last. The keys of one
 training begin with this prefix, ``offbeat/elastic/<name>``:
 
-    size               number of identities that are ranks of a process group; 0 after a gathering
-    numbers            counter of the further identities that workers have taken
-    keeper             rank of the worker that serves the store; absent if no worker serves it
+    numbers            counter of the identities that workers have taken
     address/<worker>   address at which the worker accepts heartbeat connections
     latest             number of the latest view that was opened
     left/<worker>      exists once the worker has left before the end
@@ -153,9 +150,6 @@ class Agreement:
         heartbeats: Tells which members' processes have ended.
         timeout_seconds: Time limit of one operation.
         silence_seconds: Usual ``patience`` of ``decide``. ``timeout_seconds`` is used if smaller.
-
-    Attributes:
-        absent: Identities of members that had no address in the last ``connect_heartbeats``.
     """
 
     def __init__(
@@ -170,7 +164,6 @@ class Agreement:
         self.worker, self.store, self.heartbeats = worker, store, heartbeats
         self.timeout_seconds = timeout_seconds
         self.silence_seconds = min(silence_seconds, timeout_seconds)
-        self.absent: list[int] = []
 
     def decide(self, number: int, before: Decision, patience: float, arrival: Arrival) -> Decision:
         """Arrive at view ``number`` and return the decision on it. Blocks.
@@ -285,7 +278,7 @@ class Agreement:
 
         A worker asks to join by taking an identity and writing its address. Accesses the store.
         """
-        unused = self.store.get("size") + (self.store.get("numbers") or 0)
+        unused = self.store.get("numbers") or 0
         workers = [*before.unannounced, *range(before.next_identity, unused)]
         addresses = self._read_addresses(workers)
         return JoinRequests(addresses, unused, [w for w in workers if w not in addresses])
@@ -293,9 +286,7 @@ class Agreement:
     def connect_heartbeats(self, members: Iterable[int]) -> list[int]:
         """Connect to those ``members`` that are not monitored yet. Return the unreachable ones."""
         others = [w for w in members if w != self.worker and not self.heartbeats.monitors(w)]
-        addresses = self._addresses(others) if others else {}
-        self.absent = [worker for worker in others if worker not in addresses]
-        return self.heartbeats.connect(addresses) if addresses else []
+        return self.heartbeats.connect(self._addresses(others)) if others else []
 
     def unreachable(self, members: Iterable[int]) -> list[int]:
         """Return those ``members`` to which this worker cannot connect. Blocks for at most 2 s."""

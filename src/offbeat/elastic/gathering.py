@@ -12,7 +12,6 @@ The store must outlive the workers, so a launcher keeps it in a process of its o
 one training. The keys in the store, besides those of ``elastic/agreement.py``:
 
     offbeat/elastic         key prefix of the latest training; replaced if that training is lost
-    <prefix>/size           0
     <prefix>/numbers        counter from which each worker takes its identity (``add``)
     <prefix>/view/0/decided the members of view 0
     <prefix>/ended          exists once the training has ended; see ``training_has_ended``
@@ -46,15 +45,8 @@ import torch.distributed as dist
 from offbeat.elastic import reports
 from offbeat.elastic.address import parse_address
 from offbeat.elastic.agreement import Agreement, Decision
-from offbeat.elastic.joining import (
-    LATEST_TRAINING,
-    POLL_SECONDS,
-    Admission,
-    Refusal,
-    UnreachableError,
-    new_identity,
-)
-from offbeat.elastic.membership import Participant
+from offbeat.elastic.joining import POLL_SECONDS, Admission, UnreachableError, new_identity
+from offbeat.elastic.membership import StoreMembership
 from offbeat.elastic.store import SharedStore, StoreLostError, connect_to_store
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
 from offbeat.transport.communicator import Communicator, Transport
@@ -63,11 +55,12 @@ from offbeat.transport.torch_backend.process_groups import ranks_text
 
 T = TypeVar("T")
 logger = logging.getLogger("offbeat")
+LATEST_TRAINING = "offbeat/elastic"
+"""Key in the store. Its value is the key prefix of the training that began last."""
 PATIENCE_SECONDS = 30.0
 """Time after which training begins with fewer workers, if ``OFFBEAT_WORKERS`` allows it."""
 _STORE, _WORKERS = "OFFBEAT_STORE", "OFFBEAT_WORKERS"
 _ATTEMPTS = 10  # attempts to begin or join a training; each ends with the loss of a worker
-_REFUSALS = 2  # requests to join that the members may refuse
 
 
 def training_has_ended(store: Any) -> bool:
@@ -159,9 +152,6 @@ class Gathering(Transport):
     ) -> None:
         self._address, self.workers = address, workers
         self._patience_seconds = patience_seconds
-        self._name: str | None = None  # key prefix of the training that this worker was in last
-        self._agreement: Agreement | None = None  # of the last attempt
-        self._dead: set[int] = set()  # workers of that training that are known to have ended
 
     def repeat(self, begin: Callable[[], T]) -> T:
         """Return the result of ``begin``, which calls ``make_communicator`` and uses the result.
@@ -192,49 +182,32 @@ class Gathering(Transport):
                 members cannot connect to this process.
         """
         what = "gathering failed"
-        root = connect_to_store(self._address, timeout_seconds, what=what, create=True)
-        refusals = 0
+        root = connect_to_store(self._address, timeout_seconds, what=what)
         while True:
             name = root.call(partial(_latest_training, root), what)
-            if name != self._name:
-                self._name, self._agreement, self._dead = name, None, set()
-            if self._agreement is not None:
-                self._dead |= self._agreement.heartbeats.dead()
             agreement = new_identity(root.within(name), timeout_seconds, what=what)
             try:
-                outcome = self._attempt(root, name, agreement)
+                view = self._attempt(root, name, agreement)
             except BaseException:
                 agreement.leave(0, ended=False)
                 raise
-            finally:
-                self._agreement = agreement
-            if isinstance(outcome, View):
+            if view is not None:
                 reports.tell(f"trains as rank {agreement.worker}")
-                return outcome.communicator
+                return view.communicator
             agreement.heartbeats.close()
-            if outcome is Refusal.LOST:
-                logger.info("rank %d: no member of %s is left", agreement.worker, name)
-                root.call(partial(root.replace, LATEST_TRAINING, name, _new_training(root)), what)
-            refusals += outcome is Refusal.UNREACHABLE
-            if refusals == _REFUSALS:
-                raise UnreachableError(what, agreement)
+            logger.info("rank %d: no member of %s is left", agreement.worker, name)
+            root.call(partial(root.replace, LATEST_TRAINING, name, _new_training()), what)
 
-    def _attempt(self, root: SharedStore, name: str, agreement: Agreement) -> View | Refusal:
+    def _attempt(self, root: SharedStore, name: str, agreement: Agreement) -> View | None:
         deadline = time.monotonic() + agreement.timeout_seconds
         first = self._gather(agreement, deadline)
         if agreement.worker in first.members:
-            view = Participant(agreement).enter(0, first, agreement.silence_seconds)
+            view = StoreMembership(agreement).enter(0, first)
             logger.info(
                 "rank %d begins training with %s", agreement.worker, ranks_text(first.members)
             )
             return view
-        admission = Admission(
-            agreement,
-            what="joining failed",
-            replaced=lambda: root.get(LATEST_TRAINING) != name,
-            dead=self._dead,
-        )
-        return admission.wait(deadline)
+        return Admission(agreement, lambda: root.get(LATEST_TRAINING) != name).wait(deadline)
 
     def _gather(self, agreement: Agreement, deadline: float) -> Decision:
         """Wait for the decision on view 0, and return it. Propose one if enough workers live."""
@@ -279,11 +252,9 @@ class Gathering(Transport):
 def _latest_training(root: SharedStore) -> str:
     """Return the key prefix of the latest training. Begin a training if there is none."""
     name = root.get(LATEST_TRAINING)
-    return str(name or root.put_if_absent(LATEST_TRAINING, _new_training(root)))
+    return str(name or root.put_if_absent(LATEST_TRAINING, _new_training()))
 
 
-def _new_training(root: SharedStore) -> str:
+def _new_training() -> str:
     """Return the key prefix of a new training."""
-    name = f"{LATEST_TRAINING}/{uuid.uuid4().hex}"
-    root.within(name).put("size", 0)
-    return name
+    return f"{LATEST_TRAINING}/{uuid.uuid4().hex}"

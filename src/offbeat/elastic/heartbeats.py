@@ -43,7 +43,7 @@ class HeartbeatConnections:
 
     def __init__(self) -> None:
         if sys.platform == "win32":
-            raise AttachError("min_workers and join() need Linux or macOS; leave min_workers out")
+            raise AttachError("elastic training needs Linux or macOS; unset OFFBEAT_STORE")
         self._sockets: dict[int, socket.socket] = {}
         self._accepted: set[socket.socket] = set()  # connections of other workers to this one
         self._dead: set[int] = set()

@@ -1,111 +1,23 @@
-"""Joining: a new process becomes a worker of an elastic training that is already running.
+"""Joining: a new process becomes a worker of a training that is already running.
 
-The new process connects to the store of the training, usually that of the ``torch.distributed``
-process group. It writes its address, and waits until the members of the current view have decided
-on a view that contains it; see ``elastic/agreement.py``.
+It writes its address in the store, and waits until the members of the current view have decided on
+a view that contains it; see ``elastic/agreement.py``.
 """
 
-import os
 import time
-from collections.abc import Callable, Collection
-from enum import Enum, auto
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from offbeat.elastic.address import parse_address
 from offbeat.elastic.agreement import SILENCE_SECONDS, Agreement, Decision
 from offbeat.elastic.heartbeats import HeartbeatConnections
-from offbeat.elastic.membership import Participant
-from offbeat.elastic.store import SharedStore, connect_to_store
+from offbeat.elastic.membership import StoreMembership
+from offbeat.elastic.store import SharedStore
 from offbeat.errors import CommunicationError, CommunicationTimeout, EndedError
-from offbeat.transport.communicator import Communicator, Transport
 from offbeat.transport.membership import View
 
-LATEST_TRAINING = "offbeat/elastic"
-"""Key in the store. Its value is the key prefix of the training that began last."""
 POLL_SECONDS = 0.01, 0.1  # pause between two reads of the store: the first, and the longest
 _REFUSED_SECONDS = 5.0  # time after which members whose ports refuse connections count as dead
-_ATTEMPTS = 2  # attempts to join; each failed attempt costs the members one view change
-
-
-def join(address: str | None = None) -> Transport:
-    """Return the ``group`` argument of ``attach`` with which a new worker joins a running training.
-
-    The workers of the running training must have passed ``min_workers`` to ``attach``. The new
-    process does not call ``init_process_group``. Its ``attach`` blocks until the other workers
-    admit the process, usually at the beginning of their next optimizer step. It raises
-    ``CommunicationTimeout`` if this takes longer than ``timeout_seconds``. If several trainings use
-    the store, the new worker joins the training that began last.
-
-    Args:
-        address: Address of the store of the running training's process group, as ``host:port`` or
-            ``file:///path``. None uses the environment variables ``MASTER_ADDR`` and
-            ``MASTER_PORT``.
-
-    Raises:
-        ValueError: ``address`` has another form, or is None and a variable is not set.
-    """
-    if address is None:
-        variables = "MASTER_ADDR", "MASTER_PORT"
-        if missing := [name for name in variables if not os.environ.get(name)]:
-            raise ValueError(
-                f"join() needs the address of the store, as in join('10.0.0.1:29500'), or "
-                f"{' and '.join(missing)} in the environment"
-            )
-        address = ":".join(os.environ[name] for name in variables)
-    parse_address(address)
-    return Newcomer(address)
-
-
-class Newcomer(Transport):
-    """Transport (factory of communicators) of a worker that joins a running training.
-
-    ``address`` is that of the store, as in ``join``.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def make_communicator(self, timeout_seconds: float) -> Communicator:
-        """Ask to join, and return a communicator once the members have admitted this worker.
-
-        Raises:
-            EndedError: The training has ended.
-            CommunicationError: The store cannot be reached, no member is left, the members cannot
-                connect to this process, or the view could not be opened.
-            CommunicationTimeout: Within ``timeout_seconds`` no training began at the store, or its
-                members did not admit this worker.
-        """
-        deadline = time.monotonic() + timeout_seconds
-        root = connect_to_store(self._address, timeout_seconds, what="joining failed")
-        for _ in range(_ATTEMPTS):
-            store = root.within(self._await_training(root, deadline, timeout_seconds))
-            agreement = new_identity(store, timeout_seconds, what="joining failed")
-            try:
-                outcome = Admission(agreement, what="joining failed").wait(deadline)
-            except BaseException:
-                agreement.heartbeats.close()
-                raise
-            if isinstance(outcome, View):
-                return outcome.communicator
-            agreement.heartbeats.close()
-            if outcome is Refusal.LOST:
-                raise CommunicationError(
-                    f"joining failed: all members of the training at {self._address} have ended"
-                )
-        raise UnreachableError("joining failed", agreement)
-
-    def _await_training(self, root: SharedStore, deadline: float, timeout_seconds: float) -> str:
-        """Wait until a training uses the store. Return the key prefix of the latest training."""
-        while time.monotonic() < deadline:
-            value = root.call(lambda: root.get(LATEST_TRAINING), "joining failed")
-            if value is not None:
-                return str(value)
-            time.sleep(POLL_SECONDS[1])
-        raise CommunicationTimeout(
-            f"joining failed: no training with min_workers has begun at "
-            f"{self._address} within timeout_seconds={timeout_seconds:g}"
-        )
 
 
 def new_identity(store: SharedStore, timeout_seconds: float, *, what: str) -> Agreement:
@@ -116,7 +28,7 @@ def new_identity(store: SharedStore, timeout_seconds: float, *, what: str) -> Ag
     heartbeats = HeartbeatConnections()
 
     def take() -> int:
-        worker = int(store.get("size")) + store.count("numbers")
+        worker = store.count("numbers")
         store.put(f"address/{worker}", heartbeats.address)  # this is the request
         return worker
 
@@ -134,49 +46,27 @@ def new_identity(store: SharedStore, timeout_seconds: float, *, what: str) -> Ag
     )
 
 
-class Refusal(Enum):
-    """Why a worker was not admitted.
-
-    Attributes:
-        UNREACHABLE: The members have read the request, but could not connect to this worker.
-        LOST: All members have ended, so no worker can be admitted.
-        REPLACED: Another training has replaced this one.
-    """
-
-    UNREACHABLE = auto()
-    LOST = auto()
-    REPLACED = auto()
-
-
 class Admission:
     """The request of one worker to join, until it is in a view.
 
     Args:
         agreement: The protocol, with the identity of this worker.
-        what: Beginning of error messages.
         replaced: Function that returns True if another training has replaced this one. It accesses
             the store.
-        dead: Identities of workers that are known to have ended.
     """
 
-    def __init__(
-        self,
-        agreement: Agreement,
-        *,
-        what: str,
-        replaced: Callable[[], bool] = lambda: False,
-        dead: Collection[int] = (),
-    ) -> None:
+    def __init__(self, agreement: Agreement, replaced: Callable[[], bool]) -> None:
         self._agreement, self._replaced = agreement, replaced
-        self._what = f"rank {agreement.worker}: {what}"
-        self._gone = set(dead)  # workers that have ended or left
+        self._what = f"rank {agreement.worker}: joining failed"
+        self._gone: set[int] = set()  # workers that have ended or left
         self._unreachable: set[int] = set()
         self._requested = 0.0  # time of the request for the next view
 
-    def wait(self, deadline: float) -> View | Refusal:
+    def wait(self, deadline: float) -> View | None:
         """Request a view change, and open the view that admits this worker. Blocks.
 
-        ``deadline`` is a time of ``time.monotonic``.
+        ``deadline`` is a time of ``time.monotonic``. Returns None if all members have ended or
+        another training has replaced this one, so that no one can admit this worker.
         """
         agreement, store = self._agreement, self._agreement.store
         latest = store.call(lambda: store.get("latest"), self._what)
@@ -189,14 +79,12 @@ class Admission:
             if decided is not None:
                 number, before = number + 1, Decision(**decided)
                 if agreement.worker in before.members:
-                    return self._enter(number, before)
+                    return StoreMembership(agreement).enter_as_newcomer(number, before)
                 if before.considers(agreement.worker):
-                    return Refusal.UNREACHABLE
+                    raise UnreachableError(self._what, agreement)
                 self._request(number + 1, before)
-            elif replaced:
-                return Refusal.REPLACED
-            elif before.members and self._all_gone(before):
-                return Refusal.LOST
+            elif replaced or (before.members and self._all_gone(before)):
+                return None
             elif time.monotonic() > deadline:
                 raise CommunicationTimeout(
                     f"{self._what}: the members at {store.location} have not begun another view "
@@ -242,12 +130,6 @@ class Admission:
         if seconds > agreement.silence_seconds:
             gone |= self._unreachable
         return gone.issuperset(before.members)
-
-    def _enter(self, number: int, decision: Decision) -> View:
-        participant = Participant(self._agreement)
-        if number == 0:  # in view 0 no worker is a newcomer
-            return participant.enter(0, decision, self._agreement.silence_seconds)
-        return participant.enter_as_newcomer(number, decision)
 
 
 class UnreachableError(CommunicationError):

@@ -33,7 +33,7 @@ _HEARTBEAT_SECONDS = 0.2  # time between two checks of the heartbeat connections
 
 
 class ElasticCommunicator(TorchCommunicator):
-    """The communicator of a view with several members, and the ``membership`` of that view."""
+    """The communicator of a view with several members, with a ``membership``."""
 
     membership: "StoreMembership"
 
@@ -50,7 +50,7 @@ class ElasticCommunicator(TorchCommunicator):
 
 
 class ElasticSingle(SingleCommunicator):
-    """The communicator of a view with one member, and the ``membership`` of that view."""
+    """The communicator of a view with one member, with a ``membership``."""
 
     membership: "StoreMembership"
 
@@ -59,78 +59,72 @@ class ElasticSingle(SingleCommunicator):
         return self.membership.board(name)
 
 
-class Participant:
-    """One worker of an elastic training, from its first view to its last.
+class StoreMembership:
+    """Implements ``Membership`` over the store of the training: one worker in all of its views.
 
     Attributes:
-        last_active: Time (monotonic clock) of this worker's last step or view change.
-        longest_pause: Longest time between two of these in the current view, seconds.
+        view: The current view. ``enter`` sets it.
     """
 
+    view: View
+    _poll: KeyPoll  # finds requests for the next view
+
     def __init__(self, agreement: Agreement) -> None:
-        self.agreement, self.worker = agreement, agreement.worker
-        self.timeout_seconds = agreement.timeout_seconds
-        self.silence_seconds = agreement.silence_seconds
-        self.last_active, self.longest_pause = time.monotonic(), 0.0
+        self._agreement, self._worker = agreement, agreement.worker
+        self._silence_seconds = agreement.silence_seconds
+        self._decision = Decision([], 0)  # on the current view
+        self._member_died = False
+        self._last_check = 0.0
 
-    def report_activity(self) -> None:
-        """Record that this worker is active now."""
-        now = time.monotonic()
-        self.longest_pause = max(self.longest_pause, now - self.last_active)
-        self.last_active = now
+    # -- views -----------------------------------------------------------------------------------
 
-    def enter(self, number: int, decision: Decision, opening_seconds: float) -> View:
+    def enter(self, number: int, decision: Decision) -> View:
         """Open view ``number``: connect to its members. A collective of the members.
 
-        Fails if a member does not take part within ``opening_seconds``.
+        Fails if a member does not take part within ``silence_seconds``.
         """
-        agreement, members = self.agreement, tuple(decision.members)
+        agreement, members = self._agreement, tuple(decision.members)
         agreement.connect_heartbeats(members)
-        membership = StoreMembership(self, number, decision)
-        communicator = self._communicator(number, members, opening_seconds, membership)
-        view = View(number, members, communicator)
+        communicator = self._communicator(number, members)
         try:
             agreement.call(lambda: agreement.store.put("latest", number))
             if unreachable := agreement.connect_heartbeats(members):
                 logger.warning(
                     "rank %d has no heartbeat connection to %s: its death is noticed only as "
                     "silence, after %g s",
-                    *(self.worker, ranks_text(unreachable), self.silence_seconds),
+                    *(self._worker, ranks_text(unreachable), self._silence_seconds),
                 )
         except BaseException:
             communicator.close()
             raise
-        membership.view = view
-        self.last_active, self.longest_pause = time.monotonic(), 0.0
-        return view
+        self.view, self._decision = View(number, members, communicator), decision
+        self._poll = KeyPoll(agreement.store.store, f"view/{number + 1}/wanted", _STORE_SECONDS)
+        close_at_exit(self._poll)
+        self._member_died, self._last_check = False, time.monotonic()
+        return self.view
 
     def enter_as_newcomer(self, number: int, decision: Decision) -> View:
         """Open view ``number``, which admits this worker. If that fails, try the next views."""
         try:
-            return self.enter(number, decision, self.silence_seconds)
+            return self.enter(number, decision)
         except StoreLostError:
             raise
         except CommunicationError:
-            return self.next_view(number, decision, step=None)
+            return self._enter_after(number, decision, step=None)
 
-    def _communicator(
-        self,
-        number: int,
-        members: tuple[int, ...],
-        opening_seconds: float,
-        membership: "StoreMembership",
-    ) -> Communicator:
+    def _communicator(self, number: int, members: tuple[int, ...]) -> Communicator:
         communicator: ElasticCommunicator | ElasticSingle
+        agreement = self._agreement
         if len(members) == 1:
-            communicator = ElasticSingle(self.timeout_seconds)
+            communicator = ElasticSingle(agreement.timeout_seconds)
         else:
             factory = GroupFactory(
-                self.agreement.store.store,
-                members.index(self.worker),
+                agreement.store.store,
+                members.index(self._worker),
                 len(members),
                 f"view/{number}/groups",
                 itertools.count(),
-                opening_seconds=opening_seconds,
+                opening_seconds=self._silence_seconds,
                 lost=partial(self._lost_ranks, members, first=number == 0),
                 abandoned_key=f"view/{number + 1}/begun",
             )
@@ -138,13 +132,30 @@ class Participant:
             # longer than ``silence_seconds``, the others would continue without this worker.
             communicator = ElasticCommunicator(
                 factory,
-                timeout_seconds=self.timeout_seconds,
-                closing_seconds=min(_CLOSING_SECONDS, self.silence_seconds / 4),
+                timeout_seconds=agreement.timeout_seconds,
+                closing_seconds=min(_CLOSING_SECONDS, self._silence_seconds / 4),
             )
-        communicator.membership = membership
+        communicator.membership = self
         return communicator
 
-    def next_view(self, view: int, before: Decision, *, step: int | None) -> View:
+    def change_requested(self) -> bool:
+        """Return True if a worker asks to join, or a member has died, left or begun a view change.
+
+        Never blocks. If the store does not answer, only deaths are noticed.
+        """
+        now = time.monotonic()
+        if now - self._last_check > _HEARTBEAT_SECONDS:
+            self._last_check = now
+            dead = self._agreement.heartbeats.dead()
+            self._member_died = self._member_died or not dead.isdisjoint(self.view.members)
+        return self._poll.found() or self._member_died
+
+    def next_view(self, *, step: int) -> View:
+        """Agree on the next view and open it; see ``Membership.next_view``."""
+        self._poll.close()
+        return self._enter_after(self.view.number, self._decision, step=step)
+
+    def _enter_after(self, view: int, before: Decision, *, step: int | None) -> View:
         """Agree on the view after ``view`` and open it. If that fails, try the next views.
 
         Args:
@@ -152,119 +163,83 @@ class Participant:
             before: Decision on view ``view``.
             step: Number of steps that this worker has taken; None if it was in no view yet.
         """
-        started, patience = time.monotonic(), self.silence_seconds
+        started, patience = time.monotonic(), self._silence_seconds
         arrival = Arrival(step is None, [])
         for number in itertools.count(view + 1):
-            before = self.agreement.decide(number, before, patience, arrival)
-            if self.worker not in before.members:
+            before = self._agreement.decide(number, before, patience, arrival)
+            if self._worker not in before.members:
                 raise self._left_behind(number, before, step)
             if before.disconnected:
                 logger.warning(
                     "rank %d: view %d continues without %s, which cannot connect to all of %s",
-                    *(self.worker, number),
+                    *(self._worker, number),
                     *(ranks_text(before.disconnected), ranks_text(before.members)),
                 )
             opening = time.monotonic()
             try:
-                return self.enter(number, before, self.silence_seconds)
+                return self.enter(number, before)
             except StoreLostError:
                 raise
             except CommunicationError as error:
-                logger.info("rank %d: view %d was not opened: %s", self.worker, number, error)
+                logger.info("rank %d: view %d was not opened: %s", self._worker, number, error)
                 now, reason = time.monotonic(), str(error)
             # A member that stops answering after it has arrived may cost ``silence_seconds`` three
             # times: the others wait for its proposal, then for the opening of the view to fail, and
             # then for its arrival at the next view.
-            longest = max(self.timeout_seconds, 3 * self.silence_seconds) + self.silence_seconds
-            if now - started > longest and not self.agreement.is_decided(number + 1):
+            longest = (
+                max(self._agreement.timeout_seconds, 3 * self._silence_seconds)
+                + self._silence_seconds
+            )
+            if now - started > longest and not self._agreement.is_decided(number + 1):
                 raise CommunicationTimeout(
-                    f"rank {self.worker}: agreeing on the next view failed after "
+                    f"rank {self._worker}: agreeing on the next view failed after "
                     f"{now - started:.1f} s, more than the {longest:g} s that "
-                    f"timeout_seconds={self.timeout_seconds:g} allows: {reason}"
+                    f"timeout_seconds={self._agreement.timeout_seconds:g} allows: {reason}"
                 )
-            patience, unreachable = self.silence_seconds, []
-            if now - opening > 0.9 * self.silence_seconds:
+            patience, unreachable = self._silence_seconds, []
+            if now - opening > 0.9 * self._silence_seconds:
                 # A member has not answered during the whole opening, so wait less for it now. Or
                 # some members cannot connect to each other.
-                patience = min(_RETRY_SILENCE_SECONDS, self.silence_seconds)
-                unreachable = self.agreement.unreachable(before.members)
+                patience = min(_RETRY_SILENCE_SECONDS, self._silence_seconds)
+                unreachable = self._agreement.unreachable(before.members)
             arrival = Arrival(step is None, unreachable)
         raise AssertionError
 
     def _left_behind(self, number: int, decision: Decision, step: int | None) -> CommunicationError:
         """Return the error of this worker, which the ``decision`` on view ``number`` excludes."""
-        self.report_activity()
         reason = (
-            f"Its longest pause was {self.longest_pause:.1f} s, and the others wait "
-            f"{self.silence_seconds:g} s for a silent worker (timeout_seconds, but at most 30 s)"
+            f"The others wait {self._silence_seconds:g} s for a silent worker (timeout_seconds, "
+            "but at most 30 s)"
         )
-        if self.worker in decision.disconnected:
+        if self._worker in decision.disconnected:
             reason = (
                 "It and they cannot all connect to each other, and the largest connected part of "
                 "the workers that have the model continues: check the network between them"
             )
         return CommunicationError(
-            f"rank {self.worker} was left behind at step {step or 0}: "
-            f"{ranks_text(decision.members)} are in view {number}. {reason}. Attach again as a "
-            "newcomer, with group=offbeat.join(...)"
+            f"rank {self._worker} was left behind at step {step or 0}: "
+            f"{ranks_text(decision.members)} are in view {number}. {reason}. Attach again to join "
+            "them"
         )
 
     def _lost_ranks(self, members: tuple[int, ...], *, first: bool) -> list[int]:
         """Return the ranks of those ``members`` whose processes have ended.
 
-        In the ``first`` view a member may come later than this worker, or end before this worker
-        has connected to it. In later views a member whose port refuses connections counts as
-        unreachable, so that the next view excludes it; see ``Agreement.unreachable``.
+        In the ``first`` view a member may end before this worker has connected to it. In later
+        views a member whose port refuses connections counts as unreachable, so that the next view
+        excludes it; see ``Agreement.unreachable``.
         """
-        heartbeats = self.agreement.heartbeats
-        if self.agreement.absent:
-            self.agreement.connect_heartbeats(self.agreement.absent)
+        heartbeats = self._agreement.heartbeats
         lost = heartbeats.dead() | (heartbeats.refused if first else set())
         return [rank for rank, worker in enumerate(members) if worker in lost]
 
-
-class StoreMembership:
-    """Implements ``Membership`` for one view, over the store of the process group.
-
-    Attributes:
-        view: The view. ``Participant.enter`` sets it once the view is open.
-    """
-
-    view: View
-
-    def __init__(self, participant: Participant, number: int, decision: Decision) -> None:
-        self._participant, self._number, self._decision = participant, number, decision
-        self._others = frozenset(decision.members) - {participant.worker}
-        self._poll = KeyPoll(
-            participant.agreement.store.store, f"view/{number + 1}/wanted", _STORE_SECONDS
-        )
-        self._member_died = False
-        self._last_check = time.monotonic()
-        close_at_exit(self._poll)
-
-    def change_requested(self) -> bool:
-        """Return True if a worker asks to join, or a member has died, left or begun a view change.
-
-        Never blocks. If the store does not answer, only deaths are noticed.
-        """
-        self._participant.report_activity()
-        now = self._participant.last_active
-        if now - self._last_check > _HEARTBEAT_SECONDS:
-            self._last_check = now
-            dead = self._participant.agreement.heartbeats.dead()
-            self._member_died = self._member_died or bool(dead & self._others)
-        return self._poll.found() or self._member_died
-
-    def next_view(self, *, view: int, step: int) -> View:
-        """Agree on the next view and open it; see ``Membership.next_view``."""
-        self._poll.close()
-        return self._participant.next_view(view, self._decision, step=step)
+    # -- other methods of Membership ---------------------------------------------------------------
 
     def board(self, name: str) -> Board:
         """Open the board ``name`` of the training; see ``Communicator.board``."""
-        return StoreBoard(self._participant.agreement.store.within(f"boards/{name}").store)
+        return StoreBoard(self._agreement.store.within(f"boards/{name}").store)
 
     def leave(self, *, ended: bool) -> None:
         """Announce that this worker leaves permanently; see ``Membership.leave``."""
         self._poll.close()
-        self._participant.agreement.leave(self._number, ended=ended)
+        self._agreement.leave(self.view.number, ended=ended)

@@ -2,8 +2,6 @@
 
 import json
 import os
-import socket
-import stat
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -83,35 +81,30 @@ class SharedStore:
         except RuntimeError as error:
             reason = str(error).splitlines()[0][:200]
         raise StoreLostError(
-            f"{what}: the store of the process group at {self.location} cannot be reached "
-            f"({reason}). Elastic training needs it to agree on the next view. This worker is cut "
-            "off, or the process that kept the store has ended: keep the store in a process that "
-            'outlives the workers, see "When workers fail"'
+            f"{what}: the store at {self.location} cannot be reached ({reason}). Elastic training "
+            "needs it to agree on the next view. This worker is cut off, or the process that kept "
+            "the store has ended: keep it in a process that outlives the workers, with offbeat "
+            "store"
         )
 
 
-def connect_to_store(
-    address: str, timeout_seconds: float, *, what: str, create: bool = False
-) -> SharedStore:
-    """Connect to the store of other processes.
+def connect_to_store(address: str, timeout_seconds: float, *, what: str) -> SharedStore:
+    """Connect to the store of other processes. A file is created if it does not exist.
 
     Args:
         address: ``host:port`` or ``file:///path``.
         timeout_seconds: Time for which to try again if no store answers, at most 30 s.
         what: Beginning of the error message.
-        create: True to create the file of a ``file://`` store if it does not exist.
 
     Raises:
-        StoreLostError: No store answers. Or the file does not exist; with ``create``, its
-            directory.
+        StoreLostError: No store answers, or the directory of the file does not exist.
         ValueError: The address has another form.
     """
     where = parse_address(address)
     if isinstance(where, str):
-        needed = os.path.dirname(where) if create else where
-        if not os.path.exists(needed):
-            missing = f"directory {needed} for the store" if create else "store"
-            raise StoreLostError(f"{what}: there is no {missing} at {address}")
+        folder = os.path.dirname(where)
+        if not os.path.exists(folder):
+            raise StoreLostError(f"{what}: there is no directory {folder} for the store {address}")
         return SharedStore(dist.FileStore(where), address)  # type: ignore[attr-defined]
     seconds = min(timeout_seconds, _CONNECT_SECONDS)
 
@@ -130,40 +123,3 @@ def connect_to_store(
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:200]
     raise StoreLostError(f"{what}: no store answers at {address} within {seconds:g} s: {reason}")
-
-
-def without_prefixes(store: Any) -> Any:
-    """Return the store that underlies a store with key prefixes (``PrefixStore``)."""
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-        store = store.underlying_store
-    return store
-
-
-def location_of(store: Any) -> str:
-    """Return the address of a store: ``host:port``, the path of a file, or a class name."""
-    if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
-        return f"{store.host}:{store.port}"
-    return str(getattr(store, "path", type(store).__name__))
-
-
-def serves_store(store: Any) -> bool:
-    """Return True if this process is the server of ``store``, a TCPStore. False except on Linux.
-
-    Torch does not offer this information. This function looks for a socket of this process that
-    listens on the store's port.
-    """
-    tcp = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
-    if not tcp or not os.path.isdir("/proc/self/fd"):
-        return False
-    return any(_listens(int(name), store.port) for name in os.listdir("/proc/self/fd"))
-
-
-def _listens(descriptor: int, port: int) -> bool:
-    try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return False
-        with socket.socket(fileno=os.dup(descriptor)) as duplicate:
-            listening = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            return bool(listening) and duplicate.getsockname()[1] == port
-    except (OSError, IndexError):
-        return False

@@ -15,7 +15,6 @@ step 2, each worker has its old model, the model sent to it, or the common model
 next attempt tell which workers have the common model.
 """
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -50,23 +49,23 @@ class _Report:
 
     Attributes:
         fresh: True if the worker has just joined and does not have the model yet.
-        common: Number of the last view whose common model the worker has received.
-        rounds: Number of rounds since then that synchronized the worker. In a *round* all workers
-            decide together what to synchronize. A round with the decision to train on does not
-            count: it leaves nothing that another worker may lack.
-        unsynced: True if the worker's model contains steps that were not synchronized.
+        progress: Number of the last view whose common model the worker has received; number of
+            rounds since then that synchronized it, 0 if workers do not wait for means; 1 if its
+            parameters, which are replicated, contain further steps. Workers with the largest
+            progress have the newest model.
+        contributes: True if the worker's model may differ from the last mean.
+        steps: Number of local steps.
         syncs: Number of local steps that synchronized.
-        digest: Hash of the settings that must be equal on all workers.
+        settings: Settings that must be equal on all workers, one per line of text.
         carried: State that is equal on all workers and survives view changes. Empty if ``fresh``.
     """
 
     fresh: bool
-    common: int
-    rounds: int
-    unsynced: bool
+    progress: list[int]
+    contributes: bool
     steps: int
     syncs: int
-    digest: str
+    settings: str
     carried: dict[str, Any]
 
 
@@ -77,53 +76,37 @@ class _Plan:
     Attributes:
         source: Rank of the worker that sends its model, optimizer state and step counters.
         behind: Ranks of the workers that receive them.
-        contributing: Ranks of the workers whose models are then averaged. Empty if the models are
+        averaged: Ranks of the workers whose models are then averaged. Empty if the models are
             already equal.
     """
 
     source: int
     behind: list[int]
-    contributing: list[int]
+    averaged: list[int]
 
 
-def plan_of(reports: Sequence[_Report], *, waits: bool, replicates: bool) -> _Plan:
+def plan_of(reports: Sequence[_Report], *, replicates: bool) -> _Plan:
     """Return the plan by which the workers reach a common state.
 
-    The progress of a worker is ``common`` of its report. If ``waits`` or ``replicates``, workers
-    with the same ``common`` are compared by ``rounds``. If ``replicates``, workers that still tie
-    are compared by ``unsynced``: a worker with unsynchronized steps has made more progress. The
-    workers with the most progress are *ahead*. A worker that has just joined is never ahead.
-
-    * If ``replicates``, one worker that is ahead sends its state to all workers that are not ahead.
-      Nothing is averaged.
-    * Otherwise one worker that is ahead sends its state to the workers that have just joined. Then
-      the models that are ahead are averaged, and all workers receive the mean. A model without
-      unsynchronized steps may be left out of the mean.
+    The workers with the newest model are averaged, and the others receive the result. Newest
+    models that are equal to the last mean are left out, because they would only shorten the steps
+    of the others. If ``replicates``, all workers that step have the same parameters between two
+    steps, so the newest models are equal and nothing is averaged.
 
     Args:
         reports: Reports of all workers, by rank.
-        waits: True if all workers wait for the mean of each round and continue from it.
-        replicates: True if all workers that step have the same parameters between two steps.
+        replicates: As above.
     """
-    old = [rank for rank, report in enumerate(reports) if not report.fresh]
-
-    def progress(rank: int) -> tuple[int, ...]:
-        report = reports[rank]
-        if not (waits or replicates):
-            return (report.common,)
-        return report.common, report.rounds, report.unsynced if replicates else False
-
-    most = max(progress(rank) for rank in old)
-    ahead = [rank for rank in old if progress(rank) == most]
-    fresh = [rank for rank, report in enumerate(reports) if report.fresh]
+    newest = max(report.progress for report in reports if not report.fresh)
+    ahead = [
+        rank
+        for rank, report in enumerate(reports)
+        if not report.fresh and report.progress == newest
+    ]
     if replicates:
         return _Plan(ahead[0], sorted({*range(len(reports))} - {*ahead}), [])
-    contributing = ahead
-    if waits and len(ahead) == len(old):
-        # All models contain the last mean. Those without further steps are equal to it, and have
-        # nothing to contribute.
-        contributing = [rank for rank in old if reports[rank].unsynced] or ahead[:1]
-    return _Plan(ahead[0], fresh, contributing)
+    fresh = [rank for rank, report in enumerate(reports) if report.fresh]
+    return _Plan(ahead[0], fresh, [r for r in ahead if reports[r].contributes] or ahead[:1])
 
 
 class Views:
@@ -156,13 +139,13 @@ class Views:
     ) -> None:
         self._strategy, self._worker, self._precision = strategy, worker, precision
         self._stats, self._min_workers = stats, min_workers
-        self._text = "\n".join(versioned(lines))
+        self._settings = "\n".join(versioned(lines))
         self.iteration: Iteration | None = None
         self.report_seconds: Callable[[float], None] = lambda seconds: None
         self.shared = SharedStates()
         self._fresh = False  # True if this worker has joined and does not have the model yet
-        self._common = worker.team.view  # see _Report
-        self._rounds, self._unsynced = 0, False  # see _Report; values of the flow that has ended
+        # See _Report; values of the flow that has ended.
+        self._progress, self._contributes = [worker.team.view, 0, 0], False
         self._overtaken = False  # True if this worker received the model of a later step
         self._last: CommunicationError | None = None  # reason for which there is no further view
 
@@ -187,7 +170,10 @@ class Views:
             raise self._last
         worker, team, before = self._worker, self._worker.team, self._worker.team.host.now()
         flow = self.iteration.flow
-        self._rounds, self._unsynced, self._overtaken = flow.syncs, flow.unsynced, False
+        waits, replicates, unsynced = flow.waits, flow.replicates, flow.unsynced
+        self._progress[1] = flow.syncs if waits or replicates else 0
+        self._progress[2] = int(replicates and unsynced)
+        self._contributes, self._overtaken = unsynced or not waits, False
         try:
             with team.account.paused():
                 self._change(error)
@@ -232,7 +218,7 @@ class Views:
             logger.info("rank %d leaves view %d: %s", team.rank, team.view, error)
             team.close()
             self._worker.replica.forget_buckets()
-            team.enter(membership.next_view(view=team.view, step=self._stats().steps))
+            team.enter(membership.next_view(step=self._stats().steps))
             if team.size < self._min_workers:
                 self._give_up()
             try:
@@ -250,13 +236,13 @@ class Views:
         assert iteration is not None
         reports = self._exchange_reports()
         old_flow = iteration.flow
-        plan = plan_of(reports, waits=old_flow.waits, replicates=old_flow.replicates)
+        plan = plan_of(reports, replicates=old_flow.replicates)
         self._copy(plan, reports)
-        if plan.contributing:
-            weight, total = float(team.rank in plan.contributing), float(len(plan.contributing))
+        if plan.averaged:
+            weight, total = float(team.rank in plan.averaged), float(len(plan.averaged))
             what = f"mean of the models at the beginning of view {team.view}"
             ExactMean(team, worker.replica).average(weight, total, what=what)
-        self._common, self._rounds, self._unsynced = team.view, 0, False
+        self._progress, self._contributes = [team.view, 0, 0], False
         worker.open_view(Wire(team, self._precision))
         worker.norm_squared = None
         iteration.choose_overlap()
@@ -291,12 +277,11 @@ class Views:
         assert iteration is not None
         report = _Report(
             self._fresh,
-            self._common,
-            self._rounds,
-            self._unsynced,
+            self._progress,
+            self._contributes,
             stats.steps,
             stats.syncs,
-            hashlib.sha256(self._text.encode()).hexdigest(),
+            self._settings,
             {} if self._fresh else iteration.flow.common_values(),
         )
         communicator, what = worker.team.communicator, "reports at the beginning of a view"
@@ -310,11 +295,9 @@ class Views:
                 "Restart training from a checkpoint"
             )
         first = next(rank for rank, other in enumerate(reports) if not other.fresh)
-        digest = reports[first].digest
-        differing = [rank for rank, other in enumerate(reports) if other.digest != digest]
+        lines = [other.settings.split("\n") for other in reports]
+        differing = [rank for rank in range(len(lines)) if lines[rank] != lines[first]]
         if differing:
-            texts = communicator.gather_bytes(self._text.encode(), what=what)
-            lines = [text.decode().split("\n") for text in texts]
             message = "; ".join(difference(lines, rank, first) for rank in differing)
             kind = MismatchError if communicator.rank in differing else CommunicationError
             raise kind(message)
@@ -348,5 +331,4 @@ class Views:
             self.shared.receive(values["shared"])
         else:
             self._overtaken = True
-            self._common, self._rounds = source.common, source.rounds
-            self._unsynced = source.unsynced
+            self._progress, self._contributes = source.progress, source.contributes

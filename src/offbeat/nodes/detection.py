@@ -12,10 +12,10 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from offbeat.elastic.connect import open_communicator
 from offbeat.errors import AttachError
 from offbeat.nodes.communicator import LabelledCommunicator, NodeCommunicator
 from offbeat.transport.communicator import Communicator, Transport
+from offbeat.transport.connect import open_communicator
 from offbeat.transport.host import ThreadHost
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Node

@@ -5,7 +5,7 @@ Durations are measured in *virtual time*, the simulator's clock, and not on this
 
 from offbeat.simulate.cluster import Span
 from offbeat.simulate.compute import Compute, Straggler
-from offbeat.simulate.faults import Cut, Join, Kill, Pause
+from offbeat.simulate.faults import Join, Kill
 from offbeat.simulate.network import Network
 from offbeat.simulate.run import simulate
 from offbeat.simulate.simulation import Simulation
@@ -13,12 +13,10 @@ from offbeat.simulate.workers import DeadlockError
 
 __all__ = [
     "Compute",
-    "Cut",
     "DeadlockError",
     "Join",
     "Kill",
     "Network",
-    "Pause",
     "Simulation",
     "Span",
     "Straggler",

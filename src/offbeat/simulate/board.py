@@ -11,7 +11,6 @@ class SimulatedBoard(Board):
 
     A request takes the latency of the network to reach the board, and the answer takes as long
     again. ``put`` has no answer. Bandwidths do not matter, because the messages are short.
-    Interruptions of the network (``Cut``) delay no request.
 
     Args:
         cluster: The simulated cluster.

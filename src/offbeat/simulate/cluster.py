@@ -147,18 +147,11 @@ class SimulatedCluster:
             return
         self._progress[rank] = 0.0 if progress >= 1 else progress
         self._steps[rank] += progress >= 1
-        start, paused = self.workers.kernel.now, self.workers.paused_seconds(rank)
+        start = self.workers.kernel.now
         seconds = self.compute.seconds(rank, step, self.seed) * (progress - before)
         seconds *= self.compute.factor_at(rank, start)
-        what = f"computing step {step + 1}"
         try:
-            self.workers.sleep(seconds, what)
-            # A pause prolongs the computation, and another one may begin meanwhile.
-            while lost := self.workers.paused_seconds(rank) - paused:
-                end = start + seconds + lost
-                if self.workers.kernel.now >= end:
-                    break
-                self.workers.sleep(end - self.workers.kernel.now, what)
+            self.workers.sleep(seconds, f"computing step {step + 1}")
         finally:
             self.spans.append(Span(rank, "compute", start, self.workers.kernel.now, "step"))
 
@@ -238,7 +231,7 @@ class SimulatedCluster:
 
         if self.faulty:
             operation.deliver = lambda spared: operation.finish(ranks, spared)
-        self.connections.deliver_at(end, ranks, finish, f"{what} ends")
+        self.workers.kernel.at(end, finish, f"{what} ends")
 
     def _cards_of_collective(self, ranks: Sequence[int], sharing: int) -> list[_NetworkCard]:
         """Return the network cards that a collective of ``ranks`` occupies.
@@ -313,8 +306,7 @@ class SimulatedCluster:
             end = received + latency
             span = Span(destination, "transfer", begin, end, what, received=size, inside=inside)
             self.spans.append(span)
-            label = f"{what} arrives at rank {destination}"
-            self.connections.deliver_at(end, (source, destination), arrive, label)
+            kernel.at(end, arrive, f"{what} arrives at rank {destination}")
 
         kernel.at(start, occupy_receiver, f"{what} leaves rank {source}")
         return arrived

@@ -1,6 +1,6 @@
 """Connections between simulated workers, and their failures.
 
-A failure is the loss of a worker, an interruption of a worker's traffic, or a time-out.
+A failure is the loss of a worker, or a time-out.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -61,8 +61,7 @@ class Connections:
 
     Args:
         kernel: The virtual clock.
-        faulty: True if the run has faults or an elastic training. If False, losses and cuts have
-            no effect.
+        faulty: True if the run has faults or an elastic training. If False, losses have no effect.
     """
 
     def __init__(self, kernel: Kernel, *, faulty: bool) -> None:
@@ -71,7 +70,6 @@ class Connections:
         self._subgroups: dict[tuple[int, tuple[int, ...]], Group] = {}
         self._contexts: dict[tuple[int, int | tuple[int, ...]], int] = {}
         self._dead: set[int] = set()
-        self._cuts: list[tuple[int, float, float]] = []  # rank whose traffic is cut, start, end
 
     # -- groups ----------------------------------------------------------------------------------
 
@@ -163,37 +161,3 @@ class Connections:
             )
             end = self._kernel.now + seconds
             self._kernel.at(end, lambda: signal.fail(failure), f"{what} times out")
-
-    # -- interruptions ---------------------------------------------------------------------------
-
-    def cut(self, member: int, seconds: float) -> None:
-        """Interrupt all traffic of ``member`` for ``seconds`` from now on."""
-        self._cuts.append((member, self._kernel.now, self._kernel.now + seconds))
-
-    def cut_until(self, members: Iterable[int]) -> float:
-        """Return the virtual time at which the traffic of all ``members`` is no longer cut.
-
-        If no traffic is cut now, this time is not in the future.
-        """
-        now, ranks = self._kernel.now, frozenset(members)
-        ends = (end for member, start, end in self._cuts if member in ranks and start <= now)
-        return max(ends, default=0)
-
-    def deliver_at(
-        self, seconds: float, ranks: Sequence[int], action: Callable[[], None], label: str
-    ) -> None:
-        """Schedule ``action``, the arrival of a message or of the result of a collective.
-
-        If the traffic of one of ``ranks`` is cut at that time, the action waits until the cut ends.
-        """
-        if not self.faulty:
-            return self._kernel.at(seconds, action, label)
-
-        def arrive() -> None:
-            resumed = self.cut_until(ranks)
-            if resumed > self._kernel.now:
-                self._kernel.at(resumed, arrive, label)
-            else:
-                action()
-
-        self._kernel.at(seconds, arrive, label)

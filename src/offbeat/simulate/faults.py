@@ -1,4 +1,4 @@
-"""Faults of a simulated run: killed workers, paused workers, interrupted traffic, and newcomers.
+"""Faults of a simulated run: killed workers, and newcomers.
 
 Faults occur at *virtual times*: times of the simulator's clock, which starts at 0.
 """
@@ -20,8 +20,6 @@ class _Checked:
         fields = vars(self)
         require_integer("worker", fields.get("worker", 0), least=0)
         object.__setattr__(self, "at", to_seconds(fields["at"], allow_zero=True))
-        if "seconds" in fields:
-            object.__setattr__(self, "seconds", to_seconds(fields["seconds"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,41 +42,6 @@ class Kill(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pause(_Checked):
-    """Suspend a worker for some time, as SIGSTOP and SIGCONT do.
-
-    A step in progress takes as much longer as the pause lasts. A transfer in progress is not
-    suspended, and the worker continues at the end of the pause.
-
-    Args:
-        worker: Rank of the worker (≥ 0).
-        at: Virtual time of the start, such as "3 s" (≥ 0).
-        seconds: Duration, such as "500ms" (> 0).
-    """
-
-    worker: int
-    at: str | float
-    seconds: str | float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cut(_Checked):
-    """Interrupt all traffic from and to a worker for some time.
-
-    Messages and results of collectives that would arrive in this time arrive at its end.
-
-    Args:
-        worker: Rank of the worker (≥ 0).
-        at: Virtual time of the start, such as "3 s" (≥ 0).
-        seconds: Duration, such as "500ms" (> 0).
-    """
-
-    worker: int
-    at: str | float
-    seconds: str | float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Join(_Checked):
     """Start a new worker during the run.
 
@@ -93,7 +56,7 @@ class Join(_Checked):
     at: str | float
 
 
-Fault = Kill | Pause | Cut | Join
+Fault = Kill | Join
 
 
 def require_faults(faults: Sequence[Fault], workers: int) -> None:
@@ -101,7 +64,7 @@ def require_faults(faults: Sequence[Fault], workers: int) -> None:
     count = workers + sum(isinstance(fault, Join) for fault in faults)
     for fault in faults:
         if not isinstance(fault, Fault):
-            raise TypeError(f"faults must be Kill, Pause, Cut or Join, got {fault!r}")
+            raise TypeError(f"faults must be Kill or Join, got {fault!r}")
         if not isinstance(fault, Join) and fault.worker >= count:
             raise ValueError(f"{fault!r}: there are {count} workers, counted from 0")
 
@@ -119,10 +82,6 @@ def schedule(
         match fault:
             case Join():
                 workers.add()
-            case Pause(worker=worker, seconds=seconds):
-                workers.pause(worker, float(seconds))
-            case Cut(worker=worker, seconds=seconds):
-                cluster.connections.cut(worker, float(seconds))
             case Kill(worker=worker, spared=spared):
                 if worker < len(workers.all) and workers.all[worker].finished_seconds is None:
                     cluster.connections.lose(worker, spared)

@@ -81,30 +81,20 @@ class MembershipService:
             raise EndedError(f"worker {member} cannot join: training has ended")
         return self._wait(waiting, member, "joining the training")[1]
 
-    def wanted(self, member: int) -> bool:
-        """Return True if another worker waits for the next view, and ``member`` can be reached."""
-        connections = self.cluster.connections
-        connections.faulty = True  # the training is elastic, so a view change may end operations
-        reachable = connections.cut_until([member]) <= self.cluster.workers.kernel.now
-        return reachable and bool(self._joining or self._arrived)
+    def wanted(self) -> bool:
+        """Return True if another worker waits for the next view."""
+        # The training is elastic, so a view change may end operations.
+        self.cluster.connections.faulty = True
+        return bool(self._joining or self._arrived)
 
     def regroup(self, member: int, view: int) -> View:
         """Ask for the view that follows ``view``, block until it begins, and return it.
 
         Raises:
             EndedError: Training has ended.
-            CommunicationError: The other members continue without ``member``, or its network is
-                cut for longer than the time-out.
+            CommunicationError: The other members continue without ``member``.
         """
-        kernel, connections = self.cluster.workers.kernel, self.cluster.connections
-        cut = min(connections.cut_until([member]) - kernel.now, self._timeout_seconds)
-        if cut > 0:
-            self.cluster.idle(member, cut, "an interrupted network")
-            if connections.cut_until([member]) > kernel.now:
-                raise CommunicationError(
-                    f"worker {member}: no other worker could be reached for "
-                    f"timeout_seconds={self._timeout_seconds:g}"
-                )
+        kernel = self.cluster.workers.kernel
         if self._ended:
             raise EndedError(f"worker {member}: training has ended")
         if member not in self._group.members or view != self._view:
@@ -204,11 +194,11 @@ class SimulatedMembership(Membership):
 
     @override
     def change_requested(self) -> bool:
-        return self._service.wanted(self._member)
+        return self._service.wanted()
 
     @override
-    def next_view(self, *, view: int, step: int) -> View:
-        return self._service.regroup(self._member, view)
+    def next_view(self, *, step: int) -> View:
+        return self._service.regroup(self._member, self._view.number)
 
     @override
     def leave(self, *, ended: bool) -> None:

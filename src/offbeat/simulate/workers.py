@@ -9,7 +9,6 @@ parameter server, has its own thread but no random state. It ends with the run a
 import sys
 import threading
 import traceback
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,8 +74,6 @@ class Workers:
         self._yielded = threading.Semaphore(0)  # released when the running worker waits or ends
         self._stopping = False
         self._function: Callable[[SimulatedWorker], Any] = lambda worker: None
-        self._paused: dict[int, float] = {}  # end of the pause, by rank
-        self._paused_seconds: dict[int, float] = defaultdict(float)  # of all pauses, by rank
 
     # -- called on the thread of the simulation --------------------------------------------------
 
@@ -116,11 +113,8 @@ class Workers:
         self.kernel.at(seconds, lambda: self._resume(worker), f"rank {worker.rank} {label}")
 
     def _resume(self, worker: SimulatedWorker) -> None:
-        if worker.killed:
-            return
-        if self.kernel.now < self._paused.get(worker.rank, 0.0):
-            return self._resume_at(worker, self._paused[worker.rank], "resumes after a pause")
-        self._switch_to(worker)
+        if not worker.killed:
+            self._switch_to(worker)
 
     def _switch_to(self, worker: SimulatedWorker) -> None:
         """Let the thread of ``worker`` run until it waits or ends. Blocks until then."""
@@ -152,16 +146,6 @@ class Workers:
                 if worker.thread is not None and worker.thread.is_alive():
                     self._switch_to(worker)
                 worker.finished_seconds = self.kernel.now
-
-    def pause(self, rank: int, seconds: float) -> None:
-        """Suspend a worker and its background activities for ``seconds``."""
-        now, end = self.kernel.now, self._paused.get(rank, 0.0)
-        self._paused[rank] = max(end, now + seconds)
-        self._paused_seconds[rank] += self._paused[rank] - max(end, now)
-
-    def paused_seconds(self, rank: int) -> float:
-        """Return the length of all pauses of a worker that have begun. They may overlap."""
-        return self._paused_seconds[rank]
 
     def add(self) -> None:
         """Start another worker. Its rank is the number of workers so far."""

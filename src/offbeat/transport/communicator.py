@@ -197,7 +197,7 @@ class Wrapper(Communicator):
 class Transport(Protocol):
     """Factory of communicators. ``attach(group=…)`` accepts it in place of a process group.
 
-    The simulator and ``offbeat.join`` provide transports.
+    The simulator provides one, and workers that gather at a store use another.
     """
 
     def make_communicator(self, timeout_seconds: float) -> Communicator:

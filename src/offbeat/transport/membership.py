@@ -32,7 +32,7 @@ class View:
 
 
 class Membership(Protocol):
-    """Interface through which a member of one view agrees on the next view.
+    """Interface through which a worker agrees with the other members on the next view.
 
     Any member can begin a view change: if an operation fails or ``change_requested`` returns True,
     it closes the communicator of the view and calls ``next_view``. The closed connections make
@@ -41,7 +41,7 @@ class Membership(Protocol):
 
     @property
     def view(self) -> View:
-        """The view to which this object belongs."""
+        """The current view."""
 
     def change_requested(self) -> bool:
         """Return True if a worker asks to join, or another member has left or begun a view change.
@@ -49,14 +49,13 @@ class Membership(Protocol):
         The answer may be late. Never blocks, and is fast enough to call in every step.
         """
 
-    def next_view(self, *, view: int, step: int) -> View:
+    def next_view(self, *, step: int) -> View:
         """Agree on the next view, and open a communicator between its members. Blocks.
 
         Members that do not call this method in time are excluded from the next view. It may take
         several times the time limit of an operation, because each of its waits has that limit.
 
         Args:
-            view: Number of the view that ends.
             step: Steps that this worker has taken, for error messages.
 
         Raises:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from offbeat.elastic.connect import open_communicator
 from offbeat.errors import AttachError
+from offbeat.transport.connect import open_communicator
 from offbeat.transport.single_process import SingleCommunicator
 
 
