@@ -613,14 +613,12 @@ def plan(
     links = _Links(workers // workers_per_node, rate / 8, delay)
     local = _Links(workers_per_node, within / 8, short)
     setting = _Setting(links, local, 4 * count, seconds, float(jitter))
-    nodes = (
-        ""
-        if workers_per_node == 1
-        else (
+    nodes = ""
+    if workers_per_node > 1:
+        nodes = (
             f" between nodes of {workers_per_node} with {show_bandwidth(within)}, latency "
             f"{show_seconds(short)}, which step every {show_seconds(setting.step[0])} alone"
         )
-    )
 
     def row(strategy: Strategy, wire: Precision) -> Forecast:
         step, interval, payload = _forecast(strategy, wire, setting)
