@@ -112,30 +112,16 @@ class TrainingLoop(Method):
 
     @override
     def train(self, batch: Any) -> None:
+        task = self._task
         with explain_failures(f"failed in batch {self._step + 1} of {self._name}"):
-            batches = self._learn(batch)
+            task.loss(self._module, batch).backward()
+            with task.scaled_lr(self._lr_scale):
+                if task.clip_norm is not None:
+                    nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
+                self._optimize()
         self._step += 1
         self._seconds = time.perf_counter() - self._began
-        for _ in range(batches):
-            self._task.advance()
-
-    def _learn(self, batch: Any) -> int:
-        """Train on a batch.
-
-        Returns the number of batches whose gradients the optimizer has applied in this call. It is
-        0 if the optimizer took no step.
-        """
-        self._task.loss(self._module, batch).backward()
-        self._take_step()
-        return 1
-
-    def _take_step(self) -> None:
-        """Clip the gradient if required, and step the optimizer at the scaled learning rate."""
-        task = self._task
-        with task.scaled_lr(self._lr_scale):
-            if task.clip_norm is not None:
-                nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
-            self._optimize()
+        task.advance()
 
     def _optimize(self) -> None:
         self._task.optimizer.step()
