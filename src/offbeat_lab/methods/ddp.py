@@ -101,24 +101,6 @@ class PostLocal(Peer):
         )
         module.register_comm_hook(state, post_localSGD_hook)
         averager = PeriodicModelAverager(self.period, warmup_steps=self.warmup_steps)
-        return _Averaging(self.name, task, lr_scale, module, averager)
-
-
-class _Averaging(TrainingLoop):
-    differ = True
-
-    def __init__(
-        self,
-        name: str,
-        task: Task,
-        lr_scale: float,
-        module: DistributedDataParallel,
-        averager: PeriodicModelAverager,
-    ) -> None:
-        super().__init__(name, task, lr_scale, module)
-        self._averager = averager
-
-    @override
-    def _optimize(self) -> None:
-        super()._optimize()
-        self._averager.average_parameters(self._task.model.parameters())
+        parameters = list(task.model.parameters())
+        task.optimizer.register_step_post_hook(lambda *_: averager.average_parameters(parameters))
+        return TrainingLoop(self.name, task, lr_scale, module, differ=True)

@@ -80,15 +80,14 @@ class TrainingLoop(Method):
         task: The task.
         lr_scale: Factor on the learning rate.
         module: The task's model, or a wrapper of it such as DDP.
-
-    Attributes:
-        differ: True if the parameters may differ between workers. Evaluations and the end of the
-            training then use the mean of the parameters.
+        differ: True if the parameters may differ between workers. The training then ends with the
+            mean of the parameters.
     """
 
-    differ = False
-
-    def __init__(self, name: str, task: Task, lr_scale: float, module: nn.Module) -> None:
+    def __init__(
+        self, name: str, task: Task, lr_scale: float, module: nn.Module, *, differ: bool = False
+    ) -> None:
+        self._differ = differ
         self._name, self._task, self._lr_scale, self._module = name, task, lr_scale, module
         trainable = [p for p in task.model.parameters() if p.requires_grad]
         self._replica = Replica(task.model, trainable)
@@ -144,7 +143,7 @@ class TrainingLoop(Method):
     def _average(self) -> None:
         """Average the parameters if they may differ, and copy the buffers of rank 0."""
         with torch.no_grad():
-            if self.differ:
+            if self._differ:
                 for _, parameter in self._replica.parameters:
                     dist.all_reduce(parameter.data)
                     parameter.div_(dist.get_world_size())
