@@ -31,7 +31,6 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], type[Exception], str]] = [
     (FedAvg, {"period": 4, "weights": (1, 0)}, ValueError, "weights must be positive and finite"),
     (FedAvg, {"period": 4, "weights": ("a",)}, TypeError, "each of weights must be a number, got"),
     (SSP, {"staleness": -1}, ValueError, "staleness must be at least 0, got -1"),
-    (SSP, {"staleness": 1, "refresh": "never"}, ValueError, 'must be "ahead" or "lazy"'),
     (Downpour, {"push_every": 0}, ValueError, "push_every must be at least 1, got 0"),
     (Downpour, {"server_optimizer": "adam"}, ValueError, 'must be "sgd" or "adagrad", got'),
     (Downpour, {"server_optimizer": "adagrad"}, ValueError, '"adagrad" requires server_lr'),

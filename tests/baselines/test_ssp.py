@@ -90,7 +90,7 @@ def play(
     ``seconds(rank, step)`` is how long a step takes. Returns each worker's models after its steps,
     the server's last one, and at which clocks each worker's view was refreshed.
     """
-    size, bound, ahead = len(steps), strategy.staleness, strategy.refresh == "ahead"
+    size, bound = len(steps), strategy.staleness
     reference = Simulated.start(size, kind)
     z = flat(reference.models[0])
     served, away = [0] * size, [False] * size  # clocks that the server has received
@@ -116,13 +116,9 @@ def play(
             z = z + one.unsent
             one.unsent, one.waits_to_send = torch.zeros_like(z), False
             served[rank] = one.clock
-            least = one.clock - bound
-            if ahead:
-                least = min(one.clock, least + 1)
-            if ahead or need:
-                one.trip = Trip(least)
-                trips.append(one.trip)
-            answer()  # pushes without a pull end before the next step
+            one.trip = Trip(min(one.clock, one.clock - bound + 1))
+            trips.append(one.trip)
+            answer()
 
     def take(rank: int) -> None:
         one = workers[rank]
@@ -220,15 +216,14 @@ SCHEDULES = {
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("refresh", ["ahead", "lazy"])
 @pytest.mark.parametrize("staleness", [0, *nightly([1]), 2, *nightly([5])])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_it_is_ssp_event_by_event(name: str, staleness: int, refresh: Any) -> None:
+def test_it_is_ssp_event_by_event(name: str, staleness: int) -> None:
     """Compares every worker's model after every step, the refreshes, and the server's model."""
     steps, compute, seconds = SCHEDULES[name]
     # Workers that wait for a straggler continue together: with one server in a fixed order.
     servers = (1,) if name == "a straggler" else None
-    strategy = SSP(staleness=staleness, refresh=refresh, servers=servers)
+    strategy = SSP(staleness=staleness, servers=servers)
     result = in_simulator(strategy, "momentum", steps, compute)
     trace, z, pulls = play(strategy, "momentum", steps, seconds)
     for rank, one in enumerate(result.results):
@@ -265,17 +260,14 @@ def marks(rank: int, steps: Sequence[int], strategy: SSP) -> list[Tensor]:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("refresh", ["ahead", "lazy"])
 @pytest.mark.parametrize("staleness", [0, *nightly([1, 2]), 7])
 @pytest.mark.parametrize(
     "bandwidth", ["1Gbit/s", pytest.param("1Mbit/s", marks=pytest.mark.nightly), "200kbit/s"]
 )
-def test_a_cache_contains_all_updates_up_to_the_bound(
-    bandwidth: str, staleness: int, refresh: Any
-) -> None:
+def test_a_cache_contains_all_updates_up_to_the_bound(bandwidth: str, staleness: int) -> None:
     """At clock c it contains all updates of clocks ≤ c − s − 1, and its own, each exactly once."""
     steps, late = [18, 15, 18, 9], {1: 2.5}
-    strategy = SSP(staleness=staleness, refresh=refresh)
+    strategy = SSP(staleness=staleness)
     results = simulate(
         lambda: marks(dist.get_rank(), steps, strategy),
         workers=4,
@@ -304,7 +296,6 @@ def test_a_cache_contains_all_updates_up_to_the_bound(
     ("strategy", "steps"),
     [
         (SSP(staleness=1000), 7),
-        (SSP(staleness=1000, refresh="lazy"), 4),
         (Downpour(), 7),
     ],
     ids=str,

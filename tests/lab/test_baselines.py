@@ -32,7 +32,6 @@ METHODS = (
     "torch:ddp,hook=powersgd,rank=2,warmup_steps=3",
     "torch:postlocal,period=3,warmup_steps=2",
     "torch:postlocal,period=3",
-    "torch:accumulate,steps=4",
 )
 SLOW = "torch:ddp slow to evaluate"
 EVALUATION_SECONDS = 0.3
@@ -106,7 +105,6 @@ CURVES = {
     "local:period=3,warmup_steps=1": lambda: tiny.post_local(3, 0),
     "torch:postlocal,period=3,warmup_steps=2": lambda: tiny.post_local(3, 2),
     "torch:postlocal,period=3": lambda: tiny.post_local(3, 0),
-    "torch:accumulate,steps=4": lambda: tiny.accumulated(4),
 }
 
 
@@ -269,7 +267,6 @@ def test_unknown_values_are_null_in_a_result() -> None:
         ),
         ("torch:postlocal", "torch:postlocal needs period, as in torch:postlocal,period=8"),
         ("torch:postlocal,period=1", "period must be at least 2, got 1"),
-        ("torch:accumulate,steps=0", "steps must be at least 1, got 0"),
         ("torchft:diloco,period=4,outer_lr=0", "outer_lr must be positive and finite, got 0.*"),
         ("torchft:localsgd,period=0", "period must be at least 1, got 0"),
         ("ideal,period=8", "ideal has no setting 'period'; it has no settings"),
@@ -294,10 +291,7 @@ def test_baselines_reject_records() -> None:
 @pytest.mark.parametrize("name", BASELINES)
 def test_baselines_are_parsed_by_name(name: str) -> None:
     """Only the ideal can be simulated."""
-    needed = {"torch:accumulate": ",steps=4"} | dict.fromkeys(
-        ("torch:postlocal", "torchft:localsgd", "torchft:diloco"),
-        ",period=4",
-    )
+    needed = dict.fromkeys(("torch:postlocal", "torchft:localsgd", "torchft:diloco"), ",period=4")
     text = name + needed.get(name, "")
     assert type(parse_method(text)) is BASELINES[name]
     if name == "ideal":

@@ -160,20 +160,3 @@ def post_local(period: int, warmup_steps: int) -> Curve:
             average(workers)
 
     return _curve(take)
-
-
-def accumulated(steps: int) -> Curve:
-    """Return the curve of steps with the mean gradient of ``steps`` batches of all workers.
-
-    A step uses the learning rate of its first batch.
-    """
-    pending: list[list[Tensor]] = []
-
-    def take(workers: list[Worker], step: int) -> None:
-        pending.append(mean([one.gradients() for one in workers]))
-        if len(pending) == steps or step == STEPS - 1:
-            for one in workers:
-                one.descend(mean(pending), step - len(pending) + 1)
-            pending.clear()
-
-    return _curve(take)

@@ -123,7 +123,6 @@ BASELINES = [
     Row("fedavg:period=3,fraction=0.67", alone="fedavg:period=3"),
     Row("ssp:staleness=0"),
     Row("ssp:staleness=2", timed=True),
-    Row("ssp:staleness=2,refresh=lazy", timed=True),
     Row("downpour", alone="downpour:fetch_every=1000", timed=True),
     Row("easgd:period=2,synchronous=true", alone="easgd:period=1000"),
     Row("easgd:period=2", alone="easgd:period=1000", timed=True),

@@ -7,7 +7,7 @@ f if it contains the first f updates of every worker.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -99,19 +99,15 @@ class SSPFlow(ServerFlow):
         return True
 
     def _send(self) -> None:
-        """Push S, unless a request is in flight. Pull z if "ahead", or if x is not fresh enough."""
-        state, ahead = self.state, self.strategy.refresh == "ahead"
+        """Push S and pull z, unless a request is in flight or nothing is needed."""
+        state = self.state
         needed = state.clock - self.strategy.staleness  # a step ends when f ≥ needed
-        too_old = state.fresh_clock < needed
-        if not self.server.idle or not (state.unpushed or too_old):
+        if not self.server.idle or not (state.unpushed or state.fresh_clock < needed):
             return
-        self.stage_push(self.state.updates)
-        state.pulling = ahead or too_old
-        if state.pulling:
-            needed = min(state.clock, needed + ahead)
-            self.server.start("push_pull", clock=state.clock, min_clock=needed)
-        else:
-            self.server.start("push", clock=state.clock)
+        self.stage_push(state.updates)
+        state.pulling = True
+        min_clock = min(state.clock, needed + 1)
+        self.server.start("push_pull", clock=state.clock, min_clock=min_clock)
 
     @override
     def flush(self) -> None:
@@ -157,16 +153,12 @@ class SSP(ServerStrategy):
 
     Args:
         staleness: s ≥ 0, the number of steps that a worker may be ahead of the slowest one.
-        refresh: When x is refreshed from z. "ahead": as above, as often as the network allows.
-            "lazy": only when the bound requires it, by an answer at clock c − s. Other requests
-            only push. Between two refreshes x then receives only this worker's updates, divided by
-            N. For large s, training may diverge although "ahead" converges.
         servers: See ``ServerStrategy``.
 
     *Communication*: a request sends as many bytes as the model has, and its answer returns as
     many. At most one request is in flight. If the network is fast enough, a worker makes one
-    request in each step. With "lazy", z comes back only at a refresh. *Memory*: three flat copies
-    of the model (cache, S, the request), and one for serving if all ranks serve.
+    request in each step. *Memory*: three flat copies of the model (cache, S, the request), and one
+    for serving if all ranks serve.
 
     *Differs from the paper*: the paper does not divide the updates by N. It refreshes single rows
     of x; this implementation refreshes the whole of x.
@@ -178,4 +170,3 @@ class SSP(ServerStrategy):
     name: ClassVar[str] = "ssp"
     flow: ClassVar[type[ServerFlow]] = SSPFlow
     staleness: int = setting(least=0)
-    refresh: Literal["ahead", "lazy"] = "ahead"

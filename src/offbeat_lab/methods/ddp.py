@@ -1,8 +1,7 @@
-"""Methods of torch as baselines: DDP, post-local SGD and gradient accumulation."""
+"""Methods of torch as baselines: DDP and post-local SGD."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -102,72 +101,6 @@ class PostLocal(Peer):
         )
         module.register_comm_hook(state, post_localSGD_hook)
         averager = PeriodicModelAverager(self.period, warmup_steps=self.warmup_steps)
-        return _Averaging(self.name, task, lr_scale, module, averager)
-
-
-class _Averaging(TrainingLoop):
-    differ = True
-
-    def __init__(
-        self,
-        name: str,
-        task: Task,
-        lr_scale: float,
-        module: DistributedDataParallel,
-        averager: PeriodicModelAverager,
-    ) -> None:
-        super().__init__(name, task, lr_scale, module)
-        self._averager = averager
-
-    @override
-    def _optimize(self) -> None:
-        super()._optimize()
-        self._averager.average_parameters(self._task.model.parameters())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accumulate(Peer):
-    """Gradient accumulation: DDP with ``no_sync``, one optimizer step for several batches.
-
-    Each worker computes gradients on ``steps`` batches. Then the optimizer steps with the mean
-    gradient over these batches and all workers. The learning-rate schedule counts batches. The step
-    uses the learning rate of the first of its batches.
-
-    Args:
-        steps: Number of batches per optimizer step (≥ 1). The last optimizer step may have fewer.
-    """
-
-    name: ClassVar[str] = "torch:accumulate"
-    steps: int = setting(least=1)
-
-    @override
-    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
-        module = DistributedDataParallel(task.model)
-        return _Accumulating(self.name, task, lr_scale, module, self.steps)
-
-
-class _Accumulating(TrainingLoop):
-    def __init__(
-        self,
-        name: str,
-        task: Task,
-        lr_scale: float,
-        module: DistributedDataParallel,
-        window: int,
-    ) -> None:
-        super().__init__(name, task, lr_scale, module)
-        self._wrapped, self._window = module, window
-
-    @override
-    def _learn(self, batch: Any) -> int:
-        task = self._task
-        before = self._step % self._window
-        # Number of batches whose gradients this optimizer step applies.
-        batches = min(self._window, task.steps - self._step + before)
-        last = before == batches - 1
-        with nullcontext() if last else self._wrapped.no_sync():
-            (task.loss(self._wrapped, batch) / batches).backward()
-        if not last:
-            return 0
-        self._take_step()
-        return batches
+        parameters = list(task.model.parameters())
+        task.optimizer.register_step_post_hook(lambda *_: averager.average_parameters(parameters))
+        return TrainingLoop(self.name, task, lr_scale, module, differ=True)

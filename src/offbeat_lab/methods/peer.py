@@ -80,15 +80,14 @@ class TrainingLoop(Method):
         task: The task.
         lr_scale: Factor on the learning rate.
         module: The task's model, or a wrapper of it such as DDP.
-
-    Attributes:
-        differ: True if the parameters may differ between workers. Evaluations and the end of the
-            training then use the mean of the parameters.
+        differ: True if the parameters may differ between workers. The training then ends with the
+            mean of the parameters.
     """
 
-    differ = False
-
-    def __init__(self, name: str, task: Task, lr_scale: float, module: nn.Module) -> None:
+    def __init__(
+        self, name: str, task: Task, lr_scale: float, module: nn.Module, *, differ: bool = False
+    ) -> None:
+        self._differ = differ
         self._name, self._task, self._lr_scale, self._module = name, task, lr_scale, module
         trainable = [p for p in task.model.parameters() if p.requires_grad]
         self._replica = Replica(task.model, trainable)
@@ -112,30 +111,16 @@ class TrainingLoop(Method):
 
     @override
     def train(self, batch: Any) -> None:
+        task = self._task
         with explain_failures(f"failed in batch {self._step + 1} of {self._name}"):
-            batches = self._learn(batch)
+            task.loss(self._module, batch).backward()
+            with task.scaled_lr(self._lr_scale):
+                if task.clip_norm is not None:
+                    nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
+                self._optimize()
         self._step += 1
         self._seconds = time.perf_counter() - self._began
-        for _ in range(batches):
-            self._task.advance()
-
-    def _learn(self, batch: Any) -> int:
-        """Train on a batch.
-
-        Returns the number of batches whose gradients the optimizer has applied in this call. It is
-        0 if the optimizer took no step.
-        """
-        self._task.loss(self._module, batch).backward()
-        self._take_step()
-        return 1
-
-    def _take_step(self) -> None:
-        """Clip the gradient if required, and step the optimizer at the scaled learning rate."""
-        task = self._task
-        with task.scaled_lr(self._lr_scale):
-            if task.clip_norm is not None:
-                nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
-            self._optimize()
+        task.advance()
 
     def _optimize(self) -> None:
         self._task.optimizer.step()
@@ -158,7 +143,7 @@ class TrainingLoop(Method):
     def _average(self) -> None:
         """Average the parameters if they may differ, and copy the buffers of rank 0."""
         with torch.no_grad():
-            if self.differ:
+            if self._differ:
                 for _, parameter in self._replica.parameters:
                     dist.all_reduce(parameter.data)
                     parameter.div_(dist.get_world_size())

@@ -6,7 +6,7 @@ from offbeat import AttachError, Strategy, parse_strategy
 from offbeat.extend import CustomFlow, did_you_mean, read_settings, require_correctable
 from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.methods.base import Baseline
-from offbeat_lab.methods.ddp import DDP, Accumulate, PostLocal
+from offbeat_lab.methods.ddp import DDP, PostLocal
 from offbeat_lab.methods.ideal import IDEAL, Ideal
 from offbeat_lab.methods.peer import Peer
 from offbeat_lab.methods.torchft import TorchftDiLoCo, TorchftLocalSGD
@@ -14,7 +14,6 @@ from offbeat_lab.methods.torchft import TorchftDiLoCo, TorchftLocalSGD
 PEERS: tuple[type[Peer], ...] = (
     DDP,
     PostLocal,
-    Accumulate,
     TorchftLocalSGD,
     TorchftDiLoCo,
 )

@@ -149,10 +149,8 @@ class Group:
 class _Managed(TrainingLoop):
     """Training loop of a torchft method, which acts in hooks of the optimizer's step."""
 
-    differ = True
-
     def __init__(self, name: str, task: Task, lr_scale: float, group: Group, method: Any) -> None:
-        super().__init__(name, task, lr_scale, task.model)
+        super().__init__(name, task, lr_scale, task.model, differ=True)
         self._group, self._method = group, method
         method.__enter__()
 
