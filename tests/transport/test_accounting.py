@@ -1,21 +1,16 @@
 """Accounting of bytes and waiting time, by itself and in a team."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from typing_extensions import override
 
 import offbeat
 from offbeat.transport.accounting import Accounting
 from offbeat.transport.communicator import Communicator
-from offbeat.transport.handle import Handle
-from offbeat.transport.host import Promise, ThreadHost
-from offbeat.transport.operation import Operation
+from offbeat.transport.host import Promise
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Team
 from transport.communicators import World, simulated, worlds_without_processes
@@ -147,62 +142,3 @@ def test_sleeping_background_threads_add_no_waiting_time() -> None:
     assert result.results == pytest.approx([1.0, 1.0])
     assert {span.kind for span in result.timeline} == {"compute"}
     assert result.idle == 0
-
-
-class Clock(ThreadHost):
-    """A clock that the test advances."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds = 0.0
-
-    @override
-    def now(self) -> float:
-        return self.seconds
-
-
-class Slow(SingleCommunicator):
-    """A communicator whose waits take 1.5 s of ``Clock`` each, and fail for NaN."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.host: Clock = Clock()
-
-    @override
-    def start(self, operation: Operation[Any]) -> Handle[Any]:
-        return _Slow(self.host, super().start(operation).wait())
-
-
-class _Slow(Handle[Tensor]):
-    def __init__(self, clock: Clock, tensor: Tensor) -> None:
-        self._clock, self._tensor = clock, tensor
-
-    @override
-    def done(self) -> bool:
-        return False
-
-    @override
-    def wait(self) -> Tensor:
-        self._clock.seconds += 1.5
-        if self._tensor.isnan().any():
-            raise offbeat.CommunicationError("lost")
-        return self._tensor
-
-
-def test_wait_seconds_is_the_time_blocked_in_wait() -> None:
-    """This includes wait() through then(), and waits that fail."""
-    inner = Slow()
-    communicator, clock = Accounting(inner), inner.host
-    account = communicator.account
-    handle = communicator.sum(torch.zeros(2), what="test")
-    clock.seconds += 10  # computing
-    assert not handle.done()
-    handle.wait()
-    assert account.wait_seconds == 1.5
-    communicator.sum(torch.zeros(2), what="test").then(lambda result: result).wait()
-    assert account.wait_seconds == 3.0
-    failing = communicator.sum(torch.tensor([math.nan]), what="test")
-    with pytest.raises(offbeat.CommunicationError):
-        failing.wait()
-    assert account.wait_seconds == 4.5
-    assert communicator.host.now() == clock.seconds == 14.5
