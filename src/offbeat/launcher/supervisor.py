@@ -69,6 +69,7 @@ class Supervisor:
         self._has_trained = False  # True once a worker has begun to train
         self._has_ended = False  # True once a worker has finished the training
         self._failures: list[_End] = []  # after which no restart followed
+        self._left: list[str] = []  # keys by which processes that have ended are known as dead
 
     async def run(self) -> int:
         """Run the workers until none is left, and return the exit code of the launcher.
@@ -163,12 +164,20 @@ class Supervisor:
 
         def on_report(line: bytes) -> None:
             nonlocal finished
-            report(f"worker {number} {line.decode()}")
-            finished = line.decode() == reports.FINISHED
+            text = line.decode()
+            if text.startswith(reports.LEFT):
+                left.append(text.removeprefix(reports.LEFT))
+                return
+            report(f"worker {number} {text}")
+            finished = text == reports.FINISHED
             self._has_trained, self._has_ended = True, self._has_ended or finished
 
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
         variables = {"LOCAL_RANK": str(number), "OFFBEAT_RESTARTS": str(starts)}
+        # Other workers notice a death by a closed connection. Workers that start after the death of
+        # all have no connection to them, and would wait for a while for an answer.
+        variables["OFFBEAT_LEFT"] = " ".join(self._left)
+        left: list[str] = []
         try:
             process = self._start(variables, [end for _, end in pipes])
         except (OSError, EOFError) as error:
@@ -192,6 +201,7 @@ class Supervisor:
             await each.read(read)
         status = await _exit_status(process)
         del self._running[number]
+        self._left += left
         _kill(process)  # the processes that it has started
         await asyncio.gather(*(each.close(_LAST_OUTPUT_SECONDS) for each in lines))
         with contextlib.suppress(ChildProcessError):  # this process may have inherited them

@@ -133,5 +133,3 @@ class Progress:
         everyone = self._worker.team.everyone
         own = torch.tensor(numbers, dtype=torch.int64, device=everyone.control_device)
         return [each.tolist() for each in everyone.gather(own, what=what).wait()]
-
-
