@@ -103,7 +103,7 @@ def unpacked(payload: Tensor, bits: int) -> npt.NDArray[np.float32]:
     return (integers * scales).astype(np.float32)
 
 
-@pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4), ("int2", 2)])
+@pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4)])
 @pytest.mark.parametrize("start", [0, 2, 299])
 def test_integers_are_rounded_to_nearest_even(precision: str, bits: int, start: int) -> None:
     """Also ties, with and without keeping the error, anywhere in a payload."""
@@ -125,6 +125,44 @@ def test_integers_are_rounded_to_nearest_even(precision: str, bits: int, start: 
         codec.add(payload, total := torch.ones_like(part), start=start * BLOCK)
         np.testing.assert_array_equal(out.reshape(-1, BLOCK), np.rint(x[start:]))
         np.testing.assert_array_equal(total.reshape(-1, BLOCK), 1 + np.rint(x[start:]))
+
+
+@pytest.mark.parametrize("start", [0, 2, 299])
+def test_two_bits_send_the_large_numbers_at_their_mean(start: int) -> None:
+    """Threshold and scale are computed with numpy, anywhere in a payload."""
+    codec = CODECS["int2"]()
+    x = np.random.default_rng(start).normal(size=(301, BLOCK)).astype(np.float32) ** 3
+    x[5, :] = 0
+    x[7, 9:] = 0
+    part = torch.from_numpy(x[start:].reshape(-1).copy())
+    absolute = np.abs(x.astype(np.float64))
+    chosen = absolute >= 0.75 * absolute.mean(1, keepdims=True)
+    chosen[5] = False
+    scale = np.where(chosen, absolute, 0).sum(1) / np.maximum(1, chosen.sum(1))
+    wanted = np.sign(x) * chosen * scale[:, None]
+    for keep in (True, False):
+        payload = torch.zeros(301 * codec.block_bytes, dtype=torch.uint8)
+        numbers = part.clone()
+        codec.encode(numbers, payload, start=start * BLOCK, keep_error=keep)
+        found = unpacked(payload, 2)
+        assert not found[:start].any()
+        np.testing.assert_allclose(found[start:], wanted[start:], rtol=1e-6)
+        if keep:
+            errors = numbers.numpy().reshape(-1, BLOCK)
+            np.testing.assert_allclose(errors, (x - wanted)[start:], rtol=1e-5, atol=1e-6)
+        # The least squared error: each block loses the energy that its numbers sent have.
+        lost, sent = ((x - found) ** 2)[start:].sum(1), (found**2)[start:].sum(1)
+        np.testing.assert_allclose(lost + sent, (x**2)[start:].sum(1), rtol=1e-4)
+
+
+def test_two_bits_do_not_overflow() -> None:
+    """Blocks with numbers as large as float32 has."""
+    x = torch.full((BLOCK + 3,), torch.finfo(torch.float32).max)
+    x[1::2] *= -1
+    x[::7] = 0
+    decoded, errors = round_trip(x, "int2")
+    assert torch.equal(decoded, x)
+    assert not errors.any()
 
 
 def test_bfloat16_is_rounded_to_nearest_even() -> None:

@@ -25,6 +25,8 @@ BLOCK = 512
 """Numbers in a block. The integers of a block share one scale."""
 SMALLEST_SCALE = 2.0**-100
 """A smaller scale is replaced by 0, because the inverses of the smallest float32 overflow."""
+THRESHOLD = 0.75
+"""With 2 bits, numbers below 0.75 times the mean absolute value of their block become 0."""
 _LANES = 16
 """Number of partial sums when the squares of a block are added.
 
@@ -50,6 +52,9 @@ def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error:
     raw = values.view(np.int32)
     shifted = np.empty(BLOCK, np.float32)
     integers = shifted.view(np.int32)
+    absolutes = np.empty(BLOCK, np.float32)
+    patterns = absolutes.view(np.int32)
+    folded = np.empty(BLOCK, np.float32)
     for block in range(values.size // BLOCK):
         start = block * BLOCK
         # Of two absolute values, the larger one has the larger bit pattern, read as an integer.
@@ -59,6 +64,27 @@ def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error:
             largest = absolute if absolute > largest else largest
         finite = largest < np.int32(_INFINITY_BITS)
         scale = np.array([largest], np.int32).view(np.float32)[0] / levels
+        threshold = np.float32(0)
+        if bits == 2 and finite:
+            for i in range(BLOCK):
+                patterns[i] = raw[start + i] & 0x7FFFFFFF
+            # First the mean of all absolute values, then the sum of the chosen ones.
+            for chosen in range(2):
+                for i in range(BLOCK):
+                    kept = absolutes[i] >= threshold
+                    folded[i] = absolutes[i] * np.float32(1 / BLOCK) if kept else np.float32(0)
+                length = BLOCK // 2
+                while length:
+                    low, high = folded[:length], folded[length : 2 * length]
+                    for i in range(length):
+                        low[i] += high[i]
+                    length //= 2
+                if chosen == 0:
+                    threshold = folded[0] * np.float32(THRESHOLD)
+            number = np.int32(0)
+            for i in range(BLOCK):
+                number += np.int32(absolutes[i] >= threshold)
+            scale = min(folded[0] / (np.float32(number) / np.float32(BLOCK)), scale)
         if not finite:
             scale = np.float32(np.nan)
         elif scale < np.float32(SMALLEST_SCALE):
@@ -66,11 +92,16 @@ def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error:
         usual = finite and scale > np.float32(0)
         inverse = np.float32(1) / scale if usual else np.float32(0)
         scales[block] = scale
-        for i in range(BLOCK):
-            shifted[i] = values[start + i] * inverse + _ROUNDING
-        if not finite:
+        if not usual:
             for i in range(BLOCK):
                 integers[i] = np.int32(0)
+        elif bits == 2:
+            for i in range(BLOCK):
+                value = values[start + i]
+                integers[i] = np.int32(value >= threshold) - np.int32(value <= -threshold)
+        else:
+            for i in range(BLOCK):
+                shifted[i] = values[start + i] * inverse + _ROUNDING
         fields = packed[block * width : (block + 1) * width]
         for j in range(width):
             fields[j] = np.uint8(integers[j] & mask)
@@ -78,13 +109,17 @@ def encode(values: Floats, scales: Floats, packed: Bytes, bits: int, keep_error:
             part, up = integers[k * width : (k + 1) * width], k * bits
             for j in range(width):
                 fields[j] |= np.uint8((part[j] & mask) << up)
-        if keep_error:
-            if finite:
-                for i in range(BLOCK):
-                    values[start + i] -= (shifted[i] - _ROUNDING) * scale
-            else:
-                for i in range(BLOCK):
-                    values[start + i] = np.float32(0)
+        if not keep_error:
+            continue
+        if not finite:
+            for i in range(BLOCK):
+                values[start + i] = np.float32(0)
+        elif usual and bits == 2:
+            for i in range(BLOCK):
+                values[start + i] -= np.float32(integers[i]) * scale
+        elif usual:
+            for i in range(BLOCK):
+                values[start + i] -= (shifted[i] - _ROUNDING) * scale
 
 
 def decode(values: Floats, scales: Floats, packed: Bytes, bits: int, add: bool) -> None:

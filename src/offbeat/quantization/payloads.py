@@ -15,18 +15,11 @@ from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.decoding import LazyVector
 from offbeat.quantization.kernels import BLOCK
 
-# Precisions of the second stage that differ from the first: a sum of 2-bit numbers needs more bits.
-_SECOND_PRECISION = {"int2": "int4"}
 _SINGLE_STAGE_LIMIT = 1.1
 """A single stage may send up to 1.1 times the bits of two stages.
 
 A few more bits are worth it, because one operation and one quantization are saved.
 """
-
-
-def second_precision(precision: str) -> str:
-    """Return the precision of the second stage if the first one has ``precision``."""
-    return _SECOND_PRECISION.get(precision, precision)
 
 
 def sum_bits(precision: str) -> float:
@@ -36,14 +29,14 @@ def sum_bits(precision: str) -> float:
     """
     if precision == "float32":
         return 64.0
-    return _bits(precision) + _bits(second_precision(precision))
+    return 2 * _bits(precision)
 
 
 def uses_single_stage(precision: str, workers: int) -> bool:
     """Return True if a quantized ``Wire.sum_updates`` over so many workers takes a single stage.
 
     In the single stage each worker receives the updates of all workers and adds them up. The bits
-    grow with the number of workers, so at most two workers (three at int2) use a single stage.
+    grow with the number of workers, so only two workers use a single stage.
     """
     if precision == "float32":
         return False
@@ -57,24 +50,14 @@ def _bits(precision: str) -> float:
 class StageCodecs:
     """Encodes the payloads of both stages of a sum.
 
-    Args:
-        precision: Precision of the first stage.
-
     Attributes:
-        precision: Precision of the first stage.
-        first: Codec of the first stage.
-        second: Codec of the second stage.
+        precision: Precision of both stages.
+        codec: Codec of both stages.
     """
 
     def __init__(self, precision: str) -> None:
         self.precision = precision
-        self.first: Codec = CODECS[precision]()
-        self.second: Codec = CODECS[second_precision(precision)]()
-
-    @property
-    def largest_block_bytes(self) -> int:
-        """Bytes of an encoded block, in the stage where they are more."""
-        return max(self.first.block_bytes, self.second.block_bytes)
+        self.codec: Codec = CODECS[precision]()
 
     def encode(self, tensor: Tensor, errors: Tensor) -> Tensor:
         """Return the first-stage payload of ``tensor`` + ``errors``.
@@ -87,7 +70,7 @@ class StageCodecs:
         workers, chunk = errors.shape
         payload = self.first_payload(workers * chunk, errors.device)
         for rank, (row, part) in enumerate(zip(errors, payload.chunk(workers), strict=True)):
-            self.first.encode(row, part, plus=tensor[rank * chunk :])
+            self.codec.encode(row, part, plus=tensor[rank * chunk :])
         return payload
 
     def encode_update(self, update: LazyVector, chunks: int, chunk: int) -> Tensor:
@@ -103,7 +86,7 @@ class StageCodecs:
             values = torch.empty(chunks * chunk, dtype=torch.float32, device=update.device)
             update.read(values[: update.elements])
             values[update.elements :].zero_()
-            self.first.encode(values, payload.view(chunks, -1), keep_error=False)
+            self.codec.encode(values, payload.view(chunks, -1), keep_error=False)
             return payload
         limit = piece_elements(chunk, update.device)
         rows, step = (
@@ -120,7 +103,7 @@ class StageCodecs:
                 update.read(values[:present], first)
             values[present:].zero_()
             for part, numbers in zip(group, values.split(count), strict=True):
-                self.first.encode(numbers, part, start=start, keep_error=False)
+                self.codec.encode(numbers, part, start=start, keep_error=False)
         return payload
 
     def reduce(self, received: Tensor, workers: int, errors: Tensor) -> Tensor:
@@ -136,16 +119,16 @@ class StageCodecs:
         payload, parts = self.second_payload(errors), received.chunk(workers)
         for piece in pieces(errors):
             for part in parts:
-                self.first.add(part, errors[piece], start=piece.start)
-            self.second.encode(errors[piece], payload, start=piece.start)
+                self.codec.add(part, errors[piece], start=piece.start)
+            self.codec.encode(errors[piece], payload, start=piece.start)
         return payload
 
     def first_payload(self, elements: int, device: torch.device) -> Tensor:
         """Return an uninitialized first-stage payload for ``elements`` numbers."""
-        size = elements // BLOCK * self.first.block_bytes
+        size = elements // BLOCK * self.codec.block_bytes
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def second_payload(self, errors: Tensor) -> Tensor:
         """Return an uninitialized second-stage payload for as many numbers as ``errors`` has."""
-        size = errors.numel() // BLOCK * self.second.block_bytes
+        size = errors.numel() // BLOCK * self.codec.block_bytes
         return torch.empty(size, dtype=torch.uint8, device=errors.device)

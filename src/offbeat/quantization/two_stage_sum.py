@@ -103,9 +103,9 @@ def start_sum(
     exchange = Exchange(what=what, tensor=payload)
     # Count both stages now, because the step in which the second one starts may vary.
     team.account.sent(exchange.sent_bytes(team.rank))
-    team.account.sent(elements // BLOCK * codecs.second.block_bytes)
+    team.account.sent(elements // BLOCK * codecs.codec.block_bytes)
     first = team.uncounted.start(exchange)
     both = team.communicator.timed(team.stages.start(first, start_second, what=what, like=payload))
     return both.then(
-        lambda chunks: PayloadVector(codecs.second, [[chunk] for chunk in chunks], elements, like)
+        lambda chunks: PayloadVector(codecs.codec, [[chunk] for chunk in chunks], elements, like)
     )

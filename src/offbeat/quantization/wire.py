@@ -6,7 +6,7 @@ sums differ in the place where the errors are stored:
 
 - ``sum``: the wire stores the errors of both stages.
 - ``sum_updates``: the caller keeps the errors of the first stage in its model, and the wire stores
-  those of the second stage. Two workers (three at int2) use a single stage instead, in which each
+  those of the second stage. Two workers use a single stage instead, in which each
   worker receives all updates and adds them up.
 """
 
@@ -168,7 +168,7 @@ class Wire:
             what=what,
         )
         chunks = [[part] for part in payload.chunk(size)]
-        return UpdateSum(total, PayloadVector(codecs.first, chunks, chunk, update))
+        return UpdateSum(total, PayloadVector(codecs.codec, chunks, chunk, update))
 
     def undo(self, stream: str) -> None:
         """Set the errors of ``stream`` to their values before its last sum.
@@ -187,9 +187,9 @@ class Wire:
         payload = self._encode_update(update, codecs, 1, chunk, contribute)
         gathering = self._team.communicator.gather(payload, what=what)
         total: Handle[LazyVector] = gathering.then(
-            lambda payloads: PayloadVector(codecs.first, [payloads], chunk, update)
+            lambda payloads: PayloadVector(codecs.codec, [payloads], chunk, update)
         )
-        return UpdateSum(total, PayloadVector(codecs.first, [[payload]], chunk, update))
+        return UpdateSum(total, PayloadVector(codecs.codec, [[payload]], chunk, update))
 
     def _encode_update(
         self, update: LazyVector, codecs: StageCodecs, chunks: int, chunk: int, contribute: bool
@@ -212,7 +212,7 @@ class Wire:
             self._codecs[precision] = StageCodecs(precision)
         codecs = self._codecs[precision]
         blocks = self._team.size * self._chunk_blocks(vector)
-        quantized_bytes = blocks * codecs.largest_block_bytes
+        quantized_bytes = blocks * codecs.codec.block_bytes
         return codecs if quantized_bytes < vector.nbytes else None
 
     def _chunk_blocks(self, vector: LazyVector) -> int:
