@@ -14,14 +14,18 @@ Function = Callable[[Wire, Team], Any]
 SIZE = 3
 
 
-def gloo(function: Function, precision: Any) -> list[Any]:
+def gloo(function: Function, precision: Any, workers: int = SIZE) -> list[Any]:
     """Return the results by rank, on real processes."""
-    return communicators.gloo(lambda communicator: _on_wire(function, communicator, precision))
+    return communicators.gloo(
+        lambda communicator: _on_wire(function, communicator, precision), workers
+    )
 
 
-def simulated(function: Function, precision: Any) -> list[Any]:
+def simulated(function: Function, precision: Any, workers: int = SIZE) -> list[Any]:
     """Return the results by rank, on simulated workers."""
-    return communicators.simulated(lambda communicator: _on_wire(function, communicator, precision))
+    return communicators.simulated(
+        lambda communicator: _on_wire(function, communicator, precision), workers
+    )
 
 
 def _on_wire(function: Function, communicator: Communicator, precision: Any) -> Any:
