@@ -1,13 +1,12 @@
 """Gathering: workers that any launcher has started begin a training, or join the running one.
 
-Two environment variables tell a worker what to do. It needs neither a rank nor a restart count, so
-a first start, a restart and a late start are the same:
+Environment variables tell a worker what to do. It needs neither a rank nor a restart count, so a
+first start, a restart and a late start are the same:
 
     OFFBEAT_STORE      address of a store: ``host:port`` of a TCPStore, or ``file:///path`` of a
                        FileStore on a disk that all workers share
     OFFBEAT_WORKERS    number of workers with which training begins: ``4``, or ``2:4`` for 4, or for
                        2 to 3 if no more have come after 30 s
-
     OFFBEAT_LEFT       keys in the store of workers that are known to be dead, separated by spaces;
                        optional
 
