@@ -22,9 +22,8 @@ _PAUSES_SECONDS = 0.1, 0.5, 2.0, 8.0, 30.0  # before each restart; the last one 
 _FORGET_SECONDS = 60.0  # a worker that has lived this long has recovered from its last failure
 _LAST_OUTPUT_SECONDS = 1.0  # wait for the output of an ended worker; others may hold its pipes
 _END_SECONDS = 10.0  # limit for a killed process to end
-_UNKNOWN = (
-    255  # in multiprocessing, if the fork server has ended; this process has its workers then
-)
+# In multiprocessing, if the fork server has ended. This process then has its workers as children.
+_UNKNOWN = 255
 
 StartProcess: TypeAlias = Callable[[Mapping[str, str], list[Connection]], BaseProcess]
 """Starts a process with additional environment variables and three pipes, which it writes to:
@@ -201,9 +200,9 @@ class Supervisor:
             await each.read(read)
         status = await _exit_status(process)
         del self._running[number]
-        self._left += left
         _kill(process)  # the processes that it has started
         await asyncio.gather(*(each.close(_LAST_OUTPUT_SECONDS) for each in lines))
+        self._left += left  # not earlier: the last report may have been read just now
         with contextlib.suppress(ChildProcessError):  # this process may have inherited them
             while os.waitpid(-process.pid, os.WNOHANG)[0]:
                 pass

@@ -26,7 +26,7 @@ class IntegerCodec(Codec):
         scale = (largest absolute value of the block) / L
         |error| ≤ scale / 2, apart from float32 rounding
 
-    With 2 bits these scales would send less than a third of the energy of an update. Instead a
+    With 2 bits, such a scale would send only the numbers above half of the largest one. Instead a
     number becomes ±scale if its absolute value is at least ``THRESHOLD`` times the mean absolute
     value of its block, else 0. The scale is the mean absolute value of the numbers that do not
     become 0, which has the least squared error.
