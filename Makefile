@@ -35,7 +35,7 @@ $(VENV)/.docs: $(VENV)/.demo
 	$(call install,docs)
 	touch $@
 
-demo: $(VENV)/.demo  ## train digits under five strategies on 4 workers, about 3 minutes
+demo: $(VENV)/.demo  ## train digits under five strategies on 4 workers, about 2 minutes
 	@link="$$($(BIN)/python -m offbeat_lab.launch.cluster 100Mbit/s)"; \
 	set -- $(BIN)/offbeat compare digits --workers 4 --output $(DEMO) $$link \
 	  -s bsp -s local:period=8 -s selsync:target_lssr=0.9 -s async:staleness=32 -s streaming; \

@@ -126,8 +126,9 @@ class Training:
         sampler, size = self.sampler, self.settings["batch"]
         found = []
         for epoch in range(sampler.epoch, epochs):
-            order = sampler._settings.order(epoch)
-            parts = [order[a * size : b * size].tolist() for a, b in sampler._batches_of(epoch)]
+            order = sampler._order_of(epoch)
+            batches = sampler._batches_of(epoch).tolist()
+            parts = [order[b * size : (b + 1) * size].tolist() for b in batches]
             found.append((epoch, [sample for part in parts for sample in part]))
         return found
 

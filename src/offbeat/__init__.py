@@ -55,8 +55,8 @@ def import_lazily(
     Args:
         package: Full name of the package.
         names: Public names of the package: names that ``modules`` define, or names of modules.
-        modules: Modules of the package. The first use of a name imports them in order, up to the
-            one that defines the name.
+        modules: Modules of the package. The first use of a name imports all of them, in order:
+            a module may have the name of a function, and must not replace it later.
     """
 
     def find(name: str) -> Any:

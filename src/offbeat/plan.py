@@ -230,7 +230,7 @@ BUCKET_BYTES = 8 * 2**20  # ``averaging/buckets.py``
 FIRST_BUCKET_BYTES = 2**20  # ``averaging/gradients.py``
 BLOCK = 512  # numbers that are quantized together
 BLOCK_BYTES = {"bfloat16": 1024, "int8": 516, "int4": 260, "int2": 132}  # of one encoded block
-_SINGLE_STAGE_LIMIT = 1.1  # ``quantization/payloads.py``
+_SINGLE_STAGE_WORKERS = 2  # ``quantization/payloads.py``
 _UPDATE_BUCKETS = 4  # ``averaging/parts/update_part.py``
 _FORWARD_SHARE = 1 / 3  # ``training/backward_hooks.py``
 _VOTE_BYTES = 8 * 7  # without the numbers of a strategy
@@ -265,17 +265,15 @@ class _Links:
             wire: Precision.
             update: True for a sum of updates with error feedback.
         """
-        first = BLOCK_BYTES.get(wire, math.inf)
-        second = BLOCK_BYTES["int4"] if wire == "int2" else first
+        block = BLOCK_BYTES.get(wire, math.inf)
         blocks = math.ceil(size / 4 / (BLOCK * self.size))  # in the chunk of each member
-        if wire == "float32" or self.size * blocks * max(first, second) >= size:
+        if wire == "float32" or self.size * blocks * block >= size:
             return self.all_reduce(size), size
-        if update and self.size * first <= _SINGLE_STAGE_LIMIT * (first + second):
-            sent = math.ceil(size / 4 / BLOCK) * first
+        if update and self.size <= _SINGLE_STAGE_WORKERS:
+            sent = math.ceil(size / 4 / BLOCK) * block
             return self.gather(sent), sent
         # In an all-to-all of N chunks, as many bytes arrive as in an all-gather of a chunk.
-        seconds = self.gather(blocks * first) + self.gather(blocks * second)
-        return seconds, blocks * (self.size * first + second)
+        return 2 * self.gather(blocks * block), blocks * (self.size + 1) * block
 
     def mean(self, size: float, wire: str, *, update: bool = False) -> tuple[float, float]:
         """Return the same of the mean of ``size`` bytes of the model, in buckets."""

@@ -156,10 +156,9 @@ class Slow(torch.optim.SGD):
         self.sleep = sleep
 
     def step(self, closure: Any = None) -> Any:
-        result = super().step()
         if self.sleep is not None:
             self.sleep(0.02, "the optimizer")
-        return result
+        return super().step()
 
 
 def seconds_waited(text: str, latency: str, optimizer_sleeps: bool) -> float:

@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,21 +193,18 @@ def test_a_newcomer_takes_its_first_bsp_step_with_the_others() -> None:
         close(one["model"], expected)
 
 
+def on_a_slow_link(worker: Any, *faults: Any) -> Any:
+    network, compute = Network("1Mbit/s", latency="1ms"), Compute("10ms")
+    return simulate(worker, workers=4, network=network, compute=compute, faults=faults)
+
+
 def test_a_bsp_step_is_applied_on_all_workers_or_none() -> None:
     """If the mean of step 4 has reached some workers, the others receive the result."""
 
     def worker() -> dict[str, Any]:
         return train_momentum("bsp")
 
-    def at(*faults: Any) -> Any:
-        return simulate(
-            worker,
-            workers=4,
-            network=Network("1Mbit/s", latency="1ms"),
-            compute=Compute("10ms"),
-            faults=faults,
-        )
-
+    at = partial(on_a_slow_link, worker)
     spans = [s for s in at().timeline if s.kind == "transfer" and s.rank == 0]
     means = [s for s in spans if s.what == "mean of the gradients"]
     middle = (means[4].start + means[4].end) / 2
@@ -436,15 +434,7 @@ def test_further_modules_are_averaged_by_the_workers_that_are_left() -> None:
     """Also if one is lost while their mean is computed: (1 + 2 + 4) / 3. Or all have the mean."""
     assert run(with_module, Kill(worker=2, at=0.061), Join(at=0.07)) == [3.0, 3.0, None, 3.0, 3.0]
 
-    def at(*faults: Any) -> Any:
-        return simulate(
-            with_module,
-            workers=4,
-            network=Network("1Mbit/s", latency="1ms"),
-            compute=Compute("10ms"),
-            faults=faults,
-        )
-
+    at = partial(on_a_slow_link, with_module)
     spans = [s for s in at(Kill(worker=0, at=1e3)).timeline if s.kind == "transfer" and s.rank == 0]
     assert "consensus of the modules in also" in [span.what for span in spans[-3:]]
     found = []

@@ -23,12 +23,11 @@ import torch.multiprocessing as mp
 import offbeat
 from cells import some
 from loops import close, sgd
-from offbeat.elastic import gathering, joining, membership
+from offbeat.elastic import gathering, joining, membership, reports
 from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.gathering import Gathering, WorkerCount, training_has_ended
 from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
-from offbeat.launcher.store import LaunchStore
 from offbeat.training import assembly
 from offbeat.transport.membership import ModelLostError
 from offbeat.transport.torch_backend import process_groups as groups
@@ -385,7 +384,7 @@ def be_killed_with_all(rank: int, _: int, reported: bool) -> Any:
     set_variables("3")
     if reported:
         joining._REFUSED_SECONDS = TIMEOUT_SECONDS
-        os.environ["OFFBEAT_REPORT"] = f"process{rank}"
+        reports.tell = lambda text: store().set(f"told{text.split()[0]}{rank}", text.split()[-1])
     if rank < 3:
         Worker(rank).steps(5, 3)
         store().set("name", store().get("offbeat/elastic"))
@@ -393,7 +392,7 @@ def be_killed_with_all(rank: int, _: int, reported: bool) -> Any:
         die(f"died{rank}")
     store().wait([f"died{other}" for other in range(3)])
     if reported:
-        LaunchStore(os.environ["OFFBEAT_STORE"]).report_death(f"process{rank - 3}")
+        os.environ["OFFBEAT_LEFT"] = store().get(f"toldkey{rank - 3}").decode()
     worker = Worker(rank).steps(5, 3)
     return worker.finish(), store().get("name") != store().get("offbeat/elastic")
 

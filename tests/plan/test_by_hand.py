@@ -100,12 +100,12 @@ def test_diloco_with_overlap() -> None:
 def test_streaming() -> None:
     """Cyclic: four parts in 16 steps, each with votes of eleven numbers. Eager: at the bound.
 
-    Parts of 24 MiB in three buckets, whose chunks have 1024 blocks of 132 and of 260 bytes.
+    Parts of 24 MiB in three buckets, whose chunks have 1024 blocks of 132 bytes.
     """
     row = one("streaming:schedule=cyclic,staleness=32")
     check(row, 0.1, (SIZE + 4 * 88) / 16, 16)
     slow = one("streaming", bandwidth="2Mbit/s")
-    chunk = 12 * 1024 * (132 + 260)
+    chunk = 12 * 1024 * (132 + 132)
     passing = 3 * (chunk + 88) / 250e3 + 25 * 1e-4
     assert slow.step_seconds == pytest.approx(passing / 64), "64 steps are the longest pass"
     fast = one("streaming", bandwidth="10Gbit/s")

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.quantization.codecs import CODECS
 from offbeat.quantization.decoding import TensorVector
 from offbeat.quantization.kernels import BLOCK
 from offbeat.quantization.payloads import uses_single_stage
@@ -80,8 +79,13 @@ def test_error_feedback_loses_nothing(precision: str) -> None:
     for fed, fresh, _, _ in results:
         scale = float(exact.abs().max())
         torch.testing.assert_close(fed + kept, 64 * exact, rtol=1e-5, atol=1e-5 * scale)
-        assert ((fed / 64 - exact).abs() <= bound / 64 + 1e-5 * exact.abs() + 1e-9).all()
-        assert (fresh / 64 - exact).norm() > 10 * (fed / 64 - exact).norm()
+        if precision == "int2":  # a number far above the scale of its block takes several messages
+            lengths = sum(float(values(rank, 4000).norm()) for rank in range(SIZE))
+            assert (fed / 64 - exact).norm() <= 8 * lengths / 64
+        else:
+            assert ((fed / 64 - exact).abs() <= bound / 64 + 1e-5 * exact.abs() + 1e-9).all()
+        times = 4 if precision == "int2" else 10
+        assert (fresh / 64 - exact).norm() > times * (fed / 64 - exact).norm()
 
 
 CHANGING: list[Any] = ["int4", "int2", None, "bfloat16", "float32", "int2", "int8", "int4"]
@@ -122,11 +126,11 @@ def test_no_error_is_lost_when_the_precision_changes(world: Any) -> None:
         gain + kept, put_in, rtol=1e-5, atol=1e-6 * float(put_in.abs().max())
     )
     assert not torch.equal(gain, put_in)
-    # Blocks of both stages: three chunks of three, and one. The eight blocks of int2 are gathered.
-    stages = {"int8": 516, "int4": 260, "bfloat16": 1024}
-    sent = [stages[one or "int8"] for one in CHANGING if one not in ("float32", "int2")]
+    # Blocks of both stages: three chunks of three, and one.
+    stages = {"int8": 516, "int4": 260, "int2": 132, "bfloat16": 1024}
+    sent = [stages[one or "int8"] for one in CHANGING if one != "float32"]
     for *_, payload_bytes in results:
-        assert payload_bytes == sum(12 * block for block in sent) + 2 * 8 * 132 + 16_000
+        assert payload_bytes == sum(12 * block for block in sent) + 16_000
 
 
 def gathered(wire: Wire, team: Team) -> Any:
@@ -149,25 +153,22 @@ def gathered(wire: Wire, team: Team) -> Any:
 @every_world
 def test_gathered_updates_are_quantized_once(world: Any) -> None:
     """The sum is exactly that of the quantized updates, in the order of the ranks."""
-    results = world(gathered, "int2")
+    results = world(gathered, "int2", workers=2)
     for i in range(2):
-        first, second, third = (seen[i][1] for seen, _ in results)
+        first, second = (seen[i][1] for seen, _ in results)
         assert first.any()
         assert bool(second.any()) == (i == 0)
         for seen, errors in results:
             total, _, stretch = seen[i]
-            assert torch.equal(total, first + second + third)
+            assert torch.equal(total, first + second)
             assert torch.equal(stretch, total[2 * BLOCK : 2 * BLOCK + 700])
             assert not errors
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
 def test_updates_are_gathered_if_that_sends_at_most_a_tenth_more(precision: str) -> None:
-    first = CODECS[precision].block_bytes
-    second = CODECS["int4" if precision == "int2" else precision].block_bytes
     for workers in range(2, 9):
-        whole, stages = workers * first, first + second
-        assert uses_single_stage(precision, workers) == (whole <= 1.1 * stages)
+        assert uses_single_stage(precision, workers) == (workers <= 1.1 * 2)
 
 
 def weighted(wire: Wire, team: Team) -> Any:

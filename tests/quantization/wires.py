@@ -1,6 +1,7 @@
 """Run a function with a wire on several workers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,17 +15,17 @@ Function = Callable[[Wire, Team], Any]
 SIZE = 3
 
 
-def gloo(function: Function, precision: Any) -> list[Any]:
+def gloo(function: Function, precision: Any, workers: int = SIZE) -> list[Any]:
     """Return the results by rank, on real processes."""
-    return communicators.gloo(lambda communicator: _on_wire(function, communicator, precision))
+    return communicators.gloo(partial(_on_wire, function, precision), workers)
 
 
-def simulated(function: Function, precision: Any) -> list[Any]:
+def simulated(function: Function, precision: Any, workers: int = SIZE) -> list[Any]:
     """Return the results by rank, on simulated workers."""
-    return communicators.simulated(lambda communicator: _on_wire(function, communicator, precision))
+    return communicators.simulated(partial(_on_wire, function, precision), workers)
 
 
-def _on_wire(function: Function, communicator: Communicator, precision: Any) -> Any:
+def _on_wire(function: Function, precision: Any, communicator: Communicator) -> Any:
     team = Team(communicator)
     return function(Wire(team, precision), team)
 

@@ -54,20 +54,20 @@ def details() -> list[dict[str, Any]]:
         return found
 
     compute = Compute("10ms", jitter=0.1)
-    network = Network("2Mbit/s", latency="100us")
-    return simulate(worker, workers=3, network=network, compute=compute).results
+    network = Network("1Mbit/s", latency="100us")
+    return simulate(worker, workers=2, network=network, compute=compute).results
 
 
 def test_the_log_says_how_often_the_model_passes(caplog: pytest.LogCaptureFixture) -> None:
-    """The link is never idle: each worker sends 2 bits a number and 4 bytes a block twice."""
+    """The link is never idle: each worker sends 2 bits a number and 4 bytes a block."""
     with caplog.at_level(logging.INFO, logger="offbeat"):
         found = details()
     elements = 264 * 264 + 264
-    seconds = 2 * elements * (2 + 32 / 512) / 2e6
+    seconds = elements * (2 + 32 / 512) / 1e6
     for one in found:
         assert one["pass_steps"] == pytest.approx(seconds / 0.01, rel=0.1)
     logged = [one for one in caplog.messages if "is averaged every" in one]
-    assert len(logged) == 3, "once on each worker"
+    assert len(logged) == 2, "once on each worker"
     assert all(one.startswith("the whole model (2 parts) is averaged every") for one in logged)
 
 
@@ -134,7 +134,7 @@ def test_short_waits_keep_equal_workers_together(slowest: float) -> None:
             stats = sync.stats
             return stats.details["landings"] / (2 * stats.steps), stats.idle
 
-    network = Network("12Mbit/s", latency="100us")
+    network = Network("8Mbit/s", latency="100us")
     compute = Compute("25ms", jitter=0.1, slowdown={0: slowest})
     without, patient = (
         simulate(partial(work, patience), workers=4, network=network, compute=compute).results
@@ -225,26 +225,33 @@ def ending(rank: int, size: int, wire: Any) -> tuple[Tensor, Tensor, Tensor, int
     strategy = StreamingAveraging(parts=2, schedule="cyclic", staleness=4, outer_gain=1.0)
     sync = attach(model, optimizer, strategy, wire=wire)
     go()
-    sync.load_state_dict(sync.state_dict())  # lets everything in flight arrive
+    state = sync.state_dict()
+    sync.load_state_dict(state)  # lets everything in flight arrive
     with sync.consensus():
         mean = flat(model)
+    kept = max((float(e["summed"].abs().max()) for e in state["errors"].values()), default=0.0)
     before = sync.stats.payload_bytes
     parts = sync._iteration.flow.pipeline.parts
     base = torch.cat([one for part in parts for one in part.base])
+    residual = float((flat(model) - base).abs().max())
     sync.finish()
-    return mean, base, flat(model), sync.stats.payload_bytes - before
+    return mean, residual, flat(model), sync.stats.payload_bytes - before, kept
 
 
 @pytest.mark.parametrize("wire", ["float32", "int8", "int2"])
 def test_the_end_is_the_mean_of_all_models(wire: str) -> None:
     """The same bits on all; over few bits the mean of x − P travels in int8."""
-    (mean, base, end, sent), *others = run(ending, wire, workers=4)
-    for _, _, other, _ in others:
+    results = run(ending, wire, workers=4)
+    (mean, _, end, sent, _), *others = results
+    for _, _, other, *_ in others:
         assert torch.equal(end, other)
     if wire == "float32":
         torch.testing.assert_close(end, mean, rtol=1e-6, atol=1e-7)
         return
-    residual = float((mean - base).abs().max())
-    assert residual > 0
-    assert float((end - mean).abs().max()) < 0.1 * max(residual, 1e-3)
+    # int8 rounds each x − P, and then their sum, by at most 1/254 of the largest number. The end
+    # contains the quantization errors of the sums, too.
+    largest = max(residual for _, residual, *_ in results)
+    assert largest > 0
+    kept = max(errors for *_, errors in results) / 4
+    assert float((end - mean).abs().max()) < kept + 2.1 * (largest + kept) / 254 + 1e-6
     assert sent < 0.7 * 4 * mean.numel()

@@ -37,9 +37,9 @@ def _on_gloo(rank: int, size: int, function: Function) -> Any:
     return result
 
 
-def gloo(function: Function) -> list[Any]:
-    """Three processes."""
-    return workers.run(_on_gloo, function, workers=3)
+def gloo(function: Function, number: int = 3) -> list[Any]:
+    """A number of processes."""
+    return workers.run(_on_gloo, function, workers=number)
 
 
 def single(function: Function) -> list[Any]:
@@ -47,11 +47,11 @@ def single(function: Function) -> list[Any]:
     return [function(SingleCommunicator(TIMEOUT_SECONDS))]
 
 
-def simulated(function: Function) -> list[Any]:
-    """Three workers in virtual time."""
+def simulated(function: Function, number: int = 3) -> list[Any]:
+    """A number of workers in virtual time."""
     return offbeat.simulate(
         lambda: function(dist.group.WORLD.make_communicator(TIMEOUT_SECONDS)),
-        workers=3,
+        workers=number,
         network=offbeat.Network("100Mbit/s"),
         compute=offbeat.Compute(STEP_SECONDS),
     ).results

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from offbeat.arguments import require_integer
@@ -210,14 +211,19 @@ class LeasedSampler(Sampler[list[int]]):
         if self._begun is None:
             self._leases.require_equal(str(self._settings))
         self._note_done()
-        self._begun, settings = epoch, self._settings
+        self._begun = epoch
         self._taken, self._progress_of = array("q"), array("d")
         self._handed_out = self._trained = 0
-        self._order = torch.arange(settings["samples"], device="cpu")
-        if settings["shuffle"]:  # in the order of DistributedSampler
-            generator = torch.Generator().manual_seed(settings["seed"] + epoch)
-            self._order = torch.randperm(settings["samples"], generator=generator, device="cpu")
+        self._order = self._order_of(epoch)
         self._queue, self._ahead = Queue(epoch, 0, self._batches_of(epoch)), None
+
+    def _order_of(self, epoch: int) -> Tensor:
+        """Return the samples in the order of an epoch, which is that of DistributedSampler."""
+        settings = self._settings
+        if not settings["shuffle"]:
+            return torch.arange(settings["samples"], device="cpu")
+        generator = torch.Generator().manual_seed(settings["seed"] + epoch)
+        return torch.randperm(settings["samples"], generator=generator, device="cpu")
 
     def _number_of(self, epoch: int) -> int:
         """Return the number of batches in an epoch. 0 if ``total_batches`` are used up."""

@@ -1,12 +1,14 @@
 """Gathering: workers that any launcher has started begin a training, or join the running one.
 
-Two environment variables tell a worker what to do. It needs neither a rank nor a restart count, so
-a first start, a restart and a late start are the same:
+Environment variables tell a worker what to do. It needs neither a rank nor a restart count, so a
+first start, a restart and a late start are the same:
 
     OFFBEAT_STORE      address of a store: ``host:port`` of a TCPStore, or ``file:///path`` of a
                        FileStore on a disk that all workers share
     OFFBEAT_WORKERS    number of workers with which training begins: ``4``, or ``2:4`` for 4, or for
                        2 to 3 if no more have come after 30 s
+    OFFBEAT_LEFT       keys in the store of workers that are known to be dead, separated by spaces;
+                       optional
 
 The store must outlive the workers, so a launcher keeps it in a process of its own. One store serves
 one training. The keys in the store, besides those of ``elastic/agreement.py``:
@@ -59,7 +61,7 @@ LATEST_TRAINING = "offbeat/elastic"
 """Key in the store. Its value is the key prefix of the training that began last."""
 PATIENCE_SECONDS = 30.0
 """Time after which training begins with fewer workers, if ``OFFBEAT_WORKERS`` allows it."""
-_STORE, _WORKERS = "OFFBEAT_STORE", "OFFBEAT_WORKERS"
+_STORE, _WORKERS, _LEFT = "OFFBEAT_STORE", "OFFBEAT_WORKERS", "OFFBEAT_LEFT"
 _ATTEMPTS = 10  # attempts to begin or join a training; each ends with the loss of a worker
 
 
@@ -183,9 +185,12 @@ class Gathering(Transport):
         """
         what = "gathering failed"
         root = connect_to_store(self._address, timeout_seconds, what=what)
+        for key in os.environ.get(_LEFT, "").split():
+            root.call(partial(root.put, key, True), what)
         while True:
             name = root.call(partial(_latest_training, root), what)
             agreement = new_identity(root.within(name), timeout_seconds, what=what)
+            reports.tell(f"{reports.LEFT}{name}/left/{agreement.worker}")
             try:
                 view = self._attempt(root, name, agreement)
             except BaseException:

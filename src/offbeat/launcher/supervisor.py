@@ -22,9 +22,8 @@ _PAUSES_SECONDS = 0.1, 0.5, 2.0, 8.0, 30.0  # before each restart; the last one 
 _FORGET_SECONDS = 60.0  # a worker that has lived this long has recovered from its last failure
 _LAST_OUTPUT_SECONDS = 1.0  # wait for the output of an ended worker; others may hold its pipes
 _END_SECONDS = 10.0  # limit for a killed process to end
-_UNKNOWN = (
-    255  # in multiprocessing, if the fork server has ended; this process has its workers then
-)
+# In multiprocessing, if the fork server has ended. This process then has its workers as children.
+_UNKNOWN = 255
 
 StartProcess: TypeAlias = Callable[[Mapping[str, str], list[Connection]], BaseProcess]
 """Starts a process with additional environment variables and three pipes, which it writes to:
@@ -69,6 +68,7 @@ class Supervisor:
         self._has_trained = False  # True once a worker has begun to train
         self._has_ended = False  # True once a worker has finished the training
         self._failures: list[_End] = []  # after which no restart followed
+        self._left: list[str] = []  # keys by which processes that have ended are known as dead
 
     async def run(self) -> int:
         """Run the workers until none is left, and return the exit code of the launcher.
@@ -163,12 +163,20 @@ class Supervisor:
 
         def on_report(line: bytes) -> None:
             nonlocal finished
-            report(f"worker {number} {line.decode()}")
-            finished = line.decode() == reports.FINISHED
+            text = line.decode()
+            if text.startswith(reports.LEFT):
+                left.append(text.removeprefix(reports.LEFT))
+                return
+            report(f"worker {number} {text}")
+            finished = text == reports.FINISHED
             self._has_trained, self._has_ended = True, self._has_ended or finished
 
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
         variables = {"LOCAL_RANK": str(number), "OFFBEAT_RESTARTS": str(starts)}
+        # Other workers notice a death by a closed connection. Workers that start after the death of
+        # all have no connection to them, and would wait for a while for an answer.
+        variables["OFFBEAT_LEFT"] = " ".join(self._left)
+        left: list[str] = []
         try:
             process = self._start(variables, [end for _, end in pipes])
         except (OSError, EOFError) as error:
@@ -194,6 +202,7 @@ class Supervisor:
         del self._running[number]
         _kill(process)  # the processes that it has started
         await asyncio.gather(*(each.close(_LAST_OUTPUT_SECONDS) for each in lines))
+        self._left += left  # not earlier: the last report may have been read just now
         with contextlib.suppress(ChildProcessError):  # this process may have inherited them
             while os.waitpid(-process.pid, os.WNOHANG)[0]:
                 pass
