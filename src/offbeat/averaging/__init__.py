@@ -6,7 +6,8 @@ the means of communication that a flow needs on one worker.
 
 from typing import Any
 
-from offbeat.averaging.averager import ClockedAverager, RoundAverager
+from offbeat.averaging.averager import RoundAverager
+from offbeat.averaging.clocked import ClockedAverager
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradient_flow import GradientFlow
 from offbeat.averaging.replica import Replica

@@ -200,17 +200,15 @@ class GradientFlow(Flow):
         if self.strategy.tally_delay:
             chosen, state.delayed[index] = state.delayed.get(index), round
         view = self._view(index, stepping=round.own.stepping)
-        view.rounds += 1
         if chosen is None:
             return False
         if not self.strategy.decide(view, chosen.tally()):
             return False
-        view.rounds, view.launch_step, view.launches = 0, view.step, view.launches + 1
+        view.launch_step, view.launches = view.step, view.launches + 1
         # Unless the policy is "warn", non-finite gradients are not sent: all would receive them.
         allowed = not self.worker.guarded or self._finite_gradients(index)
         contribute = round.own.stepping and allowed
         state.means[index].reduce([], contribute=contribute)
-        view.landings += 1
         return True
 
     def _finite_gradients(self, index: int) -> bool:

@@ -14,6 +14,7 @@ from offbeat.errors import OffbeatError
 from offbeat.strategies.base import Tally
 from offbeat.transport.handle import Completed, Handle
 
+WEIGHT, WANTED, STEP = 0, 4, 6  # positions in an encoded vote
 _ALSO = 4096  # see ``Vote.also``
 _NON_FINITE = 4096  # see ``Vote``
 # View and round are sent as one number below 4096. Its sum over up to 4096 workers is below 2²⁴ and

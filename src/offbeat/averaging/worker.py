@@ -110,7 +110,6 @@ class Worker:
             step=self.step,
             start_step=self.step,
             launch_step=self.step,
-            fresh_step=self.step,
             record=self.record,
             details=self.details,
         )

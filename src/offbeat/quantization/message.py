@@ -116,7 +116,7 @@ class Message(ABC):
         self.votes: list[list[float]] = []
 
     @abstractmethod
-    def write(self, part: int, piece: int, start: int, values: Tensor) -> bool:
+    def write(self, part: int, piece: int, start: int, values: Tensor) -> None:
         """Put numbers of this worker's update into the message.
 
         Args:
@@ -124,10 +124,11 @@ class Message(ABC):
             piece: Index of the slice in the part.
             start: Index of the first number in the slice, a multiple of ``BLOCK``.
             values: The numbers, 1-D. Overwritten.
-
-        Returns:
-            False if a number is known to be NaN or infinite.
         """
+
+    def finite(self) -> bool:
+        """Return False if the encoded update is known to contain NaN or infinity."""
+        return True
 
     @abstractmethod
     def clear(self) -> None:
@@ -175,9 +176,8 @@ class ExactMessage(Message):
         self._keep = keep
 
     @override
-    def write(self, part: int, piece: int, start: int, values: Tensor) -> bool:
+    def write(self, part: int, piece: int, start: int, values: Tensor) -> None:
         self._sums[part][piece][start : start + values.numel()].copy_(values)
-        return True
 
     @override
     def clear(self) -> None:
@@ -275,8 +275,7 @@ class QuantizedMessage(Message):
         return message[row, first : first + blocks * self._size].view(blocks, self._size)
 
     @override
-    def write(self, part: int, piece: int, start: int, values: Tensor) -> bool:
-        finite = True
+    def write(self, part: int, piece: int, start: int, values: Tensor) -> None:
         for row, first, done, numbers in self._ranges(part, piece, start, values.numel()):
             some = values[done : done + numbers]
             padding = -numbers % BLOCK
@@ -288,9 +287,14 @@ class QuantizedMessage(Message):
                 some = whole
             rows = self._rows(self._sent, row, first, numbers)
             self._codec.encode(some, rows, keep_error=False)
-            if isinstance(self._codec, IntegerCodec) and rows.is_cpu:
-                finite = finite and not bool(rows[:, :4].view(torch.float32).isnan().any())
-        return finite
+
+    @override
+    def finite(self) -> bool:
+        """Return False if a scale is NaN. A GPU is read once."""
+        if not isinstance(self._codec, IntegerCodec):
+            return True
+        blocks = self._sent[:, : self._size * sum(self._blocks)].unflatten(1, (-1, self._size))
+        return not bool(blocks[..., :4].contiguous().view(torch.float32).isnan().any())
 
     @override
     def clear(self) -> None:

@@ -149,19 +149,14 @@ class WorkerView:
         count: Number of parts (common).
         launches: Number of launches in this view (common; with ``lands="arrived"`` only in
             ``decide`` and ``outer_step``).
-        landings: Number of landings in this view.
-        rounds: Number of rounds since the last round that launched a part (common). In ``decide``
-            this number includes the current round. Always 0 with ``lands="arrived"``.
         launch_step: Local step of this worker's newest launch. Before the first launch: the local
             step at which the view began.
-        fresh_step: Local step at which the newest landed part was launched. Before the first
-            landing: the local step at which the view began.
         gradient_norm_squared: ‖g‖² of the current step before clipping. With several optimizers:
             over all of them for a ``SharedModel``, over one for ``Gradients``. Requires
             ``Strategy.gradient_norm``.
-        sent_squared: Exponentially weighted sum of ‖u‖² over the landed updates u of this worker.
-            The weight decays to 1/e while each part lands five times. Requires ``error_feedback``.
-        mean_squared: The same sum of ‖D‖² over the landed means D. Requires ``error_feedback``.
+        squares: Exponentially weighted sums of ‖u‖² over the landed updates u of this worker, and of
+            ‖D‖² over the landed means D. The weight decays to 1/e while each part lands five times.
+            Requires ``error_feedback``.
         record: Values that the strategy adds to the telemetry record of this step.
         details: Totals that the strategy adds to ``Stats.details``.
     """
@@ -175,13 +170,9 @@ class WorkerView:
     lr_factor: float = 1.0
     count: int = transient(default=1)
     launches: int = 0
-    landings: int = 0
-    rounds: int = 0
     launch_step: int = 0
-    fresh_step: int = 0
     gradient_norm_squared: float = transient(default=0.0)
-    sent_squared: float = 0.0
-    mean_squared: float = 0.0
+    squares: tuple[float, float] = (0.0, 0.0)
     record: dict[str, Any] = transient(default_factory=dict)
     details: dict[str, Any] = transient(default_factory=dict)
 
@@ -189,11 +180,6 @@ class WorkerView:
     def since_launch(self) -> int:
         """Number of local steps since ``launch_step``."""
         return self.step - self.launch_step
-
-    @property
-    def staleness(self) -> int:
-        """Number of local steps since ``fresh_step``."""
-        return self.step - self.fresh_step
 
 
 # -- the contract ----------------------------------------------------------------------------------

@@ -32,11 +32,13 @@ class SelSyncState:
         change: Computes Δ, the relative change of this worker's smoothed squared gradient norm.
         controller: Adjusts the threshold δ, which is equal on all workers. None with a fixed δ.
         decided: Number of decisions so far.
+        since_sync: Number of rounds since the last synchronization.
     """
 
     change: RelativeChange = local()
     controller: ThresholdController | None = common(default=None)
     decided: int = common(default=0)
+    since_sync: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -148,7 +150,8 @@ class SelSync(Strategy):
     def state(self, worker: WorkerView) -> SelSyncState:
         target = self.target_lssr
         controller = None if target is None else ThresholdController(target)
-        return SelSyncState(RelativeChange(self.window), controller)
+        # Deferred flags are not decided in the first round.
+        return SelSyncState(RelativeChange(self.window), controller, since_sync=self.tally_delay)
 
     @override
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
@@ -175,8 +178,10 @@ class SelSync(Strategy):
         if state.controller is not None:
             state.controller.update(flags > 0, changes / max(1, tally.stepping))
         state.decided += 1
-        overdue = self.max_interval is not None and worker.rounds >= self.max_interval
+        state.since_sync += 1
+        overdue = self.max_interval is not None and state.since_sync >= self.max_interval
         if flags or overdue or state.decided <= self.warmup_steps:
+            state.since_sync = 0
             return math.inf
         return 0
 

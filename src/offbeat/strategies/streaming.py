@@ -185,7 +185,7 @@ class StreamingAveraging(Strategy):
     def vote(self, worker: WorkerView) -> tuple[float, ...]:
         """Return the local step (0 if not stepping), ‖u‖² and ‖D‖²."""
         step = float(worker.step) if worker.stepping else 0.0
-        return step, worker.sent_squared, worker.mean_squared
+        return step, *worker.squares
 
     @override
     def decide(self, worker: WorkerView, tally: Tally) -> float:
@@ -211,7 +211,7 @@ class StreamingAveraging(Strategy):
     @staticmethod
     def _lr_factor(worker: WorkerView) -> float:
         """Return 1/√G for the learning rate, with G of this worker's updates that have landed."""
-        sent, mean = worker.sent_squared, worker.mean_squared
+        sent, mean = worker.squares
         if not sent > mean > 0:
             return 1.0
         return math.sqrt(math.sqrt(max(mean / sent, 1 / worker.size)))

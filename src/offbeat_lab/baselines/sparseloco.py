@@ -106,10 +106,9 @@ class SparseMessage(Message):
         self._sums: list[Tensor] = []
 
     @override
-    def write(self, part: int, piece: int, start: int, values: Tensor) -> bool:
+    def write(self, part: int, piece: int, start: int, values: Tensor) -> None:
         error = self._errors[piece][start : start + values.numel()]
         error.mul_(self._decay).add_(values)
-        return True
 
     @override
     def clear(self) -> None:

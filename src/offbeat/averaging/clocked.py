@@ -1,0 +1,283 @@
+"""Self-clocked averaging: the landing of one message starts the next, without votes in between."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from offbeat.averaging.averager import Averager
+from offbeat.averaging.flight import Flight
+from offbeat.averaging.pace import Pace
+from offbeat.averaging.rounds import WaitingWarning
+from offbeat.averaging.votes import STEP, WANTED, WEIGHT, Round, Sums, Vote
+from offbeat.averaging.worker import Worker
+from offbeat.strategies.base import SharedModel, Strategy, Tally
+from offbeat.transport.handle import Completed, Handle
+
+_BOUNDARY_SHARE = 0.03
+"""Share of a step for which the training thread may pack or land parts at a step boundary."""
+
+
+class ClockedAverager(Averager):
+    """Launches parts as soon as earlier ones have landed, without a vote.
+
+    A *message* contains one or several parts. All workers launch the same sequence of messages, and
+    each has at most one in flight. A worker launches the next one at the end of the local step in
+    which the previous one has landed. The sum starts when the last worker has launched it. The vote
+    of a worker travels in its message, so the sum of the votes is known when the message lands,
+    which is before this worker launches the next one. Contents and outer step of the next message
+    depend on these sums only, so they are equal on all workers.
+
+    At the end of a step a worker may wait for a message that is about to arrive. It then launches
+    the next one in this step, and not in the next one. So the workers stay in phase.
+
+    At a barrier a worker continues to launch and land, with ``stepping=False``. The barrier ends
+    with the first message that no stepping worker has launched. All workers were at the barrier
+    when they launched it, and none has launched a later one.
+
+    The training thread packs and lands at most ``_BOUNDARY_SHARE`` of a step, or one piece, at a
+    step boundary. A background thread adds up the updates and moves P and v.
+    """
+
+    votes_between_steps = True
+
+    def __init__(self, strategy: Strategy, worker: Worker, shared: SharedModel) -> None:
+        super().__init__(strategy, worker, shared)
+        self.pace = Pace(shared.patience)
+
+    @override
+    def start(self, common: dict[str, Any] | None = None) -> None:
+        super().start(common)
+        self._flight_steps = math.inf  # from sending to arrival of the newest landed message
+        numbers = (0.0,) * len(self.strategy.vote(self.view_of(stepping=False)))
+        self.vote_length = Vote.SLOTS + len(numbers)
+        self._measured = 0  # number of parts in the newest message that has landed
+        self._sums = Sums(0.0, 0, 0, 0.0, numbers=numbers)  # of that message
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    @override
+    def step_ended(self) -> bool:
+        """Land and launch what can be landed and launched. Returns True if a part landed."""
+        state, worker, pace = self.state, self.worker, self.pace
+        host, landings = worker.team.host, state.landings
+        self.record_staleness()
+        pace.step_ended(host.now())
+        if worker.size > 1:
+            self._advance(arrived=self._wait_a_moment())
+            while worker.step - state.fresh_step >= self.shared.bound:
+                self._complete(self._flying[0] if self._flying else self._begin(stepping=True))
+                self._advance(arrived=False)
+            self.report()
+        if self._calls_after_step:
+            self.strategy.after_step(self.view_of(stepping=True))
+        pace.step_begins(host.now())
+        return state.landings > landings
+
+    def _wait_a_moment(self) -> bool:
+        """Wait for a message that is about to arrive. Returns True if one has arrived.
+
+        The processes of a node agree on the result, and on ``credit_seconds``.
+        """
+        team, pace, arrived, waited, in_vain = self.worker.team, self.pace, False, 0.0, False
+        flight = self._flying[0] if self._flying else None
+        if flight is not None and flight.moved is not None:
+            moved, limit = flight.moved, pace.wait_seconds()
+            expected = self.state.sizer.steps * pace.step_seconds
+            missing = expected - (team.host.now() - flight.sent_seconds)
+            if limit and missing < limit and not moved.done():
+                what = f"a message at step {self.worker.step}"
+                waited = team.wait_while(lambda: not moved.done(), limit, what)
+                in_vain = not moved.done()
+            arrived = moved.done()
+        late, waited, in_vain_, debt = team.agree(
+            float(not arrived), waited, float(in_vain), -pace.credit_seconds
+        )
+        pace.waited(waited, in_vain=bool(in_vain_))
+        pace.credit_seconds = -debt
+        return not late
+
+    def _advance(self, *, arrived: bool) -> None:
+        """Land the message in flight if it has arrived, and launch the next one, within limits."""
+        host, node = self.worker.team.host, self.worker.team.node
+        may_launch = self.pace.credit_seconds >= 0  # before the landing: a node has agreed on it
+        seconds = math.inf if node else _BOUNDARY_SHARE * self.pace.step_seconds
+        deadline = host.processor_seconds() + seconds
+        flight = self._flying[0] if self._flying else None
+        if flight is not None and flight.handle is not None:
+            if not arrived:
+                return
+            self._receive(flight)
+            if not self._work(flight, deadline):
+                return
+            self.landed(flight)
+            flight = None
+        if flight is None:
+            if not (may_launch and self._due()):
+                return
+            flight = self._begin(stepping=True)
+        if self._work(flight, deadline):
+            self._send(flight)
+
+    def _work(self, flight: Flight, deadline: float) -> bool:
+        """Pack or land pieces until ``deadline``, at least one. Returns True if all are done."""
+        host = self.worker.team.host
+        began = host.processor_seconds()
+        while True:
+            done = next(flight.work, flight) is flight
+            now = host.processor_seconds()
+            if done or now >= deadline:
+                self.pace.credit_seconds -= now - began
+                return done
+
+    def _complete(self, flight: Flight) -> None:
+        """Send a message if it was not sent, wait for it, and land it."""
+        if flight.handle is None:
+            self._work(flight, math.inf)
+            self._send(flight)
+        assert flight.moved is not None
+        flight.moved.wait()
+        self._receive(flight)
+        self._work(flight, math.inf)
+        self.landed(flight)
+
+    def _due(self) -> bool:
+        return self.strategy.due(self.view_of(stepping=True)) > 0
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def _vote(self, *, stepping: bool, finishing: bool = False) -> Vote:
+        return self.rounds.vote(
+            weight=float(stepping or self.unsynced),
+            stepping=stepping,
+            finishing=finishing,
+            wanted=self._flight_steps if stepping else math.inf,
+            finite=True,
+            numbers=self.strategy.vote(self.view_of(stepping=stepping)),
+        )
+
+    def _begin(self, *, stepping: bool, finishing: bool = False) -> Flight:
+        """Begin the next message."""
+        sums, view = self._sums, self.view_of(stepping=stepping)
+        tally = Tally(lambda: (sums.stepping, sums.wanted, sums.numbers))
+        number = self.strategy.decide(view, tally)
+        parts = self.next_parts(self.state.sizer.number if number == math.inf else number)
+        steps = self.outer_steps(parts, tally)
+        vote = self._vote(stepping=stepping, finishing=finishing)
+        flight = self.begin(parts, vote.weight, lambda: math.nan, steps)
+        flight.vote = vote
+        return flight
+
+    def _send(self, flight: Flight) -> None:
+        worker, team, vote = self.worker, self.worker.team, flight.vote
+        assert vote is not None
+        finite = self.check_launch(flight)
+        if not vote.stepping and not worker.finite_model():
+            finite = False
+        if not finite:
+            worker.details["non_finite"] = worker.details.get("non_finite", 0) + 1
+        flight.vote = vote = replace(vote, finite=finite)
+        self.send(flight, vote.encode())
+        assert flight.handle is not None
+        # The thread that waits for the message must not keep this object or the worker.
+        check, step, size, host = self.check, worker.step, worker.size, team.host
+
+        def move(_: object) -> Handle[None]:
+            flight.arrived_seconds, began = host.now(), host.processor_seconds()
+            votes = flight.message.votes
+            sums = vote.tally([sum(column) for column in zip(*votes, strict=True)], size)
+            flight.sums, total = check(sums, step), _contributors(votes)
+            flight.total = lambda: total
+            flight.fastest = min(each[WANTED] for each in votes)
+            flight.move()
+            flight.background_seconds = host.processor_seconds() - began
+            return Completed(None)
+
+        like = (
+            self.parts[0].slices[0].space.x.tensors[0] if self.parts[0].slices else torch.empty(0)
+        )
+        moving = team.movers.start(flight.handle, move, what=flight.message.what, like=like)
+        flight.moved = team.communicator.timed(moving)
+
+    def _receive(self, flight: Flight) -> None:
+        """Prepare the landing of a message that has arrived. Called again, it does nothing."""
+        if flight.received:
+            return
+        flight.received = True
+        pace, state = self.pace, self.state
+        assert flight.moved is not None
+        flight.moved.wait()
+        if flight.buffers is not None:
+            flight.buffers.wait()
+        assert flight.sums is not None
+        self._sums = flight.sums
+        flight.work = flight.add()
+        pace.credit_seconds -= flight.background_seconds
+        self.syncs += 1
+        if pace.step_seconds and flight.arrived_seconds is not None:
+            seconds = flight.arrived_seconds - flight.sent_seconds
+            (self._flight_steps,) = self.worker.team.agree(seconds / pace.step_seconds)
+        # What the workers have measured of the previous message came with this one.
+        if math.isfinite(flight.fastest) and self._measured:
+            state.sizer.measure(flight.fastest, self._measured)
+        self._measured = len(flight.parts)
+
+    @override
+    def buffer_total(self, flight: Flight) -> float:
+        assert flight.sums is not None
+        return flight.sums.weight
+
+    @override
+    def consensus_weights(self, last: Round) -> tuple[float, float]:
+        # The models are equal to P after the last message, apart from errors of rounding.
+        return 1.0, float(self.worker.size)
+
+    @override
+    def report(self) -> None:
+        super().report()
+        self.worker.details.update(message_parts=self.state.sizer.number)
+
+    # -- barrier ---------------------------------------------------------------------------------
+
+    @override
+    def wait_for_all(self, order: Sequence[int], *, finishing: bool) -> Round:
+        worker = self.worker
+        self.pace.interrupted()
+        if worker.size == 1:
+            return super().wait_for_all(order, finishing=finishing)
+        warning = None if finishing else WaitingWarning(worker)
+        while self._flying:
+            self._complete(self._flying[0])
+        while True:
+            flight = self._begin(stepping=False, finishing=finishing)
+            self._complete(flight)
+            assert flight.sums is not None
+            assert flight.vote is not None
+            if not flight.sums.stepping:
+                worker.record.clear()
+                return Round(0, flight.vote, Completed(flight.sums))
+            if warning is not None:
+                warning(flight.sums)
+
+    @override
+    def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
+        """Return a round of a single worker, which has nothing to send."""
+        return self.rounds.send(self._vote(stepping=stepping, finishing=finishing))
+
+    @override
+    def decide(self, round: Round) -> bool:
+        return False
+
+
+def _contributors(votes: Sequence[Sequence[float]]) -> float:
+    """Return the number of workers by which the sum of the updates in a message is divided.
+
+    A worker counts if it contributes. It also counts, with an update of zero, if it has taken as
+    many local steps as a worker that contributes, because it has then sent its changes of these
+    steps before. A worker that ran out of data earlier does not count.
+    """
+    behind = min((vote[STEP] for vote in votes if vote[WEIGHT]), default=math.inf)
+    return float(sum(vote[WEIGHT] > 0 or vote[STEP] >= behind for vote in votes))

@@ -1,0 +1,276 @@
+"""Flights: updates of parts of the model, from the local model to the shared one.
+
+The symbols are those of ``averager.py``. All work proceeds in *pieces*, slices that fit into the
+cache of a processor. So a worker can do a bounded part of the work at the end of a step. The
+methods of ``Flight`` that return an iterator do the work of one piece for each item.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offbeat.averaging.buffer_mean import BufferMean
+from offbeat.averaging.flat import Slice
+from offbeat.averaging.votes import Sums, Vote
+from offbeat.quantization.kernels import kernels_for
+from offbeat.quantization.message import Message, Squares, Stream
+from offbeat.transport.handle import Handle
+
+Place = tuple[int, int, int]  # of a piece in a message: part, slice of the part, first number
+
+
+class Step(NamedTuple):
+    """The outer step of P along D: v ← momentum·v + D, Δ = direct·D + lookahead·v."""
+
+    momentum: float = 0.0
+    direct: float = 1.0
+    lookahead: float = 0.0
+
+
+@dataclass(eq=False)
+class Part:
+    """A part of the model.
+
+    Attributes:
+        index: Position among the parts.
+        slices: Slices of the spaces that belong to the part.
+        stream: Quantization errors and memory of its messages.
+        synced_step: Newest local step whose change was sent or, if workers wait for each mean, has
+            landed.
+        flight: The launch that has not landed; None if there is none.
+    """
+
+    index: int
+    slices: list[Slice]
+    stream: Stream
+    synced_step: int
+    flight: "Flight | None" = None
+
+
+@dataclass(eq=False)
+class Flight:
+    """Parts that were launched in one message and have not landed.
+
+    Attributes:
+        parts: The parts.
+        message: Their updates.
+        weight: Weight of this worker.
+        total: Function that returns the sum of all workers' weights, once it is known. It must not
+            hold the flight: the cycle would keep the message in memory.
+        steps: Outer step of each part, or a function that returns it at the landing.
+        step: Local step of the launch.
+        exact: True if the updates are not quantized.
+        measures: True if ``squares`` is needed.
+        work: Remaining pieces to pack or to land; each item is done when it is requested.
+        handle: Handle of the message; None until it is sent.
+        sent_seconds: Time at which the message was sent.
+        arrived_seconds: Time at which this worker found that it had arrived.
+        buffers: The buffers that are averaged with the parts, if there are any.
+        shifts: Δ − u of each slice, if a background thread has moved P.
+        finite: False if the update of this worker contains NaN or infinity.
+        squares: ‖D‖² and ‖u‖².
+        vote: Vote of this worker, if it travels in the message.
+        sums: Sum of all workers' votes, if they travel in the message.
+        fastest: Least time, in steps, that a worker has measured for the previous message.
+        moved: Handle of the work of the background thread; None if there is none.
+        background_seconds: Processor time of the background thread.
+        received: True once the landing has begun.
+    """
+
+    parts: list[Part]
+    message: Message
+    weight: float
+    total: Callable[[], float]
+    steps: list[Step] | Callable[[], list[Step]]
+    step: int
+    exact: bool
+    measures: bool = False
+    work: Iterator[None] = field(default_factory=lambda: iter(()))
+    handle: Handle[Any] | None = None
+    sent_seconds: float = 0.0
+    arrived_seconds: float | None = None
+    buffers: BufferMean | None = None
+    shifts: list[list[Tensor]] = field(default_factory=list)
+    finite: bool = True
+    squares: Squares = field(default_factory=lambda: np.zeros(2))
+    vote: Vote | None = None
+    sums: Sums | None = None
+    fastest: float = math.inf
+    moved: Handle[None] | None = None
+    background_seconds: float = 0.0
+    received: bool = False
+
+    def outer(self) -> list[Step]:
+        """Return the outer step of each part."""
+        if callable(self.steps):
+            self.steps = self.steps()
+        return self.steps
+
+    def pieces(self) -> Iterator[tuple[Place, Slice, Step]]:
+        """Yield all pieces of the parts, with their outer steps."""
+        for index, (part, step) in enumerate(zip(self.parts, self.outer(), strict=True)):
+            for number, whole in enumerate(part.slices):
+                for piece in whole.pieces():
+                    yield (index, number, piece.start - whole.start), piece, step
+
+    # -- launch ----------------------------------------------------------------------------------
+
+    def pack(self, *, check: bool, mark: bool) -> Iterator[None]:
+        """Write this worker's updates into the message.
+
+        Args:
+            check: True if NaN in an update must be found before it is sent.
+            mark: True if the changes up to the step of the launch count as sent now.
+        """
+        if not self.weight:
+            self.message.clear()
+            return
+        for index, part in enumerate(self.parts):
+            for number, whole in enumerate(part.slices):
+                for piece in whole.pieces():
+                    self._pack((index, number, piece.start - whole.start), piece, check=check)
+                    yield
+            if mark:
+                part.synced_step = self.step
+
+    def _pack(self, place: Place, piece: Slice, *, check: bool) -> None:
+        space = piece.space
+        values = torch.empty(len(piece), dtype=space.x.dtype, device=space.x.device)
+        space.x.read(piece.start, values)
+        if space.P is not None:
+            values.sub_(space.P[piece.start : piece.stop])
+            if check:
+                self.finite &= math.isfinite(torch.dot(values, values).item())
+        elif self.weight != 1:
+            values.mul_(self.weight)
+        self.message.write(*place, values)
+
+    # -- landing ---------------------------------------------------------------------------------
+
+    def move(self) -> None:
+        """Move P and v, and keep Δ − u of each slice in ``shifts``. For a background thread."""
+        self.shifts = [
+            [torch.zeros(len(s), dtype=s.space.x.dtype, device=s.space.x.device) for s in p.slices]
+            for p in self.parts
+        ]
+        if self.total():
+            for place, piece, step in self.pieces():
+                self._move(place, piece, step, self._shift(place, piece))
+
+    def _shift(self, place: Place, piece: Slice) -> Tensor:
+        part, number, start = place
+        return self.shifts[part][number][start : start + len(piece)]
+
+    def add(self) -> Iterator[None]:
+        """Add the ``shifts`` to the local model."""
+        for place, piece, _ in self.pieces():
+            piece.space.x.add(piece.start, self._shift(place, piece))
+            yield
+
+    def move_and_add(self, *, overwrite: bool) -> Iterator[None]:
+        """Move P, v and the local model.
+
+        ``overwrite``: the local model has not changed since the launch, so x ← P, with the same
+        bits on all workers.
+        """
+        for place, piece, step in self.pieces():
+            space = piece.space
+            shift = torch.empty(len(piece), dtype=space.x.dtype, device=space.x.device)
+            if space.P is not None:
+                self._move(place, piece, step, shift)
+                shared = space.P[piece.start : piece.stop]
+            else:
+                shared = self._mean(place, piece, shift)
+            if overwrite and self.exact:
+                space.x.write(piece.start, shared)
+            else:
+                space.x.add(piece.start, shift)
+            yield
+
+    def show(self) -> None:
+        """Change the local model as the landing will. The caller restores the model."""
+        assert self.handle is not None
+        self.handle.wait()
+        if not self.total():
+            return
+        squares, self.squares = self.squares, np.zeros(2)
+        moving = self.move_and_add(overwrite=False)
+        for _, piece, _ in self.pieces():
+            vectors = [t for t in (piece.space.P, piece.space.v) if t is not None]
+            some = slice(piece.start, piece.stop)
+            saved = [vector[some].clone() for vector in vectors]
+            next(moving)
+            for vector, values in zip(vectors, saved, strict=True):
+                vector[some] = values
+        self.squares = squares
+
+    def _mean(self, place: Place, piece: Slice, shift: Tensor) -> Tensor:
+        """Return the mean of a piece whose P is not stored.  shift ← the mean − what was sent."""
+        sent, mean = torch.empty_like(shift), torch.empty_like(shift)
+        self.message.read(*place, mean, sent)
+        mean.mul_(1 / self.total())
+        if self.weight:
+            sent.mul_(1 / self.weight)
+        else:  # this worker has sent nothing: its model becomes the mean
+            piece.space.x.read(piece.start, sent)
+        torch.sub(mean, sent, out=shift)
+        return mean
+
+    def _move(self, place: Place, piece: Slice, step: Step, shift: Tensor) -> None:
+        """Move P and v of a piece.  shift ← Δ − u."""
+        part, number, start = place
+        space, message, total, done = piece.space, self.message, self.total(), 0
+        assert space.P is not None
+        shared = space.P[piece.start : piece.stop]
+        velocity = None if space.v is None else space.v[piece.start : piece.stop]
+        vectors = [shift, shared] if velocity is None else [shift, shared, velocity]
+        loops = kernels_for(*vectors)
+        while loops is not None and done < len(piece):
+            packed = message.packed(part, number, start + done, len(piece) - done)
+            if packed is None:
+                break
+            count, arguments = packed
+            some = slice(done, done + count)
+            base = shared[some].numpy()
+            moving = base[:0] if velocity is None else velocity[some].numpy()
+            loops.land(*arguments, total, shift[some].numpy(), base, moving, *step, self.squares)
+            done += count
+        if done < len(piece):
+            rest = slice(done, len(piece))
+            v = None if velocity is None else velocity[rest]
+            sent = torch.empty_like(shift[rest])
+            message.read(part, number, start + done, shift[rest], sent)
+            self._apply(shift[rest], sent, shared[rest], v, step, total)
+
+    def _apply(
+        self,
+        shift: Tensor,
+        sent: Tensor,
+        shared: Tensor,
+        velocity: Tensor | None,
+        step: Step,
+        total: float,
+    ) -> None:
+        """Apply the sum of the updates in ``shift`` as the compiled loop ``land`` does."""
+        shift.mul_(1 / total)
+        loops = kernels_for(shift, sent, shared)
+        if loops is not None and self.measures:
+            loops.add_squared_norm(shift.numpy(), self.squares, 0)
+            loops.add_squared_norm(sent.numpy(), self.squares, 1)
+        elif self.measures:
+            pair = torch.stack([torch.dot(shift, shift), torch.dot(sent, sent)])
+            self.squares += pair.double().cpu().numpy()
+        # Each product is rounded before it is added, as in the compiled loop.
+        if velocity is not None:
+            velocity.mul_(step.momentum).add_(shift)
+            ahead = velocity * step.lookahead
+            shift.mul_(step.direct).add_(ahead)
+        else:
+            shift.mul_(step.direct)
+        shared.add_(shift)
+        shift.sub_(sent)
