@@ -278,7 +278,19 @@ STEPS = {"float32": 0.0, "bfloat16": 2**-8, "int8": 1 / 127}
 
 
 def assert_is(got: dict[str, Tensor], mean: dict[str, Tensor], wire: str = "float32") -> None:
-    """To one rounding of its dtype; over a lossy wire to that of the largest change."""
+    """To one rounding of its dtype; over a lossy wire to that of the largest change.
+
+    A block of a quantized message may contain several tensors.
+    """
+    states = [Kinds(rank).state_dict() for rank in range(3)]
+    changes = [
+        (state[n] - states[0][n]).abs().max()
+        for state in states
+        for n in mean
+        if is_number(state[n])
+    ]
+    largest = float(max(changes))
+    averaged = {name for name, _ in Kinds(0).named_parameters()}
     for name, want in mean.items():
         value = got[name]
         if not is_number(value):
@@ -286,13 +298,9 @@ def assert_is(got: dict[str, Tensor], mean: dict[str, Tensor], wire: str = "floa
             continue
         unit = ROUNDING[torch.float64 if value.is_complex() else value.dtype]
         bound = unit * (want.abs() + 1)
-        if value.numel() >= 1200:  # smaller ones are sent as they are
-            largest = max(
-                (Kinds(r).state_dict()[name] - Kinds(0).state_dict()[name]).abs().max()
-                for r in range(3)
-            )
+        if name in averaged:
             # half a step for each worker that contributes, and half of one of their sum
-            bound = bound + STEPS[wire] * 2 * float(largest)
+            bound = bound + STEPS[wire] * 2 * largest
         assert ((value - want).abs() <= bound).all(), (name, (value - want).abs().max())
 
 
@@ -336,7 +344,7 @@ def trained(rank: int, size: int, text: str, wire: Any) -> dict[str, Tensor]:
     "text", ["local:period=2", "streaming:parts=3,schedule=cyclic,staleness=2,outer_gain=1"]
 )
 def test_a_mean_of_training_is_near_it_over_every_wire(text: str, wire: str) -> None:
-    """Buffers are exact, and integers stay. All workers hold the same bits of a blocking mean."""
+    """Buffers are exact, and integers stay. All workers hold the same bits of an exact mean."""
     mean = {name: value for name, value in expected([1, 1, 1]).items() if is_number(value)}
     results = run(trained, text, wire, workers=3)
     for rank, result in enumerate(results):
@@ -344,7 +352,7 @@ def test_a_mean_of_training_is_near_it_over_every_wire(text: str, wire: str) -> 
         for name, own in Kinds(rank).state_dict().items():
             if name not in mean:
                 assert torch.equal(result[name], own), name
-            elif text.startswith("local"):
+            elif text.startswith("local") and wire == "float32":
                 assert torch.equal(bits(result[name]), bits(results[0][name])), name
     exact = torch.allclose(results[0]["weight64"], mean["weight64"], rtol=0, atol=1e-12)
     assert exact == (wire == "float32")

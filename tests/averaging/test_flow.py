@@ -116,20 +116,19 @@ COUNTERS, LOSSY = ["Maximum"], ["Exchange", "Gather"]
 @pytest.mark.parametrize(
     ("text", "wire", "step", "end"),
     [
-        # Buffers ride with the parameters: one message for both. Counters travel at the end alone.
-        ("local:period=1", "float32", VOTES + MEAN, VOTES + COUNTERS),
-        ("diloco:period=1", "float32", VOTES + MEAN, VOTES + COUNTERS),
-        ("async:staleness=2", "float32", VOTES + MEAN, VOTES + COUNTERS),
-        ("diloco:period=2,fragments=2", "float32", VOTES + MEAN, VOTES + MEAN + COUNTERS),
+        # Buffers travel exactly, and counters at the end alone.
+        ("local:period=1", "float32", VOTES + MEAN + BUFFERS, VOTES + COUNTERS),
+        ("diloco:period=1", "float32", VOTES + MEAN + BUFFERS, VOTES + COUNTERS),
+        ("async:staleness=2", "float32", VOTES + MEAN + BUFFERS, VOTES + COUNTERS),
         ("selsync:delta=inf", "float32", VOTES, VOTES + MEAN + COUNTERS),
-        ("selsync:delta=inf", "int8", VOTES, VOTES + MEAN + COUNTERS),
-        # Over a lossy wire buffers travel exactly, apart.
-        ("local:period=1", "int8", VOTES + LOSSY + BUFFERS, VOTES + COUNTERS),
+        # The end averages what is left in x − P.
+        ("selsync:delta=inf", "int8", VOTES, VOTES + LOSSY + BUFFERS + COUNTERS),
+        ("local:period=1", "int8", VOTES + LOSSY + BUFFERS, VOTES + LOSSY + BUFFERS + COUNTERS),
         (
             "streaming:parts=1,schedule=cyclic,staleness=2",
             "float32",
             VOTES + MEAN + BUFFERS,
-            VOTES + MEAN + COUNTERS,
+            VOTES + COUNTERS,
         ),
         # Votes ride with the gradients; the last round sends gradients of 0.
         ("bsp", "float32", MEAN, MEAN + BUFFERS + COUNTERS),

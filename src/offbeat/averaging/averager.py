@@ -44,6 +44,7 @@ from offbeat.averaging.landing import land
 from offbeat.averaging.pace import Sizer
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
+from offbeat.quantization.kernels import BLOCK
 from offbeat.quantization.message import Message, Stream, make_message
 from offbeat.quantization.precision import uses_single_stage
 from offbeat.strategies.base import SharedModel, Strategy, Tally, WorkerView, transient
@@ -147,7 +148,13 @@ class Averager(Flow):
             size = round(team.agree(size)[0])
         number = shared.parts(size) if callable(shared.parts) else shared.parts
         if shared.error_feedback:
-            slices = cut(self.spaces, number)
+            unit = 1 if wire.exact else BLOCK
+            if not uses_single_stage(wire.precision, worker.size):
+                unit *= worker.size  # each worker adds up the same number of blocks
+            units = sum(space.x.elements for space in self.spaces) // unit
+            if callable(shared.parts) and not team.sharded:
+                number = max(1, min(number, units))
+            slices = cut(self.spaces, number, unit if number <= units else 1)
         else:
             sizes = team.over_shards(*model_bytes(tensors))
             slices = cut_by_tensors(self.spaces, tensors, number, sizes)

@@ -71,7 +71,7 @@ class ClockedAverager(Averager):
             while worker.step - state.fresh_step >= self.shared.bound:
                 self._complete(self._flying[0] if self._flying else self._begin(stepping=True))
                 self._advance(arrived=False)
-            self.report()
+        self.report()
         if self._calls_after_step:
             self.strategy.after_step(self.view_of(stepping=True))
         pace.step_begins(host.now())

@@ -165,26 +165,33 @@ def make_spaces(tensors: Sequence[Tensor], *, shared: bool, velocity: bool) -> l
     return [Space(group, shared=shared, velocity=velocity) for group in groups.values()]
 
 
-def cut(spaces: Sequence[Space], parts: int) -> list[list[Slice]]:
+def cut(spaces: Sequence[Space], parts: int, unit: int = 1) -> list[list[Slice]]:
     """Cut the spaces into parts of about equal bytes, which may begin inside a tensor.
 
+    Args:
+        spaces: The spaces.
+        parts: Largest number of parts.
+        unit: Cuts inside a space are at multiples of so many numbers.
+
     Returns:
-        The slices of each part. There may be fewer parts than requested, at least one.
+        The slices of each part, at least one. There are fewer parts than requested if there are
+        not enough units.
     """
     total = sum(space.x.elements * space.x.dtype.itemsize for space in spaces)
     slices: list[list[Slice]] = [[] for _ in range(parts)]
-    done = 0
+    done = part = 0
     for space in spaces:
         start, itemsize = 0, space.x.dtype.itemsize
         while start < space.x.elements:
-            position = done + start * itemsize
-            part = min(parts - 1, position * parts // total)
             stop = space.x.elements
             if part < parts - 1:
-                fit = -(-(total * (part + 1) // parts - position) // itemsize)  # rounded up
-                stop = min(stop, start + max(1, fit))
-            slices[part].append(Slice(space, start, stop))
-            start = stop
+                end = (total * (part + 1) / parts - done) / itemsize
+                stop = min(stop, round(end / unit) * unit)
+            if start < stop:
+                slices[part].append(Slice(space, start, stop))
+                start = stop
+            if start < space.x.elements:
+                part += 1
         done += space.x.elements * itemsize
     return [part for part in slices if part] or [[]]
 

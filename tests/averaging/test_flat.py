@@ -1,0 +1,137 @@
+"""Flat vectors over a model's tensors, and cuts into parts: by numbers, and by whole tensors."""
+
+import itertools
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from offbeat.averaging.flat import Flat, Slice, Space, cut, cut_by_tensors, make_spaces, model_bytes
+from problems import flat, make_wide
+
+# -- cuts -----------------------------------------------------------------------------------------
+
+
+def spaces_of(tensors: list[Tensor]) -> list[Space]:
+    return make_spaces(tensors, shared=False, velocity=False)
+
+
+def by_tensors(tensors: list[Tensor], parts: int) -> list[list[Slice]]:
+    return cut_by_tensors(spaces_of(tensors), tensors, parts, model_bytes(tensors))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.data())
+def test_cuts_by_tensors_are_nearest_to_equal_bytes(sizes: list[int], data: Any) -> None:
+    """Each cut, from the first one, is the possible one nearest to its target."""
+    parts = data.draw(st.integers(1, len(sizes)))
+    found = by_tensors([torch.zeros(size) for size in sizes], parts)
+    before = [0, *itertools.accumulate(sizes)]
+
+    def distances(places: tuple[int, ...]) -> list[tuple[Fraction, int]]:
+        wanted = [Fraction(before[-1] * i, parts) for i in range(1, parts)]
+        return [(abs(before[at] - want), at) for at, want in zip(places, wanted, strict=True)]
+
+    ways = itertools.combinations(range(1, len(sizes)), parts - 1)
+    best = min(ways, key=distances)
+    bounds = itertools.pairwise(before[i] for i in (0, *best, len(sizes)))
+    assert [(only.start, only.stop) for (only,) in found] == list(bounds)
+
+
+def test_more_parts_than_tensors_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most 1, the number of parameter tensors"):
+        by_tensors([torch.zeros(4), torch.zeros(0)], 2)
+
+
+def test_bytes_are_those_that_are_summed() -> None:
+    """Half types are summed in float32. A complex number counts as two numbers."""
+    kinds = [torch.bfloat16, torch.float32, torch.float64, torch.complex128]
+    tensors = [torch.zeros(n, dtype=kind) for n, kind in zip([8, 8, 4, 2], kinds, strict=True)]
+    assert [[len(s) for s in part] for part in by_tensors(tensors, 4)] == [[8], [8], [4], [4]]
+    assert [[len(s) for s in part] for part in by_tensors(tensors, 2)] == [[8, 8], [4, 4]]
+    halves = cut(spaces_of(tensors[:2]), 2)
+    assert [[s.space.x.tensors[0].dtype for s in part] for part in halves] == [
+        [kinds[0]],
+        [kinds[1]],
+    ]
+
+
+@pytest.mark.parametrize("unit", [1, 8])
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 50])
+def test_cuts_are_nearly_equal(parts: int, unit: int) -> None:
+    """The parts contain every number once, in order. Their sizes differ by at most one unit."""
+    model = make_wide(seed=0, norm=True)
+    (space,) = spaces_of([nn.Parameter(torch.arange(0.0)), *model.parameters()])
+    found = cut([space], parts, unit)
+    bounds = [(only.start, only.stop) for (only,) in found]
+    assert [a for a, _ in bounds] == [0, *(b for _, b in bounds[:-1])]
+    assert bounds[-1][1] == space.x.elements == flat(model).numel()
+    assert len(bounds) == parts
+    assert all(stop % unit == 0 for _, stop in bounds[:-1])
+    sizes = [stop - start for start, stop in bounds[:-1]]
+    assert not sizes or max(sizes) - min(sizes) <= unit
+
+
+def test_there_are_fewer_parts_if_there_are_too_few_units() -> None:
+    found = cut(spaces_of([torch.zeros(20)]), 7, 8)
+    assert [(only.start, only.stop) for (only,) in found] == [(0, 8), (8, 16), (16, 20)]
+
+
+# -- flat vectors ---------------------------------------------------------------------------------
+
+
+def tensors_of_all_kinds() -> list[Tensor]:
+    """A transposed tensor is dense in another order. A slice of columns has gaps."""
+    return [
+        torch.arange(6.0).view(2, 3),
+        torch.arange(6.0, 18.0).view(4, 3).t(),
+        torch.arange(18.0, 42.0).view(4, 6)[:, ::2],
+        torch.tensor(7.0),
+    ]
+
+
+@given(st.integers(0, 30), st.integers(1, 31))
+def test_a_flat_vector_reads_adds_and_writes_any_range(start: int, length: int) -> None:
+    tensors = tensors_of_all_kinds()
+    vector = Flat(tensors)
+    assert vector.elements == 31
+    before = torch.empty(31)
+    vector.read(0, before)
+    assert torch.equal(
+        before.sort().values, torch.cat([t.flatten() for t in tensors]).sort().values
+    )
+    length = min(length, 31 - start)
+    vector.add(start, torch.full((length,), 100.0))
+    after = torch.empty(31)
+    vector.read(0, after)
+    expected = before.clone()
+    expected[start : start + length] += 100
+    assert torch.equal(after, expected)
+    vector.write(start, before[start : start + length])
+    for tensor, original in zip(tensors, tensors_of_all_kinds(), strict=True):
+        assert torch.equal(tensor, original)
+
+
+def test_complex_and_half_tensors() -> None:
+    """A complex number is two numbers. Half types are computed with in float32."""
+    (numbers,) = spaces_of([torch.tensor([1 + 2j, 3 + 4j])])
+    out = torch.empty(2)
+    numbers.x.read(1, out)
+    assert out.tolist() == [2.0, 3.0]
+    half = Flat([torch.ones(2, dtype=torch.bfloat16)])
+    half.add(0, torch.tensor([2**-9, 2**-7]))
+    assert half.dtype == torch.float32
+    assert half.tensors[0].tolist() == [1.0, 1 + 2**-7], "rounded once"
+
+
+def test_a_flat_vector_follows_a_module_that_is_moved() -> None:
+    """It uses the current memory after ``.data`` was replaced."""
+    parameter = nn.Parameter(torch.zeros(6))
+    vector, out = Flat([parameter]), torch.empty(3)
+    parameter.data = torch.arange(6.0)
+    vector.refresh()
+    vector.read(3, out)
+    assert out.tolist() == [3.0, 4.0, 5.0]
