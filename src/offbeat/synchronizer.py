@@ -287,8 +287,10 @@ class Synchronizer:
             check_state(state, flow, self.stats)
         except CheckpointError as error:
             refused = error
+        replica = self._worker.replica
         with self._iteration.guard, self._team.account.paused():
             # Complete all sums now: a mean that arrives later would change the loaded model.
+            loaded = replica.snapshot() if self._worker.step else None
             self._consensus.complete_operations()
             answers = self._team.everyone.gather_bytes(
                 answer_of(state, refused), what="load_state_dict()"
@@ -296,6 +298,8 @@ class Synchronizer:
         if refused is not None:
             raise refused
         require_all(answers)
+        if loaded is not None:
+            replica.restore(loaded)
         with self._iteration.guard, self._team.account.paused():
             self._recorder.stats = load_state(state, flow)
         if self._components.views is not None:

@@ -325,10 +325,11 @@ def test_states_at_the_wrong_moment_are_refused_at_once() -> None:
             assert re.search(pattern, message), (name, message)
 
 
-def gone_back(rank: int, size: int, text: str, wire: str, at: int) -> Tensor:
-    """Train, and at step ``at`` + 2 load the state of step ``at`` once."""
+def gone_back(rank: int, size: int, text: str, wire: str, at: int, back: bool) -> Tensor:
+    """Train, save at step ``at``, and ``back``: at step ``at`` + 2 load that state once."""
     model, optimizer, sync = start(rank, text, wire)
-    trace, step, back = [], 0, at > 0
+    trace: list[Tensor] = []
+    step = 0
     while step < STEPS:
         if step == at:
             state = copy.deepcopy([sync.state_dict(), model.state_dict(), optimizer.state_dict()])
@@ -348,10 +349,10 @@ def gone_back(rank: int, size: int, text: str, wire: str, at: int) -> Tensor:
 @pytest.mark.sampled
 @every_row
 def test_a_training_can_return_to_an_earlier_state(text: str, wire: str) -> None:
-    """With everything that was in flight then, and nothing that is in flight when it is loaded."""
-    whole = run(gone_back, text, wire, 0, workers=2)
+    """Nothing that is in flight when the state is loaded changes the training afterwards."""
     for at in (1, 3):
-        for got, want in zip(run(gone_back, text, wire, at, workers=2), whole, strict=True):
+        whole = run(gone_back, text, wire, at, False, workers=2)
+        for got, want in zip(run(gone_back, text, wire, at, True, workers=2), whole, strict=True):
             assert torch.equal(got, want)
 
 

@@ -1,9 +1,9 @@
 """Rate control of streaming averaging: window, CPU budget, and counts of passes."""
 
 import pytest
+from offbeat.strategies.rate_control import RateControl
 
 from offbeat import StreamingAveraging
-from offbeat.strategies.rate_control import RateControl
 from strategies.decisions import seen, tally
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from offbeat.averaging.parts.part import Part
+from offbeat.averaging.parts.update_part import UpdatePart
 from torch import Tensor
 
 from loops import attach, sgd
 from offbeat import Compute, Network, StreamingAveraging, simulate
-from offbeat.averaging.parts.part import Part
-from offbeat.averaging.parts.update_part import UpdatePart
 from problems import flat, make_wide, wide_step
 from worlds import run
 
