@@ -11,25 +11,30 @@ from torch import Tensor, nn
 from problems import gradients, make_batch, make_model
 
 LR = 0.1
-Event = tuple[str, int, float]  # "step", "launch" or "land"; the part; the weight of this node
+Event = tuple[str, int, float]  # "step", "launch" or "land"; the part; the weight of this node, or the sum
 
 
-def logged(pipeline: Any) -> list[Event]:
-    """The launches and landings of ``pipeline`` from now on."""
+def logged(averager: Any) -> list[Event]:
+    """The launches and landings of ``averager`` from now on."""
     events: list[Event] = []
-    launch, land = pipeline._launch, pipeline.land
+    begin, end = averager.begin, averager.landed
 
-    def launched(queued: Any) -> None:
-        launch(queued)
-        weight, _ = pipeline.parts[queued.part].weights()
-        events.append(("launch", queued.part, weight))
+    def launched(*args: Any) -> Any:
+        flight = begin(*args)
+        events.extend(("launch", part.index, flight.weight) for part in flight.parts)
+        return flight
 
-    def landed(**options: Any) -> None:
-        events.append(("land", pipeline.state.in_flight[0], 0.0))
-        land(**options)
+    def landed(flight: Any, **options: Any) -> None:
+        events.extend(("land", part.index, flight.total()) for part in flight.parts)
+        end(flight, **options)
 
-    pipeline._launch, pipeline.land = launched, landed
+    averager.begin, averager.landed = launched, landed
     return events
+
+
+def settle(sync: Any) -> None:
+    """Land what is in flight."""
+    sync.state_dict()
 
 
 def part_of_each_number(parts: int, *, shards: bool) -> Tensor:
@@ -79,9 +84,9 @@ def replay(part_of: Tensor, events: list[list[Event]]) -> list[list[Tensor]]:
         x[n] = x[n] - LR * torch.cat([g.reshape(-1) for g in mean])
         steps[n] += 1
 
-    def land(n: int, here: Tensor) -> None:
+    def land(n: int, here: Tensor, total: float) -> None:
         (w, own), (v, other) = (updates[m][landed[n]] for m in (n, 1 - n))
-        mean = (w * own + v * other) / (w + v)
+        mean = (w * own + v * other) / total if total else 0 * own
         shared[n][here] += mean[here]
         x[n][here] += (mean - own)[here]
         landed[n] += 1
@@ -100,5 +105,5 @@ def replay(part_of: Tensor, events: list[list[Event]]) -> list[list[Tensor]]:
                 elif kind == "launch":
                     updates[n].append((weight, x[n] - shared[n] if weight else 0 * x[n]))
                 else:
-                    land(n, part_of == part)
+                    land(n, part_of == part, weight)
     return [[*trace, one] for trace, one in zip(traces, x, strict=True)]

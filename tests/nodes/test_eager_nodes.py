@@ -8,7 +8,7 @@ import torch
 
 from loops import attach, bits, close, sgd
 from problems import flat, loss_of, make_batch, make_model, make_wide, train_step
-from replays import LR, logged, part_of_each_number, replay
+from replays import LR, logged, part_of_each_number, replay, settle
 from workers import run
 from worlds import simulated
 
@@ -47,8 +47,7 @@ def with_events(rank: int, text: str) -> Any:
     model = make_model(rank)
     optimizer, trace = sgd(model, LR), []
     sync = attach(model, optimizer, text, wire="float32", node_group="auto")
-    pipeline = sync._iteration.flow.pipeline
-    events = logged(pipeline)
+    events = logged(sync._iteration.flow)
     for step in range(STEPS - rank // 2):  # the second node waits for the first one
         if step:
             trace.append(flat(model))
@@ -60,7 +59,7 @@ def with_events(rank: int, text: str) -> Any:
         optimizer.step()
     with sync.consensus():
         shown = flat(model)
-    pipeline.settle()
+    settle(sync)
     trace.append(flat(model))
     sync.detach()
     return trace, events, shown

@@ -22,7 +22,7 @@ from cells import some
 from loops import attach, close, error_of
 from pages import code_on
 from problems import loss_of, make_batch, make_model, train_step
-from replays import LR, Event, logged, part_of_each_number, replay
+from replays import LR, Event, logged, part_of_each_number, replay, settle
 from workers import run
 from worlds import simulated
 
@@ -146,7 +146,7 @@ def cyclic_events(parts: int, cycle: int, steps: int) -> list[Event]:
     next_part, launched = 0, 0
 
     def land() -> None:
-        events.append(("land", flying.pop(0)[0], 0.0))
+        events.append(("land", flying.pop(0)[0], 2.0))
 
     for step in range(1, steps + 1):
         events.append(("step", 0, 0.0))
@@ -173,7 +173,7 @@ def in_parts(rank: int, size: int, texts: list[str], sleeps: bool) -> Any:
         model = divided(make_model(rank // 2), layers=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         sync = attach(model, optimizer, text, node_group="auto")
-        trace, events = [], logged(sync._iteration.flow.pipeline)
+        trace, events = [], logged(sync._iteration.flow)
         for step in range(STEPS if not sleeps else 3 * STEPS - rank // 2):
             if step:
                 trace.append(whole(model.parameters()))
@@ -186,7 +186,7 @@ def in_parts(rank: int, size: int, texts: list[str], sleeps: bool) -> Any:
             optimizer.step()
         with sync.consensus():
             shown = whole(model.parameters())
-        sync._iteration.flow.pipeline.settle()
+        settle(sync)
         trace.append(whole(model.parameters()))
         sync.detach()
         found.append((trace, events, shown))

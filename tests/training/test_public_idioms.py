@@ -31,7 +31,7 @@ def interrupt(rank: int) -> tuple[str, list[str], torch.Tensor]:
         def press(*args: Any, **kwargs: Any) -> None:
             raise KeyboardInterrupt
 
-        sync._iteration.flow.pipeline.land = press
+        sync._iteration.flow.land = press
     with contextlib.suppress(KeyboardInterrupt):
         for step in range(6):
             kinds += error_of(lambda s=step: train_step(model, optimizer, batch_of(rank, s)))[0]

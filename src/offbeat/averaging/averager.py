@@ -148,9 +148,9 @@ class Averager(Flow):
             size = round(team.agree(size)[0])
         number = shared.parts(size) if callable(shared.parts) else shared.parts
         if shared.error_feedback:
-            unit = 1 if wire.exact else BLOCK
-            if not uses_single_stage(wire.precision, worker.size):
-                unit *= worker.size  # each worker adds up the same number of blocks
+            single = uses_single_stage(wire.precision, worker.size)
+            # In the second stage each worker adds up the same number of blocks.
+            unit = 1 if wire.exact else BLOCK * (1 if single else worker.size)
             units = sum(space.x.elements for space in self.spaces) // unit
             if callable(shared.parts) and not team.sharded:
                 number = max(1, min(number, units))

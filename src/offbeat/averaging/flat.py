@@ -185,8 +185,8 @@ def cut(spaces: Sequence[Space], parts: int, unit: int = 1) -> list[list[Slice]]
         while start < space.x.elements:
             stop = space.x.elements
             if part < parts - 1:
-                end = (total * (part + 1) / parts - done) / itemsize
-                stop = min(stop, round(end / unit) * unit)
+                end = total * (part + 1) - done * parts  # of this part, in bytes / parts
+                stop = min(stop, -(-end // (itemsize * parts * unit)) * unit)  # rounded up
             if start < stop:
                 slices[part].append(Slice(space, start, stop))
                 start = stop
