@@ -397,12 +397,16 @@ def scaled(rank: int, size: int, texts: list[str]) -> Any:
 
 
 def resumed(rank: int, size: int, rows: list[tuple[str, Any]], folder: str) -> Any:
-    """Train without interruption, and again with a save and a load. Count the saved numbers."""
+    """Train, train with a save, and with a save and a load. Count the saved numbers."""
     in_environment(rank)
     found = []
     for i, row in enumerate(rows):
         training = Scaled(rank, *row, shards=True)
-        trace = [*training.steps(0, STEPS), training.end()]
+        plain = [*training.steps(0, STEPS), training.end()]
+        training = Scaled(rank, *row, shards=True)
+        trace = training.steps(0, 5)
+        training.sync.state_dict()  # lands what is in flight
+        trace += [*training.steps(5, STEPS), training.end()]
         training = Scaled(rank, *row, shards=True)
         again = training.steps(0, 5)
         path = offbeat.save(f"{folder}/{i}", training.sync, **training.states)
@@ -413,7 +417,7 @@ def resumed(rank: int, size: int, rows: list[tuple[str, Any]], folder: str) -> A
         assert loaded is not None
         again += [*training.steps(loaded.step, STEPS), training.end()]
         found.append(
-            (trace, again, sum(t.numel() for t in saved["model"].values() if t.dim() == 2))
+            (plain, trace, again, sum(t.numel() for t in saved["model"].values() if t.dim() == 2))
         )
     return found
 
@@ -432,8 +436,8 @@ def test_a_saved_training_resumes_bit_for_bit(rows: list[tuple[str, Any]], tmp_p
     expected = simulated(scaled, [rows[i][0] for i in exact], workers=4, workers_per_node=2)
     matrices = sum(p.numel() for p in make_model().parameters() if p.dim() == 2)
     for rank, found in enumerate(results):
-        for i, (trace, again, numbers) in enumerate(found):
-            assert numbers + results[rank ^ 1][i][2] == matrices
+        for i, (_, trace, again, numbers) in enumerate(found):
+            assert numbers + results[rank ^ 1][i][3] == matrices
             for one, same in zip(trace, again, strict=True):
                 assert torch.equal(one, same), rows[i]
             assert results[0][i][0][2][-1] == 4.0, "the scale was halved"

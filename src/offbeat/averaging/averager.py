@@ -140,9 +140,9 @@ class Averager(Flow):
         # An exact mean of whole models needs no P.
         # A worker that is alone takes outer steps, too, but not those that shorten disagreement.
         steps = not shared.outer.plain and (several or not shared.error_feedback)
-        stores = self.stores_shared or steps or (several and (not wire.exact or shared.eager))
+        self._stores = self.stores_shared or steps or (several and (not wire.exact or shared.eager))
         velocity = steps and shared.outer.momentum > 0
-        self.spaces = make_spaces(tensors, shared=stores, velocity=velocity)
+        self.spaces = make_spaces(tensors, shared=self._stores, velocity=velocity)
         size = sum(t.nbytes for t in tensors)
         if team.sharded:
             size = round(team.agree(size)[0])
@@ -270,7 +270,7 @@ class Averager(Flow):
         announced its weight.
         """
         worker = self.worker
-        if not self.state.shared or worker.size == 1:
+        if not self._stores or worker.size == 1:
             return True
         flight.finite &= flight.message.finite()
         if self.sends_buffers(flight):

@@ -150,7 +150,9 @@ class Views:
         self._last: CommunicationError | None = None  # reason for which there is no further view
 
     def require_current_view(self) -> None:
-        """Raise CommunicationError if a view change is requested."""
+        """Raise CommunicationError if a view change is requested, or if there is no further view."""
+        if self._last is not None:
+            raise self._last
         membership = self._worker.team.membership
         if membership is not None and membership.change_requested():
             raise CommunicationError("a worker asks to join, or another one has left the view")

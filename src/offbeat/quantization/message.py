@@ -291,9 +291,10 @@ class QuantizedMessage(Message):
     @override
     def finite(self) -> bool:
         """Return False if a scale is NaN. A GPU is read once."""
-        if not isinstance(self._codec, IntegerCodec):
+        count = sum(self._blocks)
+        if not (count and isinstance(self._codec, IntegerCodec)):
             return True
-        blocks = self._sent[:, : self._size * sum(self._blocks)].unflatten(1, (-1, self._size))
+        blocks = self._sent[:, : self._size * count].unflatten(1, (count, self._size))
         return not bool(blocks[..., :4].contiguous().view(torch.float32).isnan().any())
 
     @override
