@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.quantization.decoding import TensorVector
 from offbeat.quantization.kernels import BLOCK
-from offbeat.quantization.payloads import uses_single_stage
+from offbeat.quantization.precision import uses_single_stage
 from offbeat.quantization.wire import Wire
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Team
@@ -88,85 +87,8 @@ def test_error_feedback_loses_nothing(precision: str) -> None:
         assert (fresh / 64 - exact).norm() > times * (fed / 64 - exact).norm()
 
 
-CHANGING: list[Any] = ["int4", "int2", None, "bfloat16", "float32", "int2", "int8", "int4"]
-
-
-def changing(wire: Wire, team: Team) -> Any:
-    """Sum updates whose error stays at the sender, as in a model, at a different precision each."""
-    gain = residual = put_in = torch.zeros(4000, dtype=torch.float64)
-    totals = []
-    for i, precision in enumerate(CHANGING):
-        update = values(10 * i + team.rank, 4000).double()
-        one = wire.sum_updates(
-            TensorVector((residual + update).float()),
-            stream="a",
-            what="test",
-            contribute=(i, team.rank) != (2, 1),  # its residual is part of the next update
-            precision=precision,
-        )
-        totals.append(one.wait().to_tensor())
-        gain = gain + totals[-1]
-        put_in = put_in + update
-        residual = residual + update - one.sent.to_tensor()
-    return totals, gain, residual, put_in, wire.state_dict()["a"], team.account.payload_bytes
-
-
-@every_world
-def test_no_error_is_lost_when_the_precision_changes(world: Any) -> None:
-    """Results plus the errors of senders and of chunk owners are the sum of all updates."""
-    results = world(changing, "int8")
-    gain = results[0][1]
-    for totals, *_ in results:
-        for total, same in zip(totals, results[0][0], strict=True):
-            assert torch.equal(total, same)
-    kept = sum(residual for _, _, residual, *_ in results)
-    kept += torch.cat([state["summed"] for *_, state, _ in results])[:4000]
-    put_in = sum(one for _, _, _, one, *_ in results)
-    torch.testing.assert_close(
-        gain + kept, put_in, rtol=1e-5, atol=1e-6 * float(put_in.abs().max())
-    )
-    assert not torch.equal(gain, put_in)
-    # Blocks of both stages: three chunks of three, and one.
-    stages = {"int8": 516, "int4": 260, "int2": 132, "bfloat16": 1024}
-    sent = [stages[one or "int8"] for one in CHANGING if one != "float32"]
-    for *_, payload_bytes in results:
-        assert payload_bytes == sum(12 * block for block in sent) + 16_000
-
-
-def gathered(wire: Wire, team: Team) -> Any:
-    """Sum int2 updates twice. Rank 1 contributes nothing the second time."""
-    found = []
-    for i in range(2):
-        one = wire.sum_updates(
-            TensorVector(values(10 * i + team.rank, 3900)),
-            stream="a",
-            what="test",
-            contribute=(i, team.rank) != (1, 1),
-        )
-        total = one.wait()
-        stretch = torch.empty(700)
-        total.read(stretch, 2 * BLOCK)
-        found.append((total.to_tensor(), one.sent.to_tensor(), stretch))
-    return found, wire.state_dict()
-
-
-@every_world
-def test_gathered_updates_are_quantized_once(world: Any) -> None:
-    """The sum is exactly that of the quantized updates, in the order of the ranks."""
-    results = world(gathered, "int2", workers=2)
-    for i in range(2):
-        first, second = (seen[i][1] for seen, _ in results)
-        assert first.any()
-        assert bool(second.any()) == (i == 0)
-        for seen, errors in results:
-            total, _, stretch = seen[i]
-            assert torch.equal(total, first + second)
-            assert torch.equal(stretch, total[2 * BLOCK : 2 * BLOCK + 700])
-            assert not errors
-
-
-@pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
-def test_updates_are_gathered_if_that_sends_at_most_a_tenth_more(precision: str) -> None:
+@both
+def test_a_single_stage_is_used_if_it_sends_at_most_a_tenth_more(precision: str) -> None:
     for workers in range(2, 9):
         assert uses_single_stage(precision, workers) == (workers <= 1.1 * 2)
 
@@ -314,27 +236,3 @@ def test_unknown_precisions_are_refused() -> None:
     message = 'wire must be "float32", "bfloat16", "int8", "int4" or "int2", got \'int3\''
     with pytest.raises(ValueError, match=message):
         Wire(Team(SingleCommunicator()), "int3")
-
-
-@pytest.mark.parametrize("precision", ["int8", "int4", "int2"])
-def test_padding_does_not_affect_the_scale(precision: str) -> None:
-    """The scale of a partial last block is not that of stale numbers in the scratch memory."""
-    x = values(0, 4000).flip(0)  # the last block has by far the smallest numbers
-
-    def work(wire: Wire, team: Team) -> Tensor:
-        return wire.sum_updates(TensorVector(x), stream="a", what="test").sent.to_tensor()
-
-    for sent in simulated(work, precision):
-        assert ((sent.double() - x.double()).abs() <= most(x, precision)).all()
-
-
-def test_an_exact_wire_refuses_a_lossy_sum() -> None:
-    def work(wire: Wire, team: Team) -> str:
-        try:
-            x = TensorVector(torch.ones(4000))
-            wire.sum_updates(x, stream="a", what="test", precision="int4")
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    assert all("the wire was made for 'float32'" in text for text in simulated(work, "float32"))
