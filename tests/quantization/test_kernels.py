@@ -33,9 +33,7 @@ def test_any_rows_decode_to_the_same_bits(
     codec = CODECS[precision]()
     blocks = -(-elements // BLOCK)
     generator = torch.Generator().manual_seed(elements)
-    rows = torch.randint(
-        256, (blocks, codec.block_bytes), dtype=torch.uint8, generator=generator
-    )
+    rows = torch.randint(256, (blocks, codec.block_bytes), dtype=torch.uint8, generator=generator)
     scales = rows[:, :4].view(torch.float32)
     scales.copy_(torch.randn(blocks, 1, generator=generator).exp())
     scales[1::5] = 0.0
