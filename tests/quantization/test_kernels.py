@@ -108,7 +108,7 @@ def test_workers_with_and_without_numba_train_together(
 
 
 def test_squared_norms_do_not_depend_on_the_pieces() -> None:
-    """A part in flight that was loaded from a checkpoint lands in different pieces."""
+    """Of whole blocks, except the last one."""
     loops = kernels.kernels()
     assert loops is not None
     x = torch.randn(7 * BLOCK + 91, generator=torch.Generator().manual_seed(0)).numpy()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import offbeat
 from offbeat import attach
@@ -20,8 +20,8 @@ from transport.communicators import meet
 LENGTHS = [5000, 700, 3000, 10, 9000, 2000, 4001]  # the fourth one is sent exactly
 
 
-def in_any_order(wire: Wire, team: Team) -> Any:
-    """Poll and wait at random times, in random order, between other operations."""
+def repeated_sums(wire: Wire, team: Team, *, at_random: bool) -> list[list[Tensor]]:
+    """Poll and wait at random times, in random order, between other operations, or in order."""
     moments = random.Random(team.rank)
     results = []
     for repetition in range(3):
@@ -29,34 +29,24 @@ def in_any_order(wire: Wire, team: Team) -> Any:
         for i, length in enumerate(LENGTHS):
             x = values(100 * repetition + 10 * i + team.rank, length)
             handles.append(wire.sum(x, stream=str(i), what=f"sum {i}"))
+            if not at_random:
+                handles[i].wait()
+                continue
             for _ in range(moments.randrange(4)):
                 moments.choice(handles).done()
             if i == 4:
                 assert team.communicator.sum(torch.ones(1), what="test").wait().item() == team.size
-        order = list(range(len(LENGTHS)))
-        moments.shuffle(order)
-        totals = {i: handles[i].wait() for i in order}
-        results.append([totals[i] for i in range(len(LENGTHS))])
+        for handle in moments.sample(handles, len(handles)):
+            handle.wait()
+        results.append([handle.wait() for handle in handles])
     return results
-
-
-def in_order(wire: Wire, team: Team) -> Any:
-    return [
-        [
-            wire.sum(
-                values(100 * repetition + 10 * i + team.rank, length), stream=str(i), what="test"
-            ).wait()
-            for i, length in enumerate(LENGTHS)
-        ]
-        for repetition in range(3)
-    ]
 
 
 @every_world
 def test_results_do_not_depend_on_when_workers_poll(world: Any) -> None:
     """Second stages start in the order of the first ones on all workers."""
-    expected = simulated(in_order, "int8")
-    for result in world(in_any_order, "int8"):
+    expected = simulated(partial(repeated_sums, at_random=False), "int8")
+    for result in world(partial(repeated_sums, at_random=True), "int8"):
         for got, want in zip(result, expected[0], strict=True):
             for i, (a, b) in enumerate(zip(got, want, strict=True)):
                 if LENGTHS[i] > 10:
