@@ -32,13 +32,17 @@ both = pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"]
 
 
 def encode(x: Tensor, precision: str, *, keep_error: bool = True) -> tuple[Tensor, Tensor]:
-    """Return the rows of ``x``, padded to whole blocks, and the errors that the codec reports."""
+    """Return the rows of ``x``, padded to whole blocks, and the errors that the codec reports.
+
+    The codec writes into the middle of a matrix.
+    """
     codec, blocks = CODECS[precision](), -(-x.numel() // BLOCK)
     numbers = torch.zeros(blocks * BLOCK)
     numbers[: x.numel()] = x
-    rows = torch.full((blocks, codec.block_bytes), 7, dtype=torch.uint8)
-    codec.encode(numbers, rows, keep_error=keep_error)
-    return rows, numbers[: x.numel()]
+    rows = torch.full((2 + blocks + 1, codec.block_bytes), 7, dtype=torch.uint8)
+    codec.encode(numbers, rows[2:-1], keep_error=keep_error)
+    assert (rows[[0, 1, -1]] == 7).all(), "other rows do not change"
+    return rows[2:-1], numbers[: x.numel()]
 
 
 def decode(rows: Tensor, precision: str, like: Tensor) -> Tensor:
@@ -95,17 +99,6 @@ def test_the_error_is_bounded(
     )
 
 
-def in_the_middle(
-    x: npt.NDArray[np.float32], precision: str, *, keep_error: bool
-) -> tuple[Tensor, npt.NDArray[np.float32]]:
-    """Encode ``x`` into the middle of a matrix. Return its rows, and the errors as blocks."""
-    codec, numbers = CODECS[precision](), torch.from_numpy(x.reshape(-1).copy())
-    rows = torch.full((2 + len(x) + 1, codec.block_bytes), 7, dtype=torch.uint8)
-    codec.encode(numbers, rows[2:-1], keep_error=keep_error)
-    assert (rows[[0, 1, -1]] == 7).all(), "other rows do not change"
-    return rows[2:-1], numbers.numpy().reshape(-1, BLOCK)
-
-
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4)])
 def test_integers_are_rounded_to_nearest_even(precision: str, bits: int, keep: bool) -> None:
@@ -113,10 +106,10 @@ def test_integers_are_rounded_to_nearest_even(precision: str, bits: int, keep: b
     levels, generator = 2 ** (bits - 1) - 1, np.random.default_rng(0)
     x = generator.integers(-2 * levels, 2 * levels + 1, (301, BLOCK)).astype(np.float32) / 2
     x[:, 7] = levels  # so the scale is 1
-    rows, errors = in_the_middle(x, precision, keep_error=keep)
+    rows, errors = encode(torch.from_numpy(x).reshape(-1), precision, keep_error=keep)
     np.testing.assert_array_equal(unpacked(rows, bits), np.rint(x))
     if keep:
-        np.testing.assert_array_equal(errors, x - np.rint(x))
+        np.testing.assert_array_equal(errors.view(-1, BLOCK), x - np.rint(x))
     decoded = decode(rows, precision, torch.empty(x.size - 17))
     np.testing.assert_array_equal(decoded, np.rint(x).reshape(-1)[:-17])
 
@@ -132,11 +125,11 @@ def test_two_bits_send_the_large_numbers_at_their_mean(keep: bool) -> None:
     chosen[5] = False
     scale = np.where(chosen, absolute, 0).sum(1) / np.maximum(1, chosen.sum(1))
     wanted = np.sign(x) * chosen * scale[:, None]
-    rows, errors = in_the_middle(x, "int2", keep_error=keep)
+    rows, errors = encode(torch.from_numpy(x).reshape(-1), "int2", keep_error=keep)
     found = unpacked(rows, 2)
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     if keep:
-        np.testing.assert_allclose(errors, x - wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(errors.view(-1, BLOCK), x - wanted, rtol=1e-5, atol=1e-6)
     # The least squared error: each block loses the energy that its numbers sent have.
     lost, sent = ((x - found) ** 2).sum(1), (found**2).sum(1)
     np.testing.assert_allclose(lost + sent, (x**2).sum(1), rtol=1e-4)
@@ -159,11 +152,11 @@ def test_bfloat16_is_rounded_to_nearest_even(keep: bool) -> None:
     x[:512] = np.arange(512) * 2.0**-8 + 1  # ties
     word = x.view(np.uint32).astype(np.uint64)
     expected = ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).astype(np.uint16)
-    rows, errors = in_the_middle(x.reshape(-1, BLOCK), "bfloat16", keep_error=keep)
+    rows, errors = encode(torch.from_numpy(x), "bfloat16", keep_error=keep)
     np.testing.assert_array_equal(rows.numpy().view(np.uint16).reshape(-1), expected)
     if keep:
         decoded = (expected.astype(np.uint32) << 16).view(np.float32)
-        np.testing.assert_array_equal(errors.reshape(-1), x - decoded)
+        np.testing.assert_array_equal(errors, x - decoded)
 
 
 @both

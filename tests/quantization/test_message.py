@@ -6,7 +6,7 @@ of chunks, of pieces, or of the layout of a message.
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ Slices = dict[tuple[int, int], Tensor]
 
 LENGTHS = {(0, 0): 700, (0, 1): 5, (0, 2): 1300, (1, 0): 3 * BLOCK, (2, 0): 1, (2, 1): 2900}
 BLOCKS = [2 + 1 + 3, 3, 1 + 6]  # of each part
-VOTE = [1.0, math.pi]
+BLOCK_BYTES = {"int8": 516, "int4": 260, "int2": 132, "bfloat16": 1024}
 MESSAGES: list[tuple[str | None, tuple[int, ...]]] = [
     ("int4", (0, 1, 2)),
     ("int2", (0, 1, 2)),
@@ -39,16 +39,6 @@ MESSAGES: list[tuple[str | None, tuple[int, ...]]] = [
     ("int2", (1,)),
 ]
 """Precision of each message of the same parts, and the workers that contribute to it."""
-
-
-class Seen(NamedTuple):
-    """What a worker knows after a message."""
-
-    totals: Slices
-    sent: Slices
-    votes: list[list[float]]
-    payload_bytes: int
-    errors: list[Tensor]
 
 
 def updates(number: int, rank: int) -> Slices:
@@ -83,7 +73,7 @@ def exchange(
     Returns:
         The message, the slices for which ``write`` returned False, the sum and the own update.
     """
-    message = make_message(team, wire.twin, precision, streams, "a message", vote=len(VOTE))
+    message = make_message(team, wire.twin, precision, streams, "a message", vote=2)
     wrong = []
     for place, numbers in update.items():
         for k, piece in enumerate(numbers.split(blocks * BLOCK)):
@@ -91,7 +81,7 @@ def exchange(
                 wrong.append((*place, k))
     if not contribute:
         message.clear()
-    message.start(VOTE).wait()
+    message.start([team.rank, math.pi]).wait()
     totals, sent = ({p: torch.full((n,), 9.0) for p, n in LENGTHS.items()} for _ in range(2))
     for place, elements in LENGTHS.items():
         for start in range(0, elements, 2 * blocks * BLOCK):
@@ -100,22 +90,24 @@ def exchange(
     return message, wrong, totals, sent
 
 
-# -- sums -----------------------------------------------------------------------------------------
-
-
-def all_messages(wire: Wire, team: Team) -> list[Seen]:
+def all_messages(wire: Wire, team: Team) -> list[tuple[Slices, Slices, list[Tensor]]]:
+    """Return, of each message, the sum, this worker's update, and its errors of each part."""
     streams, seen = make_streams(team.size), []
+    chunks = sum(-(-blocks // team.size) for blocks in BLOCKS)
+    blocks, rows = (2 * chunks, 1) if team.size == 2 else (3 * chunks + chunks, 3)
     for number, (precision, contributors) in enumerate(MESSAGES):
         before, contribute = team.account.payload_bytes, team.rank in contributors
-        update, blocks = updates(number, team.rank), 1 + number % 2
-        message, _, *numbers = exchange(
-            wire, team, precision, streams, update, contribute=contribute, blocks=blocks
+        update, pieces = updates(number, team.rank), 1 + number % 2
+        message, _, total, sent = exchange(
+            wire, team, precision, streams, update, contribute=contribute, blocks=pieces
         )
-        errors = [stream.errors.clone() for stream in streams if stream.errors is not None]
-        sent_bytes = team.account.payload_bytes - before
-        seen.append(Seen(*numbers, message.votes, sent_bytes, errors))
-        integers = precision not in ("bfloat16", None)
-        assert (message.packed(0, 0, 0, 700) is not None) == integers
+        seen.append((total, sent, [s.errors.clone() for s in streams if s.errors is not None]))
+        assert message.votes == [[rank, math.pi] for rank in range(team.size)]
+        assert (message.packed(0, 0, 0, 700) is None) == (precision in ("bfloat16", None))
+        sent_bytes = 4 * sum(LENGTHS.values()) + 16
+        if precision:
+            sent_bytes = BLOCK_BYTES[precision] * blocks + 16 * rows
+        assert team.account.payload_bytes - before == sent_bytes
     return seen
 
 
@@ -151,20 +143,20 @@ def test_the_sum_of_each_message_is_that_of_the_reference(world: Any, workers: i
                     if precision:
                         sent, _ = quantized(precision, sent)
                         assert ((sent[:n] - update).abs() <= most(update, precision)).all()
-                assert torch.equal(seen[rank].sent[place], sent[:n])
+                assert torch.equal(seen[rank][1][place], sent[:n])
                 total += sent
                 put_in[place] += sent[:n]
             if two_stages:
                 total, errors[place] = quantized(precision, total)
             for one in seen:
-                assert torch.equal(one.totals[place], seen[0].totals[place])
+                assert torch.equal(one[0][place], seen[0][0][place])
             if precision:
-                assert torch.equal(seen[0].totals[place], total[:n])
+                assert torch.equal(seen[0][0][place], total[:n])
             else:  # the order of the additions is not defined
-                torch.testing.assert_close(seen[0].totals[place], total[:n], rtol=1e-5, atol=1e-4)
-            received[place] += seen[0].totals[place]
+                torch.testing.assert_close(seen[0][0][place], total[:n], rtol=1e-5, atol=1e-4)
+            received[place] += seen[0][0][place]
         for part, blocks in enumerate(BLOCKS):
-            kept = torch.cat([one.errors[part] for one in seen])[: blocks * BLOCK]
+            kept = torch.cat([one[2][part] for one in seen])[: blocks * BLOCK]
             assert torch.equal(kept, torch.cat([e for p, e in errors.items() if p[0] == part]))
     for place, n in LENGTHS.items():
         scale = float(put_in[place].abs().max())
@@ -172,22 +164,6 @@ def test_the_sum_of_each_message_is_that_of_the_reference(world: Any, workers: i
             received[place] + errors[place][:n], put_in[place], rtol=1e-5, atol=1e-6 * scale
         )
     assert bool(errors[0, 0].any()) == (workers == 3)
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_a_message_carries_votes_and_counts_its_bytes(workers: int) -> None:
-    """One stage: all blocks, in two chunks. Two stages: all blocks in three chunks, and a chunk."""
-    chunks = sum(-(-blocks // workers) for blocks in BLOCKS)
-    sizes = {"int8": 516, "int4": 260, "int2": 132, "bfloat16": 1024}
-    blocks, votes = (2 * chunks, 1) if workers == 2 else (3 * chunks + chunks, 3)
-    for seen in simulated(all_messages, "int8", workers=workers):
-        for (precision, _), one in zip(MESSAGES, seen, strict=True):
-            assert one.votes == [VOTE] * workers
-            sent = sizes[precision] * blocks if precision else 4 * sum(LENGTHS.values())
-            assert one.payload_bytes == sent + 16 * (votes if precision else 1)
-
-
-# -- values that are not finite -------------------------------------------------------------------
 
 
 def poisoned(wire: Wire, team: Team) -> None:
@@ -212,9 +188,6 @@ def poisoned(wire: Wire, team: Team) -> None:
 def test_a_number_that_is_not_finite_is_reported_and_leaves_no_error(workers: int) -> None:
     """``write`` returns False for its piece only. With bfloat16 it does not look."""
     assert simulated(poisoned, "int8", workers=workers) == [None] * workers
-
-
-# -- landing --------------------------------------------------------------------------------------
 
 
 def landed(wire: Wire, team: Team) -> None:
