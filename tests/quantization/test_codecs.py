@@ -17,12 +17,14 @@ from offbeat.quantization.kernels import BLOCK
 from quantization.rounding import most, values
 
 
-@pytest.fixture(autouse=True, scope="module", params=["compiled", "torch"])
+@pytest.fixture(autouse=True, scope="module", params=["compiled", "torch", "whole"])
 def loops(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run every test with the compiled loops, and with torch operations."""
+    """Run every test with the compiled loops, and with torch operations, also as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
             patch.setattr(module, "kernels", lambda: None)
+        elif request.param == "whole":  # all blocks at once
+            patch.setattr(Tensor, "is_cpu", False)
         else:
             assert module.kernels() is not None, "numba is part of the tests' environment"
         yield
