@@ -20,10 +20,6 @@ from problems import flat, make_wide, wide_step
 PRECISIONS = ["int8", "int4", "int2"]
 
 
-def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "kernels", lambda: None)
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("elements", [1, BLOCK - 1, 3 * BLOCK, 300 * BLOCK + 77])
 def test_any_rows_decode_to_the_same_bits(
@@ -44,7 +40,7 @@ def test_any_rows_decode_to_the_same_bits(
         codec.decode(rows, decoded)
         codec.add(rows, total)
         results.append((decoded, total))
-        use_torch(monkeypatch)
+        monkeypatch.setattr(kernels, "kernels", lambda: None)
     for ours, theirs in zip(*results, strict=True):
         assert ours.any()
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
@@ -60,7 +56,7 @@ def test_integers_are_nearly_always_the_same(
     codec = CODECS[precision]()
     compiled, by_torch = (torch.empty(64, codec.block_bytes, dtype=torch.uint8) for _ in range(2))
     codec.encode(x.clone(), compiled)
-    use_torch(monkeypatch)
+    monkeypatch.setattr(kernels, "kernels", lambda: None)
     codec.encode(x.clone(), by_torch)
     assert (compiled != by_torch).float().mean() < 1e-4
     assert torch.equal(compiled[:, :4], by_torch[:, :4]), "the scales"

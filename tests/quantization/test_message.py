@@ -185,8 +185,12 @@ def poisoned(wire: Wire, team: Team) -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_a_number_that_is_not_finite_is_reported_and_leaves_no_error(workers: int) -> None:
+@pytest.mark.parametrize("device", ["cpu", "as on a GPU"])
+def test_a_number_that_is_not_finite_is_reported_and_leaves_no_error(
+    device: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``write`` returns False for its piece only. With bfloat16 it does not look."""
+    monkeypatch.setattr(Tensor, "is_cpu", device == "cpu")
     assert simulated(poisoned, "int8", workers=workers) == [None] * workers
 
 

@@ -24,9 +24,8 @@ def sum_of_each_dtype(wire: Wire, team: Team) -> Any:
     for dtype in (torch.float32, torch.float64):
         x = values(team.rank, ELEMENTS, dtype)
         handle = wire.sum(x, stream=str(dtype), what="test")
-        result = handle.wait()
-        results.append(result)
-        assert result is x
+        results.append(handle.wait())
+        assert results[-1] is x
         assert handle.done()
         assert handle.wait() is x
     return results

@@ -288,7 +288,7 @@ class QuantizedMessage(Message):
                 some = whole
             rows = self._rows(self._sent, row, first, numbers)
             self._codec.encode(some, rows, keep_error=False)
-            if isinstance(self._codec, IntegerCodec) and rows.is_cpu:
+            if isinstance(self._codec, IntegerCodec):
                 finite = finite and not bool(rows[:, :4].view(torch.float32).isnan().any())
         return finite
 
