@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from problems import gradients, make_batch, make_model
 
 LR = 0.1
-Event = tuple[str, int, float]  # "step", "launch" or "land"; the part; the weight of this node, or the sum
+Event = tuple[
+    str, int, float
+]  # "step", "launch" or "land"; the part; the weight of this node, or the sum
 
 
 def logged(averager: Any) -> list[Event]:

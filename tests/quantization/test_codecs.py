@@ -17,12 +17,14 @@ from offbeat.quantization.kernels import BLOCK
 from quantization.rounding import most, values
 
 
-@pytest.fixture(autouse=True, scope="module", params=["compiled", "torch"])
+@pytest.fixture(autouse=True, scope="module", params=["compiled", "torch", "whole"])
 def loops(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run every test with the compiled loops, and with torch operations."""
+    """Run every test with the compiled loops, and with torch operations, also as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
             patch.setattr(module, "kernels", lambda: None)
+        elif request.param == "whole":  # all blocks at once
+            patch.setattr(Tensor, "is_cpu", False)
         else:
             assert module.kernels() is not None, "numba is part of the tests' environment"
         yield
@@ -31,31 +33,49 @@ def loops(request: pytest.FixtureRequest) -> Iterator[None]:
 both = pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4", "int2"])
 
 
+def encode(x: Tensor, precision: str, *, keep_error: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the rows of ``x``, padded to whole blocks, and the errors that the codec reports.
+
+    The codec writes into the middle of a matrix.
+    """
+    codec, blocks = CODECS[precision](), -(-x.numel() // BLOCK)
+    numbers = torch.zeros(blocks * BLOCK)
+    numbers[: x.numel()] = x
+    rows = torch.full((2 + blocks + 1, codec.block_bytes), 7, dtype=torch.uint8)
+    codec.encode(numbers, rows[2:-1], keep_error=keep_error)
+    assert (rows[[0, 1, -1]] == 7).all(), "other rows do not change"
+    return rows[2:-1], numbers[: x.numel()]
+
+
+def decode(rows: Tensor, precision: str, like: Tensor) -> Tensor:
+    """Return the numbers of ``rows``, after a check that ``add`` adds the same numbers."""
+    codec, out = CODECS[precision](), torch.empty_like(like)
+    codec.decode(rows, out)
+    total = torch.ones(len(rows) * BLOCK)
+    codec.add(rows, total)
+    torch.testing.assert_close(total[: out.numel()], 1 + out.float(), equal_nan=True)
+    return out
+
+
 def round_trip(x: Tensor, precision: str) -> tuple[Tensor, Tensor]:
     """Return the decoded ``x``, and the error that the codec reports."""
-    codec = CODECS[precision]()
-    blocks = -(-x.numel() // BLOCK)
-    errors = torch.zeros(blocks * BLOCK)
-    payload = torch.full((blocks * codec.block_bytes,), 7, dtype=torch.uint8)
-    codec.encode(errors, payload, plus=x)
-    out = torch.empty_like(x)
-    codec.decode(payload, out)
-    total = torch.ones(blocks * BLOCK)
-    codec.add(payload, total)
-    torch.testing.assert_close(total[: x.numel()], 1 + out.float(), equal_nan=True)
-    return out, errors[: x.numel()]
+    rows, errors = encode(x, precision)
+    return decode(rows, precision, x), errors
 
 
 def rounded(x: Tensor, precision: str) -> Tensor:
     """Return the decoded ``x`` if the codec does not keep the error."""
-    codec = CODECS[precision]()
-    blocks = -(-x.numel() // BLOCK)
-    numbers = torch.zeros(blocks * BLOCK)
-    numbers[: x.numel()] = x
-    payload = torch.full((blocks * codec.block_bytes,), 7, dtype=torch.uint8)
-    codec.encode(numbers, payload, keep_error=False)
-    codec.decode(payload, out := torch.empty_like(x))
-    return out
+    return decode(encode(x, precision, keep_error=False)[0], precision, x)
+
+
+def unpacked(rows: Tensor, bits: int) -> npt.NDArray[np.float32]:
+    """Return the numbers in rows of integers, read with numpy from the documented layout."""
+    data = rows.numpy()
+    scales, packed = data[:, :4].copy().view("<f4"), data[:, 4:]
+    fields = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    integers = np.concatenate(fields, axis=1).astype(np.int64)
+    integers -= (integers >= 2 ** (bits - 1)) * 2**bits
+    return (integers * scales).astype(np.float32)
 
 
 @pytest.mark.sampled
@@ -81,78 +101,40 @@ def test_the_error_is_bounded(
     )
 
 
-@pytest.mark.sampled
-@both
-def test_many_pieces_and_odd_ends(precision: str) -> None:
-    """A tensor longer than a piece, which ends inside a block."""
-    x = values(0, 1300 * BLOCK + 17)
-    decoded, _ = round_trip(x, precision)
-    for one in (decoded, rounded(x, precision)):
-        assert ((one.double() - x.double()).abs() <= most(x, precision)).all()
-
-
-def unpacked(payload: Tensor, bits: int) -> npt.NDArray[np.float32]:
-    """Return the numbers in a payload of integers, read with numpy from the documented layout."""
-    data = payload.numpy()
-    blocks = len(data) // (BLOCK * bits // 8 + 4)
-    scales = data[: 4 * blocks].view("<f4")[:, None]
-    packed = data[4 * blocks :].reshape(blocks, -1)
-    fields = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
-    integers = np.concatenate(fields, axis=1).astype(np.int64)
-    integers -= (integers >= 2 ** (bits - 1)) * 2**bits
-    return (integers * scales).astype(np.float32)
-
-
+@pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4)])
-@pytest.mark.parametrize("start", [0, 2, 299])
-def test_integers_are_rounded_to_nearest_even(precision: str, bits: int, start: int) -> None:
-    """Also ties, with and without keeping the error, anywhere in a payload."""
-    levels, codec = 2 ** (bits - 1) - 1, CODECS[precision]()
-    generator = np.random.default_rng(start)
+def test_integers_are_rounded_to_nearest_even(precision: str, bits: int, keep: bool) -> None:
+    """Also ties, with and without keeping the error, in more than one piece of blocks."""
+    levels, generator = 2 ** (bits - 1) - 1, np.random.default_rng(0)
     x = generator.integers(-2 * levels, 2 * levels + 1, (301, BLOCK)).astype(np.float32) / 2
     x[:, 7] = levels  # so the scale is 1
-    part = torch.from_numpy(x[start:].reshape(-1).copy())
-    for keep in (True, False):
-        payload = torch.zeros(301 * codec.block_bytes, dtype=torch.uint8)
-        numbers = part.clone()
-        codec.encode(numbers, payload, start=start * BLOCK, keep_error=keep)
-        found = unpacked(payload, bits)
-        assert not found[:start].any()
-        np.testing.assert_array_equal(found[start:], np.rint(x[start:]))
-        if keep:
-            np.testing.assert_array_equal(numbers.reshape(-1, BLOCK), (x - np.rint(x))[start:])
-        codec.decode(payload, out := torch.empty_like(part), start=start * BLOCK)
-        codec.add(payload, total := torch.ones_like(part), start=start * BLOCK)
-        np.testing.assert_array_equal(out.reshape(-1, BLOCK), np.rint(x[start:]))
-        np.testing.assert_array_equal(total.reshape(-1, BLOCK), 1 + np.rint(x[start:]))
+    rows, errors = encode(torch.from_numpy(x).reshape(-1), precision, keep_error=keep)
+    np.testing.assert_array_equal(unpacked(rows, bits), np.rint(x))
+    if keep:
+        np.testing.assert_array_equal(errors.view(-1, BLOCK), x - np.rint(x))
+    decoded = decode(rows, precision, torch.empty(x.size - 17))
+    np.testing.assert_array_equal(decoded, np.rint(x).reshape(-1)[:-17])
 
 
-@pytest.mark.parametrize("start", [0, 2, 299])
-def test_two_bits_send_the_large_numbers_at_their_mean(start: int) -> None:
-    """Threshold and scale are computed with numpy, anywhere in a payload."""
-    codec = CODECS["int2"]()
-    x = np.random.default_rng(start).normal(size=(301, BLOCK)).astype(np.float32) ** 3
+@pytest.mark.parametrize("keep", [True, False])
+def test_two_bits_send_the_large_numbers_at_their_mean(keep: bool) -> None:
+    """Threshold and scale are computed with numpy."""
+    x = np.random.default_rng(0).normal(size=(301, BLOCK)).astype(np.float32) ** 3
     x[5, :] = 0
     x[7, 9:] = 0
-    part = torch.from_numpy(x[start:].reshape(-1).copy())
     absolute = np.abs(x.astype(np.float64))
     chosen = absolute >= 0.75 * absolute.mean(1, keepdims=True)
     chosen[5] = False
     scale = np.where(chosen, absolute, 0).sum(1) / np.maximum(1, chosen.sum(1))
     wanted = np.sign(x) * chosen * scale[:, None]
-    for keep in (True, False):
-        payload = torch.zeros(301 * codec.block_bytes, dtype=torch.uint8)
-        numbers = part.clone()
-        codec.encode(numbers, payload, start=start * BLOCK, keep_error=keep)
-        found = unpacked(payload, 2)
-        assert not found[:start].any()
-        np.testing.assert_allclose(found[start:], wanted[start:], rtol=1e-6)
-        if keep:
-            errors = numbers.numpy().reshape(-1, BLOCK)
-            np.testing.assert_allclose(errors, (x - wanted)[start:], rtol=1e-5, atol=1e-6)
-        # The least squared error: each block loses the energy that its numbers sent have.
-        lost, sent = ((x - found) ** 2)[start:].sum(1), (found**2)[start:].sum(1)
-        np.testing.assert_allclose(lost + sent, (x**2)[start:].sum(1), rtol=1e-4)
+    rows, errors = encode(torch.from_numpy(x).reshape(-1), "int2", keep_error=keep)
+    found = unpacked(rows, 2)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    if keep:
+        np.testing.assert_allclose(errors.view(-1, BLOCK), x - wanted, rtol=1e-5, atol=1e-6)
+    # The least squared error: each block loses the energy that its numbers sent have.
+    lost, sent = ((x - found) ** 2).sum(1), (found**2).sum(1)
+    np.testing.assert_allclose(lost + sent, (x**2).sum(1), rtol=1e-4)
 
 
 def test_two_bits_do_not_overflow() -> None:
@@ -165,18 +147,18 @@ def test_two_bits_do_not_overflow() -> None:
     assert not errors.any()
 
 
-def test_bfloat16_is_rounded_to_nearest_even() -> None:
-    """The upper half of the float32 computed with numpy, anywhere in a payload."""
-    x = values(3, 4 * BLOCK)
-    x[:512] = torch.arange(512) * 2.0**-8 + 1  # ties
-    word = x.numpy().view(np.uint32).astype(np.uint64)
+@pytest.mark.parametrize("keep", [True, False])
+def test_bfloat16_is_rounded_to_nearest_even(keep: bool) -> None:
+    """The upper half of the float32 computed with numpy."""
+    x = values(3, 301 * BLOCK).numpy()
+    x[:512] = np.arange(512) * 2.0**-8 + 1  # ties
+    word = x.view(np.uint32).astype(np.uint64)
     expected = ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).astype(np.uint16)
-    codec = CODECS["bfloat16"]()
-    for keep in (True, False):
-        payload = torch.zeros(5 * codec.block_bytes, dtype=torch.uint8)
-        codec.encode(x.clone(), payload, start=BLOCK, keep_error=keep)
-        np.testing.assert_array_equal(payload.numpy().view(np.uint16)[BLOCK:], expected)
-        assert not payload[: codec.block_bytes].any()
+    rows, errors = encode(torch.from_numpy(x), "bfloat16", keep_error=keep)
+    np.testing.assert_array_equal(rows.numpy().view(np.uint16).reshape(-1), expected)
+    if keep:
+        decoded = (expected.astype(np.uint32) << 16).view(np.float32)
+        np.testing.assert_array_equal(errors, x - decoded)
 
 
 @both
@@ -213,32 +195,3 @@ def test_bfloat16_keeps_what_is_not_finite() -> None:
     assert decoded[2].isnan()
     assert decoded[3:].tolist() == [math.inf, 1.0]
     assert not errors.any()
-
-
-def test_bytes_of_a_block() -> None:
-    assert CODECS["int8"].block_bytes == BLOCK + 4
-    assert CODECS["int4"].block_bytes == BLOCK // 2 + 4
-    assert CODECS["int2"].block_bytes == BLOCK // 4 + 4
-    assert CODECS["bfloat16"].block_bytes == 2 * BLOCK
-
-
-@both
-def test_several_payloads_are_encoded_at_once(precision: str) -> None:
-    """A payload with two dimensions has the bytes of the payloads that are encoded singly."""
-    codec, blocks, rows = CODECS[precision](), 3, 4
-    x = torch.randn(rows * blocks * BLOCK, generator=torch.Generator().manual_seed(0))
-    with pytest.MonkeyPatch.context() as patch:  # as on a GPU, where torch operations are used
-        patch.setattr(module, "kernels", lambda: None)
-        singly = torch.zeros(rows, blocks * codec.block_bytes, dtype=torch.uint8)
-        for payload, part in zip(singly, x.chunk(rows), strict=True):
-            codec.encode(part.clone(), payload, keep_error=False)
-        together = torch.zeros_like(singly)
-        codec.encode(x.clone(), together, keep_error=False)
-        assert torch.equal(together, singly)
-        one_by_one = torch.empty_like(x)
-        for payload, part in zip(singly, one_by_one.chunk(rows), strict=True):
-            codec.decode(payload, part)
-        codec.decode(together, at_once := torch.empty_like(x))
-        assert torch.equal(at_once, one_by_one)
-        codec.add(together, total := torch.ones_like(x))
-    assert torch.equal(total, 1 + one_by_one)

@@ -160,10 +160,12 @@ class Averager(Flow):
             slices = cut_by_tensors(self.spaces, tensors, number, sizes)
         if team.sharded:  # the processes of a node start the sum of each part together
             slices += [[] for _ in range(int(team.agree(len(slices))[0]) - len(slices))]
+        device = tensors[0].device if tensors else team.communicator.control_device
         self.parts = []
         for index, part in enumerate(slices):
             shapes = [(len(each), each.space.x.dtype, each.space.x.device) for each in part]
-            self.parts.append(Part(index, part, Stream(shapes, worker.size), worker.step))
+            stream = Stream(shapes, worker.size, device)
+            self.parts.append(Part(index, part, stream, worker.step))
         streams = [part.stream for part in self.parts]
         saved = [wire.saves(stream.elements, 4) for stream in streams if stream.elements]
         self.precision: str | None = wire.precision if all(saved) and not wire.exact else None
@@ -312,8 +314,7 @@ class Averager(Flow):
         if take and flight.total() > 0:
             # Without local steps since the launch x ← P, with the same bits on all workers.
             unmoved = self.shared.blocking or worker.model_version <= flight.step
-            for _ in flight.move_and_add(overwrite=unmoved):
-                pass
+            flight.move_and_add(overwrite=unmoved)
         self.landed(flight, take=take)
 
     def _land_optimizer_state(self, flight: Flight) -> None:
@@ -439,8 +440,7 @@ class Averager(Flow):
             assert flight.handle is not None
             flight.handle.wait()
         for flight in flights:
-            for _ in flight.move_and_add(overwrite=False):
-                pass
+            flight.move_and_add(overwrite=False)
             for piece in flight.parts[0].slices:
                 assert piece.space.P is not None
                 piece.space.x.write(piece.start, piece.space.P[piece.start : piece.stop])

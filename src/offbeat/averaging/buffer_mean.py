@@ -1,4 +1,4 @@
-"""Means of floating-point buffers, such as the statistics of BatchNorm, with a part of the model."""
+"""Means of floating-point buffers, such as the statistics of BatchNorm, beside those of parts."""
 
 from torch import Tensor
 

@@ -2,12 +2,13 @@
 
 The symbols are those of ``averager.py``. All work proceeds in *pieces*, slices that fit into the
 cache of a processor. So a worker can do a bounded part of the work at the end of a step. The
-methods of ``Flight`` that return an iterator do the work of one piece for each item.
+methods of ``Flight`` that return an iterator pause between two pieces.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,7 +67,7 @@ class Flight:
         step: Local step of the launch.
         exact: True if the updates are not quantized.
         measures: True if ``squares`` is needed.
-        work: Remaining pieces to pack or to land; each item is done when it is requested.
+        work: Remaining pieces to pack or to land.
         handle: Handle of the message; None until it is sent.
         sent_seconds: Time at which the message was sent.
         arrived_seconds: Time at which this worker found that it had arrived.
@@ -111,12 +112,11 @@ class Flight:
             self.steps = self.steps()
         return self.steps
 
-    def pieces(self) -> Iterator[tuple[Place, Slice, Step]]:
-        """Yield all pieces of the parts, with their outer steps."""
-        for index, (part, step) in enumerate(zip(self.parts, self.outer(), strict=True)):
+    def _pieces(self) -> Iterator[tuple[Place, Slice]]:
+        for index, part in enumerate(self.parts):
             for number, whole in enumerate(part.slices):
                 for piece in whole.pieces():
-                    yield (index, number, piece.start - whole.start), piece, step
+                    yield (index, number, piece.start - whole.start), piece
 
     # -- launch ----------------------------------------------------------------------------------
 
@@ -130,12 +130,9 @@ class Flight:
         if not self.weight:
             self.message.clear()
             return
-        for index, part in enumerate(self.parts):
-            for number, whole in enumerate(part.slices):
-                for piece in whole.pieces():
-                    self._pack((index, number, piece.start - whole.start), piece, check=check)
-                    yield
-            if mark:
+        yield from _with_pauses(self._pieces(), partial(self._pack, check=check))
+        if mark:
+            for part in self.parts:
                 part.synced_step = self.step
 
     def _pack(self, place: Place, piece: Slice, *, check: bool) -> None:
@@ -159,8 +156,8 @@ class Flight:
             for p in self.parts
         ]
         if self.total():
-            for place, piece, step in self.pieces():
-                self._move(place, piece, step, self._shift(place, piece))
+            for place, piece in self._pieces():
+                self._move(place, piece, self._shift(place, piece))
 
     def _shift(self, place: Place, piece: Slice) -> Tensor:
         part, number, start = place
@@ -168,29 +165,32 @@ class Flight:
 
     def add(self) -> Iterator[None]:
         """Add the ``shifts`` to the local model."""
-        for place, piece, _ in self.pieces():
-            piece.space.x.add(piece.start, self._shift(place, piece))
-            yield
+        yield from _with_pauses(self._pieces(), self._add)
 
-    def move_and_add(self, *, overwrite: bool) -> Iterator[None]:
+    def _add(self, place: Place, piece: Slice) -> None:
+        piece.space.x.add(piece.start, self._shift(place, piece))
+
+    def move_and_add(self, *, overwrite: bool) -> None:
         """Move P, v and the local model.
 
         ``overwrite``: the local model has not changed since the launch, so x ← P, with the same
         bits on all workers.
         """
-        for place, piece, step in self.pieces():
-            space = piece.space
-            shift = torch.empty(len(piece), dtype=space.x.dtype, device=space.x.device)
-            if space.P is not None:
-                self._move(place, piece, step, shift)
-                shared = space.P[piece.start : piece.stop]
-            else:
-                shared = self._mean(place, piece, shift)
-            if overwrite and self.exact:
-                space.x.write(piece.start, shared)
-            else:
-                space.x.add(piece.start, shift)
-            yield
+        for place, piece in self._pieces():
+            self._move_and_add(place, piece, overwrite=overwrite and self.exact)
+
+    def _move_and_add(self, place: Place, piece: Slice, *, overwrite: bool) -> None:
+        space = piece.space
+        shift = torch.empty(len(piece), dtype=space.x.dtype, device=space.x.device)
+        if space.P is not None:
+            self._move(place, piece, shift)
+            shared = space.P[piece.start : piece.stop]
+        else:
+            shared = self._mean(place, piece, shift)
+        if overwrite:
+            space.x.write(piece.start, shared)
+        else:
+            space.x.add(piece.start, shift)
 
     def show(self) -> None:
         """Change the local model as the landing will. The caller restores the model."""
@@ -199,12 +199,11 @@ class Flight:
         if not self.total():
             return
         squares, self.squares = self.squares, np.zeros(2)
-        moving = self.move_and_add(overwrite=False)
-        for _, piece, _ in self.pieces():
+        for place, piece in self._pieces():
             vectors = [t for t in (piece.space.P, piece.space.v) if t is not None]
             some = slice(piece.start, piece.stop)
             saved = [vector[some].clone() for vector in vectors]
-            next(moving)
+            self._move_and_add(place, piece, overwrite=False)
             for vector, values in zip(vectors, saved, strict=True):
                 vector[some] = values
         self.squares = squares
@@ -221,9 +220,10 @@ class Flight:
         torch.sub(mean, sent, out=shift)
         return mean
 
-    def _move(self, place: Place, piece: Slice, step: Step, shift: Tensor) -> None:
+    def _move(self, place: Place, piece: Slice, shift: Tensor) -> None:
         """Move P and v of a piece.  shift ← Δ − u."""
         part, number, start = place
+        step = self.outer()[part]
         space, message, total, done = piece.space, self.message, self.total(), 0
         assert space.P is not None
         shared = space.P[piece.start : piece.stop]
@@ -259,10 +259,15 @@ class Flight:
         """Apply the sum of the updates in ``shift`` as the compiled loop ``land`` does."""
         shift.mul_(1 / total)
         loops = kernels_for(shift, sent, shared)
-        if loops is not None and self.measures:
-            loops.add_squared_norm(shift.numpy(), self.squares, 0)
-            loops.add_squared_norm(sent.numpy(), self.squares, 1)
-        elif self.measures:
+        if loops is not None:
+            mean, own = shift.numpy(), sent.numpy()
+            if self.measures:
+                loops.add_squared_norm(mean, self.squares, 0)
+                loops.add_squared_norm(own, self.squares, 1)
+            moving = mean[:0] if velocity is None else velocity.numpy()
+            loops.apply_mean(mean, own, shared.numpy(), moving, *step)
+            return
+        if self.measures:
             pair = torch.stack([torch.dot(shift, shift), torch.dot(sent, sent)])
             self.squares += pair.double().cpu().numpy()
         # Each product is rounded before it is added, as in the compiled loop.
@@ -274,3 +279,13 @@ class Flight:
             shift.mul_(step.direct)
         shared.add_(shift)
         shift.sub_(sent)
+
+
+def _with_pauses(
+    pieces: Iterable[tuple[Place, Slice]], work: Callable[[Place, Slice], None]
+) -> Iterator[None]:
+    """Do the work of each piece. The iterator has an item between two pieces."""
+    for index, (place, piece) in enumerate(pieces):
+        if index:
+            yield
+        work(place, piece)

@@ -150,7 +150,7 @@ class Views:
         self._last: CommunicationError | None = None  # reason for which there is no further view
 
     def require_current_view(self) -> None:
-        """Raise CommunicationError if a view change is requested, or if there is no further view."""
+        """Raise CommunicationError if a view change is requested, or if there is no next view."""
         if self._last is not None:
             raise self._last
         membership = self._worker.team.membership

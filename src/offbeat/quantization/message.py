@@ -39,6 +39,7 @@ class Stream:
     Args:
         slices: Number of elements, dtype and device of each slice of the part.
         workers: Number of workers.
+        device: Device of a quantized message of the part.
 
     Attributes:
         starts: Index of the first block of each slice. Each slice begins with a new block.
@@ -48,9 +49,12 @@ class Stream:
     """
 
     def __init__(
-        self, slices: Sequence[tuple[int, torch.dtype, torch.device]], workers: int
+        self,
+        slices: Sequence[tuple[int, torch.dtype, torch.device]],
+        workers: int,
+        device: torch.device,
     ) -> None:
-        self._slices = list(slices)
+        self._slices, self.device = list(slices), device
         self.starts, blocks = [], 0
         for length, _, _ in slices:
             self.starts.append(blocks)
@@ -68,11 +72,6 @@ class Stream:
     def nbytes(self) -> int:
         """Bytes of the part in an exact message."""
         return sum(length * dtype.itemsize for length, dtype, _ in self._slices)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of a quantized message of the part."""
-        return self._slices[0][2] if self._slices else torch.device("cpu")
 
     def make_errors(self) -> None:
         """Allocate ``errors``, for a quantized sum."""

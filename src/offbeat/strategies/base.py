@@ -154,9 +154,9 @@ class WorkerView:
         gradient_norm_squared: ‖g‖² of the current step before clipping. With several optimizers:
             over all of them for a ``SharedModel``, over one for ``Gradients``. Requires
             ``Strategy.gradient_norm``.
-        squares: Exponentially weighted sums of ‖u‖² over the landed updates u of this worker, and of
-            ‖D‖² over the landed means D. The weight decays to 1/e while each part lands five times.
-            Requires ``error_feedback``.
+        squares: Exponentially weighted sums of ‖u‖² over the landed updates u of this worker, and
+            of ‖D‖² over the landed means D. The weight decays to 1/e while each part lands five
+            times. Requires ``error_feedback``.
         record: Values that the strategy adds to the telemetry record of this step.
         details: Totals that the strategy adds to ``Stats.details``.
     """
