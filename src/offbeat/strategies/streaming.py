@@ -201,7 +201,8 @@ class StreamingAveraging(Strategy):
             state.gain = self.outer_gain
         elif mean > 0:
             state.gain = min(max(math.sqrt(sent / mean), 1.0), math.sqrt(worker.size))
-        step = steps / max(1, tally.stepping)
+        # No worker steps in the last message of a barrier, and before the first message.
+        step = steps / tally.stepping if tally.stepping else state.launch_steps[part]
         # The mean step of the workers may decrease when the fastest ones run out of data. The decay
         # must not exceed 1 then.
         decay = math.exp(min(0.0, state.launch_steps[part] - step) / _MOMENTUM_STEPS)
