@@ -486,15 +486,14 @@ def _clocked(cost: float, shared: SharedModel, setting: _Setting) -> tuple[float
         step += setting.inside.all_reduce(8 * 4)
     flight = cost / step
     early, late = max(1, math.floor(flight)), max(1, math.ceil(flight * (1 - _TINY)))
-    allowance = waited = 0.0
-    fresh = launched = first = 0
+    allowance = waited = fresh = launched = first = 0.0
     for message in range(2 * _MESSAGES):
         if message == _MESSAGES:
             first, waited = launched, 0.0
-        steps, allowance = late, min(1.0, allowance + shared.patience * early)
+        steps, allowance = float(late), min(1.0, allowance + shared.patience * early)
         if early < late and flight <= early + allowance:
             steps, allowance = early, allowance - (flight - early)
-        steps = max(0, min(steps, fresh + shared.bound - launched))
+        steps = max(0.0, min(steps, fresh + shared.bound - launched))
         waited += max(0.0, flight - steps)
         fresh, launched = launched, launched + steps
     waits = waited / (launched - first)
@@ -533,8 +532,8 @@ def _streaming(
 
     count = min(range(1, parts + 1), key=age)
     cost, sent = message(count)
-    step, every = _clocked(cost, shared, setting)
-    return step, every * parts / count, sent / every
+    step, interval = _clocked(cost, shared, setting)
+    return step, interval * parts / count, sent / interval
 
 
 # -- the function ----------------------------------------------------------------------------------

@@ -109,9 +109,8 @@ CASES = [
     *cases("500k", "50ms", 4, "50Mbit/s", "100us", strategies=(*ALL, *OTHERS)),
     *cases("500k", "50ms", 4, "5Mbit/s", "100us", strategies=("streaming:staleness=16",)),
     *cases("500k", "50ms", 4, "2Mbit/s", "100us", strategies=("streaming",)),
-    *cases(
-        "500k", "50ms", 16, "50Mbit/s", "5ms", strategies=("bsp", "local:period=8", "streaming")
-    ),
+    *cases("500k", "50ms", 8, "20Mbit/s", "5ms", strategies=("streaming",)),
+    *cases("500k", "50ms", 16, "100Mbit/s", "5ms", strategies=("bsp", "local:period=8")),
     *cases("5M", "100ms", 8, "1Gbit/s", "500us", strategies=(*FIXED, *INT4)),
     *cases("25M", "120ms", 4, "5Gbit/s", "100us"),
     *cases("25M", "120ms", 16, "10Mbit/s", "20ms", strategies=("bsp", "local:period=8")),
