@@ -108,6 +108,7 @@ CASES = [
     *cases("150k", "20ms", 4, "1Gbit/s", "1ms"),
     *cases("500k", "50ms", 4, "50Mbit/s", "100us", strategies=(*ALL, *OTHERS)),
     *cases("500k", "50ms", 4, "5Mbit/s", "100us", strategies=("streaming:staleness=16",)),
+    *cases("500k", "50ms", 4, "500kbit/s", "100us", strategies=("streaming:staleness=3",)),
     *cases("500k", "50ms", 4, "2Mbit/s", "100us", strategies=("streaming",)),
     *cases("500k", "50ms", 8, "20Mbit/s", "5ms", strategies=("streaming",)),
     *cases("500k", "50ms", 16, "100Mbit/s", "5ms", strategies=("bsp", "local:period=8")),
@@ -204,7 +205,7 @@ def durations(case: Case, text: str) -> tuple[int, int]:
     cycle = getattr(parse_strategy(text), "period", 1)
     cycle = 8 if text.startswith("async") else 10 if text.startswith("selsync") else cycle
     if case.jitter:
-        return cycle, max(30, 6 * cycle)
+        return cycle, cycle * max(6, -(-30 // cycle))
     return (1, 1) if text == "local:period=1" else (max(2, cycle), max(2, cycle))
 
 
