@@ -437,11 +437,11 @@ def _forecast(strategy: Strategy, wire: str, setting: _Setting) -> tuple[float, 
     numbers = _VOTE_BYTES + (16 if isinstance(strategy, SelSync) else 0)
     votes = links.gather(numbers)
     parts = strategy.fragments if isinstance(strategy, DiLoCo) else 1
-    if isinstance(strategy, BSP):
-        return _bsp(wire, setting), 1, numbers + links.buckets(size, wire)[1]
     seconds, sent = links.sum(size / parts, wire, parts=1)
     cost, sent = votes + seconds + setting.after(size / parts), sent + numbers
     match strategy:
+        case BSP():
+            return _bsp(wire, setting), 1, numbers + links.buckets(size, wire)[1]
         case LocalSGD(period=period):
             return setting.scheduled(period, 0, cost), period, sent / period
         case SelSync():
@@ -479,7 +479,7 @@ def _clocked(cost: float, shared: SharedModel, setting: _Setting) -> tuple[float
     A message takes ``cost`` seconds. It lands at the end of the step in which it arrives, and the
     next one is launched. A worker waits for a message that arrives soon after the end of a step, at
     most for the share of its time that its patience allows, and at the bound on the staleness in
-    any case. With jitter it is assumed to wait for half of its patience.
+    any case. With jitter it is assumed to wait for half of its patience, if messages take long.
     """
     step, deviation = setting.step
     if setting.inside.size > 1:  # the workers of a node agree in each step on what has arrived
@@ -496,10 +496,8 @@ def _clocked(cost: float, shared: SharedModel, setting: _Setting) -> tuple[float
         steps = max(0.0, min(steps, fresh + shared.bound - launched))
         waited += max(0.0, flight - steps)
         fresh, launched = launched, launched + steps
-    waits = waited / (launched - first)
-    if deviation and flight > 0.5:
-        waits = max(waits, shared.patience / 2)
-    return step * (1 + waits), (launched - first) / _MESSAGES
+    least = shared.patience / 2 if deviation and flight > 0.5 else 0.0
+    return step * (1 + max(least, waited / (launched - first))), (launched - first) / _MESSAGES
 
 
 def _streaming(

@@ -65,7 +65,7 @@ def test_noisy_times_teach_the_best_number(parts: int, base: float, each: float)
 # -- waits ----------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 2**32), st.floats(0, 1), st.floats(0.01, 0.5))
+@given(st.integers(0, 2**32), st.floats(0, 1), st.sampled_from([0.0, 0.05, 0.5]))
 def test_waits_take_the_share_of_the_time_that_patience_allows(
     seed: int, fails: float, share: float
 ) -> None:
@@ -79,7 +79,7 @@ def test_waits_take_the_share_of_the_time_that_patience_allows(
         waited = limit if in_vain else chance.random() * limit
         pace.waited(waited, in_vain=in_vain)
         total += waited
-        assert total <= 0.1 * (0.7 + share * step) + 1e-9
+        assert total <= 0.1 * (0.7 * (share > 0) + share * step) + 1e-9
 
 
 def test_waits_that_are_long_enough_use_the_whole_patience() -> None:
@@ -110,13 +110,6 @@ def test_out_of_phase_a_worker_tries_again_ever_more_rarely() -> None:
     pace.waited(pace.wait_seconds(), in_vain=True)
     assert not pace.in_phase
     assert pace.growth == 1, "the first attempt comes soon"
-
-
-def test_without_patience_a_worker_never_waits() -> None:
-    pace = Pace(0.0, step_seconds=0.1)
-    for _ in range(100):
-        assert pace.wait_seconds() == 0
-        pace.waited(0.0, in_vain=False)
 
 
 def test_a_suspended_process_waits_again_soon() -> None:
