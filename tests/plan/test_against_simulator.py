@@ -4,12 +4,14 @@ Models of billions of parameters do not fit here. So a small model represents th
 simulated network multiplies the bytes of its messages, and its buckets are smaller by the same
 factor. A bucket then takes as long as a bucket of the large model, and there are as many. Only a
 model of more than ``MOST_BUCKETS`` buckets gets larger ones, here and in the formulas, in which
-time is linear in the number of buckets. Votes and agreements are not multiplied.
+time is linear in the number of buckets. Votes and agreements are not multiplied. Under streaming
+averaging each part is a tensor, and a model of less than ``LARGE`` parameters represents itself.
 """
 
 import functools
 import sys
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -19,13 +21,14 @@ from torch import Tensor, nn
 import offbeat
 from cells import nightly
 from offbeat import Compute, Network, StreamingAveraging, parse_strategy, simulate
-from offbeat.averaging import buckets, gradients, worker
-from offbeat.averaging.parts import part
+from offbeat.averaging import buckets, gradients, pace, worker
 from offbeat.quantization import codecs, kernels
 from offbeat.units import to_count, to_seconds
 
-MOST_BUCKETS = 8
+MOST_BUCKETS, MOST_PARTS = 8, 24
+LARGE = 1_000_000
 EXACT, VARIED = 0.02, 0.05  # relative errors that are allowed without jitter, and with it
+PASS = 0.05  # the same of the steps between two means, without jitter
 formulas = sys.modules["offbeat.plan"]  # ``offbeat.plan`` is the function
 
 
@@ -52,6 +55,22 @@ class Case:
     strategy: str
     jitter: float = 0.0
     workers_per_node: int = 1
+
+    @property
+    def streams(self) -> bool:
+        return self.strategy.startswith("streaming")
+
+    @property
+    def clocked(self) -> bool:
+        """True if the landing of a message starts the next one."""
+        return "eager" in self.strategy or (self.streams and "cyclic" not in self.strategy)
+
+    @property
+    def parts(self) -> int:
+        """Parts of the model under streaming averaging."""
+        parts: Any = StreamingAveraging().averages().parts
+        number: int = parts(round(4 * to_count(self.parameters)))
+        return min(number, MOST_PARTS)
 
     def __str__(self) -> str:
         jitter = f" ± {100 * self.jitter:g} %" if self.jitter else ""
@@ -80,17 +99,22 @@ def cases(*setting: Any, strategies: tuple[str, ...] = ALL, **more: Any) -> list
 
 
 CASES = [
-    *cases("150k", "20ms", 2, "10Mbit/s", "50ms", strategies=(*FIXED, "streaming --wire int4")),
+    *cases("150k", "20ms", 2, "10Mbit/s", "50ms", strategies=FIXED),
+    Case("150k", "20ms", 2, "10Mbit/s", "50ms", "streaming --wire int4"),
     *cases("150k", "20ms", 4, "1Gbit/s", "1ms"),
     *cases("500k", "50ms", 4, "50Mbit/s", "100us", strategies=(*ALL, *OTHERS)),
+    *cases("500k", "50ms", 4, "5Mbit/s", "100us", strategies=("streaming:staleness=16",)),
+    *cases("500k", "50ms", 4, "500kbit/s", "100us", strategies=("streaming:staleness=3",)),
+    *cases("500k", "50ms", 4, "2Mbit/s", "100us", strategies=("streaming",)),
+    *cases("500k", "50ms", 8, "20Mbit/s", "5ms", strategies=("streaming",)),
     *cases("500k", "50ms", 16, "100Mbit/s", "5ms", strategies=("bsp", "local:period=8")),
     *cases("5M", "100ms", 8, "1Gbit/s", "500us", strategies=(*FIXED, *INT4)),
     *cases("25M", "120ms", 4, "5Gbit/s", "100us"),
     *cases("25M", "120ms", 16, "10Mbit/s", "20ms", strategies=("bsp", "local:period=8")),
     *cases("124M", "500ms", 8, "1Gbit/s", "100us", strategies=(*FIXED, INT4[1])),
-    *cases("1B", "1s", 4, "10Gbit/s", "100us"),
+    *cases("1B", "1s", 4, "10Gbit/s", "100us", strategies=(*FIXED, *INT4)),
     *cases("1B", "2s", 2, "1Gbit/s", "10ms", strategies=(*ALL, *OTHERS)),
-    *cases("7B", "5s", 4, "25Gbit/s", "100us"),
+    *cases("7B", "5s", 4, "25Gbit/s", "100us", strategies=(*FIXED, *INT4)),
     *cases("7B", "5s", 16, "100Gbit/s", "10us", strategies=("bsp", "local:period=4")),
     *cases("7B", "5s", 2, "10Mbit/s", "50ms", strategies=("bsp", "local:period=8", "async")),
     *cases("1B", "2s", 64, "100Gbit/s", "1ms", strategies=("local:period=2",)),
@@ -99,6 +123,7 @@ CASES = [
 MANY = cases("25M", "120ms", 256, "10Gbit/s", "10us", strategies=("bsp", "async"))
 VARYING = [
     *cases(*("500k", "50ms", 4, "50Mbit/s", "100us"), strategies=(*FIXED, "streaming"), jitter=0.1),
+    *cases("500k", "50ms", 4, "10Mbit/s", "100us", strategies=("streaming",), jitter=0.1),
     *cases("25M", "120ms", 8, "5Gbit/s", "1ms", strategies=FIXED, jitter=0.2),
     *cases(*("7B", "5s", 4, "100Gbit/s", "50us"), strategies=(*FIXED, "streaming"), jitter=0.05),
     *cases("5M", "100ms", 16, "10Gbit/s", "100us", strategies=("local:period=8",), jitter=0.3),
@@ -131,12 +156,16 @@ class Smaller:
         size = 4 * to_count(case.parameters)
         bucket = max(buckets.BUCKET_BYTES, size / MOST_BUCKETS)
         each = min(size / 8, bucket)  # so that a bucket consists of whole tensors
-        if case.strategy.startswith("bsp") or case.workers_per_node > 1:
+        if case.streams:
+            each = size / case.parts
+        elif case.strategy.startswith("bsp") or case.workers_per_node > 1:
             # The first bucket of gradients is an eighth of the others.
             each = min(size / 8, buckets.BUCKET_BYTES / 64) if size < bucket else bucket / 8
-        quantized = "--wire" in case.strategy or "streaming" in case.strategy
         # A chunk of a quantized sum, an N-th of a tensor, consists of whole blocks.
+        quantized = "--wire" in case.strategy or case.streams
         elements = kernels.BLOCK * (case.workers if quantized else 1)
+        if case.streams and size < 4 * LARGE:
+            elements = round(each / 4)
         return cls(round(size / each), elements, each / (4 * elements), bucket)
 
     @property
@@ -146,40 +175,48 @@ class Smaller:
     def network(self, case: Case) -> Network:
         """The network, on which a message of the model takes as long as if it were larger."""
         factor, tensor_bytes = self.factor, 4 * self.elements
+        members = case.workers // case.workers_per_node
+        # Bytes of the votes in the first or only stage of a message.
+        rows = {"exchange": members, "gather": 1 if members == 2 else 0} if case.clocked else {}
 
         class LargerMessages(Network):
             def collective_seconds(self, kind: Any, size_bytes: float, *rest: Any) -> float:
                 votes = kind == "gather" and size_bytes <= 96
                 agreement = kind == "reduce" and size_bytes < tensor_bytes / case.workers_per_node
-                larger = size_bytes if votes or agreement else factor * size_bytes
+                same = 80 * rows.get(kind, 0) / case.workers_per_node
+                if votes or agreement:
+                    same = size_bytes
+                larger = same + factor * (size_bytes - same)
                 return super().collective_seconds(kind, larger, *rest)
 
         return LargerMessages(case.bandwidth, case.latency, workers_per_node=case.workers_per_node)
 
 
-def durations(text: str, jitter: float) -> tuple[int, int]:
+def durations(case: Case, text: str) -> tuple[int, int]:
     """Steps before the measurement and in it: whole cycles of the strategy."""
-    if text.startswith("streaming") or "eager" in text:
-        return 20, 60 if "eager" in text else 20
+    if case.clocked:
+        return 40, 64 if case.streams else 320
+    if case.streams:
+        return 20, 20
     cycle = getattr(parse_strategy(text), "period", 1)
     cycle = 8 if text.startswith("async") else 10 if text.startswith("selsync") else cycle
-    if jitter:
-        return cycle, max(30, 6 * cycle)
+    if case.jitter:
+        return cycle, cycle * max(6, -(-30 // cycle))
     return (1, 1) if text == "local:period=1" else (max(2, cycle), max(2, cycle))
 
 
-def simulated(case: Case, text: str, smaller: Smaller) -> float:
-    """Seconds of a step of a training in the simulator.
+def simulated(case: Case, text: str, smaller: Smaller) -> tuple[float, float]:
+    """Seconds of a step of a training in the simulator, and parts that land in it.
 
     With jitter the mean of the drawn compute times is replaced by its expected value.
     """
     name, _, wire = text.partition(" --wire ")
-    settle, steps = durations(name, case.jitter)
+    settle, steps = durations(case, name)
     # The gradients determine which steps synchronize. A fixed interval has the same share.
     name = name.replace("target_lssr=0.9", "delta=inf,max_interval=10")
     strategy = parse_strategy(name)
 
-    def train() -> float:
+    def train() -> tuple[float, float]:
         model = Model(smaller.tensors, smaller.elements)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         group: Any = "auto" if case.workers_per_node > 1 else None
@@ -191,33 +228,34 @@ def simulated(case: Case, text: str, smaller: Smaller) -> float:
             model().backward()
             optimizer.step()
             if step in (settle, settle + steps):
-                ends.append((sync.stats.wait_seconds, sync.stats.compute_seconds))
+                landings = sync.stats.details.get("landings", 0)
+                ends.append((sync.stats.wait_seconds, sync.stats.compute_seconds, landings))
         sync.detach()
-        waited, computed = (end - begin for begin, end in zip(*ends, strict=True))
-        return (waited + (steps * to_seconds(case.step) if case.jitter else computed)) / steps
+        waited, computed, landed = (end - begin for begin, end in zip(*ends, strict=True))
+        computed = steps * to_seconds(case.step) if case.jitter else computed
+        return (waited + computed) / steps, landed / steps
 
     compute = Compute(case.step, jitter=case.jitter)
     found = simulate(train, workers=case.workers, network=smaller.network(case), compute=compute)
-    return sum(found.results) / case.workers
+    seconds, landed = zip(*found.results, strict=True)
+    return fmean(seconds), fmean(landed)
 
 
 def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     smaller = Smaller.of(case)
     small_bucket = smaller.bucket_bytes / smaller.factor
     first = smaller.bucket_bytes / 8
-    monkeypatch.setattr(part, "BUCKET_BYTES", small_bucket)
     monkeypatch.setattr(gradients, "FIRST_BUCKET_BYTES", first / smaller.factor)
     small_groups = functools.partial(gradients.gradient_buckets, bucket_bytes=small_bucket)
     monkeypatch.setattr(worker, "gradient_buckets", small_groups)
     monkeypatch.setattr(formulas, "BUCKET_BYTES", smaller.bucket_bytes)
     monkeypatch.setattr(formulas, "FIRST_BUCKET_BYTES", first)
     text = case.strategy
-    if text.startswith("streaming"):
-        parts: Any = StreamingAveraging().averages().parts
-        number = parts(round(4 * smaller.parameters))
+    parts = case.parts if case.streams else 1
+    if case.streams:
         name, _, rest = text.partition(" ")
-        text = f"{name}{',' if ':' in name else ':'}parts={number} {rest}".strip()
-    seconds = simulated(case, text, smaller)
+        text = f"{name}{',' if ':' in name else ':'}parts={parts} {rest}".strip()
+    seconds, landed = simulated(case, text, smaller)
     (row,) = offbeat.plan(
         parameters=smaller.parameters,
         step_time=case.step,
@@ -229,6 +267,8 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         strategies=[text],
     ).rows
     assert row.step_seconds == pytest.approx(seconds, rel=VARIED if case.jitter else EXACT)
+    if case.clocked and not case.jitter:
+        assert row.interval_steps == pytest.approx(parts / landed, rel=PASS)
 
 
 @pytest.mark.parametrize("case", [*CASES, *nightly(MANY)], ids=str)
@@ -252,4 +292,5 @@ def test_the_constants_are_those_of_the_training() -> None:
     assert formulas.BUCKET_BYTES == buckets.BUCKET_BYTES
     assert formulas.FIRST_BUCKET_BYTES == gradients.FIRST_BUCKET_BYTES
     assert formulas.BLOCK == kernels.BLOCK
+    assert formulas._SIZER_SLACK == pace._SLACK
     assert {k: c.block_bytes for k, c in codecs.CODECS.items()} == formulas.BLOCK_BYTES

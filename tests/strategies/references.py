@@ -374,7 +374,7 @@ class Streaming(Reference):
     A worker without peers sends nothing.
     """
 
-    vote_numbers = 7 + 4
+    vote_numbers = 7 + 3
 
     def __init__(
         self,

@@ -8,7 +8,6 @@ import logging
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -245,70 +244,31 @@ def streaming(size: int = 4, parts: int = 4, **options: Any) -> tuple[Any, Any]:
     return strategy, view
 
 
-def test_eager_streaming_asks_for_as_many_parts_as_there_is_room_for() -> None:
-    """``due`` is the smaller of what the window and the CPU budget allow, and 0 below one part."""
+@pytest.mark.parametrize("alone", [False, True])
+def test_only_the_cyclic_schedule_decides(alone: bool) -> None:
+    """In the eager schedule a message has as many parts as arrive young (``pace.Sizer``)."""
     strategy, view = streaming()
-    view.state.rate.window, view.state.rate.budget = 5, 3.5
-    assert strategy.due(view) == 3.5
-    view.in_flight_steps = [1, 1, 1]
-    assert strategy.due(view) == 2
-    view.state.rate.budget = 0.9
-    assert strategy.due(view) == 0
+    assert strategy.due(view) == 1
+    assert strategy.decide(view, UNREAD) == math.inf
+    strategy, view = streaming(size=1 if alone else 4, schedule="cyclic", staleness=2)
+    assert strategy.due(view) == (not alone)
+    assert strategy.decide(view, UNREAD) == 4
 
 
-def test_a_worker_without_budget_asks_for_a_part_in_time_for_the_fastest_workers() -> None:
-    """From staleness τ/2 on, in steps of the other workers, if nothing is in flight."""
-    strategy, view = streaming(size=3, staleness=20)
-
-    def staleness_asked() -> int:
-        view.fresh_step = view.step
-        return next(k for k in range(99) if strategy.due(replace(view, step=view.step + k)))
-
-    view.state.rate.budget = -1.0
-    assert staleness_asked() == 10
-    view.in_flight_steps, view.fresh_step = [1], -50
-    assert strategy.due(view) == 0
-    view.in_flight_steps = []
-    # This worker took 2 steps between two rounds, the others 5 and 9, then none.
-    for step, others, asked in ((2, 14, 3), (4, 28, 3), (6, 28, 10)):
-        view.step = step
-        strategy.vote(view)
-        strategy.decide(view, tally(3, 0.0, (math.inf, step + others + 4.0, 0.0, 0.0)))
-        if step > 2:
-            assert staleness_asked() == asked
-    view.state.rate.budget = 1.0
-    assert staleness_asked() == 0
-
-
-def test_a_worker_without_peers_sends_nothing() -> None:
-    for schedule in ("eager", "cyclic"):
-        strategy, view = streaming(size=1, schedule=schedule)
-        view.state.rate.budget = 9.0
-        assert strategy.due(view) == 0
-
-
-@pytest.mark.parametrize(("wanted", "number"), [(4.0, 1), (7.0, 2), (5.9, 1), (2.4, 1), (12.0, 3)])
-def test_a_round_launches_the_mean_of_what_is_wanted(wanted: float, number: int) -> None:
-    """The mean is rounded to nearest. It is at least one part, which every worker has requested."""
-    strategy, view = streaming()
-    known = (math.inf, 40.0, 0.0, 0.0)
-    assert strategy.decide(view, tally(4, wanted, known)) == number
-
-
-def test_streaming_votes_what_the_outer_step_and_the_rate_control_need() -> None:
-    """The vote is the steps of a pass (∞ if unknown), the local step, ‖u‖² and ‖D‖²."""
+def test_streaming_votes_what_the_outer_step_needs() -> None:
+    """The vote is the local step, ‖u‖² and ‖D‖²."""
     strategy, view = streaming()
     view.step, view.sent_squared, view.mean_squared = 9, 3.0, 2.0
-    assert strategy.vote(view) == (math.inf, 9.0, 3.0, 2.0)
+    assert strategy.vote(view) == (9.0, 3.0, 2.0)
     view.stepping = False
-    assert strategy.vote(view) == (0.0, 0.0, 3.0, 2.0)
+    assert strategy.vote(view) == (0.0, 3.0, 2.0)
 
 
 def test_the_outer_step_is_that_of_coherence() -> None:
     """μ = e^(−k/50), a = (G − 1)(1 − μ), G = √(mean‖u‖²/‖D‖²), from 1 to √N."""
     for sent, mean, gain in [(8.0, 2.0, 2.0), (1.0, 2.0, 1.0), (99.0, 1.0, 3.0), (0.0, 0.0, 1.0)]:
         strategy, view = streaming(size=9)
-        fade, ahead = strategy.outer_step(view, 2, tally(9, 9.0, (0.0, 9 * 30.0, sent, mean)))
+        fade, ahead = strategy.outer_step(view, 2, tally(9, 9.0, (9 * 30.0, sent, mean)))
         assert fade == pytest.approx(math.exp(-30 / 50))
         assert ahead == pytest.approx((gain - 1) * (1 - fade))
         assert view.state.gain == pytest.approx(gain)
@@ -320,15 +280,15 @@ def test_the_outer_momentum_never_grows_by_itself() -> None:
     for (stepping, steps), age in zip(
         ((3, 240.0), (2, 100.0), (2, 110.0)), (80, 0, 5), strict=True
     ):
-        fade, ahead = strategy.outer_step(view, 0, tally(stepping, 3.0, (0.0, steps, 0.0, 0.0)))
+        fade, ahead = strategy.outer_step(view, 0, tally(stepping, 3.0, (steps, 0.0, 0.0)))
         assert fade == pytest.approx(math.exp(-age / 50))
         assert ahead == pytest.approx(2 * (1 - fade))
 
 
 def test_parts_are_as_many_as_pay() -> None:
-    """One part for each 4 MiB, at most 4, but two of at least 64 KiB."""
-    sizes = (2**16, 2**17 - 1, 2**17, 2**23, 3 * 2**22, 2**24, 2**30)
+    """16 of at least 32 KiB; larger models have parts of 32 MiB, at most 1,024 of them."""
+    sizes = (2**14, 2**16, 2**19 - 1, 2**19, 2**29, 2**30, 2**36)
     parts = StreamingAveraging().averages().parts
     assert callable(parts)
-    assert [parts(size) for size in sizes] == [1, 1, 2, 2, 3, 4, 4]
+    assert [parts(size) for size in sizes] == [1, 2, 15, 16, 16, 32, 1024]
     assert StreamingAveraging(parts=9).averages().parts == 9

@@ -1,23 +1,22 @@
-"""Streaming averaging: use of the link, adaptive choices, and the end of training.
+"""Streaming averaging: use of link and processor, adaptive choices, and the end of training.
 
-``test_decisions`` and ``test_rate_control`` test the rules on plain numbers.
+``test_decisions`` and ``averaging/test_pace`` test the rules on plain numbers.
 """
 
-import logging
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from offbeat.averaging.parts.part import Part
-from offbeat.averaging.parts.update_part import UpdatePart
 from torch import Tensor
 
 from loops import attach, sgd
 from offbeat import Compute, Network, StreamingAveraging, simulate
+from offbeat.averaging.averager import Averager, Flight
+from offbeat.simulate.host import SimulatedHost
 from problems import flat, make_wide, wide_step
 from worlds import run
 
@@ -33,97 +32,77 @@ def wide_steps(model: torch.nn.Module, rank: int, steps: int, lr: float = 0.05) 
     return optimizer, go
 
 
-# -- measurements ---------------------------------------------------------------------------------
+# -- link and processor ---------------------------------------------------------------------------
 
 
-def details() -> list[dict[str, Any]]:
-    """Details after 150 steps of 10 ms, with a model of 280 kB, on 3 workers of unequal speed."""
+def costly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let the packing of a message take so much virtual time, which counts as processor time."""
+    real = Averager._packing
 
-    def worker() -> dict[str, Any]:
-        rank = dist.get_rank()
-        model = torch.nn.Linear(264, 264)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        sync = attach(model, optimizer, "streaming")
-        for step in range(150):
-            optimizer.zero_grad()
-            x = torch.randn(4, 264, generator=torch.Generator().manual_seed(100 * rank + step))
-            model(x).square().mean().backward()
-            optimizer.step()
-        found = dict(sync.stats.details)
-        sync.finish()
-        return found
+    def packing(self: Averager, flight: Flight) -> Iterator[None]:
+        self.worker.team.host.sleep(seconds, "a test")
+        yield from real(self, flight)
 
-    compute = Compute("10ms", jitter=0.1)
-    network = Network("1Mbit/s", latency="100us")
-    return simulate(worker, workers=2, network=network, compute=compute).results
-
-
-def test_the_log_says_how_often_the_model_passes(caplog: pytest.LogCaptureFixture) -> None:
-    """The link is never idle: each worker sends 2 bits a number and 4 bytes a block."""
-    with caplog.at_level(logging.INFO, logger="offbeat"):
-        found = details()
-    elements = 264 * 264 + 264
-    seconds = elements * (2 + 32 / 512) / 1e6
-    for one in found:
-        assert one["pass_steps"] == pytest.approx(seconds / 0.01, rel=0.1)
-    logged = [one for one in caplog.messages if "is averaged every" in one]
-    assert len(logged) == 2, "once on each worker"
-    assert all(one.startswith("the whole model (2 parts) is averaged every") for one in logged)
-
-
-def slow(patch: pytest.MonkeyPatch, kind: type[Part], name: str, seconds: float) -> None:
-    """Let a method of a part take virtual time."""
-    real: Callable[..., Any] = getattr(kind, name)
-
-    def slowly(self: Part, *args: Any, **options: Any) -> Any:
-        self._team.host.sleep(seconds, "a test")
-        return real(self, *args, **options)
-
-    patch.setattr(kind, name, slowly)
+    monkeypatch.setattr(Averager, "_packing", packing)
+    monkeypatch.setattr(SimulatedHost, "processor_seconds", SimulatedHost.now)
 
 
 @pytest.mark.parametrize(
-    ("text", "bound", "most_idle", "warnings"),
+    ("text", "bound"),
     [
-        ("streaming:staleness=64", 64, 0.01, 2),
-        ("streaming:staleness=8", 8, 0.5, 2),
-        ("async:staleness=8,schedule=eager", 8, 0.95, 0),
+        *[("streaming:staleness=64", 64), ("streaming:staleness=8", 8)],
+        *[("async:staleness=8,schedule=eager", 8)],
     ],
 )
-def test_the_bound_is_kept_by_workers_without_a_cpu_budget(
-    text: str,
-    bound: int,
-    most_idle: float,
-    warnings: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_the_bound_is_kept_by_workers_without_processor_time(
+    text: str, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of 2 and 18 ms; a part costs 20 ms, so 5 % of the time pay one in 200 or 22 steps."""
-    slow(monkeypatch, UpdatePart, "launch", 0.004)
-    slow(monkeypatch, UpdatePart, "_write", 0.006)
+    """Steps of 2 and 18 ms; a message costs 10 ms, so 5 % of the time pay one in 100 or 11 steps.
 
-    def work() -> tuple[dict[str, Any], float]:
+    All workers choose the same number of parts, although their steps differ.
+    """
+    costly(monkeypatch, 0.01)
+
+    def work() -> tuple[dict[str, Any], float, Any]:
         rank = dist.get_rank()
         model = make_wide(rank)
         optimizer, go = wide_steps(model, rank, (300, 40)[rank], lr=0.01)
-        with attach(model, optimizer, text) as sync:
-            go()
-            return dict(sync.stats.details), sync.stats.idle
+        sync = attach(model, optimizer, text)
+        go()
+        found = dict(sync.stats.details), sync.stats.idle
+        sync.finish()
+        return *found, sync._iteration.flow.state.sizer
 
     network, compute = Network("1Gbit/s", latency="100us"), Compute("2ms", slowdown={1: 9})
     results = simulate(work, workers=2, network=network, compute=compute).results
-    for details, _ in results:
-        assert max(details["staleness_histogram"]) <= bound
-        assert details["landings"] > 5
-    assert results[0][1] <= most_idle
+    for rank, (details, _, sizer) in enumerate(results):
+        oldest = max(details["staleness_histogram"])
+        assert oldest == bound if rank == 0 else oldest <= bound
+        assert details["landings"] >= 3
+        assert sizer == results[0][2]
+        assert sizer.known
     assert results[1][1] <= 0.05, "the slow worker does not wait"
-    messages = [one for one in caplog.messages if "more often than the CPU budget" in one]
-    assert len(messages) == warnings, "once on each worker"
+
+
+def test_messages_take_a_twentieth_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that costs 10 ms is launched in each 20th step of 10 ms."""
+    costly(monkeypatch, 0.01)
+
+    def work() -> float:
+        rank = dist.get_rank()
+        model = make_wide(rank)
+        optimizer, go = wide_steps(model, rank, 200)
+        with attach(model, optimizer, "streaming:parts=1") as sync:
+            go()
+            return float(sync.stats.details["launches"])
+
+    place = {"network": Network("1Gbit/s"), "compute": Compute("10ms")}
+    assert simulate(work, workers=3, **place).results == pytest.approx([10] * 3, abs=1)
 
 
 @pytest.mark.parametrize("slowest", [1.0, 2.0])
 def test_short_waits_keep_equal_workers_together(slowest: float) -> None:
-    """Then nearly every step sends the whole model. The others rarely wait for a slow one."""
+    """Then nearly every step sends the whole model. A slow worker waits for nobody."""
 
     def work(patience: float) -> tuple[float, float]:
         rank = dist.get_rank()
@@ -142,9 +121,11 @@ def test_short_waits_keep_equal_workers_together(slowest: float) -> None:
     )
     for (passes, idle), (more_passes, more_idle) in zip(without, patient, strict=True):
         assert idle == 0
-        assert more_idle <= 0.02
+        assert more_idle <= 0.05
         if slowest == 1:
             assert more_passes > passes + 0.02
+    if slowest > 1:
+        assert patient[0][1] == 0
 
 
 # -- the outer gain -------------------------------------------------------------------------------
@@ -215,8 +196,8 @@ def test_steps_of_sgd_are_shorter_by_the_root_of_the_gain(
 # -- the end --------------------------------------------------------------------------------------
 
 
-def ending(rank: int, size: int, wire: Any) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The mean of the models, P, the model after ``finish``, and the bytes of ``finish``.
+def ending(rank: int, size: int, wire: Any) -> tuple[Tensor, float, Tensor, int, float]:
+    """The mean of the models, max |x − P|, the model and bytes after ``finish``, max error of sums.
 
     The last part lands in the last step, so that ``finish`` only averages what is left.
     """
@@ -225,15 +206,15 @@ def ending(rank: int, size: int, wire: Any) -> tuple[Tensor, Tensor, Tensor, int
     strategy = StreamingAveraging(parts=2, schedule="cyclic", staleness=4, outer_gain=1.0)
     sync = attach(model, optimizer, strategy, wire=wire)
     go()
-    state = sync.state_dict()
-    sync.load_state_dict(state)  # lets everything in flight arrive
+    flow = sync._iteration.flow
+    flow.settle()
     with sync.consensus():
         mean = flat(model)
-    kept = max((float(e["summed"].abs().max()) for e in state["errors"].values()), default=0.0)
+    errors = [part.stream.errors for part in flow.parts]
+    kept = max((float(e.abs().max()) for e in errors if e is not None), default=0.0)
     before = sync.stats.payload_bytes
-    parts = sync._iteration.flow.pipeline.parts
-    base = torch.cat([one for part in parts for one in part.base])
-    residual = float((flat(model) - base).abs().max())
+    (space,) = flow.spaces
+    residual = 0.0 if space.P is None else float((flat(model) - space.P).abs().max())
     sync.finish()
     return mean, residual, flat(model), sync.stats.payload_bytes - before, kept
 

@@ -416,8 +416,8 @@ class Averager(Flow):
 
     def consensus_weights(self, last: Round) -> tuple[float, float]:
         """Return this worker's weight in a consensus, and the sum of all workers' weights."""
-        if self.precision is not None:
-            # x − P may contain quantization errors even on a worker without new steps.
+        if self.precision is not None or self.shared.error_feedback:
+            # x − P may contain earlier changes even on a worker without new steps.
             return 1.0, float(self.worker.size)
         return last.own.weight, last.wait().weight
 

@@ -48,8 +48,13 @@ class Sizer:
 
     def measure(self, steps: float, number: int) -> None:
         """Learn from a message with ``number`` parts that took ``steps``, and choose the next."""
+        if not self.known and number == 1 < self.parts:
+            self.each, self.number = steps, 2  # a message with two parts tells base and each
+            return
         if not self.known:
-            self.base, self.each, self.known = 0.0, steps / number, True
+            first, self.known = self.each, True
+            self.each = max(0.0, steps - first) if number == 2 and first else steps / number
+            self.base = max(0.0, steps - self.each * number)
         else:
             error = steps - (self.base + self.each * number)
             step = _GAIN * error / (1 + number * number)
@@ -99,7 +104,7 @@ class Pace:
                 seconds = min(seconds, 2 * mean)
             self.step_seconds = seconds if not mean else mean + _SMOOTHING * (seconds - mean)
         added = _MOST_SHARE * self.step_seconds
-        self.credit_seconds = min(max(self.credit_seconds, -50 * added) + added, 2 * added)
+        self.credit_seconds = min(self.credit_seconds + added, 2 * added)
 
     def step_begins(self, now: float) -> None:
         """Note that the next step begins ``now``."""
