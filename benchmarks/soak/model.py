@@ -41,7 +41,7 @@ def regions(sync: Any) -> list[list[Tensor]]:
     flow = sync._iteration.flow
     if not isinstance(flow, Averager):
         return [[p.detach() for _, p in sync._worker.replica.parameters]]
-    pieces = (piece for part in flow.parts for _, _, piece in part.pieces())
+    pieces = (piece for part in flow.parts for whole in part.slices for piece in whole.pieces())
     return [list(piece.space.x.numbers(piece.start, piece.stop)) for piece in pieces]
 
 

@@ -526,6 +526,8 @@ def _streaming(
 
     def age(count: int) -> float:
         flight = max(1, math.ceil(message(count)[0] / step + _SIZER_SLACK))
+        if count > 1 and flight > shared.bound:
+            return math.inf
         return flight * (1 + parts / (2 * count))
 
     count = min(range(1, parts + 1), key=age)

@@ -62,16 +62,14 @@ class Workers:
         chosen = now
         if strategy.tally_delay:
             chosen, self._before = self._before or UNREAD, now
-        for view in self.views:
-            view.rounds += 1
         if chosen is UNREAD:
             return 0
         launches = [strategy.decide(view, chosen) for view in self.views]
         assert len({*launches}) == 1, "all workers decide alike"
         for view in self.views if launches[0] else []:
-            view.rounds, view.launch_step = 0, view.step
+            view.launch_step = view.step
             number = int(min(launches[0], view.count))
-            view.launches, view.landings = view.launches + number, view.landings + number
+            view.launches += number
         return launches[0]
 
     def play(self, steps: int) -> list[float | None]:

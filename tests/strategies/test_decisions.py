@@ -258,7 +258,7 @@ def test_only_the_cyclic_schedule_decides(alone: bool) -> None:
 def test_streaming_votes_what_the_outer_step_needs() -> None:
     """The vote is the local step, ‖u‖² and ‖D‖²."""
     strategy, view = streaming()
-    view.step, view.sent_squared, view.mean_squared = 9, 3.0, 2.0
+    view.step, view.squares = 9, (3.0, 2.0)
     assert strategy.vote(view) == (9.0, 3.0, 2.0)
     view.stepping = False
     assert strategy.vote(view) == (0.0, 3.0, 2.0)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from loops import attach, sgd
 from offbeat import Compute, Network, StreamingAveraging, simulate
-from offbeat.averaging.averager import Averager, Flight
+from offbeat.averaging.averager import Averager
+from offbeat.averaging.flight import Flight
 from offbeat.simulate.host import SimulatedHost
 from problems import flat, make_wide, wide_step
 from worlds import run
@@ -37,13 +38,18 @@ def wide_steps(model: torch.nn.Module, rank: int, steps: int, lr: float = 0.05) 
 
 def costly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let the packing of a message take so much virtual time, which counts as processor time."""
-    real = Averager._packing
+    real = Averager.begin
 
-    def packing(self: Averager, flight: Flight) -> Iterator[None]:
+    def begin(self: Averager, *args: Any) -> Flight:
+        flight = real(self, *args)
+        flight.work = packing(self, flight.work)
+        return flight
+
+    def packing(self: Averager, work: Iterator[None]) -> Iterator[None]:
         self.worker.team.host.sleep(seconds, "a test")
-        yield from real(self, flight)
+        yield from work
 
-    monkeypatch.setattr(Averager, "_packing", packing)
+    monkeypatch.setattr(Averager, "begin", begin)
     monkeypatch.setattr(SimulatedHost, "processor_seconds", SimulatedHost.now)
 
 
@@ -123,7 +129,7 @@ def test_short_waits_keep_equal_workers_together(slowest: float) -> None:
         assert idle == 0
         assert more_idle <= 0.05
         if slowest == 1:
-            assert more_passes > passes + 0.02
+            assert more_passes > max(passes, 0.97)
     if slowest > 1:
         assert patient[0][1] == 0
 

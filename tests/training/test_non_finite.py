@@ -88,7 +88,7 @@ def test_nan_in_statistics_alone_counts_as_non_finite(
 ) -> None:
     """Infinite masks do not count, nor do buffers that were NaN from the start."""
     # Otherwise a part is always in flight, and its landing replaces the NaN by the mean.
-    monkeypatch.setattr(StreamingAveraging, "due", lambda _, view: float(view.staleness >= 4))
+    monkeypatch.setattr(StreamingAveraging, "due", lambda _, view: float(view.since_launch >= 4))
     for rank, (spoiled, error) in enumerate(run(spoil_statistics, text, "raise", workers=3)):
         assert error.startswith("rank 1 would contribute NaN or infinity to the mean at ")
         assert rank == BAD_RANK or not spoiled

@@ -128,7 +128,7 @@ class Averager(Flow):
             [space.v for space in self.spaces if space.v is not None],
             [part.stream.errors for part in self.parts if part.stream.errors is not None],
             view,
-            Sizer(len(self.parts)),
+            Sizer(len(self.parts), bound=self.shared.bound),
             fresh_step=worker.step,
             checked_step=worker.step,
         )

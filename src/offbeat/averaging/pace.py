@@ -25,14 +25,16 @@ class Sizer:
     The time of a message with m parts is modelled as ``base`` + ``each``·m steps. It lands at the
     end of a step, after F = ⌈base + each·m⌉ steps. So the mean age of what a worker knows about
     the others is F·(1 + n/(2m)): F for the message, and half of the n/m messages in a pass of the
-    model. The number m minimizes it.
+    model. The number m minimizes it, but F must not exceed the bound on the staleness, at which the
+    worker would wait.
 
     Attributes:
         parts: Number n of parts of the model.
         number: Number m of parts in the next message.
         base: Time of an empty message, in steps.
         each: Time of one part, in steps.
-        known: True once a message has been measured.
+        known: True once messages of two sizes have been measured.
+        bound: Bound on the staleness.
     """
 
     parts: int
@@ -40,6 +42,7 @@ class Sizer:
     base: float = 0.0
     each: float = 0.0
     known: bool = False
+    bound: float = math.inf
 
     @property
     def steps(self) -> float:
@@ -60,13 +63,18 @@ class Sizer:
             step = _GAIN * error / (1 + number * number)
             self.base = max(0.0, self.base + step)
             self.each = max(0.0, self.each + step * number)
-        ages = {m: self.age(m) for m in range(1, self.parts + 1)}
-        self.number = min(ages, key=lambda m: (ages[m], m))
+        least = self.age(1)
+        self.number = 1
+        for m in range(2, self.parts + 1):
+            if self._flight(m) <= self.bound and self.age(m) < least:
+                self.number, least = m, self.age(m)
 
     def age(self, number: int) -> float:
         """Return the mean age of what a worker knows, if messages have ``number`` parts."""
-        flight = max(1, math.ceil(self.base + self.each * number + _SLACK))
-        return flight * (1 + self.parts / (2 * number))
+        return self._flight(number) * (1 + self.parts / (2 * number))
+
+    def _flight(self, number: int) -> int:
+        return max(1, math.ceil(self.base + self.each * number + _SLACK))
 
 
 @dataclass
