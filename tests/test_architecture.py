@@ -278,7 +278,7 @@ def test_the_layers_are_the_ones_of_the_design() -> None:
     def imported(name: str) -> set[str]:
         return {unit for unit, _ in units_imported(ROOT / name)}
 
-    assert {"transport", "strategies"} <= imported("averaging/parts/part.py")
+    assert {"transport", "strategies"} <= imported("averaging/averager.py")
     assert "training/assembly" in imported("synchronizer.py")
     assert "synchronizer" in imported("checkpoint/save_load.py")
     assert "torch.distributed.PrefixStore" in dict(

@@ -556,7 +556,8 @@ def plan(
 
     The figures describe the steady state, without warm-up. The tests hold them to within 2 % of the
     simulator, or 5 % with jitter. Under an eager schedule they hold the steps between two means to
-    within 10 % without jitter. With jitter these are more than predicted.
+    within 10 % without jitter. With jitter these are more than predicted. If a message takes longer
+    than the bound on the staleness, a step may differ by 6 %.
 
     *Not modelled*: the final metric; the arithmetic of sums and codecs; buffers; means of
     optimizers' states; workers that are always slower than others; and other traffic on the

@@ -82,7 +82,7 @@ def test_payloads_are_decoded_as_by_the_cpu(precision: str) -> None:
     numbers[:size] = torch.randn(size, generator=torch.Generator().manual_seed(0))
 
     def rounded(device: str) -> Tensor:
-        payload = torch.zeros(4 * codec.block_bytes, dtype=torch.uint8, device=device)
+        payload = torch.zeros(4, codec.block_bytes, dtype=torch.uint8, device=device)
         codec.encode(numbers.to(device, copy=True), payload, keep_error=False)
         return payload
 

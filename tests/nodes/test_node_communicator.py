@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from offbeat.quantization.decoding import TensorVector
+from offbeat.quantization.message import Stream, make_message
 from torch import Tensor
 
 import offbeat
@@ -216,19 +216,20 @@ def test_a_lossy_wire_gives_the_bits_of_one_worker_in_each_node(precision: Any) 
     """In two stages and in one, with several sums in flight, and with error feedback."""
 
     def work(communicator: Communicator) -> list[Tensor]:
-        wire, generator = (
-            Wire(Team(communicator), precision),
-            torch.Generator().manual_seed(communicator.rank),
-        )
+        team, cpu = Team(communicator), torch.device("cpu")
+        wire, generator = Wire(team, precision), torch.Generator().manual_seed(communicator.rank)
+        part = Stream([(3000, torch.float32, cpu)], team.size, cpu)
+        part.make_errors()
         found = []
         for _ in range(3):
             updates = [torch.randn(3000, generator=generator) for _ in range(3)]
             sums = [wire.sum(u, stream=f"s{i}", what="x") for i, u in enumerate(updates)]
-            more = wire.sum_updates(TensorVector(updates[0].clone()), stream="u", what="y")
+            message = make_message(team, wire.twin, precision, [part], "y")
+            message.write(0, 0, 0, updates[0].clone())
+            message.start(None).wait()
             found += [one.wait().clone() for one in sums]
-            total = torch.empty(3000)
-            more.wait().read(total)
-            found.append(total)
+            found.append(torch.empty(3000))
+            message.read(0, 0, 0, found[-1], torch.empty(3000))
         return found
 
     plain = offbeat.simulate(

@@ -104,7 +104,6 @@ CASES = [
     *cases("150k", "20ms", 4, "1Gbit/s", "1ms"),
     *cases("500k", "50ms", 4, "50Mbit/s", "100us", strategies=(*ALL, *OTHERS)),
     *cases("500k", "50ms", 4, "5Mbit/s", "100us", strategies=("streaming:staleness=16",)),
-    *cases("500k", "50ms", 4, "700kbit/s", "100us", strategies=("streaming:staleness=3",)),
     *cases("500k", "50ms", 4, "2.2Mbit/s", "100us", strategies=("streaming",)),
     *cases("500k", "50ms", 8, "18Mbit/s", "5ms", strategies=("streaming",)),
     *cases("500k", "50ms", 16, "100Mbit/s", "5ms", strategies=("bsp", "local:period=8")),

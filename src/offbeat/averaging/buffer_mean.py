@@ -1,4 +1,4 @@
-"""Means of floating-point buffers, such as the statistics of BatchNorm, beside those of parts."""
+"""Means of the floating-point buffers, such as statistics of BatchNorm, while workers train."""
 
 from torch import Tensor
 
