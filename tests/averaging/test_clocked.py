@@ -1,0 +1,129 @@
+"""Self-clocked averaging of workers that differ in speed and in their number of steps."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import workers
+from loops import attach, sgd
+from offbeat import Compute, Network, simulate
+from problems import flat, make_wide
+
+LR, WORKERS = 0.1, 3
+TEXTS = {
+    "async:schedule=eager,staleness=4": 4,
+    "async:schedule=eager,staleness=1": 1,
+    "streaming:parts=3,outer_gain=1": 64,
+    "streaming:parts=3,outer_gain=1,staleness=5,patience=0": 5,
+}
+"""Strategies, and their bounds on the staleness."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps of each worker, and factors on the time of a step.
+
+    ``shown``: step before which all workers show a consensus, if any.
+    """
+
+    steps: tuple[int, int, int] = (24, 24, 24)
+    slowdown: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    shown: int | None = None
+
+
+CASES = {
+    "alike": Case(),
+    "one is late": Case(slowdown=(3.0, 1.0, 1.0)),
+    "one is far behind": Case(slowdown=(1.0, 20.0, 1.0)),
+    "a consensus in the middle": Case(slowdown=(1.0, 1.5, 1.0), shown=12),
+    "other numbers of steps": Case(steps=(24, 17, 9)),
+    "the fast one has least steps": Case(steps=(7, 24, 24), slowdown=(1.0, 4.0, 2.0)),
+}
+
+
+def gradient(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(flat(make_wide(0)).numel(), generator=generator)
+
+
+def drift(rank: int, size: int, text: str, case: Case, sleep: bool) -> dict[str, Any]:
+    """Take steps whose gradients do not depend on the model."""
+    model = make_wide(seed=rank)
+    optimizer, shown = sgd(model, LR), None
+    sync = attach(model, optimizer, text, wire="float32")
+    for step in range(case.steps[rank]):
+        if step == case.shown:
+            with sync.consensus():
+                shown = flat(model)
+        if sleep:
+            time.sleep(0.002 * case.slowdown[rank])
+        moved = gradient(rank, step)
+        for p in model.parameters():
+            p.grad, moved = moved[: p.numel()].view_as(p), moved[p.numel() :]
+        optimizer.step()
+    details = dict(sync.stats.details)
+    sync.finish()
+    shared = sync._iteration.flow.state.shared[0]
+    return {"end": flat(model), "shown": shown, "P": shared, **details}
+
+
+def mean_drift(steps: int) -> Tensor:
+    """Where the models are after so many steps of each worker."""
+    total = sum(gradient(rank, step) for rank in range(WORKERS) for step in range(steps))
+    return flat(make_wide(0)) - LR * total / WORKERS
+
+
+def check(results: list[dict[str, Any]], text: str, case: Case) -> None:
+    for result in results:
+        assert torch.equal(result["P"], results[0]["P"])
+        assert torch.equal(result["end"], results[0]["end"])
+        assert max(result["staleness_histogram"]) <= TEXTS[text]
+        if case.shown is not None:
+            torch.testing.assert_close(result["shown"], mean_drift(12), rtol=0, atol=1e-5)
+    if len({*case.steps}) == 1:  # each update counts once
+        torch.testing.assert_close(results[0]["end"], mean_drift(24), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_update_counts_once_and_the_bound_is_kept(text: str, case: Case) -> None:
+    """P has the same bits on all workers, and the model ends at the mean of all steps."""
+
+    def worker() -> dict[str, Any]:
+        return drift(dist.get_rank(), dist.get_world_size(), text, case, False)
+
+    compute = Compute("5ms", jitter=0.3, slowdown=dict(enumerate(case.slowdown)))
+    for latency in ("100us", "30ms"):  # in the first case messages land during training
+        network = Network("10Mbit/s", latency=latency)
+        found = simulate(worker, workers=WORKERS, network=network, compute=compute)
+        check(found.results, text, case)
+        assert latency != "100us" or all(result["landings"] for result in found.results)
+
+
+@pytest.mark.parametrize("name", ["one is late", "other numbers of steps"])
+def test_the_same_on_real_processes(name: str) -> None:
+    for text in TEXTS:
+        found = workers.run(drift, text, CASES[name], True, workers=WORKERS)
+        check(found, text, CASES[name])
+
+
+def test_a_worker_out_of_data_counts_for_the_steps_that_it_has_taken() -> None:
+    """Equal workers: the mean of a step is that of the workers that take it, as with BSP."""
+    case = Case(steps=(12, 9, 5))
+
+    def worker() -> dict[str, Any]:
+        text = "async:schedule=eager,staleness=4"
+        return drift(dist.get_rank(), dist.get_world_size(), text, case, False)
+
+    network = Network("1Gbit/s", latency="10us")
+    found = simulate(worker, workers=WORKERS, network=network, compute=Compute("5ms"))
+    expected = flat(make_wide(0))
+    for step in range(12):
+        moving = [gradient(rank, step) for rank in range(WORKERS) if step < case.steps[rank]]
+        expected = expected - LR * sum(moving) / len(moving)
+    torch.testing.assert_close(found.results[0]["end"], expected, rtol=0, atol=1e-5)
