@@ -128,7 +128,7 @@ COUNTERS, LOSSY = ["Maximum"], ["Exchange", "Gather"]
             "streaming:parts=1,schedule=cyclic,staleness=2",
             "float32",
             VOTES + MEAN + BUFFERS,
-            VOTES + COUNTERS,
+            VOTES + MEAN + COUNTERS,
         ),
         # Votes ride with the gradients; the last round sends gradients of 0.
         ("bsp", "float32", MEAN, MEAN + BUFFERS + COUNTERS),

@@ -51,6 +51,7 @@ class Workers:
             view.record = {}
             if view.stepping:
                 view.step += 1
+                view.since_launch += 1
                 view.gradient_norm_squared = norms[rank] if norms else 0.0
                 due.append(strategy.due(view))
         assert len({bool(one) for one in due}) == 1, "the workers that step agree"
@@ -67,7 +68,7 @@ class Workers:
         launches = [strategy.decide(view, chosen) for view in self.views]
         assert len({*launches}) == 1, "all workers decide alike"
         for view in self.views if launches[0] else []:
-            view.launch_step = view.step
+            view.since_launch = 0
             number = int(min(launches[0], view.count))
             view.launches += number
         return launches[0]

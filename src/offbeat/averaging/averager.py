@@ -63,8 +63,9 @@ class AveragerState:
         errors: Quantization errors of the sums of each part; see ``Stream``.
         view: The data about this worker that the strategy may read.
         landings: Number of landings in this view.
-        fresh_step: Local step at which the newest landed part was launched. Before the first
-            landing: the local step at which the view began.
+        launch_step: Local step of the newest launch, at first that at which the view began.
+        fresh_step: Local step at which the newest landed part was launched, at first that at which
+            the view began.
         synced_steps: ``Part.synced_step`` of each part.
         next_part: Index of the part that is launched next.
         checked_step: Local step of the last check for non-finite values.
@@ -81,6 +82,7 @@ class AveragerState:
     view: WorkerView
     sizer: Sizer
     landings: int = 0
+    launch_step: int = 0
     fresh_step: int = 0
     synced_steps: list[int] = field(default_factory=list)
     next_part: int = 0
@@ -129,6 +131,7 @@ class Averager(Flow):
             [part.stream.errors for part in self.parts if part.stream.errors is not None],
             view,
             Sizer(len(self.parts), bound=self.shared.bound),
+            launch_step=worker.step,
             fresh_step=worker.step,
             checked_step=worker.step,
         )
@@ -205,6 +208,7 @@ class Averager(Flow):
         """Return the strategy's view of this worker, up to date."""
         view, worker = self.state.view, self.worker
         view.step, view.stepping, view.record = worker.step, stepping, worker.record
+        view.since_launch = worker.step - self.state.launch_step
         return view
 
     @override
@@ -235,7 +239,8 @@ class Averager(Flow):
     ) -> Flight:
         """Begin a launch. ``pack`` and ``send`` complete it."""
         view, worker = self.state.view, self.worker
-        view.launches, view.launch_step = view.launches + len(parts), worker.step
+        view.launches += len(parts)
+        self.state.launch_step = worker.step
         numbers = ", ".join(str(part.index) for part in parts)
         message = self.make_message(
             [part.stream for part in parts],

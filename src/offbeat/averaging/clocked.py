@@ -70,7 +70,8 @@ class ClockedAverager(Averager):
             self._advance(arrived=self._wait_a_moment())
             while worker.step - state.fresh_step >= self.shared.bound:
                 self._complete(self._flying[0] if self._flying else self._begin(stepping=True))
-                self._advance(arrived=False)
+                if self.unsynced:
+                    self._advance(arrived=False)
         self.report()
         if self._calls_after_step:
             self.strategy.after_step(self.view_of(stepping=True))

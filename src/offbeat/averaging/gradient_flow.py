@@ -38,6 +38,7 @@ class GradientFlowState:
         saved_tallies: ``delayed`` as plain numbers, for a checkpoint.
         newest: True if this worker has the newest model: it took a step in the last round, or has
             received the newest model since. Only used if every step averages.
+        launch_steps: Local step of the newest mean of each optimizer, at first ``start_step``.
         start_step: Number of local steps when the present group of workers began to train.
     """
 
@@ -46,6 +47,7 @@ class GradientFlowState:
     delayed: dict[int, Round] = transient(default_factory=dict)
     saved_tallies: dict[int, list[float]] = field(default_factory=dict)
     newest: bool = False
+    launch_steps: list[int] = field(default_factory=list)
     start_step: int = 0
 
 
@@ -84,7 +86,10 @@ class GradientFlow(Flow):
             self.make_mean(optimizer, view, slots)
             for optimizer, view in zip(worker.optimizers, views, strict=True)
         ]
-        self.state = GradientFlowState(views, means, start_step=worker.step)
+        begun = worker.step
+        self.state = GradientFlowState(
+            views, means, launch_steps=[begun] * len(views), start_step=begun
+        )
 
     def make_mean(self, optimizer: AttachedOptimizer, view: WorkerView, slots: int) -> GradientMean:
         """Return the object that averages the gradients of ``optimizer``.
@@ -123,6 +128,7 @@ class GradientFlow(Flow):
         """Return the strategy's view of this worker, up to date."""
         view, worker = self.state.views[optimizer], self.worker
         view.step, view.stepping, view.record = worker.step, stepping, worker.record
+        view.since_launch = worker.step - self.state.launch_steps[optimizer]
         return view
 
     # -- events ----------------------------------------------------------------------------------
@@ -204,7 +210,8 @@ class GradientFlow(Flow):
             return False
         if not self.strategy.decide(view, chosen.tally()):
             return False
-        view.launch_step, view.launches = view.step, view.launches + 1
+        view.launches += 1
+        state.launch_steps[index] = self.worker.step
         # Unless the policy is "warn", non-finite gradients are not sent: all would receive them.
         allowed = not self.worker.guarded or self._finite_gradients(index)
         contribute = round.own.stepping and allowed

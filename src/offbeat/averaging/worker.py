@@ -109,7 +109,6 @@ class Worker:
             size=self.size,
             step=self.step,
             start_step=self.step,
-            launch_step=self.step,
             record=self.record,
             details=self.details,
         )

@@ -149,8 +149,8 @@ class WorkerView:
         count: Number of parts (common).
         launches: Number of launches in this view (common; with ``lands="arrived"`` only in
             ``decide`` and ``outer_step``).
-        launch_step: Local step of this worker's newest launch. Before the first launch: the local
-            step at which the view began.
+        since_launch: Number of local steps since this worker's newest launch, at first since the
+            view began.
         gradient_norm_squared: ‖g‖² of the current step before clipping. With several optimizers:
             over all of them for a ``SharedModel``, over one for ``Gradients``. Requires
             ``Strategy.gradient_norm``.
@@ -170,16 +170,11 @@ class WorkerView:
     lr_factor: float = 1.0
     count: int = transient(default=1)
     launches: int = 0
-    launch_step: int = 0
+    since_launch: int = transient(default=0)
     gradient_norm_squared: float = transient(default=0.0)
     squares: tuple[float, float] = (0.0, 0.0)
     record: dict[str, Any] = transient(default_factory=dict)
     details: dict[str, Any] = transient(default_factory=dict)
-
-    @property
-    def since_launch(self) -> int:
-        """Number of local steps since ``launch_step``."""
-        return self.step - self.launch_step
 
 
 # -- the contract ----------------------------------------------------------------------------------
