@@ -83,24 +83,24 @@ LOCKS_ALLOWED = {"offbeat_lab/baselines/shard.py"}  # called by the background t
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2312, 1190),
-    "src/offbeat/averaging": (4046, 2190),
+    "src/offbeat": (2321, 1198),
+    "src/offbeat/averaging": (3793, 2117),
     "src/offbeat/checkpoint": (1097, 597),
     "src/offbeat/cli": (609, 357),
     "src/offbeat/data": (826, 413),
     "src/offbeat/display": (88, 42),
-    "src/offbeat/elastic": (1789, 944),
+    "src/offbeat/elastic": (1790, 946),
     "src/offbeat/integrations": (304, 178),
-    "src/offbeat/launcher": (691, 381),
+    "src/offbeat/launcher": (690, 379),
     "src/offbeat/nodes": (738, 414),
-    "src/offbeat/quantization": (1454, 811),
-    "src/offbeat/simulate": (2539, 1403),
-    "src/offbeat/strategies": (1695, 703),
+    "src/offbeat/quantization": (1438, 810),
+    "src/offbeat/simulate": (2544, 1407),
+    "src/offbeat/strategies": (1422, 536),
     "src/offbeat/training": (2484, 1430),
-    "src/offbeat/transport": (2854, 1422),
-    "src/offbeat_lab": (10730, 5799),
-    "benchmarks": (7718, 4824),
-    "tests": (38076,),
+    "src/offbeat/transport": (2873, 1434),
+    "src/offbeat_lab": (10745, 5805),
+    "benchmarks": (7676, 4801),
+    "tests": (38364,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
@@ -278,7 +278,7 @@ def test_the_layers_are_the_ones_of_the_design() -> None:
     def imported(name: str) -> set[str]:
         return {unit for unit, _ in units_imported(ROOT / name)}
 
-    assert {"transport", "strategies"} <= imported("averaging/averager.py")
+    assert {"transport", "strategies"} <= imported("averaging/worker.py")
     assert "training/assembly" in imported("synchronizer.py")
     assert "synchronizer" in imported("checkpoint/save_load.py")
     assert "torch.distributed.PrefixStore" in dict(
