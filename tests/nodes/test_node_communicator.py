@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from offbeat.quantization.message import Stream, make_message
 from torch import Tensor
 
 import offbeat
 from offbeat.errors import CommunicationError
 from offbeat.nodes.communicator import NodeCommunicator
+from offbeat.quantization.message import Stream, make_message
 from offbeat.quantization.wire import Wire
 from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.simulate.connections import Group
