@@ -41,7 +41,9 @@ def measure(millions: int, repetitions: int) -> dict[str, list[float]]:
     team = Team(TorchCommunicator(None, timeout_seconds=60))
     parameters = [*model.parameters()]
     replica = Replica(model, parameters)
-    averager = RoundAverager(LocalSGD(), Worker(team, replica, [], Wire(team)), SharedModel())
+    averager = RoundAverager(
+        LocalSGD(period=1), Worker(team, replica, [], Wire(team)), SharedModel()
+    )
     averager.start()
     exact = ExactMean(team, replica)
     flat = torch.zeros(sum(p.numel() for p in model.parameters()))
@@ -49,7 +51,7 @@ def measure(millions: int, repetitions: int) -> dict[str, list[float]]:
     dist.all_reduce(expected)
 
     def training() -> None:
-        flight = averager.begin(averager.parts, 1.0, lambda _: float(team.size), [Step()])
+        flight = averager.begin(averager.parts, 1.0, lambda: float(team.size), [Step()])
         for _ in flight.work:
             pass
         averager.send(flight)

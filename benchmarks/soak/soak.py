@@ -39,20 +39,26 @@ class Soak:
             again = self._run(case, Run("again", checkpoints, loads=True, breaks=False))
             outcomes = [broken, again]
         if case.kind in ("pause", "slow") and case.repeatable:
-            wanted = self._without_fault(case)
+            wanted = self._without_fault(case, saves=False)
             finished = [one for one in outcomes[0].reports if one is not None]
             verdict = judge(case, outcomes, None)
             if any(one.values != wanted for one in finished) and not verdict.violations:
                 verdict.violations.append(f"{finished[0].values}, and {wanted} without a fault")
             return verdict, outcomes
         resumes = case.repeatable and len(outcomes) > 1
-        expected = self._without_fault(case) if resumes else None
+        expected = self._without_fault(case, saves=True) if resumes else None
         return judge(case, outcomes, expected), outcomes
 
-    def _without_fault(self, case: Case) -> list[str]:
-        key = (case.strategy, case.wire, case.workers, case.elements, case.seed)
+    def _without_fault(self, case: Case, *, saves: bool) -> list[str]:
+        """Return the final values of a run without a fault.
+
+        ``saves``: it saves at the same steps as the runs with a fault. A save lands what is in
+        flight, so it changes the values of strategies that overlap communication with steps.
+        """
+        key = (case.strategy, case.wire, case.workers, case.elements, case.seed, saves)
         if key not in self.expected:
-            outcome = self._run(case, Run("unbroken", breaks=False))
+            checkpoints = str(self.folder / f"unbroken{self._runs}") if saves else None
+            outcome = self._run(case, Run("unbroken", checkpoints, breaks=False))
             report = outcome.reports[0]
             if report is None or report.outcome != "finished":
                 raise RuntimeError(f"a run without a fault has failed: {outcome}")

@@ -243,7 +243,8 @@ class Synchronizer:
 
         Every worker calls this method at the same step, between two steps, and saves its result.
         Only a worker of the same rank can load it. The result contains neither the model nor the
-        optimizer; ``offbeat.save`` saves these, too.
+        optimizer; ``offbeat.save`` saves these, too. This method first lands what is in flight, so
+        call it before ``model.state_dict()``.
 
         Inside ``consensus`` and after ``finish`` the result is the *state of a consensus*: it has
         the totals, but no state of the strategy. It can be loaded with any strategy, ``wire`` and
@@ -269,7 +270,7 @@ class Synchronizer:
 
         A collective. Either all workers load their states, or none does. The state of a consensus
         must be loaded before the first step. All workers then start from rank 0's model, and only
-        the totals of ``stats`` continue.
+        the totals of ``stats`` continue. The effect of what is in flight is discarded.
 
         Raises:
             CheckpointError: the state of a worker is damaged, or belongs to another strategy,

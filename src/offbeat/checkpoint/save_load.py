@@ -74,12 +74,12 @@ def save(
     extra: Any = None,
     keep: int = 2,
 ) -> Path:
-    """Save a checkpoint from which training continues exactly, in one file per worker.
+    """Save a checkpoint from which training continues, in one file per worker.
 
-    A collective: every worker calls it between two steps, and all workers are at the same step.
-    Inside ``sync.consensus()`` the model is the mean over all workers. There the workers may be at
-    different steps, and the checkpoint can be loaded with any strategy and any number of workers.
-    Training then starts again from the mean.
+    A collective: every worker calls it between two steps, and all workers are at the same step. It
+    first lands what is in flight. Inside ``sync.consensus()`` the model is the mean over all
+    workers. There the workers may be at different steps, and the checkpoint can be loaded with any
+    strategy and any number of workers. Training then starts again from the mean.
 
     The name of the file is ``step-STEP.rankRANK.pt``, or ``step-STEP-N.rankRANK.pt`` (N = 1, 2, …)
     if there is already a checkpoint of this step. The file contains

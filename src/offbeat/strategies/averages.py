@@ -70,9 +70,9 @@ class SharedModel:
             bound.
         outer: Outer step, which determines Δ.
         error_feedback: True: the parts have about equal bytes and may begin inside a tensor, and
-            the flow measures ``sent_squared`` and ``mean_squared`` of ``WorkerView``. Requires
-            ``outer.lr`` = 1. If ``outer`` has momentum, the flow calls ``outer_step`` for each
-            launch. False: the parts consist of whole tensors.
+            the flow measures ``squares`` of ``WorkerView``. Requires ``outer.lr`` = 1. If ``outer``
+            has momentum, the flow calls ``outer_step`` for each launch. False: the parts consist of
+            whole tensors.
         optimizer_state: True if the optimizers' state is averaged whenever the last part of the
             model lands. Requires ``lands=0``.
     """

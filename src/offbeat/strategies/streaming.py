@@ -49,7 +49,8 @@ class StreamingAveraging(Strategy):
     **Update**. P is the shared model, which has the same bits on all workers. x is the local model
     of one worker. f is a part, w the weight of a worker (1, or 0 if it has nothing new to send), C
     the quantization at the precision ``wire`` (see ``attach``), and k the workers' mean number of
-    local steps since the previous launch of f:
+    local steps since the previous launch of f. In the eager schedule a worker without new steps has
+    u = 0 and w = 1 until all others have taken more steps than it has.
 
         launch:   u = C(x_f − P_f)
         landing:  D = Σ w·u / Σ w
