@@ -83,7 +83,7 @@ LOCKS_ALLOWED = {"offbeat_lab/baselines/shard.py"}  # called by the background t
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2321, 1198),
+    "src/offbeat": (2322, 1198),
     "src/offbeat/averaging": (3793, 2117),
     "src/offbeat/checkpoint": (1097, 597),
     "src/offbeat/cli": (609, 357),
@@ -95,11 +95,11 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/nodes": (738, 414),
     "src/offbeat/quantization": (1438, 810),
     "src/offbeat/simulate": (2544, 1407),
-    "src/offbeat/strategies": (1422, 536),
+    "src/offbeat/strategies": (1423, 536),
     "src/offbeat/training": (2484, 1430),
     "src/offbeat/transport": (2873, 1434),
     "src/offbeat_lab": (10745, 5805),
-    "benchmarks": (7676, 4801),
+    "benchmarks": (7686, 4805),
     "tests": (38364,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
