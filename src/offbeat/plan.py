@@ -434,7 +434,8 @@ def _forecast(strategy: Strategy, wire: str, setting: _Setting) -> tuple[float, 
         return setting.step[0], math.inf, 0.0
     if isinstance(strategy, StreamingAveraging):
         return _streaming(strategy, wire, setting)
-    numbers = _VOTE_BYTES + (16 if isinstance(strategy, SelSync) else 0)
+    more = {"selsync": 2, "async": int(getattr(strategy, "schedule", "") == "eager")}
+    numbers = _VOTE_BYTES + 8 * more.get(strategy.name, 0)
     votes = links.gather(numbers)
     parts = strategy.fragments if isinstance(strategy, DiLoCo) else 1
     seconds, sent = links.sum(size / parts, wire, parts=1)
@@ -508,7 +509,8 @@ def _streaming(
     In the eager schedule a message has the number of parts for which a worker's knowledge is
     youngest, as in ``averaging/pace.py``.
     """
-    links, step, vote = setting.links, setting.step[0], _VOTE_BYTES + 8 * 3
+    links, step = setting.links, setting.step[0]
+    vote = _VOTE_BYTES + 8 * (4 if strategy.schedule == "eager" else 3)
     number = (shared := strategy.averages()).parts
     parts = number(round(setting.model_bytes)) if callable(number) else number
     size = setting.model_bytes / parts

@@ -182,7 +182,7 @@ class Smaller:
             def collective_seconds(self, kind: Any, size_bytes: float, *rest: Any) -> float:
                 votes = kind == "gather" and size_bytes <= 96
                 agreement = kind == "reduce" and size_bytes < tensor_bytes / case.workers_per_node
-                same = 80 * rows.get(kind, 0) / case.workers_per_node
+                same = 88 * rows.get(kind, 0) / case.workers_per_node
                 if votes or agreement:
                     same = size_bytes
                 larger = same + factor * (size_bytes - same)

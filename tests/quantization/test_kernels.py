@@ -5,7 +5,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,20 +100,6 @@ def test_workers_with_and_without_numba_train_together(
         assert len(result["v"]) == (gain > 1)
         assert torch.equal(result["P"], results[0]["P"])
         assert torch.equal(result["end"], results[0]["end"])
-
-
-def test_squared_norms_do_not_depend_on_the_pieces() -> None:
-    """Of whole blocks, except the last one."""
-    loops = kernels.kernels()
-    assert loops is not None
-    x = torch.randn(7 * BLOCK + 91, generator=torch.Generator().manual_seed(0)).numpy()
-    whole, cut = np.zeros(2), np.zeros(2)
-    loops.add_squared_norm(x, whole, 1)
-    for start, stop in ((0, 2), (2, 3), (3, 8)):
-        loops.add_squared_norm(x[start * BLOCK : stop * BLOCK], cut, 1)
-    assert whole.tolist() == cut.tolist()
-    assert whole[1] == pytest.approx(float((x.astype(np.float64) ** 2).sum()), rel=1e-5)
-    assert whole[0] == 0
 
 
 def test_the_environment_can_disable_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:

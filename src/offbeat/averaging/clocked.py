@@ -10,15 +10,12 @@ from typing_extensions import override
 
 from offbeat.averaging.averager import Averager
 from offbeat.averaging.flight import Flight
-from offbeat.averaging.pace import Pace
+from offbeat.averaging.pace import BOUNDARY_SHARE, Pace
 from offbeat.averaging.rounds import WaitingWarning
 from offbeat.averaging.votes import STEP, WANTED, WEIGHT, Round, Sums, Vote
 from offbeat.averaging.worker import Worker
 from offbeat.strategies.base import SharedModel, Strategy, Tally
 from offbeat.transport.handle import Completed, Handle
-
-_BOUNDARY_SHARE = 0.03
-"""Share of a step for which the training thread may pack or land parts at a step boundary."""
 
 
 class ClockedAverager(Averager):
@@ -38,7 +35,7 @@ class ClockedAverager(Averager):
     with the first message that no stepping worker has launched. All workers were at the barrier
     when they launched it, and none has launched a later one.
 
-    The training thread packs and lands at most ``_BOUNDARY_SHARE`` of a step, or one piece, at a
+    The training thread packs and lands at most ``BOUNDARY_SHARE`` of a step, or one piece, at a
     step boundary. A background thread adds up the updates and moves P and v.
     """
 
@@ -51,9 +48,10 @@ class ClockedAverager(Averager):
     @override
     def start(self, common: dict[str, Any] | None = None) -> None:
         super().start(common)
-        self._flight_steps = math.inf  # from sending to arrival of the newest landed message
+        # Of the newest landed message: time from sending to arrival, and processor time of a part.
+        self._flight_steps, self._cost = math.inf, 0.0
         numbers = (0.0,) * len(self.strategy.vote(self.view_of(stepping=False)))
-        self.vote_length = Vote.SLOTS + len(numbers)
+        self.vote_length = Vote.SLOTS + len(numbers) + 1
         self._measured = 0  # number of parts in the newest message that has landed
         self._sums = Sums(0.0, 0, 0, 0.0, numbers=numbers)  # of that message
 
@@ -105,7 +103,7 @@ class ClockedAverager(Averager):
         """Land the message in flight if it has arrived, and launch the next one, within limits."""
         host, node = self.worker.team.host, self.worker.team.node
         may_launch = self.pace.credit_seconds >= 0  # before the landing: a node has agreed on it
-        seconds = math.inf if node else _BOUNDARY_SHARE * self.pace.step_seconds
+        seconds = math.inf if node else BOUNDARY_SHARE * self.pace.step_seconds
         deadline = host.processor_seconds() + seconds
         flight = self._flying[0] if self._flying else None
         if flight is not None and flight.handle is not None:
@@ -132,6 +130,7 @@ class ClockedAverager(Averager):
             now = host.processor_seconds()
             if done or now >= deadline:
                 self.pace.credit_seconds -= now - began
+                flight.processor_seconds += now - began
                 return done
 
     def _complete(self, flight: Flight) -> None:
@@ -181,7 +180,7 @@ class ClockedAverager(Averager):
         if not finite:
             worker.details["non_finite"] = worker.details.get("non_finite", 0) + 1
         flight.vote = vote = replace(vote, finite=finite)
-        self.send(flight, vote.encode())
+        self.send(flight, [*vote.encode(), self._cost])
         assert flight.handle is not None
         # The thread that waits for the message must not keep this object or the worker.
         check, step, size, host = self.check, worker.step, worker.size, team.host
@@ -189,10 +188,11 @@ class ClockedAverager(Averager):
         def move(_: object) -> Handle[None]:
             flight.arrived_seconds, began = host.now(), host.processor_seconds()
             votes = flight.message.votes
-            sums = vote.tally([sum(column) for column in zip(*votes, strict=True)], size)
+            *columns, costs = zip(*votes, strict=True)
+            sums = vote.tally([sum(column) for column in columns], size)
             flight.sums, total = check(sums, step), _contributors(votes)
             flight.total = lambda: total
-            flight.fastest = min(each[WANTED] for each in votes)
+            flight.fastest, flight.cost = min(each[WANTED] for each in votes), max(costs)
             flight.move()
             flight.background_seconds = host.processor_seconds() - began
             return Completed(None)
@@ -217,14 +217,21 @@ class ClockedAverager(Averager):
         self._sums = flight.sums
         flight.work = flight.add()
         pace.credit_seconds -= flight.background_seconds
+        flight.processor_seconds += flight.background_seconds
         self.syncs += 1
         if pace.step_seconds and flight.arrived_seconds is not None:
             seconds = flight.arrived_seconds - flight.sent_seconds
             (self._flight_steps,) = self.worker.team.agree(seconds / pace.step_seconds)
         # What the workers have measured of the previous message came with this one.
         if math.isfinite(flight.fastest) and self._measured:
-            state.sizer.measure(flight.fastest, self._measured)
+            state.sizer.measure(flight.fastest, self._measured, flight.cost)
         self._measured = len(flight.parts)
+
+    @override
+    def landed(self, flight: Flight, *, take: bool = True) -> None:
+        super().landed(flight, take=take)
+        step = self.pace.step_seconds * len(flight.parts)
+        (self._cost,) = self.worker.team.agree(flight.processor_seconds / step if step else 0.0)
 
     @override
     def buffer_total(self, flight: Flight) -> float:

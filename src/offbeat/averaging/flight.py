@@ -78,8 +78,10 @@ class Flight:
         vote: Vote of this worker, if it travels in the message.
         sums: Sum of all workers' votes, if they travel in the message.
         fastest: Least time, in steps, that a worker has measured for the previous message.
+        cost: Most processor time of a part of the previous message, in steps of that worker.
         moved: Handle of the work of the background thread; None if there is none.
         background_seconds: Processor time of the background thread.
+        processor_seconds: Processor time of both threads.
         received: True once the landing has begun.
     """
 
@@ -102,8 +104,10 @@ class Flight:
     vote: Vote | None = None
     sums: Sums | None = None
     fastest: float = math.inf
+    cost: float = 0.0
     moved: Handle[None] | None = None
     background_seconds: float = 0.0
+    processor_seconds: float = 0.0
     received: bool = False
 
     def outer(self) -> list[Step]:
@@ -258,15 +262,6 @@ class Flight:
     ) -> None:
         """Apply the sum of the updates in ``shift`` as the compiled loop ``land`` does."""
         shift.mul_(1 / total)
-        loops = kernels_for(shift, sent, shared)
-        if loops is not None:
-            mean, own = shift.numpy(), sent.numpy()
-            if self.measures:
-                loops.add_squared_norm(mean, self.squares, 0)
-                loops.add_squared_norm(own, self.squares, 1)
-            moving = mean[:0] if velocity is None else velocity.numpy()
-            loops.apply_mean(mean, own, shared.numpy(), moving, *step)
-            return
         if self.measures:
             pair = torch.stack([torch.dot(shift, shift), torch.dot(sent, sent)])
             self.squares += pair.double().cpu().numpy()

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 _MOST_ALLOWANCE = 1.0  # steps
 _ACQUIRE = 0.7  # steps of allowance with which a worker tries to come into phase
 _LEAST_GROWTH = 1 / 64
+BOUNDARY_SHARE = 0.03
+"""Share of a step for which the training thread may pack or land parts at a step boundary."""
 _MOST_SHARE = 0.05
 """Largest share of the step time that a worker spends on launching and landing parts."""
 _SMOOTHING = 0.1  # weight of a new value in an exponential average
@@ -22,17 +24,20 @@ _SLACK = 0.1  # share of a step that is kept free, because steps and messages va
 class Sizer:
     """Chooses the number of parts in the next message, equal on all workers.
 
-    The time of a message with m parts is modelled as ``base`` + ``each``·m steps. It lands at the
-    end of a step, after F = ⌈base + each·m⌉ steps. So the mean age of what a worker knows about
-    the others is F·(1 + n/(2m)): F for the message, and half of the n/m messages in a pass of the
-    model. The number m minimizes it, but F must not exceed the bound on the staleness, at which the
-    worker would wait.
+    A message with m parts is in flight for ``base`` + ``each``·m steps, and lands at the end of a
+    step. Its processor time is ``cost``·m steps. About half of it is packing and adding by the
+    training thread, which takes several step boundaries if it is long. So the message takes
+    F = ⌈base + each·m⌉ + cost·m/(2·0.03) steps, and a worker launches one every
+    I = max(F, cost·m/0.05) steps. The mean age of what it knows about the others is F + I·n/(2m):
+    the message, and half of the n/m messages in a pass of the model. The number m minimizes it, but
+    F must not exceed the bound on the staleness, at which the worker would wait.
 
     Attributes:
         parts: Number n of parts of the model.
         number: Number m of parts in the next message.
         base: Time of an empty message, in steps.
         each: Time of one part, in steps.
+        cost: Processor time of one part, in steps, of the worker that needs most.
         known: True once messages of two sizes have been measured.
         bound: Bound on the staleness.
     """
@@ -43,14 +48,19 @@ class Sizer:
     each: float = 0.0
     known: bool = False
     bound: float = math.inf
+    cost: float = 0.0
 
     @property
     def steps(self) -> float:
         """Expected time of the next message, in steps. Infinite before the first measurement."""
         return self.base + self.each * self.number if self.known else math.inf
 
-    def measure(self, steps: float, number: int) -> None:
-        """Learn from a message with ``number`` parts that took ``steps``, and choose the next."""
+    def measure(self, steps: float, number: int, cost: float = 0.0) -> None:
+        """Learn from a message with ``number`` parts that took ``steps``, and choose the next.
+
+        ``cost``: processor time of each of its parts, in steps.
+        """
+        self.cost += _GAIN * (cost - self.cost) if self.cost else cost
         if not self.known and number == 1 < self.parts:
             self.each, self.number = steps, 2  # a message with two parts tells base and each
             return
@@ -71,10 +81,13 @@ class Sizer:
 
     def age(self, number: int) -> float:
         """Return the mean age of what a worker knows, if messages have ``number`` parts."""
-        return self._flight(number) * (1 + self.parts / (2 * number))
+        flight = self._flight(number)
+        every = max(flight, math.ceil(self.cost * number / _MOST_SHARE))
+        return flight + every * self.parts / (2 * number)
 
     def _flight(self, number: int) -> int:
-        return max(1, math.ceil(self.base + self.each * number + _SLACK))
+        in_flight = max(1, math.ceil(self.base + self.each * number + _SLACK))
+        return in_flight + int(self.cost * number / (2 * BOUNDARY_SHARE))
 
 
 @dataclass

@@ -27,7 +27,7 @@ from offbeat.errors import CheckpointError
 from offbeat.telemetry import Stats
 from offbeat.training.checks.consistency import copy_rank_0
 
-FORMAT = 4
+FORMAT = 5
 
 
 def state_of(flow: Flow, stats: Stats) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 Each loop makes one pass over memory where torch operations make about ten.
 
 The *shared model P* is a copy of the model that must have the same bits on all workers.
-``apply_mean`` and ``land`` apply a mean update D to it. Without numba, torch operations replace
-them and ``decode``. On a CPU both give the same bits, so only some of the workers may have numba.
+``land`` applies a mean update D to it. Without numba, torch operations replace it and ``decode``. On
+a CPU both give the same bits, so only some of the workers may have numba.
 """
 
 import os
@@ -153,76 +153,11 @@ def decode(values: Floats, rows: Rows, bits: int, add: bool) -> None:
                     part[j] = np.float32(np.int8(fields[j] << up & highest)) * step
 
 
-def apply_mean(
-    shift: Floats,
-    sent: Floats,
-    shared: Floats,
-    velocity: Floats,
-    momentum: float,
-    direct: float,
-    lookahead: float,
-) -> None:
-    """Apply a mean update to the shared model P, and compute the change of the local model.
-
-        v ← momentum·v + D
-        Δ = direct·D + lookahead·v
-        P ← P + Δ
-        shift ← Δ − u        for the local model, which already contains u
-
-    Args:
-        shift: Input: D, the mean of the updates of all workers. Output: Δ − u.
-        sent: u, the update that this worker has sent.
-        shared: P. Updated in place.
-        velocity: v, updated in place. If the array is empty, Δ = direct·D.
-        momentum: Factor of the old v.
-        direct: Factor of D in Δ.
-        lookahead: Factor of v in Δ.
-    """
-    keep, near, forward = np.float32(momentum), np.float32(direct), np.float32(lookahead)
-    if velocity.size:
-        for i in range(shift.size):
-            new = shift[i] + keep * velocity[i]
-            velocity[i] = new
-            step = near * shift[i] + forward * new
-            shared[i] += step
-            shift[i] = step - sent[i]
-    else:
-        for i in range(shift.size):
-            step = near * shift[i]
-            shared[i] += step
-            shift[i] = step - sent[i]
-
-
-def add_squared_norm(values: Floats, squares: NDArray[np.float64], index: int) -> None:
-    """Add ‖values‖² to ``squares[index]``.
-
-    A vector may be passed in several calls. The result has the same bits if all calls except the
-    last have whole blocks.
-    """
-    folded = np.empty(BLOCK, np.float32)
-    for start in range(0, values.size, BLOCK):
-        length = min(BLOCK, values.size - start)
-        block = values[start : start + length]
-        for i in range(length):
-            folded[i] = block[i] * block[i]
-        for i in range(length, BLOCK):
-            folded[i] = np.float32(0)
-        width = BLOCK // 2
-        while width >= _LANES:
-            low, high = folded[:width], folded[width : 2 * width]
-            for i in range(width):
-                low[i] += high[i]
-            width //= 2
-        for lane in range(_LANES):
-            squares[index] += folded[lane]
-
-
 def land(
     sums: Rows,
     offset: int,
     bits: int,
     sent: Bytes,
-    sent_bits: int,
     weight: float,
     shift: Floats,
     shared: Floats,
@@ -232,17 +167,19 @@ def land(
     lookahead: float,
     squares: NDArray[np.float64],
 ) -> None:
-    """Decode D and u, add their squared norms to ``squares``, and apply D like ``apply_mean``.
+    """Decode D, the mean of the updates, and u, this worker's update, and move P by D.
 
-    The symbols are those of ``apply_mean``.
+        v ← momentum·v + D
+        Δ = direct·D + lookahead·v
+        P ← P + Δ
+        shift ← Δ − u        for the local model, which already contains u
 
     Args:
         sums: Encoded blocks, one range of bytes per row. The sum of the decoded ranges, added in
             their order, is weight·D.
         offset: Index, within each row of ``sums``, of the first byte of the range.
-        bits: Bits of an integer in ``sums``.
+        bits: Bits of an integer.
         sent: The encoded blocks of u.
-        sent_bits: Bits of an integer in ``sent``.
         weight: Sum of the weights of all workers.
         shift: Output: Δ − u. May end inside a block.
         shared: P. Updated in place.
@@ -256,21 +193,19 @@ def land(
     inverse = np.float32(1.0 / weight)
     mean, own = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     folded = np.empty(BLOCK, np.float32)
-    rows = sums.shape[0]
+    rows, width, highest = sums.shape[0], BLOCK * bits // 8, 0xFF << (8 - bits) & 0xFF
     for start in range(0, shift.size, BLOCK):
         length, block = min(BLOCK, shift.size - start), start // BLOCK
         for row in range(rows + 1):
             raw = sums[row] if row < rows else sent
             first = offset if row < rows else 0
-            values, depth = (mean, bits) if row < rows else (own, sent_bits)
-            width = BLOCK * depth // 8
+            values = mean if row < rows else own
             place = first + block * (4 + width)
-            highest = 0xFF << (8 - depth) & 0xFF
             scale = raw[place : place + 4].view(np.float32)[0]
-            step = scale * np.float32(2.0 ** (depth - 8))
+            step = scale * np.float32(2.0 ** (bits - 8))
             fields = raw[place + 4 : place + 4 + width]
-            for k in range(8 // depth):
-                up = 8 - depth - k * depth
+            for k in range(8 // bits):
+                up = 8 - bits - k * bits
                 part = values[k * width : (k + 1) * width]
                 if 0 < row < rows:
                     for j in range(width):
@@ -280,18 +215,16 @@ def land(
                         part[j] = np.float32(np.int8(fields[j] << up & highest)) * step
         for i in range(length):
             mean[i] *= inverse
-        for i in range(length, BLOCK):  # padding after the last number
-            mean[i] = own[i] = np.float32(0)
-        for index in range(2):  # as in ``add_squared_norm``
+        for index in range(2):
             values = mean if index == 0 else own
             for i in range(BLOCK):
                 folded[i] = values[i] * values[i]
-            width = BLOCK // 2
-            while width >= _LANES:
-                low, high = folded[:width], folded[width : 2 * width]
-                for i in range(width):
+            half = BLOCK // 2
+            while half >= _LANES:
+                low, high = folded[:half], folded[half : 2 * half]
+                for i in range(half):
                     low[i] += high[i]
-                width //= 2
+                half //= 2
             for lane in range(_LANES):
                 squares[index] += folded[lane]
         moved, base = shift[start : start + length], shared[start : start + length]
@@ -316,9 +249,7 @@ class Kernels:
 
     encode: Callable[..., None]
     decode: Callable[..., None]
-    apply_mean: Callable[..., None]
     land: Callable[..., None]
-    add_squared_norm: Callable[..., None]
 
 
 @cache
@@ -336,17 +267,14 @@ def kernels() -> Kernels | None:
     floats, raw, number = numba.float32[::1], numba.uint8[::1], numba.float64
     count, rows, pair = numba.int64, numba.uint8[:, ::1], numba.float64[::1]
     codec_signature = numba.void(floats, rows, count, numba.boolean)
-    mean_signature = numba.void(floats, floats, floats, floats, number, number, number)
     land_signature = numba.void(
-        *(rows, count, count, raw, count, number),
+        *(rows, count, count, raw, number),
         *(floats, floats, floats, number, number, number, pair),
     )
     return Kernels(
         _compiled(encode, codec_signature),
         _compiled(decode, codec_signature),
-        _compiled(apply_mean, mean_signature),
         _compiled(land, land_signature),
-        _compiled(add_squared_norm, numba.void(floats, pair, count)),
     )
 
 

@@ -154,7 +154,7 @@ class Message(ABC):
         """Return the encoded numbers from ``start`` on, for ``kernels.land``.
 
         Returns:
-            Their number, at most ``count``, and the first five arguments of the loop. None if the
+            Their number, at most ``count``, and the first four arguments of the loop. None if the
             numbers are not integers on the CPU.
         """
         return None
@@ -387,7 +387,7 @@ class QuantizedMessage(Message):
         row, first, _, numbers = next(self._ranges(part, piece, start, count))
         rows = sums.numpy() if self._single else sums.numpy()[row : row + 1]
         sent = self._sent.numpy()[row, first:]
-        return numbers, (rows, first, codec.bits, sent, codec.bits)
+        return numbers, (rows, first, codec.bits, sent)
 
 
 class All(Handle[None]):

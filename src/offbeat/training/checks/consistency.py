@@ -21,7 +21,7 @@ from offbeat.transport.team import Team
 
 logger = logging.getLogger("offbeat")
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the messages between workers. A release that changes messages increases it."""
 
 Settings = Mapping[str, str]
