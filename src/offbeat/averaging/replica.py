@@ -73,7 +73,6 @@ class Replica:
         self._saved_buffers = list(
             saved_buffers(model if buffers_of is None else buffers_of).values()
         )
-        self._buckets: dict[Contents, tuple[list[Tensor], list[Bucket]]] = {}
 
     def describe(self) -> list[str]:
         """Return a line of text for each tensor of the model, for comparison between workers."""
@@ -131,26 +130,11 @@ class Replica:
     # -- buckets and snapshots -------------------------------------------------------------------
 
     def buckets(self, kind: Contents = "averaged") -> list[Bucket]:
-        """Return the averaged tensors in buckets: parameters, buffers, or both ("averaged").
-
-        Repeated calls return the same buckets while the tensors are the same.
-        """
+        """Return the averaged tensors in new buckets: parameters, buffers, or both ("averaged")."""
         tensors: list[Tensor] = [] if kind == "buffers" else [p for _, p in self.parameters]
         if kind != "parameters":
             tensors += self.float_buffers()
-        previous, buckets = self._buckets.get(kind, ([], []))
-        if [id(t) for t in previous] != [id(t) for t in tensors]:
-            buckets = make_buckets(tensors)
-            self._buckets[kind] = (tensors, buckets)
-        return buckets
-
-    def forget_buckets(self) -> None:
-        """Discard all buckets. The next call of ``buckets`` makes new ones.
-
-        Required after an operation was abandoned: the communication backend may still write into
-        the staging tensors of the old buckets.
-        """
-        self._buckets.clear()
+        return make_buckets(tensors)
 
     def snapshot(self, device: torch.device | str | None = None) -> list[Tensor]:
         """Return copies of all tensors that a consensus may change, the averaged parameters first.

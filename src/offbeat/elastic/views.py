@@ -219,7 +219,6 @@ class Views:
             assert membership is not None
             logger.info("rank %d leaves view %d: %s", team.rank, team.view, error)
             team.close()
-            self._worker.replica.forget_buckets()
             team.enter(membership.next_view(step=self._stats().steps))
             if team.size < self._min_workers:
                 self._give_up()

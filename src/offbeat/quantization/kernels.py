@@ -3,8 +3,8 @@
 Each loop makes one pass over memory where torch operations make about ten.
 
 The *shared model P* is a copy of the model that must have the same bits on all workers.
-``land`` applies a mean update D to it. Without numba, torch operations replace it and ``decode``. On
-a CPU both give the same bits, so only some of the workers may have numba.
+``land`` applies a mean update D to it. Without numba, torch operations replace it and ``decode``.
+On a CPU both give the same bits, so only some of the workers may have numba.
 """
 
 import os

@@ -181,3 +181,4 @@ def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
         # Rank 0 unpacks, too. With nodes it is a node of several workers, and the others of them
         # must get the values of the node's first worker.
         bucket.unpack()
+        bucket.release()
