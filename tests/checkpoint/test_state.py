@@ -79,7 +79,7 @@ SPOILED: dict[str, tuple[Callable[[State], object], str]] = {
     "digest": (lambda s: s.pop("digest"), DAMAGED),
     "format": (
         lambda s: s.update(format=1),
-        "the state was saved in format 1, this version reads 4: resume with the version that",
+        "the state was saved in format 1, this version reads 5: resume with the version that",
     ),
     "older": (lambda s: s.pop("format"), "this is not a state of sync.state_dict"),
     "model": (

@@ -65,11 +65,13 @@ class ClockedAverager(Averager):
         self.record_staleness()
         pace.step_ended(host.now())
         if worker.size > 1:
-            self._advance(arrived=self._wait_a_moment())
+            arrived = self._wait_a_moment()
+            may_launch = pace.credit_seconds >= 0  # a node has just agreed on it
+            self._advance(arrived=arrived, may_launch=may_launch)
             while worker.step - state.fresh_step >= self.shared.bound:
                 self._complete(self._flying[0] if self._flying else self._begin(stepping=True))
                 if self.unsynced:
-                    self._advance(arrived=False)
+                    self._advance(arrived=False, may_launch=may_launch)
         self.report()
         if self._calls_after_step:
             self.strategy.after_step(self.view_of(stepping=True))
@@ -99,10 +101,9 @@ class ClockedAverager(Averager):
         pace.credit_seconds = -debt
         return not late
 
-    def _advance(self, *, arrived: bool) -> None:
+    def _advance(self, *, arrived: bool, may_launch: bool) -> None:
         """Land the message in flight if it has arrived, and launch the next one, within limits."""
         host, node = self.worker.team.host, self.worker.team.node
-        may_launch = self.pace.credit_seconds >= 0  # before the landing: a node has agreed on it
         seconds = math.inf if node else BOUNDARY_SHARE * self.pace.step_seconds
         deadline = host.processor_seconds() + seconds
         flight = self._flying[0] if self._flying else None
