@@ -214,7 +214,7 @@ def attach(
                 log=log,
                 non_finite=non_finite,
                 min_workers=min_workers,
-                hooks=[ddp],
+                ddp=ddp,
                 shards=shards,
             )
             on_failure.pop_all()
