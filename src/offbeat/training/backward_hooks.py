@@ -115,7 +115,7 @@ class BackwardHooks:
             self._received.clear()
         self._task, self._running = task, True
         self._missing, self._next = list(self._sizes), 0
-        queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+        queue_callback = torch.autograd.Variable._execution_engine.queue_callback
         # Callbacks run in the order in which they were queued. Queued again from a callback, this
         # one runs after those in which DDP and FSDP complete their gradients.
         queue_callback(lambda: queue_callback(self._ended))

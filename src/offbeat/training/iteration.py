@@ -171,6 +171,8 @@ class Iteration:
         Raises AttachError if a step has several backward passes, and the strategy decides by the
         gradients of each step.
         """
+        # Without those that stepped in this pass, and removed their gradients.
+        received = {index for index in received if self._gradient(index) is not None}
         # The pass of a generator also computes gradients of the discriminator, which has stepped.
         for index in sorted(received - self._stepped or received):
             accumulated = index in self._prepared and not self._replaced(index)
