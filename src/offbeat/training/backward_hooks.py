@@ -149,7 +149,7 @@ class BackwardHooks:
         self._hooks = []
 
 
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_BACKWARD = torch.autograd.backward.__code__
 _APPLY: Any = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
@@ -161,7 +161,7 @@ def _inside_backward_of_function() -> bool:
     """
     frame, nested = sys._getframe(), False
     while frame is not None:
-        nested = nested or frame.f_code is _RUN_BACKWARD
+        nested = nested or frame.f_code is _BACKWARD
         if nested and frame.f_code is _APPLY:
             return True
         frame = frame.f_back  # type: ignore[assignment]
