@@ -20,6 +20,8 @@ class GossipState:
 
 
 class GossipFlow(Flow):
+    uses_gradients = False
+
     def start(self, common=None):
         self.state = GossipState()
 

@@ -77,30 +77,33 @@ NETWORKS_THREADS_AND_CLOCKS = {
     "threading",
     "time",
 }
-PRIVATE_ALLOWED = {"simulate/process_group.py"}  # the default process group needs one
+PRIVATE_ALLOWED = {
+    "simulate/process_group.py",  # the default process group needs one
+    "training/backward_hooks.py",  # the end of backward, as DDP and FSDP find it
+}
 LOCKS_ALLOWED = {"offbeat_lab/baselines/shard.py"}  # called by the background threads of a server
 # Lines, and code lines, which are those without docstrings, comments, blank lines and imports. A
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2322, 1198),
-    "src/offbeat/averaging": (3793, 2117),
+    "src/offbeat": (2343, 1202),
+    "src/offbeat/averaging": (3732, 2073),
     "src/offbeat/checkpoint": (1097, 597),
     "src/offbeat/cli": (609, 357),
     "src/offbeat/data": (826, 413),
     "src/offbeat/display": (88, 42),
-    "src/offbeat/elastic": (1790, 946),
+    "src/offbeat/elastic": (1788, 944),
     "src/offbeat/integrations": (304, 178),
     "src/offbeat/launcher": (690, 379),
-    "src/offbeat/nodes": (738, 414),
-    "src/offbeat/quantization": (1438, 810),
+    "src/offbeat/nodes": (741, 413),
+    "src/offbeat/quantization": (1336, 745),
     "src/offbeat/simulate": (2544, 1407),
-    "src/offbeat/strategies": (1423, 536),
-    "src/offbeat/training": (2484, 1430),
+    "src/offbeat/strategies": (1424, 536),
+    "src/offbeat/training": (2485, 1429),
     "src/offbeat/transport": (2873, 1434),
-    "src/offbeat_lab": (10745, 5805),
+    "src/offbeat_lab": (10741, 5801),
     "benchmarks": (7686, 4805),
-    "tests": (38364,),
+    "tests": (38316,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

@@ -57,10 +57,12 @@ def attach(
 
     1. checks that all workers have the same model, optimizers and strategy,
     2. copies rank 0's parameters and buffers to all workers,
-    3. hooks ``optimizer.step``, so that the strategy runs in every step.
+    3. hooks ``optimizer.step``, so that the strategy runs in every step,
+    4. hooks the parameters, if gradients are averaged or measured. This happens at the end of
+       ``backward()``, as in DDP, so that clipping and the optimizers see the mean.
 
     The strategy counts iterations. One iteration is one step of every optimizer, regardless of the
-    number of backward passes before it (gradient accumulation).
+    number of backward passes before it; see ``Synchronizer.no_sync`` for gradient accumulation.
 
     Args:
         model: The model. The strategy averages the parameters that have ``requires_grad`` now, or
@@ -214,7 +216,7 @@ def attach(
                 log=log,
                 non_finite=non_finite,
                 min_workers=min_workers,
-                hooks=[ddp],
+                ddp=ddp,
                 shards=shards,
             )
             on_failure.pop_all()

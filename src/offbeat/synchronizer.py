@@ -23,6 +23,7 @@ from offbeat.checkpoint.synchronizer_state import (
 from offbeat.errors import AttachError, CheckpointError
 from offbeat.telemetry import Stats
 from offbeat.training.assembly import Components
+from offbeat.training.clipping import clip_grad_norm
 
 
 class Synchronizer:
@@ -75,10 +76,9 @@ class Synchronizer:
     def clip_grad_norm_(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """Scale the gradients so that their total L2 norm is at most ``max_norm``.
 
-        The strategy receives the gradients before they are clipped: BSP averages them first, and
-        SelSync measures their norm. This method is faster than ``torch.nn.utils.clip_grad_norm_``
-        if the strategy has measured the norm already. With a GradScaler, call ``scaler.unscale_``
-        first.
+        ``backward()`` has averaged the gradients under BSP, so that their mean is clipped. The
+        difference from ``torch.nn.utils.clip_grad_norm_`` is that the norm includes all shards of
+        a model that ``fully_shard`` has divided. With a GradScaler, call ``scaler.unscale_`` first.
 
         Args:
             max_norm: Largest norm that is left unchanged.
@@ -93,7 +93,24 @@ class Synchronizer:
             AttachError: ``optimizer`` is not attached. Or ``optimizer`` is None, and some but not
                 all optimizers have stepped in this iteration.
         """
-        return self._components.clipping.clip(max_norm, optimizer)
+        return clip_grad_norm(self._iteration, self._worker, max_norm, optimizer)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which ``backward()`` only adds to the gradients of this worker.
+
+        For gradient accumulation: all backward passes of a step but the last run inside.
+
+            for i, batch in enumerate(batches):
+                with sync.no_sync() if i < len(batches) - 1 else contextlib.nullcontext():
+                    loss_of(model, batch).backward()
+            optimizer.step()
+
+        Outside, every backward pass averages the gradients under BSP and inside a node. Strategies
+        that average models do not need the context. ``SelSync(aggregate="gradients")`` requires it
+        and raises an AttachError otherwise. ``optimizer.step()`` inside raises an AttachError.
+        ``DistributedDataParallel.no_sync`` of a wrapper given to ``attach`` has the same effect.
+        """
+        return self._iteration.no_sync()
 
     # -- elastic training ----------------------------------------------------------------------
 

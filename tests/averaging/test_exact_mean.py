@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -57,10 +58,11 @@ def norm_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
 
 
-def norm_steps(model: nn.Module, rank: int, step: int) -> None:
+def norm_steps(model: nn.Module, rank: int, step: int, no_sync: Any = nullcontext) -> None:
     """Rank r looks at r + 1 batches a step."""
     for micro in range(rank + 1):
-        loss_of(model, make_batch(rank, 10 * step + micro)).backward()
+        with no_sync() if micro < rank else nullcontext():
+            loss_of(model, make_batch(rank, 10 * step + micro)).backward()
 
 
 BUFFERED = [
@@ -82,7 +84,7 @@ def batch_norm(rank: int, size: int) -> Any:
         trace = []
         for step in range(5):
             optimizer.zero_grad()
-            norm_steps(model, rank, step)
+            norm_steps(model, rank, step, sync.no_sync)
             optimizer.step()
             trace.append(everything(model[1])[2:])
         with sync.consensus():

@@ -1,5 +1,6 @@
 """g ← mean(g) in buckets: early or late, exact or lossy, dense or sparse."""
 
+from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
 
@@ -36,47 +37,44 @@ def buckets_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def accumulate(rank: int, size: int, passes: list[int], how: str) -> list[Tensor]:
-    """The gradients each step uses, with ``passes`` backward passes a step."""
+def accumulated(rank: int, size: int, how: str, wire: str) -> Tensor:
+    """The gradients that the steps use. Each step has two batches."""
     model = make_wide(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     seen: list[Tensor] = []
-    sync = attach(model, optimizer, "bsp", wire="int8")
-    optimizer.register_step_pre_hook(
-        lambda *_: seen.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).clone())
-    )
-    for step, count in enumerate(passes):
+    sync = attach(model, optimizer, "bsp", wire=wire)
+    for step in range(4):
         optimizer.zero_grad()
-        for micro in range(count):
-            wide_loss(model, rank, 10 * step + micro).backward()
-        if how == "clip":
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        if how == "consensus" and step % 2:
-            with sync.consensus():
-                pass
+        losses = [wide_loss(model, rank, 10 * step + micro) for micro in range(2)]
+        if how == "one batch":
+            losses = [losses[0] + losses[1]]
+        for loss in losses:
+            with nullcontext() if how == "two means" or loss is losses[-1] else sync.no_sync():
+                loss.backward()
+        seen.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+        with sync.consensus():
+            pass
         optimizer.step()
     sync.finish()
-    return seen
+    return torch.stack(seen)
 
 
-@pytest.mark.parametrize(
-    ("passes", "how"),
-    [([1, 1, 1, 1], ""), ([1, 3, 2, 1, 2, 1], ""), ([1] * 6, "clip"), ([1] * 5, "consensus")],
-)
-def test_buckets_sent_twice_feed_their_errors_once(
-    passes: list[int], how: str, buckets_of: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_accumulation_equals_one_batch(
+    wire: str, buckets_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Buckets that are sent too early and again give the same bits as without overlap."""
+    """The same bits with ``no_sync``, and without overlap. Two means differ by rounding."""
     buckets_of(4096)
-    early = run(accumulate, passes, how, workers=3)
-    monkeypatch.setattr(GradientFlow, "bucket_ready", Flow.bucket_ready)  # none leaves early
-    late = run(accumulate, passes, how, workers=3)
-    for a, b in zip(early, late, strict=True):
-        assert torch.equal(torch.stack(a), torch.stack(b))
-        assert torch.equal(torch.stack(a), torch.stack(early[0]))
+    expected = run(accumulated, "one batch", wire, workers=3)[0]
+    for result in run(accumulated, "no_sync", wire, workers=3):
+        assert torch.equal(result, expected)
+    if wire == "float32":
+        close(run(accumulated, "two means", wire, workers=3)[0], expected, atol=1e-5)
+    monkeypatch.setattr(GradientFlow, "backward_buckets", Flow.backward_buckets)
+    assert torch.equal(run(accumulated, "no_sync", wire, workers=3)[0], expected)
 
 
-# -- what a script may do to its gradients --------------------------------------------------------
+# -- all kinds of gradients ---------------------------------------------------------
 
 
 class Wide(nn.Module):
@@ -108,16 +106,7 @@ def wide_step(rank: int, step: int) -> Tensor:
     return torch.randn(2, 40, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def change(model: nn.Module, how: str) -> None:
-    """What a script may do to its gradients; torch's clipping waits for the mean."""
-    for p in model.parameters():
-        if p.grad is not None and how == "scale":
-            p.grad.mul_(0.5)
-        if p.grad is not None and how == "clamp":
-            p.grad.clamp_(-0.1, 0.1)
-
-
-def train_wide(rank: int, size: int, passes: list[int], how: str) -> list[list[Tensor | None]]:
+def train_wide(rank: int, size: int, passes: list[int], discard: bool) -> list[list[Tensor | None]]:
     """The gradients the optimizer sees in each step, with ``passes`` backward passes."""
     model = Wide(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -131,42 +120,32 @@ def train_wide(rank: int, size: int, passes: list[int], how: str) -> list[list[T
     for step, count in enumerate(passes):
         optimizer.zero_grad()
         for micro in range(count):
-            model(wide_step(rank, 10 * step + micro)).backward()
-            if how == "discard" and micro < count - 1:
+            last = micro == count - 1
+            with nullcontext() if last or discard else sync.no_sync():
+                model(wide_step(rank, 10 * step + micro)).backward()
+            if discard and not last:
                 optimizer.zero_grad()
-        change(model, how)
         optimizer.step()
     sync.finish()
     return seen
 
 
 @pytest.mark.parametrize(
-    ("passes", "how"),
-    [
-        ([1, 1, 1, 1], ""),
-        ([1, 3, 3, 2, 1, 1, 1], ""),  # accumulation, also in windows of unequal length
-        ([1, 1, 1, 1, 1, 1], "scale"),
-        ([1, 1, 1], "clamp"),
-        ([2, 2, 1, 2], "discard"),
-    ],
+    ("passes", "discard"), [([1, 1, 1, 1], False), ([1, 3, 2, 1], False), ([2, 2, 1, 2], True)]
 )
-def test_every_bucket_is_reduced(passes: list[int], how: str, buckets_of: Any) -> None:
-    """≥ 3 buckets, a tensor over the bucket size, mixed dtypes, early buckets.
-
-    Whatever the user does to the gradients between backward and step counts.
-    """
+def test_every_bucket_is_reduced(passes: list[int], discard: bool, buckets_of: Any) -> None:
+    """≥ 3 buckets, a tensor over the bucket size, mixed dtypes, early buckets."""
     buckets_of(256)
-    results = run(train_wide, passes, how, workers=3)
+    results = run(train_wide, passes, discard, workers=3)
     model = Wide(seed=0)
     for step, count in enumerate(passes):
         each = []
         for rank in range(3):
             model.zero_grad()
             for micro in range(count):
-                if how == "discard":
+                if discard:
                     model.zero_grad()
                 model(wide_step(rank, 10 * step + micro)).backward()
-            change(model, how)
             each.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
         for i, p in enumerate(model.parameters()):
             parts = [e[i] for e in each]
@@ -254,16 +233,18 @@ def test_half_gradients_are_summed_in_float32_then_divided() -> None:
 
 
 class Words(nn.Module):
-    """An embedding with sparse gradients, and a layer without."""
+    """Embeddings with sparse gradients, and a layer without."""
 
     def __init__(self, seed: int, rows: int = 9) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.table = nn.Embedding(rows, 3, sparse=True, dtype=torch.float64)
+        self.shift = nn.Embedding(2, 3, sparse=True, dtype=torch.float64)
         self.head = nn.Linear(3, 1, dtype=torch.float64)
 
     def forward(self, words: Tensor | None) -> Tensor:
-        return self.head(torch.ones(1, 3).double() if words is None else self.table(words)).sum()
+        shift = self.shift(torch.tensor([1]))
+        return self.head(shift if words is None else self.table(words) + shift).sum()
 
 
 def words_of(rank: int, step: int) -> Tensor | None:
@@ -275,7 +256,7 @@ def words_of(rank: int, step: int) -> Tensor | None:
 
 def optimizers_of(model: Words) -> list[torch.optim.Optimizer]:
     return [
-        torch.optim.SparseAdam(model.table.parameters(), lr=0.05),
+        torch.optim.SparseAdam([model.table.weight, model.shift.weight], lr=0.05),
         torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9),
     ]
 

@@ -171,7 +171,8 @@ def sharp(rank: int, size: int) -> Any:
                 loss.backward()
                 return loss
 
-            closure()
+            with sync.no_sync():  # each worker searches the worst point alone
+                closure()
             if halves:
                 optimizer.first_step(zero_grad=True)
                 closure()

@@ -121,24 +121,6 @@ def test_a_worker_that_does_not_contribute_keeps_its_errors(precision: str) -> N
         torch.testing.assert_close(some + kept[1], exact + kept[0], rtol=1e-5, atol=1e-6 * scale)
 
 
-def tentative(wire: Wire, team: Team) -> None:
-    for i in range(4):
-        x = values(10 * i + team.rank, 4000)
-        wire.sum(values(99, 4000), stream="a", what="test", tentative=True).wait()
-        wire.undo("a")
-        again = wire.sum(x.clone(), stream="a", what="test", tentative=i % 2 == 0).wait()
-        assert torch.equal(again, wire.sum(x, stream="b", what="test").wait())
-    errors = wire.state_dict()
-    for name in ("sent", "summed"):
-        assert torch.equal(errors["a"][name], errors["b"][name])
-
-
-@both
-def test_a_tentative_sum_can_be_undone(precision: str) -> None:
-    """The errors of both stages are restored."""
-    assert simulated(tentative, precision) == [None] * SIZE
-
-
 def poisoned(wire: Wire, team: Team) -> Any:
     x = values(team.rank, ELEMENTS)
     if team.rank == 1:

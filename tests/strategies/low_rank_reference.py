@@ -76,8 +76,8 @@ class PowerSGD(Reference):
 
     @property
     def vote_numbers(self) -> int:  # type: ignore[override]
-        """Votes, contributors, which gradients exist; and under BSP: sent too early."""
-        return 7 + 1 + 6 + (self.exact_only or self.time < self.start)
+        """Votes, contributors, and which gradients exist."""
+        return 7 + 1 + 6
 
     def advance(self) -> bool:
         each: list[list[Tensor] | None] = [
@@ -94,7 +94,7 @@ class PowerSGD(Reference):
                 p.grad = sum(present) / len(present)
         self.optimizer.step()
         if self.exact:
-            self.numbers += 7 + 2 + 6 + PARAMETERS
+            self.numbers += 7 + 1 + 6 + PARAMETERS
         else:
             self.numbers += 7 + 1 + 6 + self.first + self.second
         return True

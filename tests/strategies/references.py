@@ -90,9 +90,7 @@ class Reference:
 class BSP(Reference):
     """One worker that uses the mean of the gradients of those that step."""
 
-    vote_numbers = (
-        7 + 2 + 6
-    )  # whether a bucket was sent too early, contributors, and has a gradient
+    vote_numbers = 7 + 1 + 6  # votes, contributors, and which gradients exist
 
     def __init__(self, counts: Sequence[int], kind: str) -> None:
         super().__init__(counts, kind)
@@ -188,7 +186,7 @@ class SelSync(Reference):
             self.news = [False] * self.size
         self.since = 0 if sync else self.since + 1
         self.launches += sync
-        self.numbers += self.vote_numbers + sync * (PARAMETERS + self.of_gradients * (2 + 6))
+        self.numbers += self.vote_numbers + sync * (PARAMETERS + self.of_gradients * (1 + 6))
         return sync
 
     def mean(self) -> Tensor:

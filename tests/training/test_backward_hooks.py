@@ -1,6 +1,7 @@
-"""Hooks on backward: buckets are reported in order, in the last pass, with the step's progress."""
+"""Hooks on backward: its buckets are reported in order, then its end, with the step's progress."""
 
 import itertools
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -8,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import offbeat
 from loops import attach
-from offbeat import Compute, Network, simulate
+from offbeat import AttachError, Compute, Network, simulate
 from offbeat.averaging import AttachedOptimizer, worker
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradient_flow import GradientFlow
@@ -20,110 +22,115 @@ from offbeat.strategies.base import Strategy
 from offbeat.training.backward_hooks import BackwardHooks
 from offbeat.transport.communicator import Communicator, Wrapper
 from offbeat.transport.connect import open_communicator
-from offbeat.transport.host import ThreadHost
 from problems import flat, gradients, loss_of, make_batch, make_model
 from worlds import run
 
 small_buckets = partial(gradient_buckets, bucket_bytes=64)
 
 
-class RecordingHost(ThreadHost):
-    """A host that records the reported progress."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.progress: list[float] = []
-
-    def computed(self, progress: float) -> None:
-        self.progress.append(progress)
-
-
 class Watched:
     """A model whose layers are used in any order, and the reports of its buckets.
 
     Attributes:
-        reported: Index of each reported bucket, and the backward pass in which it was reported.
+        accumulates: True if the next backward passes only add to the gradients.
+        reported: Index of each reported bucket, and the sets of optimizers at each end of backward.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, until: int = 1000) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(worker, "gradient_buckets", small_buckets)
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(4))
-        self.host = RecordingHost()
-        self.reported: list[tuple[int, int]] = []
-        self.passes, self.until = 0, until
+        self.accumulates = False
+        self.reported: list[int | set[int]] = []
+        self.progress: list[float] = []
         parameters = list(self.layers.parameters())
-        self.optimizer = AttachedOptimizer(0, torch.optim.SGD(parameters, lr=0.1), parameters)
-        self.backward = BackwardHooks(self.optimizer.buckets, self.host, self.ready)
-        assert [[id(p) for p in b] for b in self.optimizer.buckets] == [
+        optimizer = AttachedOptimizer(0, torch.optim.SGD(parameters, lr=0.1), parameters)
+        self.hooks = BackwardHooks([optimizer.parameters], optimizer.buckets, self)
+        assert [[id(p) for p in b] for b in optimizer.buckets] == [
             [id(p)] for p in parameters[::-1]
         ]
 
-    def ready(self, bucket: int) -> bool:
-        # A reported bucket is complete: backward adds no more to its gradients in this pass.
-        self.reported.append((bucket, self.passes))
-        return len(self.reported) < self.until
+    def computed(self, progress: float) -> None:
+        self.progress.append(progress)
 
-    def step(self, *orders: str) -> list[tuple[int, int]]:
-        """Run backward through the layers in the given orders. Returns the reports."""
-        self.reported.clear()
-        for p in self.optimizer.parameters:
-            p.grad = None
-        for self.passes, order in enumerate(orders, start=1):
-            x = torch.ones(1, 5)
-            for layer in order:
-                x = self.layers[int(layer)](x)
-            x.sum().backward()
-        self.backward.end_step()
-        return list(self.reported)
+    def bucket_ready(self, bucket: int) -> None:
+        self.reported.append(bucket)
+
+    def backward_ended(self, received: set[int]) -> None:
+        self.reported.append(received)
+
+    def step(self, order: str, through: Any = None) -> list[int | set[int]]:
+        """Run backward through the layers in the given order. Returns the reports."""
+        self.reported = []
+        x = torch.ones(1, 5, requires_grad=True)
+        for layer in order:
+            x = (
+                self.layers[int(layer)](x)
+                if through is None
+                else through(self.layers[int(layer)], x)
+            )
+        x.sum().backward()
+        return self.reported
 
 
 def test_buckets_are_reported_in_order_except_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers used in reverse order complete in reverse order, but are reported in order."""
     watched = Watched(monkeypatch)
-    assert watched.step("0123") == [(0, 1), (1, 1), (2, 1)]
-    assert watched.step("3210") == [(0, 1), (1, 1), (2, 1)]
-    assert watched.step("2031") == [(0, 1), (1, 1), (2, 1)]
+    for order in ("0123", "3210", "2031"):
+        assert watched.step(order) == [0, 1, 2, {0}]
+    assert watched.step("01") == [{0}], "bucket 0 is incomplete"
 
 
-def test_with_accumulation_buckets_wait_for_the_last_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of passes is taken from the step before."""
+def test_accumulating_passes_are_part_of_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
-    three = ["0123"] * 3
-    assert watched.step(*three) == [(0, 1), (1, 1), (2, 1)], "too early, as nobody knew"
-    assert watched.step(*three) == [(0, 3), (1, 3), (2, 3)]
-    assert watched.step("0123") == [], "it waits for passes that do not come"
-    assert watched.step("0123") == [(0, 1), (1, 1), (2, 1)]
+    for accumulating in (0, 2):
+        watched.accumulates, watched.progress = True, []
+        for _ in range(accumulating):
+            assert watched.step("0123") == []
+        watched.accumulates = False
+        assert watched.step("0123") == [0, 1, 2, {0}]
+        passes = accumulating + 1
+        shares = [(accumulating + 1 / 3 + i / 6) / passes for i in (1, 2, 3)]
+        assert watched.progress == pytest.approx(shares)
 
 
-def test_false_ends_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hooks are removed within the same backward, permanently."""
-    watched = Watched(monkeypatch, until=2)
-    assert watched.step("0123") == [(0, 1), (1, 1)]
-    watched.host.progress.clear()
-    assert watched.step("0123") == []
-    assert watched.host.progress == []
+def reentrant(layer: nn.Module, x: torch.Tensor) -> Any:
+    return checkpoint(layer, x, use_reentrant=True)
 
 
-def test_the_last_bucket_has_no_hooks() -> None:
-    """It is not reported. The share of backward counts all tensors."""
-    layers = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
-    tensors = [layers[i].get_parameter(name) for i in (2, 1, 0) for name in ("bias", "weight")]
-    host, calls = RecordingHost(), list[int]()
+def test_a_backward_inside_backward_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reentrant checkpoints run one in each segment."""
+    watched = Watched(monkeypatch)
 
-    def ready(bucket: int) -> bool:
-        calls.append(bucket)
-        return True
+    def mixed(layer: nn.Module, x: torch.Tensor) -> Any:
+        return layer(x) if layer is watched.layers[3] else reentrant(layer, x)
 
-    buckets = [tensors[:2], tensors[2:4], tensors[4:]]
-    hooks = BackwardHooks(buckets, host, ready)
-    hooked = [bool(p._post_accumulate_grad_hooks) for p in tensors]
-    assert hooked == [True] * 4 + [False] * 2
-    for _ in range(2):
-        layers(torch.ones(1, 5)).sum().backward()
-        hooks.end_step()
-    assert calls == [0, 1, 0, 1]
-    assert host.progress == pytest.approx([5 / 9, 7 / 9] * 2)
+    assert watched.step("0123", mixed) == [0, 1, 2, {0}]
+    assert watched.step("3012", mixed) == [0, {0}], "the outer pass computes the last gradient"
+    assert not watched.hooks.unfinished
+    with pytest.raises(AttachError, match="computed a gradient twice"):
+        watched.step("02123", mixed)
+    watched = Watched(monkeypatch)
+    assert watched.step("0123", reentrant) == []
+    assert watched.hooks.unfinished
+
+
+def test_a_pass_after_a_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused if the failed pass had sent gradients."""
+    watched = Watched(monkeypatch)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    for layer in (3, 2):
+        hook = watched.layers[layer].weight.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            watched.step("0123")
+        hook.remove()
+        if layer == 3:
+            assert watched.step("0123") == [0, 1, 2, {0}]
+    with pytest.raises(AttachError, match="failed after it had sent a part"):
+        watched.step("0123")
 
 
 # -- in training ----------------------------------------------------------------------------------
@@ -153,11 +160,12 @@ def progress_of(rank: int, size: int, strategy: Strategy, passes: list[int]) -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     transport = RecordingTransport()
     seen = []
-    with attach(model, optimizer, strategy, group=transport):
+    with attach(model, optimizer, strategy, group=transport) as sync:
         for step, count in enumerate(passes):
             optimizer.zero_grad()
             for micro in range(count):
-                loss_of(model, make_batch(rank, 10 * step + micro)).backward()
+                with sync.no_sync() if micro < count - 1 else nullcontext():
+                    loss_of(model, make_batch(rank, 10 * step + micro)).backward()
             optimizer.step()
             seen.append(list(transport.progress))
             transport.progress.clear()
@@ -217,7 +225,7 @@ def test_buckets_are_sent_while_backward_runs_in_virtual_time(
         with monkeypatch.context() as patch:
             patch.setattr(worker, "gradient_buckets", small_buckets)
             if not overlap:  # no bucket is reported
-                patch.setattr(GradientFlow, "bucket_ready", Flow.bucket_ready)
+                patch.setattr(GradientFlow, "backward_buckets", Flow.backward_buckets)
             return simulate(train, workers=2, network=network, compute=Compute(seconds))
 
     results = {overlap: timeline(overlap) for overlap in (True, False)}

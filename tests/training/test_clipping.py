@@ -1,9 +1,9 @@
-"""Gradients are clipped after the strategy has received them, by any function."""
+"""What the training loop does to gradients after backward, where they are averaged."""
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-import offbeat
 from cells import some
-from loops import attach, close, sgd
-from offbeat.training import clipping
+from loops import attach, close, error_of, sgd
 from problems import (
     OPTIMIZERS,
     Simulated,
@@ -24,6 +22,7 @@ from problems import (
     loss_of,
     make_batch,
     make_model,
+    train_step,
 )
 from worlds import run, simulated
 
@@ -45,22 +44,7 @@ def by_a_name(model: nn.Module, sync: Any) -> None:
     clip_grad_norm_(list(model.parameters()), max_norm=MAX_NORM)
 
 
-def twice(model: nn.Module, sync: Any) -> None:
-    by_torch(model, sync)
-    by_sync(model, sync)
-
-
-WAYS = [by_sync, by_torch, by_a_name, twice]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_dropped_models() -> None:
-    """Free models that other tests have dropped without detaching them."""
-    gc.collect()
-
-
-def torchs_functions() -> Any:
-    return nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
+WAYS = [by_sync, by_torch, by_a_name]
 
 
 def trained(rank: int, size: int, clip: Callable[..., None], text: str, scaled: bool) -> Any:
@@ -87,13 +71,12 @@ def trained(rank: int, size: int, clip: Callable[..., None], text: str, scaled: 
 
 @pytest.mark.parametrize("clip", some(WAYS, 0, 1))
 @pytest.mark.parametrize("scaled", [False, True])
-def test_under_bsp_the_mean_is_clipped(clip: Callable[..., None], scaled: bool) -> None:
+@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0,aggregate=gradients"])
+def test_the_mean_is_clipped(clip: Callable[..., None], scaled: bool, text: str) -> None:
     """As under DDP, which averages before the clip."""
     expected = bsp_reference(2, "momentum", STEPS, MAX_NORM)[-1]
-    originals = torchs_functions()
-    for model in run(trained, clip, "bsp", scaled, workers=2):
-        close(model, expected, 1e-6 if clip is twice else 1e-12)  # torch adds 1e-6 to the norm
-    assert torchs_functions() == originals
+    for model in run(trained, clip, text, scaled, workers=2):
+        close(model, expected)
 
 
 @pytest.mark.parametrize("clip", WAYS)
@@ -112,17 +95,17 @@ def test_without_a_mean_of_gradients_each_worker_clips_local_gradients(
         if step % 2:
             reference.average()
     for model in run(trained, clip, "local:period=2", False, workers=2):
-        close(model, reference.flat()[0], 1e-6 if clip is twice else 1e-12)
+        close(model, reference.flat()[0])
 
 
-def skipping(rank: int, size: int, clip: Callable[..., None]) -> Any:
+def skipping(rank: int, size: int, text: str) -> Any:
     model = make_model(rank)
     optimizer = sgd(model)
-    sync = attach(model, optimizer, "bsp")
+    sync = attach(model, optimizer, text)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(model, make_batch(rank, step)).backward()
-        clip(model, sync)
+        by_torch(model, sync)
         if step % 3 != 1:
             optimizer.step()
     counted = sync.step
@@ -130,9 +113,9 @@ def skipping(rank: int, size: int, clip: Callable[..., None]) -> Any:
     return flat(model), counted
 
 
-@pytest.mark.parametrize("clip", [by_sync, by_torch])
-def test_a_loop_may_skip_the_step_after_a_clip(clip: Callable[..., None]) -> None:
-    """It counts like a step that a scaler has skipped, and the next gradients are averaged, too."""
+@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0,aggregate=gradients"])
+def test_a_loop_may_skip_a_step(text: str) -> None:
+    """It does not count, and the next gradients are averaged, too."""
     model = make_model(0)
     optimizer = sgd(model)
     for step in range(STEPS):
@@ -142,9 +125,9 @@ def test_a_loop_may_skip_the_step_after_a_clip(clip: Callable[..., None]) -> Non
         clip_by_torch(model.parameters(), MAX_NORM)
         if step % 3 != 1:
             optimizer.step()
-    for result, counted in run(skipping, clip, workers=2):
+    for result, counted in run(skipping, text, workers=2):
         close(result, flat(model))
-        assert counted == STEPS
+        assert counted == 4
 
 
 def by_value(rank: int, size: int) -> Tensor:
@@ -171,71 +154,78 @@ def test_clipping_by_value_clips_the_mean() -> None:
         close(result, flat(model))
 
 
-def warned(rank: int, size: int) -> None:
-    """Clip two optimizers together, and clip in the middle of accumulation."""
-    for several in (True, False):
-        model = make_model(rank)
-        optimizers = [sgd(model[0]), sgd(model[2:])] if several else [sgd(model)]
-        sync = attach(model, optimizers, "bsp")
-        for step in range(4):
-            model.zero_grad()
-            for micro in range(1 if several else 2):
-                loss_of(model, make_batch(rank, 2 * step + micro)).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-            for optimizer in optimizers:
-                optimizer.step()
-        sync.finish()
+def replaced(rank: int, size: int) -> Tensor:
+    """Replace the gradients after backward, as optimizers for differential privacy do."""
+    model = make_model(rank)
+    optimizer = sgd(model)
+    with attach(model, optimizer, "bsp"):
+        loss_of(model, make_batch(rank, 0)).backward()
+        for p, gradient in zip(
+            model.parameters(), gradients(model, make_batch(rank, 0)), strict=True
+        ):
+            p.grad = 2 * gradient
+        optimizer.step()
+    return flat(model)
 
 
-def test_unsupported_clips_are_warned_about_once() -> None:
-    """Each worker warns once."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        simulated(warned, workers=2)
-    messages = sorted(str(one.message) for one in caught)
-    assert len(messages) == 4
-    assert all("changed between a clip and optimizer.step()" in one for one in messages[:2])
-    assert all("clips the gradients of several optimizers" in one for one in messages[2:])
+def test_gradients_that_the_loop_sets_are_averaged_at_the_step() -> None:
+    model = make_model(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    each = [gradients(model, make_batch(rank, 0)) for rank in range(2)]
+    for p, *parts in zip(model.parameters(), *each, strict=True):
+        p.grad = sum(parts)  # type: ignore[assignment]
+    optimizer.step()
+    for result in run(replaced, workers=2):
+        close(result, flat(model))
 
 
-def is_replaced() -> bool:
-    return nn.utils.clip_grad_norm_.__code__.co_filename == clipping.__file__
-
-
-def alone(rank: int, size: int) -> Any:
-    model, other = make_model(rank), make_model(5)
-    sync = attach(model, sgd(model), "local:period=2")
-    replaced = [is_replaced()]
+def accumulating(rank: int, size: int, text: str) -> Any:
+    """Take steps with one and with two backward passes. Returns errors, and SelSync's norms."""
+    model = make_model(rank)
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, text)
+    errors = []
+    for sizes in ((1,), (2,), (1, 1)):
+        optimizer.zero_grad()
+        for i in range(len(sizes)):
+            loss = sizes[i] * loss_of(model, make_batch(rank, 0))
+            errors.append(error_of(loss.backward))
+        optimizer.step()
+    errors = errors[-1:]
+    with sync.no_sync(), sync.no_sync() if rank else nullcontext():
+        loss_of(model, make_batch(rank, 0)).backward()
+        errors.append(error_of(optimizer.step))
+    loss = loss_of(model, make_batch(rank, 0)) * (float("nan") if rank else 1)
+    optimizer.zero_grad()
+    errors.append(error_of(loss.backward))
     sync.detach()
-    sync = attach(model, sgd(model), "bsp")
-    replaced.append(is_replaced())
-    loss_of(other, make_batch(rank, 0)).backward()
-    expected = nn.utils.get_total_norm([p.grad for p in other.parameters() if p.grad is not None])
-    close(nn.utils.clip_grad_norm_(other.parameters(), MAX_NORM), expected)
-    steps = sync.step
-    sync.detach()
-    return replaced, steps
+    return errors
 
 
-def test_torchs_functions_are_replaced_only_if_needed() -> None:
-    """Other models are clipped as always."""
-    originals = torchs_functions()
-    for replaced, steps in run(alone, workers=2):
-        assert (replaced, steps) == ([False, True], 0)
-    assert torchs_functions() == originals
+@pytest.mark.parametrize("text", ["bsp", "selsync:delta=0", "selsync:delta=0,aggregate=gradients"])
+def test_errors_of_backward_and_no_sync(text: str) -> None:
+    """Errors at the end of backward reach its caller with their type."""
+    for second, inside, last in run(accumulating, text, workers=2):
+        if "gradients" in text:
+            assert second[0][0] == "AttachError"
+            assert "but the last into `with sync.no_sync():`" in second[1]
+        else:
+            assert second[0] == []
+        assert inside[0][0] == "AttachError"
+        assert "optimizer.step() inside no_sync()" in inside[1]
+        assert ("OffbeatError" in last[0]) == (text != "selsync:delta=0")
 
 
 def test_a_dropped_model_is_freed() -> None:
-    """Without ``detach``: torch's functions are restored, and the model is freed."""
+    """Without ``detach``. Only its hooks know the strategy."""
 
     def train() -> Any:
         model = make_model()
-        offbeat.attach(model, sgd(model), offbeat.BSP())
-        assert torchs_functions() != before
+        optimizer = sgd(model)
+        attach(model, optimizer, "bsp")
+        train_step(model, optimizer, make_batch(0, 0))
         return weakref.ref(model)
 
-    before = torchs_functions()
     dropped = simulated(lambda rank, size: train(), workers=1)[0]
     gc.collect()
-    assert torchs_functions() == before
     assert dropped() is None

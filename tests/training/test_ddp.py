@@ -78,12 +78,12 @@ def trained(
     """
     model = with_statistics(rank)
     sync, called = prepare(model, strategy)
-    quiet = called.no_sync if isinstance(called, DistributedDataParallel) else None
+    no_sync = called.no_sync if isinstance(called, DistributedDataParallel) else sync.no_sync
     optimizer = sync._worker.optimizers[0].optimizer
     for step in range(STEPS):
         optimizer.zero_grad()
         for micro in range(3):
-            with quiet() if quiet and micro < 2 else contextlib.nullcontext():
+            with no_sync() if micro < 2 else contextlib.nullcontext():
                 loss_of(called, make_batch(rank, 3 * step + micro)).backward()
         optimizer.step()
     before, sent = everything(model), sync.stats.payload_bytes
@@ -134,7 +134,8 @@ def by_callbacks(rank: int, size: int) -> Any:
     from offbeat.integrations.transformers import OffbeatCallback as OfTransformers
 
     found = []
-    of_trainer, of_lightning = OfTransformers(offbeat.BSP()), OfLightning(offbeat.BSP())
+    of_trainer = OfTransformers(offbeat.LocalSGD(period=9))
+    of_lightning = OfLightning(offbeat.LocalSGD(period=9))
     arguments = types.SimpleNamespace(eval_on_start=False, load_best_model_at_end=False)
     started = types.SimpleNamespace(global_step=0)
     model: Any = make_model(rank)

@@ -84,9 +84,8 @@ def scaled(rank: int, size: int, unscale: bool) -> Any:
         for step in range(8):
             optimizer.zero_grad()
             batch = make_batch(rank, step, dtype=torch.float32)
-            scaler.scale(loss_of(model, batch)).backward()
-            if (rank, step) in OVERFLOWS:
-                model[0].weight.grad[0, 0] = float("inf")
+            factor = float("inf") if (rank, step) in OVERFLOWS else 1
+            scaler.scale(factor * loss_of(model, batch)).backward()
             if unscale:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)

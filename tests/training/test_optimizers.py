@@ -237,7 +237,7 @@ def sharp(rank: int, size: int, text: str) -> Any:
 
 
 def sharp_reference(size: int, text: str) -> Tensor:
-    """Each worker searches the worst point alone; a mean of gradients is of those there."""
+    """Under BSP both gradients of a step are means, as under DDP."""
     reference = Simulated.start(size, "sgd")
     optimizers = [Sharp(optimizer) for optimizer in reference.optimizers]
     for step in range(4):
@@ -248,17 +248,16 @@ def sharp_reference(size: int, text: str) -> Tensor:
                 sharp_step(model, optimizer, batch)
             reference.average()
             continue
-        for model, optimizer, batch in workers:
-            loss_of(model, batch).backward()
-            optimizer.first_step()
-            loss_of(model, batch).backward()
-        for p, q in zip(*(model.parameters() for model in reference.models), strict=True):
-            assert p.grad is not None
-            assert q.grad is not None
-            p.grad = q.grad = (p.grad + q.grad) / 2
-        for optimizer in optimizers:
-            optimizer.second_step()
-            optimizer.zero_grad()
+        for act in (Sharp.first_step, Sharp.second_step):
+            for model, _, batch in workers:
+                loss_of(model, batch).backward()
+            for p, q in zip(*(model.parameters() for model in reference.models), strict=True):
+                assert p.grad is not None
+                assert q.grad is not None
+                p.grad = q.grad = (p.grad + q.grad) / 2
+            for optimizer in optimizers:
+                act(optimizer)
+                optimizer.zero_grad()
     return reference.flat()[0]
 
 

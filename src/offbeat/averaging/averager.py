@@ -100,6 +100,7 @@ class Averager(Flow):
     """
 
     state: AveragerState
+    uses_gradients = False
     vote_length = 0
     """Number of numbers in a vote that is sent with a message."""
     stores_shared = False
@@ -108,10 +109,9 @@ class Averager(Flow):
     def __init__(self, strategy: Strategy, worker: Worker, shared: SharedModel) -> None:
         super().__init__(strategy, worker)
         self.shared = shared
-        self.uses_gradients = strategy.gradient_norm
         self.waits = shared.blocking and shared.outer.plain and worker.wire.exact
         self._calls_after_step = type(strategy).after_step is not Strategy.after_step
-        self._squared = 0.0  # ‖g‖² of this step's gradients so far
+        self._squared: dict[int, float] = {}  # ‖g‖² of this step, by index of the optimizer
         self._flying: list[Flight] = []  # the oldest first
 
     @override
@@ -212,13 +212,14 @@ class Averager(Flow):
         return view
 
     @override
+    def measure(self, optimizer: AttachedOptimizer) -> None:
+        self._squared[optimizer.index] = self.worker.squared_norm(optimizer.gradients())
+
+    @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        """Measure ‖g‖² if the strategy reads it."""
-        if self.strategy.gradient_norm:
-            self._squared += self.worker.squared_norm(optimizer.gradients())
-            if last:
-                self.state.view.gradient_norm_squared = self._squared
-                self.worker.norm_squared, self._squared = self._squared, 0.0
+        if last and self.strategy.gradient_norm:
+            self.state.view.gradient_norm_squared = sum(self._squared.values())
+            self._squared.clear()
         return False
 
     @override

@@ -36,11 +36,15 @@ class Flow(ABC):
         syncs: Number of rounds of this view that synchronized this worker.
         check: Policy for non-finite contributions.
         rounds: Makes, sends and numbers this worker's votes.
-        uses_gradients: True if the flow reads or changes gradients.
+        uses_gradients: True if ``gradients_ready`` reads or changes the gradients. It is then
+            called at the end of backward, and otherwise before the optimizer's step.
         needs_unscaled: True if a GradScaler must unscale the gradients before the flow reads them.
+            The flow then reads them after ``GradScaler.unscale_``.
         can_save: True if ``state`` can be saved and loaded.
         waits: True if all workers wait for each mean, and their local models become equal to it.
-        replicates: True if all workers that step have the same parameters between two steps.
+        replicates: True if all workers that step have the same parameters between two steps. With
+            ``uses_gradients``, a step may then have several backward passes that call
+            ``gradients_ready``.
     """
 
     state: Any
@@ -91,26 +95,32 @@ class Flow(ABC):
         """Return the buckets that ``bucket_ready`` should receive. Empty: no calls."""
         return []
 
-    def bucket_ready(self, bucket: int) -> bool:
+    def bucket_ready(self, bucket: int) -> None:  # noqa: B027
         """Handle a bucket of gradients that is complete while backward still runs.
 
         The buckets are reported in order, without the last one.
 
         Args:
             bucket: Index of the bucket in ``backward_buckets``.
-
-        Returns:
-            False if this method need not be called again.
         """
-        return False
+
+    def measure(self, optimizer: AttachedOptimizer) -> None:  # noqa: B027
+        """Measure the gradients of one optimizer at the end of backward, before they are clipped.
+
+        Called if ``Strategy.gradient_norm`` is set and ``uses_gradients`` is not. If a step has
+        several backward passes, the last call has the gradients of the step.
+        """
 
     @abstractmethod
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        """Handle the gradients of one optimizer, once per step, before the optimizer steps.
+        """Handle the gradients of one optimizer, before the optimizer steps.
+
+        Called once in each step. With ``uses_gradients`` it is called again if the training loop
+        has replaced the gradients since, or after another backward pass; see ``replicates``.
 
         Args:
             optimizer: The optimizer.
-            last: True in the call for the last optimizer of this step.
+            last: True in the first call for the last optimizer of this step.
 
         Returns:
             True if this call synchronized the workers, for example averaged their gradients.

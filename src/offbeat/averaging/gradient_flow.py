@@ -1,4 +1,4 @@
-"""The flow of strategies that average gradients before the optimizer's step.
+"""The flow of strategies that average gradients, at the end of backward.
 
 If gradients are averaged in every step, there is nothing to decide. The votes then report, for
 example, whether a worker takes a step and whether its gradients are finite.
@@ -135,14 +135,11 @@ class GradientFlow(Flow):
 
     @override
     def backward_buckets(self, optimizer: AttachedOptimizer) -> Sequence[Sequence[Tensor]]:
-        return optimizer.buckets if self.every_step else []
+        return optimizer.buckets if self.state.means[optimizer.index].overlap else []
 
     @override
-    def bucket_ready(self, bucket: int) -> bool:
-        """Send the bucket. Returns False if no further bucket will be sent during backward."""
-        mean = self.state.means[0]
-        mean.start(bucket)
-        return mean.overlap
+    def bucket_ready(self, bucket: int) -> None:
+        self.state.means[0].start(bucket)
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
@@ -185,8 +182,7 @@ class GradientFlow(Flow):
             return self.rounds.send(vote, optimizer)
         sums: Sequence[float] = vote.encode()
         if worker.size > 1:
-            mean = self.state.means[optimizer]
-            sums = mean.reduce(sums, contribute=stepping, take=stepping)
+            sums = self.state.means[optimizer].reduce(sums, contribute=stepping)
         return self.rounds.from_sums(vote, sums, optimizer)
 
     @override

@@ -2,21 +2,18 @@
 
 The buckets contain the parameters in reverse order, because backward computes the gradients of the
 last layers first. All buckets but the last may be sent while backward still runs. The last bucket
-is sent when the optimizer is about to step.
+is sent at the end of backward.
 
 Together with the last bucket the workers sum some numbers, the *agreement*:
 
 - the caller's numbers, such as votes;
-- the number of workers on which a gradient changed after its bucket was sent, for example by a
-  further backward pass, clipping or unscaling;
 - the number of workers that contribute gradients;
 - for each parameter, the number of workers that contribute a gradient, and how many of these
   gradients are sparse.
 
-If gradients have changed on any worker, all workers send all buckets but the last again. The *wire*
-sums the gradients, and may quantize them. The agreement is never quantized. It is part of the
-bucket's message if there is only one bucket and the wire does not quantize. Otherwise it is a
-separate message.
+The *wire* sums the gradients, and may quantize them. The agreement is never quantized. It is part
+of the bucket's message if there is only one bucket and the wire does not quantize. Otherwise it is
+a separate message.
 
 Sparse gradients are sent as dense ones. The mean is made sparse again if all gradients of the
 parameter are sparse, because some optimizers accept only sparse gradients.
@@ -31,12 +28,12 @@ from torch import Tensor, nn
 
 from offbeat.averaging.buckets import BUCKET_BYTES, Bucket, group_tensors, pack, swap, unpack
 from offbeat.averaging.landing import Landing, land
+from offbeat.errors import OffbeatError
 from offbeat.quantization.wire import Wire
 from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.team import Team
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the network is busy early in backward
-_MOST_REPEATS = 2  # steps in a row that may send buckets twice; one more switches the overlap off
 _SPARSE = 2**12  # see ``_presence``
 _Layout = Literal["none", "dense", "sparse"]
 
@@ -80,36 +77,11 @@ class _GradientBucket(Bucket):
         self.stream = stream
         self.parameters = list(parameters)
         self.handle: Handle[Tensor] = Completed(torch.empty(0, device="cpu"))
-        self._versions: list[tuple[int, int] | None] = []
-        self._sample: tuple[nn.Parameter, Tensor] | None = None
 
     def pack(self, weight: float = 1.0) -> Tensor:
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
         pack([g.to_dense() if g.is_sparse else g for g in gradients], self.body, weight)
         return self.flat
-
-    def remember(self) -> None:
-        """Remember the present gradients, for ``changed``."""
-        self._versions = [_version(p) for p in self.parameters]
-        smallest = min(self.parameters, key=lambda p: p.numel())
-        self._sample = None
-        if smallest.grad is not None and not smallest.grad.is_sparse:
-            self._sample = (smallest, smallest.grad.detach().clone())
-
-    def changed(self) -> bool:
-        """Return True if a gradient has changed since ``remember``.
-
-        ``GradScaler.unscale_`` changes gradients without changing torch's version counters.
-        Therefore the smallest gradient is also compared with a copy.
-        """
-        if self._versions != [_version(p) for p in self.parameters]:
-            return True
-        if self._sample is None:
-            return False
-        parameter, value = self._sample
-        gradient = parameter.grad
-        # A NaN differs from itself and so counts as a change. This only costs a second message.
-        return gradient is None or not torch.equal(gradient.detach(), value)
 
     def landing(self, divisor: float, layouts: list[_Layout]) -> Landing:
         """Return the sum, with functions that replace the gradients by sum / ``divisor``.
@@ -149,11 +121,6 @@ class _GradientBucket(Bucket):
         return Landing(self.handle, write, exchange, undo)
 
 
-def _version(parameter: nn.Parameter) -> tuple[int, int] | None:
-    gradient = parameter.grad
-    return None if gradient is None else (id(gradient), gradient._version)
-
-
 def _to_sparse(dense: Tensor) -> Tensor:
     """Return the nonzero rows of ``dense`` as a sparse tensor."""
     rows = dense.reshape(len(dense), -1).any(1).nonzero().t()
@@ -180,8 +147,7 @@ class GradientMean:
     """g ← Σ g / (number of contributing workers), for the parameters of one optimizer.
 
     *Communication*: one all-reduce of the gradients in buckets, and the agreement. *Memory*: one
-    flat copy of the gradients. A quantized sum also stores its quantization errors. With
-    ``overlap`` it stores them twice, so that a sum can be repeated.
+    flat copy of the gradients. A quantized sum also stores its quantization errors.
 
     Args:
         team: The workers.
@@ -192,9 +158,6 @@ class GradientMean:
         slots: Number of extra numbers that ``reduce`` sums over the workers for its caller.
         overlap: True to allow calls of ``start`` while backward runs.
 
-    Attributes:
-        overlap: True while ``start`` sends buckets during backward. All workers set it to False
-            after three steps in a row in which gradients changed after they were sent.
     """
 
     def __init__(
@@ -209,54 +172,41 @@ class GradientMean:
     ) -> None:
         self._team, self._wire, self._slots = team, wire, slots
         parameters = sum(map(len, buckets))
-        # Length of the agreement. The 2 are the counts of workers with changed gradients and of
-        # contributing workers.
-        tail = slots + 2 + parameters if len(buckets) == 1 and self._wire.exact else 0
+        # Length of the agreement. The 1 is the number of contributing workers.
+        tail = slots + 1 + parameters if len(buckets) == 1 and self._wire.exact else 0
         self._buckets = [
             _GradientBucket(group, tail, f"{name} {i}") for i, group in enumerate(buckets)
         ]
         self._next = 0  # index of the first bucket that was not sent
-        self._repeats = 0  # steps in a row that sent buckets twice
-        self.overlap = overlap and len(self._buckets) > 1
+        self.overlap = overlap
 
     def start(self, index: int) -> None:
         """Send bucket ``index``, whose gradients are complete. ``reduce`` sends the last bucket.
 
-        Does nothing without ``overlap`` or for a bucket out of order.
+        Requires ``overlap``. Call it for all buckets but the last, in order.
         """
-        if self.overlap and index == self._next:
-            self._launch(self._buckets[index], contribute=True)
-            self._next += 1
+        assert self.overlap
+        assert index == self._next
+        self._launch(self._buckets[index], contribute=True)
+        self._next += 1
 
     def _launch(self, bucket: _GradientBucket, *, contribute: bool) -> None:
         flat = bucket.pack(float(contribute))
-        if self.overlap:
-            bucket.remember()
         what = "mean of the gradients"
         if bucket.tail.numel():
             bucket.handle = self._team.communicator.sum(flat, what=what)
             return
-        bucket.handle = self._wire.sum(
-            flat,
-            stream=bucket.stream,
-            what=what,
-            contribute=contribute,
-            # All buckets but the last may have to be sent again.
-            tentative=self.overlap and bucket is not self._buckets[-1],
-        )
+        bucket.handle = self._wire.sum(flat, stream=bucket.stream, what=what, contribute=contribute)
 
-    def reduce(
-        self, slots: Sequence[float], *, contribute: bool, take: bool | None = None
-    ) -> list[float]:
+    def reduce(self, slots: Sequence[float], *, contribute: bool) -> list[float]:
         """Replace the gradients by their mean over the contributing workers. Blocks.
 
         If a sum fails, or if no worker contributes, no gradient changes.
 
         Args:
             slots: The caller's numbers, as many as the constructor's argument ``slots``.
-            contribute: True if this worker's gradients are part of the mean. False sends zeros.
-            take: True if this worker's gradients are replaced by the mean. None: the same as
-                ``contribute``.
+            contribute: True if this worker's gradients are part of the mean, and are replaced by
+                it. False sends zeros.
 
         Returns:
             The caller's numbers summed over the workers.
@@ -264,32 +214,16 @@ class GradientMean:
         if not self._buckets:  # the optimizer has only empty parameters
             sums: list[float] = self._sum([*slots]).wait().tolist()
             return sums
-        take = contribute if take is None else take
-        early = self._buckets[: self._next]  # sent during backward
-        # True if these buckets must be sent again on this worker. A worker that does not contribute
-        # after all must replace what it has sent by zeros. The workers sum these flags, so all of
-        # them send again, or none.
-        stale = any(b.changed() for b in early) if contribute else bool(early)
-        presence = self._presence(contribute)
-        others = self._buckets[:-1]
-        for bucket in others[self._next :]:
+        if self._next and not contribute:
+            raise OffbeatError(
+                "a backward pass failed after a part of its gradients was sent to the other "
+                "workers: call detach(), so that they do not wait for the rest"
+            )
+        for bucket in self._buckets[self._next : -1]:
             self._launch(bucket, contribute=contribute)
-        agreed = self._agree([*slots, float(stale), float(contribute), *presence], contribute)
-        sums = agreed.wait().tolist()
-        changed, contributing = sums[self._slots : self._slots + 2]
-        if changed:
-            # All workers send all buckets but the last again. The first sums are ignored, so the
-            # wire restores its quantization errors from before these sums.
-            for bucket in others:
-                bucket.handle.wait()
-                self._wire.undo(bucket.stream)
-            for bucket in others:
-                self._launch(bucket, contribute=contribute)
-        counts = sums[self._slots + 2 :]
-        self._land(contributing if take else 0, counts)
-        if self.overlap:  # ``changed`` is equal on all workers, so they switch it off together
-            self._repeats = self._repeats + 1 if changed else 0
-            self.overlap = self._repeats <= _MOST_REPEATS
+        numbers = [*slots, float(contribute), *self._presence(contribute)]
+        sums = self._agree(numbers, contribute).wait().tolist()
+        self._land(sums[self._slots] if contribute else 0, sums[self._slots + 1 :])
         self._next = 0
         return sums[: self._slots]
 

@@ -70,7 +70,6 @@ class Worker:
             optimizers change them in ``eval()`` and ``train()``.
         also: True while this worker waits for a consensus that averages further modules, too.
         scaled: True if a GradScaler is in use. Non-finite gradients are then normal.
-        norm_squared: ‖g‖² of the current step over all optimizers. None if it was not measured.
         record: Values for the telemetry record of this step.
         details: Totals for ``Stats.details``.
     """
@@ -88,7 +87,6 @@ class Worker:
         self.overlaps_backward = False
         self.step = 0
         self.touched = self.also = self.scaled = False
-        self.norm_squared: float | None = None
         self.record: dict[str, Any] = {}
         self.details: dict[str, Any] = {}
         self._nan_buffers = False

@@ -245,7 +245,6 @@ class Views:
             ExactMean(team, worker.replica).average(weight, total, what=what)
         self._progress, self._contributes = [team.view, 0, 0], False
         worker.open_view(Wire(team, self._precision))
-        worker.norm_squared = None
         iteration.choose_overlap()
         flow = flow_of(self._strategy, worker)
         flow.start(reports[plan.source].carried)

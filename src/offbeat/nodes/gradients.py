@@ -26,7 +26,7 @@ class NodeBuffers:
     ``Stats`` counts neither the bytes nor the waiting time inside a node.
 
     Attributes:
-        overlap: True if ``start`` should be called during backward.
+        overlap: True if ``start`` must be called during backward.
     """
 
     overlap = False
@@ -36,16 +36,16 @@ class NodeBuffers:
         # A separate Replica: messages in flight may use the memory of the strategy's Replica.
         self._buffers = ExactMean(team, Replica(model, ()))
 
-    def start(self, bucket: int) -> bool:
+    def start(self, bucket: int) -> None:
         """Start to average a bucket (a group of gradients), once backward has completed it.
 
-        ``bucket`` is an index into ``AttachedOptimizer.buckets``. Returns False if ``start`` should
-        not be called for further buckets.
+        ``bucket`` is an index into ``AttachedOptimizer.buckets``.
         """
-        return False
 
     def average(self, index: int) -> None:
-        """Average the buffers, before optimizer ``index`` steps. A collective of the node. Blocks.
+        """Average the buffers, when the gradients of optimizer ``index`` are complete. Blocks.
+
+        A collective of the node.
 
         Floating-point and complex buffers become their mean, signed integer buffers their maximum.
         """
@@ -86,10 +86,8 @@ class NodeMean(NodeBuffers):
         ]
 
     @override
-    def start(self, bucket: int) -> bool:
-        mean = self._means[0]
-        mean.start(bucket)
-        return mean.overlap
+    def start(self, bucket: int) -> None:
+        self._means[0].start(bucket)
 
     @override
     def average(self, index: int) -> None:

@@ -62,6 +62,11 @@ class Shard(nn.Parameter):
         self.parameter.grad = None if value is None else _sharded_like(value, self.parameter)
 
 
+def unsharded(parameter: Tensor) -> Tensor:
+    """Return the parameter that autograd knows: the DTensor of a ``Shard``, or ``parameter``."""
+    return parameter.parameter if isinstance(parameter, Shard) else parameter
+
+
 def _sharded_like(value: Tensor, like: Any) -> Tensor:
     """Return a DTensor with the local shard ``value``, sharded like the DTensor ``like``."""
     result: Tensor = type(like.data).from_local(

@@ -37,20 +37,6 @@ class ErrorFeedback:
     def __init__(self, workers: int, chunk: int, device: torch.device) -> None:
         self.sent = torch.zeros(workers, chunk, dtype=torch.float32, device=device)
         self.summed = torch.zeros(chunk, dtype=torch.float32, device=device)
-        self._saved: list[Tensor] = []
-
-    def save(self) -> None:
-        """Keep a copy of the errors for ``restore``."""
-        self._saved = [self.sent.clone(), self.summed.clone()]
-
-    def restore(self) -> None:
-        """Set the errors to the saved copies."""
-        for errors, saved in zip((self.sent, self.summed), self._saved, strict=True):
-            errors.copy_(saved)
-
-    def discard_saved(self) -> None:
-        """Delete the saved copies, to free their memory."""
-        self._saved.clear()
 
 
 class Wire:
@@ -100,7 +86,6 @@ class Wire:
         stream: str,
         what: str,
         contribute: bool = True,
-        tentative: bool = False,
     ) -> Handle[Tensor]:
         """Start to replace ``tensor`` by its sum over the workers. ``wait`` of the result ends it.
 
@@ -113,18 +98,12 @@ class Wire:
             what: Name of the operation in errors.
             contribute: False sets ``tensor`` to zeros and sends zeros. This worker's errors of
                 earlier sums are then kept for a later sum.
-            tentative: True if ``undo`` may be called for this sum, equal on all workers. It costs a
-                copy of the errors.
         """
         if not contribute:
             tensor.zero_()
         if not self.saves(tensor.numel(), tensor.dtype.itemsize):
             return self._team.communicator.sum(tensor, what=what)
         errors, codec = self._errors_of(stream, tensor), CODECS[self.precision]()
-        if tentative:
-            errors.save()
-        else:
-            errors.discard_saved()
         workers, chunk = errors.sent.shape
         shape = workers, chunk // BLOCK, codec.block_bytes
         sent = torch.zeros(shape, dtype=torch.uint8, device=tensor.device)
@@ -158,15 +137,6 @@ class Wire:
             sent, add_up, self._team, self.twin, sum_bytes=shape.numel(), what=what
         )
         return self._team.communicator.timed(total)
-
-    def undo(self, stream: str) -> None:
-        """Set the errors of ``stream`` to their values before its last sum.
-
-        The sum must have been tentative and have ended. All workers must call this, and none may
-        use the sum.
-        """
-        if stream in self._streams:
-            self._streams[stream].restore()
 
     # -- error feedback --------------------------------------------------------------------------
 

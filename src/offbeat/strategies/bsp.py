@@ -18,11 +18,11 @@ class BSP(Strategy):
         x ← T(x, g)
 
     *Communication*: one all-reduce of the gradients in each step, in buckets. With one optimizer
-    and without ``node_group`` all buckets but the last are sent while backward still runs. If a
-    gradient changes after its bucket was sent (accumulation, clipping, unscaling), the workers send
-    these buckets again. After three such steps in a row they send all buckets after backward.
-    Sparse gradients are sent as dense ones. *Memory*: one copy of the gradients, with a quantized
-    ``wire`` also the quantization errors. *State*: these errors.
+    and without ``node_group`` all buckets but the last are sent while backward still runs. Every
+    backward pass outside ``Synchronizer.no_sync`` averages the gradients, also when a step has
+    several. All workers must run equally many of these passes. Sparse gradients are sent as dense
+    ones. *Memory*: one copy of the gradients, with a quantized ``wire`` also the quantization
+    errors. *State*: these errors.
     """
 
     name: ClassVar[str] = "bsp"

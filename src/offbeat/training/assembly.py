@@ -1,5 +1,6 @@
 """The components of the training of one worker: how they are created, connected and closed.
 
+- ``training.backward_hooks`` calls ``training.iteration`` at the end of every backward pass.
 - ``training.hooks`` calls ``training.iteration`` before and after every optimizer step.
 - ``training.iteration`` passes the step to the *flow*, the code that runs the strategy.
 - ``training.consensus`` replaces the local model by the mean over all workers.
@@ -28,8 +29,8 @@ from offbeat.training.checks.consistency import (
 )
 from offbeat.training.checks.loading import LoadHooks
 from offbeat.training.checks.unfinished import UnfinishedWarning
-from offbeat.training.clipping import Clipping
 from offbeat.training.consensus import Consensus
+from offbeat.training.ddp import DDPSuppressor
 from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
 from offbeat.training.learning_rate.adam_correction import AdamCorrection
@@ -51,7 +52,7 @@ class Components:
         optimizers: Its optimizers.
         strategy: The strategy.
         team: The workers.
-        hooks: Objects to remove at the end.
+        ddp: The DistributedDataParallel wrappers of the model.
         shards: Parts of the model on this worker, if ``fully_shard`` has divided it.
 
     The other arguments are those of ``attach``.
@@ -76,7 +77,7 @@ class Components:
         log: object,
         non_finite: NonFinite,
         min_workers: int | None,
-        hooks: Sequence[Removable],
+        ddp: DDPSuppressor,
         shards: Shards | None,
     ) -> None:
         self.strategy, self.team = strategy, team
@@ -100,7 +101,7 @@ class Components:
         self.recorder = StatsRecorder(worker, log)
         flow = flow_of(strategy, worker)
         node = self._open_node(model)
-        self.iteration = Iteration(flow, worker, self._completed, node)
+        self.iteration = Iteration(flow, worker, self._completed, node, ddp)
         self.consensus = Consensus(worker, self.iteration, shards)
         self.views: Views | None = None
         if not self.joined:
@@ -108,8 +109,7 @@ class Components:
         if min_workers is not None:
             self._make_elastic(wire, lines, min_workers)
         self.iteration.watch_backward()
-        self.clipping = Clipping(self.iteration, worker)
-        self.hooks: list[Removable] = [*hooks, self.clipping, LoadHooks(model, self.iteration)]
+        self.hooks: list[Removable] = [ddp, LoadHooks(model, self.iteration)]
         self._hook_optimizers(adam_correction=adam_correction)
         if scaler is not None:
             self.hooks.append(ScalerHooks(scaler, self.iteration))
@@ -154,7 +154,7 @@ class Components:
     def _hook_optimizers(self, *, adam_correction: bool) -> None:
         record_loss = self.recorder.record_loss
         for each in self.worker.optimizers:
-            self.hooks += hook_optimizer(each, self.iteration, self.clipping, record_loss)
+            self.hooks += hook_optimizer(each, self.iteration, record_loss)
             if adam_correction:
                 self.hooks.append(AdamCorrection(self.worker, each))
             elif isinstance(each.optimizer, SGD):

@@ -24,6 +24,7 @@ from offbeat.training.checks.compatibility import repeatable
 from offbeat.transport.communicator import Transport
 
 logger = logging.getLogger("offbeat")
+_FLAG = "_offbeat_backward_grad_sync"  # attribute with the flag of a wrapper during forward
 _ADVICE = "or let one group hold all workers, without DistributedDataParallel"
 
 
@@ -44,6 +45,9 @@ class DDPSuppressor:
     ``require_repeatable``. Until ``remove``, a new wrapper around the model raises an AttachError
     where it is made.
 
+    Attributes:
+        active: True if a wrapper over several workers stays active.
+
     Raises:
         AttachError: a wrapper can neither be switched off nor stay active.
     """
@@ -58,6 +62,8 @@ class DDPSuppressor:
         self._strategy = strategy
         self._hooks: list[RemovableHandle] = []
         self._suppressed: list[DistributedDataParallel] = []
+        self._wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        self.active = False
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if hasattr(world, "make_communicator"):  # a simulated group, in which DDP sends nothing
             return
@@ -65,9 +71,8 @@ class DDPSuppressor:
         if world is not None:
             attach_group = group if isinstance(group, dist.ProcessGroup) else world
             self._members = dist.get_process_group_ranks(attach_group)
-            wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
             # Check all wrappers first: an error must leave every wrapper active.
-            for wrapper in [each for each in wrappers if self._must_switch_off(each)]:
+            for wrapper in [each for each in self._wrappers if self._must_switch_off(each)]:
                 self._suppress(wrapper)
         self._hooks.append(register_module_module_registration_hook(self._registered))
 
@@ -89,6 +94,7 @@ class DDPSuppressor:
             return False
         if len(common) == 1:
             require_repeatable(self._strategy)
+            self.active = True
             return False
         if set(ranks) != set(self._members):
             raise AttachError(
@@ -113,22 +119,32 @@ class DDPSuppressor:
     def _suppress(self, wrapper: DistributedDataParallel) -> None:
         logger.info("DistributedDataParallel around the attached model is switched off")
         self._suppressed.append(wrapper)
-        _switch_off(wrapper)
-        # Repeat it before each forward pass, because contexts such as no_sync() reset the flags.
+        wrapper.require_forward_param_sync = False  # no broadcast of buffers before a forward pass
+        # DDP reads its flag in forward only. Outside, the flag shows whether no_sync() is active.
         self._hooks.append(wrapper.register_forward_pre_hook(_switch_off, prepend=True))
+        self._hooks.append(wrapper.register_forward_hook(_switch_on, always_call=True))
+
+    @property
+    def in_no_sync(self) -> bool:
+        """True inside ``no_sync`` of a wrapper, which frameworks use to accumulate gradients."""
+        return not all(wrapper.require_backward_grad_sync for wrapper in self._wrappers)
 
     def remove(self) -> None:
         """Switch the wrappers on again, and ignore new wrappers from now on."""
         for hook in self._hooks:
             hook.remove()
         for wrapper in self._suppressed:
-            wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
-        self._hooks, self._suppressed = [], []
+            wrapper.require_forward_param_sync = True
+        self._hooks, self._suppressed, self._wrappers = [], [], []
 
 
-def _switch_off(wrapper: DistributedDataParallel, args: object = None) -> None:
+def _switch_off(wrapper: DistributedDataParallel, args: object) -> None:
+    vars(wrapper)[_FLAG] = wrapper.require_backward_grad_sync
     wrapper.require_backward_grad_sync = False
-    wrapper.require_forward_param_sync = False  # no broadcast of buffers before a forward pass
+
+
+def _switch_on(wrapper: DistributedDataParallel, args: object, result: object) -> None:
+    wrapper.require_backward_grad_sync = vars(wrapper).pop(_FLAG)
 
 
 def require_repeatable(strategy: Strategy) -> None:

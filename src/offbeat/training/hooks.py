@@ -8,7 +8,6 @@ from torch.optim import Optimizer
 
 from offbeat.averaging import AttachedOptimizer
 from offbeat.errors import AttachError
-from offbeat.training.clipping import Clipping
 from offbeat.training.iteration import Iteration
 from offbeat.training.optimizers import StepHooksEnabled, inner_optimizers
 
@@ -23,10 +22,9 @@ class Removable(Protocol):
 def hook_optimizer(
     attached: AttachedOptimizer,
     iteration: Iteration,
-    clipping: Clipping,
     record_loss: Callable[[Any], None],
 ) -> list[Removable]:
-    """Call ``clipping.before_step`` before and ``iteration.complete`` after every optimizer step.
+    """Call ``iteration.before_step`` before and ``iteration.complete`` after every optimizer step.
 
     In a step with a closure, ``before_step`` is called after the closure, and ``record_loss``
     receives the closure's return value. The hooks raise an AttachError if the optimizer does not
@@ -41,7 +39,7 @@ def hook_optimizer(
         in_step, uncalled = True, False
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            clipping.before_step(index)
+            iteration.before_step(index)
             return None
         called, uncalled = False, True
 
@@ -55,7 +53,7 @@ def hook_optimizer(
             called, uncalled = True, False
             loss = closure()
             record_loss(loss)
-            clipping.before_step(index)
+            iteration.before_step(index)
             return loss
 
         if len(args) > 1:
@@ -128,12 +126,11 @@ class ScalerHooks:
     def _hooked_unscale(self, optimizer: Optimizer) -> None:
         index = self._iteration.index_of(optimizer)
         if index is not None:
-            if not self._iteration.flow.needs_unscaled:
-                # Average the scaled gradients, so that all workers detect the same overflow.
-                self._iteration.prepare(index)
-            self._iteration.average_in_node(index)
+            self._iteration.receive(index)
             self._unscaled.add(optimizer)
         self._unscale(optimizer)
+        if index is not None:
+            self._iteration.unscaled(index)
 
     def _hooked_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         index = self._iteration.index_of(optimizer)
@@ -142,7 +139,7 @@ class ScalerHooks:
         if optimizer not in self._unscaled:  # a fused optimizer would unscale inside its step()
             self._scaler.unscale_(optimizer)
         self._unscaled.discard(optimizer)
-        self._iteration.prepare(index)
+        self._iteration.before_step(index)
         result = self._step(optimizer, *args, **kwargs)
         self._iteration.complete(index, skipped=True)  # unless the hooks have completed it
         return result

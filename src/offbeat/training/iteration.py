@@ -1,7 +1,9 @@
 """Iterations of a training loop. One iteration is one step of every optimizer, in any order.
 
-Hooks on the user's optimizers call ``prepare`` before and ``complete`` after each optimizer step.
-``Iteration`` passes these events to the *flow*, the code that runs the strategy.
+Hooks on the parameters call ``backward_ended`` at the end of each backward pass, where gradients
+are averaged or measured. Hooks on the user's optimizers call ``before_step`` before and
+``complete`` after each optimizer step. ``Iteration`` passes these events to the *flow*, the code
+that runs the strategy.
 
 ``offbeat.strategies.base`` explains the terms.
 """
@@ -18,7 +20,9 @@ from offbeat.averaging import AttachedOptimizer, Flow, Worker
 from offbeat.averaging.votes import Round
 from offbeat.errors import AttachError, CommunicationError
 from offbeat.nodes.gradients import NodeBuffers
+from offbeat.nodes.shards import unsharded
 from offbeat.training.backward_hooks import BackwardHooks
+from offbeat.training.ddp import DDPSuppressor
 from offbeat.training.guard import Guard
 
 
@@ -56,6 +60,7 @@ class Iteration:
         worker: This worker.
         completed: Called after each iteration, with True if the workers synchronized in it.
         node: Averages inside the node. None: this worker is a node by itself.
+        ddp: The DistributedDataParallel wrappers of the model.
 
     Attributes:
         active: False once training has ended. The hooks then do nothing.
@@ -70,9 +75,10 @@ class Iteration:
         flow: Flow,
         worker: Worker,
         completed: Callable[[bool], None],
-        node: NodeBuffers | None = None,
+        node: NodeBuffers | None,
+        ddp: DDPSuppressor,
     ) -> None:
-        self.flow, self._worker, self.node = flow, worker, node
+        self.flow, self._worker, self.node, self._ddp = flow, worker, node, ddp
         self._completed = completed
         self.loaded = False
         self.active = True
@@ -81,10 +87,13 @@ class Iteration:
         self.recover: Recovery | None = None
         self._failure: CommunicationError | None = None  # raised during backward, handled later
         # Indices of optimizers in this iteration:
-        self._prepared: set[int] = set()  # prepared, but not complete yet
+        self._prepared: set[int] = set()  # passed to the flow, but not complete yet
         self._stepped: set[int] = set()  # complete: stepped, or skipped their step
-        self._averaged: set[int] = set()  # averaged in the node, but not complete yet
-        self._order: list[int] = []  # in the order of their ``prepare``
+        self._order: list[int] = []  # in the order in which they were passed to the flow
+        # A gradient of each optimizer whose gradients were averaged or measured, directly after it.
+        self._received: dict[int, Tensor | None] = {}
+        self._computed = False  # True once the computation of this iteration is complete
+        self._no_sync = 0  # number of ``no_sync`` contexts around the present code
         self._synced = False  # True if the workers synchronized before a step of this iteration
         self._skipped = True  # False once an optimizer has really stepped in this iteration
         self._last_order = [each.index for each in worker.optimizers]
@@ -102,91 +111,172 @@ class Iteration:
         """Set ``worker.overlaps_backward``: True if the flow may average gradients during backward.
 
         False with one worker. False in a node: the flow averages the node's mean gradients, which
-        exist only after backward. False with several optimizers, see ``watch_backward``.
+        exist only after backward. False with several optimizers: backward might complete their
+        buckets in a different order on each worker, but all workers must send in the same order.
         """
-        worker, alone = self._worker, self.node is None
+        worker = self._worker
+        alone = self.node is None and not self._ddp.active
         worker.overlaps_backward = worker.size > 1 and len(worker.optimizers) == 1 and alone
 
     def watch_backward(self) -> None:
-        """Install hooks that report complete buckets to the node or the flow during backward.
-
-        With a single bucket there are no hooks, because the last bucket is not reported. With
-        several optimizers there are none either. Backward might complete the buckets of different
-        optimizers in a different order on each worker, but all workers must send in the same order.
-        """
-        optimizer = self._worker.optimizers[0]
+        """Install hooks on the parameters, if gradients are averaged or measured."""
+        if self._backward is not None:
+            self._backward.close()
+            self._backward = None
+        flow, node, optimizers = self.flow, self.node, self._worker.optimizers
+        if not flow.uses_gradients and not flow.strategy.gradient_norm and node is None:
+            return
         buckets: Sequence[Sequence[Tensor]] = []
-        if self.node is not None:
-            buckets = optimizer.buckets if self.node.overlap else []
+        if node is not None:
+            buckets = optimizers[0].buckets if node.overlap else []
         elif self._worker.overlaps_backward:
-            buckets = self.flow.backward_buckets(optimizer)
-        if len(buckets) > 1:
-            self._backward = BackwardHooks(buckets, self._host, self._bucket_ready)
+            buckets = flow.backward_buckets(optimizers[0])
+        self._backward = BackwardHooks([each.parameters for each in optimizers], buckets, self)
 
-    def _bucket_ready(self, bucket: int) -> bool:
-        """Pass a bucket to the node or the flow. Returns False to receive no further bucket."""
-        if not self.active or self._failure is not None:
-            return False
+    # -- called by the hooks on the parameters -----------------------------------------------
+
+    @property
+    def accumulates(self) -> bool:
+        """True if backward passes only add to the gradients, for example inside ``no_sync``."""
+        return bool(self._no_sync or self._forbidden) or not self.active or self._ddp.in_no_sync
+
+    def computed(self, progress: float) -> None:
+        """Let a simulated clock advance. ``progress`` is 1 at the end of the last backward pass.
+
+        After that, nothing more of this iteration takes time.
+        """
+        if not self._computed:
+            self._host.computed(progress)
+            self._computed = progress == 1
+
+    def bucket_ready(self, bucket: int) -> None:
+        """Pass a bucket to the node or the flow."""
+        if self._failure is not None:
+            return
         with self.guard:
             if self.node is not None:
-                return self.node.start(bucket)
+                self.node.start(bucket)
+                return
             try:
-                return self.flow.bucket_ready(bucket)
+                self.flow.bucket_ready(bucket)
             except CommunicationError as error:
                 if self.recover is None:
                     raise
-                # The next view replaces the model, which must not change during backward. So the
-                # next view begins later, in ``prepare``.
-                self._failure = error
-                return False
+                # The next view replaces the model, which must not change while backward computes.
+                self._failure = error  # handled in ``_prepare``
 
-    # -- called by the hooks -----------------------------------------------------------------
+    def backward_ended(self, received: set[int]) -> None:
+        """Average or measure the gradients of the optimizers ``received``. May block.
+
+        Raises AttachError if a step has several backward passes, and the strategy decides by the
+        gradients of each step.
+        """
+        # Without those that stepped in this pass, and removed their gradients.
+        received = {index for index in received if self._gradient(index) is not None}
+        # The pass of a generator also computes gradients of the discriminator, which has stepped.
+        for index in sorted(received - self._stepped or received):
+            accumulated = index in self._prepared and not self._replaced(index)
+            if accumulated and not self.flow.replicates:
+                raise AttachError(
+                    f"a second backward pass in one step, and {self.flow.strategy} decides by the "
+                    "gradients of the whole step: put all backward passes of a step but the last "
+                    "into `with sync.no_sync():`"
+                )
+            self._receive(index)
+
+    # -- called by the hooks on the optimizers -----------------------------------------------
 
     def index_of(self, optimizer: object) -> int | None:
         """Return the index of an attached optimizer, or None for any other object."""
         attached = self._worker.optimizers
         return next((each.index for each in attached if each.optimizer is optimizer), None)
 
-    def is_prepared(self, index: int) -> bool:
-        """Return True between ``prepare`` and ``complete`` of optimizer ``index``."""
-        return index in self._prepared
+    def receive(self, index: int) -> None:
+        """Average or measure the gradients of optimizer ``index``, unless backward has done so.
 
-    def average_in_node(self, index: int) -> None:
-        """Average inside the node, once per step of optimizer ``index``. Without a node do nothing.
+        The training loop may have set them without ``backward()``.
 
-        With a GradScaler, call this before the gradients are unscaled. All workers of the node then
-        detect the same overflow and skip the same steps.
+        Raises AttachError if the model is the consensus.
         """
-        if self.node is None or not self.active or index in self._averaged:
+        if not self.active:
             return
         self.require_own_model("a training step")
-        with self.guard:
-            self._count_computing()
-            self.node.average(index)
-        self._averaged.add(index)
+        if self._backward is not None and self._backward.unfinished:
+            raise AttachError(
+                "all gradients were computed inside the backward of a custom function, so they "
+                "were not averaged: give torch.utils.checkpoint use_reentrant=False"
+            )
+        if not self.accumulates and (index not in self._received or self._replaced(index)):
+            self._receive(index)
 
-    def _count_computing(self) -> None:
-        """Let a simulated clock advance to the end of backward, once in each iteration."""
-        if not self._stepped and not self._prepared and not self._averaged:
-            self._host.computed(1.0)
+    def unscaled(self, index: int) -> None:
+        """Handle the gradients of optimizer ``index``, which a GradScaler has just unscaled."""
+        if self.active and self._worker.scaled and self.flow.needs_unscaled:
+            self._pass_on(index)
 
-    def prepare(self, index: int) -> None:
-        """Pass the gradients of optimizer ``index`` to the flow. May block.
+    def before_step(self, index: int) -> None:
+        """Pass the gradients of optimizer ``index`` to the flow, unless this was done. May block.
 
-        Call this before the gradients are clipped, at the latest before the step. Further calls
-        before ``complete`` do nothing.
-
-        Raises AttachError if the optimizer has other parameters than at ``attach``, a frozen
-        parameter became trainable, the model is the consensus, or ``loaded`` is set.
+        Raises AttachError inside ``no_sync``, or as ``receive`` does.
         """
-        if not self.active or index in self._prepared:
+        if not self.active:
             return
-        if self._forbidden or self.loaded:
-            self.require_own_model("a training step")
-            self.require_known("a training step")
-        worker = self._worker
-        optimizer = worker.optimizers[index]
-        if not _holds(optimizer.optimizer, self._groups[index]):
+        self.receive(index)
+        if self.accumulates:
+            raise AttachError(
+                "optimizer.step() inside no_sync(): the gradients were not averaged; leave the "
+                "context before the last backward pass of each step"
+            )
+        if index not in self._prepared:
+            self._prepare(index)
+
+    def _receive(self, index: int) -> None:
+        """Average in the node, and pass the gradients on, at once or after they are unscaled.
+
+        With a GradScaler, the workers of a node average the scaled gradients. All of them then
+        detect the same overflow and skip the same steps.
+        """
+        self._require_trainable(index)
+        self.computed(1.0)
+        if self.node is not None:
+            with self.guard:
+                self.node.average(index)
+        if self._worker.scaled and self.flow.needs_unscaled:
+            self._received[index] = self._gradient(index)
+        else:
+            self._pass_on(index)
+
+    def _pass_on(self, index: int) -> None:
+        flow = self.flow
+        if flow.uses_gradients:
+            self._prepare(index)
+        elif flow.strategy.gradient_norm:
+            with self.guard:
+                flow.measure(self._worker.optimizers[index])
+        self._received[index] = self._gradient(index)
+
+    def _gradient(self, index: int) -> Tensor | None:
+        """Return the gradient tensor of the smallest parameter that has one."""
+        parameters = map(unsharded, self._worker.optimizers[index].parameters)
+        with_gradient = [p for p in parameters if p.grad is not None]
+        return min(with_gradient, key=lambda p: p.numel()).grad if with_gradient else None
+
+    def _replaced(self, index: int) -> bool:
+        """Return True if the training loop has replaced the gradients since ``_receive``.
+
+        For example, it has skipped the step, and computed the next gradients.
+        """
+        return self._gradient(index) is not self._received.get(index)
+
+    def _require_trainable(self, index: int) -> None:
+        """Raise AttachError if a step of optimizer ``index`` would be wrong.
+
+        It has other parameters than at ``attach``, a frozen parameter became trainable, the model
+        is the consensus, or ``loaded`` is set.
+        """
+        self.require_own_model("a training step")
+        self.require_known("a training step")
+        if not _holds(self._worker.optimizers[index].optimizer, self._groups[index]):
             raise AttachError(
                 "parameters were added to the optimizer, removed or replaced after attach(): "
                 "detach() and attach again so that all workers agree on what is averaged"
@@ -196,29 +286,26 @@ class Iteration:
                 "parameters that were frozen at attach() no longer are, and would not be averaged: "
                 "detach() and attach again"
             )
-        if self.node is not None:
-            self.average_in_node(index)
+
+    def _prepare(self, index: int) -> None:
+        """Pass the gradients of optimizer ``index`` to the flow. May block."""
+        worker, again = self._worker, index in self._prepared
         with self.guard:
-            self._count_computing()
             self._order.append(index)
-            count = len(worker.optimizers)
-            last = count == 1 or len({*self._stepped, *self._prepared, index}) == count
-            if last:
-                worker.step += 1
-            synced = self._gradients_ready(optimizer, last=last)
+            last = len({*self._stepped, *self._prepared, index}) == len(worker.optimizers)
+            worker.step += last and not again
+            synced = self._gradients_ready(worker.optimizers[index], last=last, again=again)
             self._synced = self._synced or synced
-            if self._backward is not None:
-                self._backward.end_step()
         self._prepared.add(index)  # not earlier: after a failure, the next call must fail, too
 
-    def _gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
+    def _gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool, again: bool) -> bool:
         while True:
             try:
                 if self._failure is not None:
                     raise self._failure
                 if self.recover is not None:
                     self.recover.require_current_view()
-                return self.flow.gradients_ready(optimizer, last=last)
+                return self.flow.gradients_ready(optimizer, last=last and not again)
             except CommunicationError as error:
                 if self.recover is None:
                     raise
@@ -254,13 +341,13 @@ class Iteration:
                 self._skipped = False
                 self.flow.optimizer_stepped(worker.optimizers[index])
             self._prepared.discard(index)
-            self._averaged.discard(index)
+            self._received.pop(index, None)
             self._stepped.add(index)
             if len(self._stepped) < len(worker.optimizers):
                 return
             self._stepped.clear()
+            self._computed = False
             self._last_order, self._order = self._order, []
-            worker.norm_squared = None
             if self._skipped:
                 self.flow.step_skipped()
             self._skipped = True
@@ -280,9 +367,6 @@ class Iteration:
         """Begin the next view, in which ``flow`` runs the strategy."""
         self.flow = flow
         self._failure, self._host = None, self._worker.team.host
-        if self._backward is not None:
-            self._backward.close()
-            self._backward = None
         self.watch_backward()
 
     @property
@@ -296,14 +380,11 @@ class Iteration:
         return bool(self._forbidden)
 
     def require_boundary(self, what: str) -> None:
-        """Raise AttachError in the middle of an iteration, that is, after its first ``prepare``.
-
-        ``what`` names the rejected call.
-        """
+        """Raise AttachError in the middle of an iteration. ``what`` names the rejected call."""
         if self._stepped or self._prepared:
             raise AttachError(
                 f"{what} in the middle of an iteration: call it after all optimizers have stepped, "
-                "and before gradients are clipped or unscaled for the next step"
+                "and before the backward pass of the next step"
             )
 
     def wait_for_all(self, *, finishing: bool) -> Round:
@@ -316,6 +397,15 @@ class Iteration:
         if self.node is not None:
             self.node.pause(self._last_order[0])
         return self.flow.wait_for_all(self._last_order, finishing=finishing)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Implement ``Synchronizer.no_sync``."""
+        self._no_sync += 1
+        try:
+            yield
+        finally:
+            self._no_sync -= 1
 
     @contextlib.contextmanager
     def forbid_steps(self, where: str) -> Iterator[None]:

@@ -81,7 +81,6 @@ class DownpourState(ServerState):
 class DownpourFlow(ServerFlow):
     """Handles the events of a training step for ``Downpour``."""
 
-    uses_gradients = True
     strategy: "Downpour"
     state: DownpourState
 

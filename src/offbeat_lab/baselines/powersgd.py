@@ -66,17 +66,14 @@ class LowRankMean(GradientMean):
                 self.errors.append(self.q[-1].new_zeros(rows, columns))
 
     @override
-    def reduce(
-        self, slots: Sequence[float], *, contribute: bool, take: bool | None = None
-    ) -> list[float]:
+    def reduce(self, slots: Sequence[float], *, contribute: bool) -> list[float]:
         if not self.q or self._view.launches < self._start:
-            return super().reduce(slots, contribute=contribute, take=take)
-        take = contribute if take is None else take
+            return super().reduce(slots, contribute=contribute)
         # A step inside torch.autocast would otherwise send the products and the votes in bfloat16.
         with torch.autocast(self.q[0].device.type, enabled=False):
-            return self._reduce(slots, contribute=contribute, take=take)
+            return self._reduce(slots, contribute=contribute)
 
-    def _reduce(self, slots: Sequence[float], *, contribute: bool, take: bool) -> list[float]:
+    def _reduce(self, slots: Sequence[float], *, contribute: bool) -> list[float]:
         matrices, others = self._stage(contribute)
         if contribute:
             for m, e in zip(matrices, self.errors, strict=True):
@@ -103,7 +100,7 @@ class LowRankMean(GradientMean):
             m.copy_(mean)
         for other, mean in zip(others, means[len(matrices) :], strict=True):
             other.copy_(mean)
-        self._land(float(take), counts)
+        self._land(float(contribute), counts)
         return numbers[: self._slots]
 
     def _stage(self, contribute: bool) -> tuple[list[Tensor], list[Tensor]]:
