@@ -99,7 +99,7 @@ def test_diloco_with_overlap() -> None:
 
 
 def test_streaming() -> None:
-    """16 parts of 6 MiB, whose chunks have 768 blocks of 132 bytes. Votes have ten or eleven numbers.
+    """16 parts of 6 MiB, whose chunks have 768 blocks of 132 bytes. Votes have 10 or 11 numbers.
 
     With 200 Mbit/s a message of m parts takes about 0.24·m steps. A worker's knowledge is youngest
     with 3 parts in one step: 1 + 16/6 steps. With 2 Mbit/s one part takes 24.3 steps, and 0.3 steps

@@ -70,8 +70,8 @@ def measured(text: str, *, workers: int, per_node: int, cycle: int, flat: bool =
 
 
 def inside_mean(workers: int) -> float:
-    """A ring inside the node over the gradients and four numbers: a vote, two more, a tensor's."""
-    size = M + 4 * 4
+    """A ring inside the node over the gradients and three numbers: a vote, one more, a tensor's."""
+    size = M + 4 * 3
     return 2 * (workers - 1) * (IN_LATENCY + size / workers / IN)
 
 
@@ -112,9 +112,9 @@ def test_local_sgd_waits_for_a_vote_and_a_mean_between_nodes(nodes: int, per_nod
 
 
 def test_bsp_sends_the_gradients_of_the_node_in_each_step() -> None:
-    """Its only bucket ends with the vote, two numbers, and one number per tensor."""
+    """Its only bucket ends with the vote, one number, one number per tensor, and one of padding."""
     seconds, waited = measured("bsp", workers=4, per_node=2, cycle=1)
-    mean = between(M + 4 * (7 + 2 + 1), 2, 2)
+    mean = between(M + 4 * (7 + 1 + 1 + 1), 2, 2)
     assert waited == pytest.approx(mean, rel=1e-6)
     assert seconds == pytest.approx(STEP + inside_mean(2) + mean, rel=1e-6)
 
@@ -135,7 +135,7 @@ def test_traffic_between_nodes_does_not_delay_traffic_inside() -> None:
 def test_without_node_group_a_ring_goes_round_all_workers() -> None:
     """At the speed of a node's link, because the ring enters and leaves each node once."""
     seconds, _ = measured("bsp", workers=4, per_node=2, cycle=1, flat=True)
-    size = M + 4 * (7 + 2 + 1)
+    size = M + 4 * (7 + 1 + 1)
     assert seconds == pytest.approx(STEP + 2 * 3 * (OUT_LATENCY + size / 4 / OUT), rel=1e-6)
 
 

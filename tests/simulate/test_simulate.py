@@ -79,8 +79,8 @@ def test_a_bsp_step_is_compute_and_all_reduce() -> None:
     result = simulate(
         training(offbeat.BSP(), 10), workers=4, network=NETWORK, compute=Compute(STEP)
     )
-    # one bucket: the gradient, the vote (7), 2 numbers of the bucket, 1 of the parameter, float32
-    step = STEP + ring(4 * (25_000 + 7 + 2 + 1), 4)
+    # one bucket: the gradient, the vote (7), 1 number of the bucket, 1 of the parameter, float32
+    step = STEP + ring(4 * (25_000 + 7 + 1 + 1), 4)
     for one in result.results:
         assert one["times"] == pytest.approx([step * (i + 1) for i in range(10)], rel=1e-12)
         assert one["stats"]["idle"] == pytest.approx(1 - STEP / step, rel=1e-9)

@@ -37,7 +37,7 @@ def train(
     sync = attach(model, optimizer, text)
     trace = []
     for step in range(steps[rank]):
-        step_of(model, optimizer, make_batch(rank, step))
+        step_of(model, optimizer, make_batch(rank, step), *([sync] if step_of is halves else []))
         trace.append(flat(model))
     counted = (sync.step, sync.stats.steps, sync.stats.syncs)
     sync.finish()
@@ -105,12 +105,13 @@ def test_schedulers_and_hooks_of_the_user_keep_working(row: Row) -> None:
     assert run(one_cycle, row.text, workers=2) == [(rates, events)] * 2
 
 
-def halves(model: nn.Module, optimizer: Optimizer, batch: tuple[Tensor, Tensor]) -> None:
+def halves(model: nn.Module, optimizer: Optimizer, batch: Any, sync: Any) -> None:
     """Take one step from two backward passes."""
     optimizer.zero_grad()
     for half in range(2):
         x, y = (part[half::2] for part in batch)
-        (loss_of(model, (x, y)) / 2).backward()
+        with sync.no_sync() if half == 0 else contextlib.nullcontext():
+            (loss_of(model, (x, y)) / 2).backward()
     optimizer.step()
 
 
