@@ -127,3 +127,36 @@ def test_a_worker_out_of_data_counts_for_the_steps_that_it_has_taken() -> None:
         moving = [gradient(rank, step) for rank in range(WORKERS) if step < case.steps[rank]]
         expected = expected - LR * sum(moving) / len(moving)
     torch.testing.assert_close(found.results[0]["end"], expected, rtol=0, atol=1e-5)
+
+
+def test_buffers_are_averaged_once_a_pass_wherever_messages_begin() -> None:
+    """They travel with the last part, which may be in the middle of a message."""
+
+    def worker() -> tuple[int, int]:
+        model = make_wide(dist.get_rank())
+        model.register_buffer("statistic", torch.zeros(3))
+        optimizer, seen = sgd(model, LR), []
+        sync = attach(model, optimizer, "streaming:parts=4", wire="float32")
+        averager = sync._iteration.flow
+        landed = averager.landed
+
+        def record(flight: Any, **options: Any) -> None:
+            indices = [part.index for part in flight.parts]
+            seen.append((indices[-1], 3 in indices, flight.buffers is not None))
+            landed(flight, **options)
+
+        averager.landed = record
+        for step in range(30):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        sync.finish()
+        assert all(last == sent for _, last, sent in seen)
+        return sum(sent for *_, sent in seen), sum(at != 3 and sent for at, _, sent in seen)
+
+    network = Network("1Gbit/s", latency="10us")
+    for sent, wrapped in simulate(
+        worker, workers=2, network=network, compute=Compute("5ms")
+    ).results:
+        assert sent > 20
+        assert wrapped > 0, "messages of the whole model begin with another part"

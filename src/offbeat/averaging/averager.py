@@ -5,7 +5,7 @@ of them. P is cut into *parts*. To *launch* a part, every worker sends its updat
 sum of the updates has arrived, the part *lands*:
 
     launch:   u = C(x − P)              C quantizes; the quantization error stays in x − P
-    sum:      D = Σ w·u / Σ w           w: weight of a worker, 0 without new steps
+    sum:      D = Σ w·u / Σ w           w: 1, or 0 for a worker without new steps
     landing:  v ← μ·v + D               only with an outer momentum μ
               Δ = c·D + a·v
               P ← P + Δ
@@ -21,7 +21,7 @@ starts the next. ``flight.py`` computes the formulas, and ``flat.py`` stores P a
 
 Invariants:
 
-1. A part is in at most one message. Between two launches P and x move by the same Δ, apart from u.
+1. A part is in at most one message. So x − P changes by local steps and by −u at landings only.
 2. All workers launch the same parts in the same order, with the same μ, c and a. So P changes by
    the same bytes on all of them.
 3. A worker at a barrier launches and lands like the others, so they do not wait for it.
@@ -291,7 +291,7 @@ class Averager(Flow):
 
     def sends_buffers(self, flight: Flight) -> bool:
         """Return True if the floating-point buffers are averaged with this launch."""
-        return flight.parts[-1].index == len(self.parts) - 1
+        return self.parts[-1] in flight.parts
 
     def send(self, flight: Flight, vote: Sequence[float] | None = None) -> None:
         """Send the message, and the buffers with the last part of the model."""
@@ -325,7 +325,7 @@ class Averager(Flow):
 
     def _land_optimizer_state(self, flight: Flight) -> None:
         """Average the optimizers' state with the last part, if the strategy asks for it."""
-        last = flight.parts[-1] is self.parts[-1]
+        last = self.parts[-1] in flight.parts
         if last and self.shared.optimizer_state and flight.total():
             state = self.worker.optimizer_state
             land(state.launch(flight.weight, flight.total()), self.worker.team.host)

@@ -1,4 +1,4 @@
-"""Self-clocked averaging: the landing of one message starts the next, without votes in between."""
+"""Self-clocked averaging: the landing of one message starts the next. Votes travel in messages."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class ClockedAverager(Averager):
     which the previous one has landed. The sum starts when the last worker has launched it. The vote
     of a worker travels in its message, so the sum of the votes is known when the message lands,
     which is before this worker launches the next one. Contents and outer step of the next message
-    depend on these sums only, so they are equal on all workers.
+    depend on these sums and on values that are equal on all workers.
 
     At the end of a step a worker may wait for a message that is about to arrive. It then launches
     the next one in this step, and not in the next one. So the workers stay in phase.
@@ -35,8 +35,9 @@ class ClockedAverager(Averager):
     with the first message that no stepping worker has launched. All workers were at the barrier
     when they launched it, and none has launched a later one.
 
-    The training thread packs and lands at most ``BOUNDARY_SHARE`` of a step, or one piece, at a
-    step boundary. A background thread adds up the updates and moves P and v.
+    The training thread packs and lands at most ``BOUNDARY_SHARE`` of a step, or one piece of each,
+    at a step boundary. There is no such limit in a node, at a barrier, and at the bound on the
+    staleness. A background thread adds up the updates and moves P and v.
     """
 
     votes_between_steps = True
@@ -66,7 +67,8 @@ class ClockedAverager(Averager):
         pace.step_ended(host.now())
         if worker.size > 1:
             arrived = self._wait_a_moment()
-            may_launch = pace.credit_seconds >= 0  # a node has just agreed on it
+            # In a node all processes decide alike: ``_wait_a_moment`` has made the credit equal.
+            may_launch = pace.credit_seconds >= 0
             self._advance(arrived=arrived, may_launch=may_launch)
             while worker.step - state.fresh_step >= self.shared.bound:
                 self._complete(self._flying[0] if self._flying else self._begin(stepping=True))
@@ -241,7 +243,7 @@ class ClockedAverager(Averager):
 
     @override
     def consensus_weights(self, last: Round) -> tuple[float, float]:
-        # The models are equal to P after the last message, apart from errors of rounding.
+        # Each model contains P and what its worker has not sent, such as parts not in the message.
         return 1.0, float(self.worker.size)
 
     @override

@@ -25,9 +25,9 @@ class Sizer:
     """Chooses the number of parts in the next message, equal on all workers.
 
     A message with m parts is in flight for ``base`` + ``each``·m steps, and lands at the end of a
-    step. Its processor time is ``cost``·m steps. About half of it is packing and adding by the
-    training thread, which takes several step boundaries if it is long. So the message takes
-    F = ⌈base + each·m⌉ + cost·m/(2·0.03) steps, and a worker launches one every
+    step; 0.1 steps are kept free. Its processor time is ``cost``·m steps. About half of it is
+    packing and adding by the training thread, which takes several step boundaries if it is long. So
+    the message takes F = ⌈base + each·m⌉ + cost·m/(2·0.03) steps, and a worker launches one every
     I = max(F, cost·m/0.05) steps. The mean age of what it knows about the others is F + I·n/(2m):
     the message, and half of the n/m messages in a pass of the model. The number m minimizes it, but
     F must not exceed the bound on the staleness, at which the worker would wait.
@@ -96,8 +96,8 @@ class Pace:
 
     Attributes:
         step_seconds: Duration of a local step without waits, an exponential average. 0: unknown.
-        allowance: Time for which this worker may wait now, in steps. It grows by ``share`` in each
-            step.
+        allowance: Time for which this worker may wait now, in steps. It grows by ``share``·``growth``
+            in each step.
         in_phase: True if the newest wait for a message has not failed. Otherwise the worker waits
             again when its allowance suffices to come into phase with the others.
         growth: Factor on the growth of the allowance while the worker is not in phase. It is halved
