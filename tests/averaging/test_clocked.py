@@ -146,7 +146,7 @@ def test_buffers_are_averaged_once_a_pass_wherever_messages_begin() -> None:
             landed(flight, **options)
 
         averager.landed = record
-        for step in range(30):
+        for _ in range(30):
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
             optimizer.step()

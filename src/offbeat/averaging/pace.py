@@ -96,8 +96,8 @@ class Pace:
 
     Attributes:
         step_seconds: Duration of a local step without waits, an exponential average. 0: unknown.
-        allowance: Time for which this worker may wait now, in steps. It grows by ``share``·``growth``
-            in each step.
+        allowance: Time for which this worker may wait now, in steps. Each step adds
+            ``share``·``growth``.
         in_phase: True if the newest wait for a message has not failed. Otherwise the worker waits
             again when its allowance suffices to come into phase with the others.
         growth: Factor on the growth of the allowance while the worker is not in phase. It is halved
