@@ -87,14 +87,14 @@ LOCKS_ALLOWED = {"offbeat_lab/baselines/shard.py"}  # called by the background t
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2343, 1202),
-    "src/offbeat/averaging": (3732, 2073),
+    "src/offbeat/averaging": (3734, 2073),
     "src/offbeat/checkpoint": (1097, 597),
     "src/offbeat/cli": (609, 357),
     "src/offbeat/data": (826, 413),
     "src/offbeat/display": (88, 42),
     "src/offbeat/elastic": (1788, 944),
     "src/offbeat/integrations": (304, 178),
-    "src/offbeat/launcher": (690, 379),
+    "src/offbeat/launcher": (697, 385),
     "src/offbeat/nodes": (741, 413),
     "src/offbeat/quantization": (1336, 745),
     "src/offbeat/simulate": (2544, 1407),
@@ -103,7 +103,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2873, 1434),
     "src/offbeat_lab": (10741, 5801),
     "benchmarks": (7686, 4805),
-    "tests": (38316,),
+    "tests": (38349,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

@@ -103,11 +103,18 @@ def _local_store(context: ForkServerContext | SpawnContext) -> Iterator[str]:
     """Keep a store for this machine in a process of its own, and return its address."""
     with listen("127.0.0.1", 0) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
+        # A Ctrl-C in the middle of the start would leave a process without its arguments.
+        held: set[signal.Signals] = set()
+        if isinstance(context, ForkServerContext):  # whose processes do not inherit what is blocked
+            held = {signal.SIGINT, signal.SIGTERM} - signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            signal.pthread_sigmask(signal.SIG_BLOCK, held)
         try:
             process = start_process(context, serve_in_process, listener)
         except EOFError:
             raise OffbeatError("the process that starts the workers has ended") from None
     try:
+        if held:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
         yield address
     finally:
         process.kill()
