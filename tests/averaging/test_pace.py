@@ -56,6 +56,19 @@ def test_noisy_times_teach_the_best_number(parts: int, base: float, each: float)
     assert sum(ages[100:]) / 200 <= 1.15 * best
 
 
+def test_the_bound_and_the_processor_time_limit_a_message() -> None:
+    """Without them a link that carries the model in a step gets a message of the whole model."""
+    for limit, parts in (({}, 16), ({"cost": 0.075}, 2)):
+        sizer = Sizer(16, 1, 0.01, 0.04, known=True, **limit)
+        sizer.measure(0.05, 1, cost=sizer.cost)
+        assert sizer.number == parts
+    # In steps, 10 + m: one part is late in any case, and of more parts at most five are not.
+    for bound, parts in ((3, 1), (16, 5)):
+        sizer = Sizer(16, 1, 10.0, 1.0, known=True, bound=bound)
+        sizer.measure(11.0, 1)
+        assert sizer.number == parts
+
+
 # -- waits ----------------------------------------------------------------------------------------
 
 

@@ -286,6 +286,15 @@ def test_the_outer_momentum_never_grows_by_itself() -> None:
         assert ahead == pytest.approx(2 * (1 - fade))
 
 
+def test_a_message_of_a_barrier_does_not_shorten_the_memory_of_the_momentum() -> None:
+    """No worker steps then, so the votes say nothing about the steps since the last launch."""
+    strategy, view = streaming(size=3, outer_gain=3.0)
+    strategy.outer_step(view, 0, tally(3, 3.0, (240.0, 0.0, 0.0)))
+    assert strategy.outer_step(view, 0, tally(0, 0.0, (0.0, 0.0, 0.0))) == (1.0, 0.0)
+    fade, _ = strategy.outer_step(view, 0, tally(3, 3.0, (246.0, 0.0, 0.0)))
+    assert fade == pytest.approx(math.exp(-2 / 50))
+
+
 def test_parts_are_as_many_as_pay() -> None:
     """16 of at least 32 KiB; larger models have parts of 32 MiB, at most 1,024 of them."""
     sizes = (2**14, 2**16, 2**19 - 1, 2**19, 2**29, 2**30, 2**36)
