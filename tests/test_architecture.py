@@ -103,7 +103,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2873, 1434),
     "src/offbeat_lab": (10741, 5801),
     "benchmarks": (7686, 4805),
-    "tests": (38349,),
+    "tests": (38373,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
