@@ -39,15 +39,17 @@ def settle(sync: Any) -> None:
     sync.state_dict()
 
 
-def part_of_each_number(parts: int, *, shards: bool) -> Tensor:
+def part_of_each_number(parts: int, *, rows: bool) -> Tensor:
     """The part of each parameter of ``make_model``, in its order.
 
-    A worker cuts the list of its tensors, in the order of the names, into parts of equal bytes:
-    number k of n belongs to part ⌊k·P/n⌋. With more parts than numbers each number is a part.
+    The two workers of a node divide each tensor. Each worker cuts the list of its halves, in the
+    order of the names, into parts of equal bytes: number k of n belongs to part ⌊k·P/n⌋. With more
+    parts than numbers each number is a part.
 
     Args:
         parts: P.
-        shards: True if ``fully_shard`` has divided the rows of each tensor among two workers.
+        rows: True if the rows of each tensor are divided, as by ``fully_shard``. False: its
+            numbers.
     """
     model = make_model()
     places = {}  # of each parameter, in the model's order
@@ -56,11 +58,12 @@ def part_of_each_number(parts: int, *, shards: bool) -> Tensor:
         places[name] = torch.arange(start, start + p.numel()).view(p.shape)
         start += p.numel()
     found = torch.full((start,), -1)
-    for rank in (0, 1) if shards else (0,):
+    for rank in (0, 1):
         held = []
         for name in sorted(places):
-            rows = -(-len(places[name]) // (2 if shards else 1))  # of the first worker
-            held.append((places[name][:rows] if rank == 0 else places[name][rows:]).reshape(-1))
+            whole = places[name] if rows else places[name].reshape(-1)
+            half = -(-len(whole) // 2)  # of the first worker
+            held.append((whole[:half] if rank == 0 else whole[half:]).reshape(-1))
         numbers = torch.cat(held)
         part = torch.arange(len(numbers)) * parts // len(numbers)
         found[numbers] = part.unique(return_inverse=True)[1]

@@ -17,7 +17,7 @@ from offbeat.nodes.detection import NodeGroup, open_nodes
 from offbeat.nodes.shards import shards_of
 from offbeat.quantization.kernels import kernels
 from offbeat.quantization.wire import Precision
-from offbeat.strategies.base import SharedModel, Strategy
+from offbeat.strategies.base import Gradients, SharedModel, Strategy
 from offbeat.strategies.streaming import StreamingAveraging
 from offbeat.synchronizer import Synchronizer
 from offbeat.training.assembly import Components, attached
@@ -197,6 +197,9 @@ def attach(
                 timeout_seconds,
                 elastic=elastic,
                 sharded=shards is not None,
+                # A mean of all workers' gradients in each step makes all models equal.
+                needed=shards is not None
+                or not (isinstance(averages, Gradients) and averages.every_step),
             )
             on_failure.callback(team.close)
             if elastic and team.membership is not None:
@@ -236,9 +239,12 @@ def _team(
     *,
     elastic: bool,
     sharded: bool,
+    needed: bool,
 ) -> Team:
     if node_group is not None:
-        communicator, node = open_nodes(group, node_group, timeout_seconds, sharded=sharded)
+        communicator, node = open_nodes(
+            group, node_group, timeout_seconds, sharded=sharded, needed=needed
+        )
         return Team(communicator, node=node)
     return Team(open_communicator(group, timeout_seconds, what="offbeat.attach()", elastic=elastic))
 

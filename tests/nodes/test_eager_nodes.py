@@ -89,7 +89,7 @@ def require_equal_nodes(results: list[Any]) -> None:
         events = [events for _, events, _ in of_ranks]
         assert events[0] == events[1], text
         assert events[2] == events[3], text
-        expected = replay(part_of_each_number(parts, shards=False), [events[0], events[2]])
+        expected = replay(part_of_each_number(parts, rows=False), [events[0], events[2]])
         for rank, (trace, _, shown) in enumerate(of_ranks):
             close(torch.stack(trace), torch.stack(expected[rank // 2]))
             assert torch.equal(shown, of_ranks[0][2]), text

@@ -10,16 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-import offbeat.nodes.detection
 from loops import Faulty, attach, close, error_of, everything, sgd, trained
-from offbeat.nodes.communicator import NodeCommunicator
 from offbeat.nodes.detection import layout, open_nodes
 from offbeat.strategies.registry import STRATEGIES
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Node
 from problems import bsp_reference, flat, loss_of, make_batch, make_model, train_step
-from recording import Recording
 from workers import run
 from worlds import simulated
 
@@ -30,38 +27,16 @@ TEXTS = [
     "local:period=4",
     "selsync:delta=0.05",
     "diloco:period=4,fragments=2,overlap=1",
-    "streaming:schedule=cyclic,staleness=4,parts=2",
+    "streaming:schedule=cyclic,staleness=4,parts=1",
     "async:staleness=4",
 ]
-"""At least one row for each strategy. Eager schedules are in test_eager_nodes."""
+"""At least one row for each strategy. test_eager_nodes has the eager schedules, and several parts,
+which contain other numbers in a node than in one worker."""
 
 
 def in_environment(rank: int) -> None:
     """Set the environment of torchrun with two workers on each of two nodes."""
     os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
-
-
-def record_across() -> list[Recording]:
-    """Return a list to which later communicators across nodes are added."""
-    made: list[Recording] = []
-
-    class RecordingNodes(NodeCommunicator):
-        def __init__(self, across: Any, inside: Any) -> None:
-            across = across if isinstance(across, Recording) else Recording(across)
-            made.append(across)
-            super().__init__(across, inside)
-
-        def twin(self) -> NodeCommunicator:
-            return RecordingNodes(self._across.twin(), self._inside.twin())
-
-    offbeat.nodes.detection.NodeCommunicator = RecordingNodes  # type: ignore[misc]
-    return made
-
-
-def across(made: list[Recording]) -> tuple[int, int]:
-    """Return bytes and operations so far, including the set-up."""
-    sizes = [size for _, _, size in made[0].operations]
-    return sum(sizes), len(sizes)
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -73,16 +48,13 @@ def of_a_node(rank: int, size: int, real: bool = True) -> Any:
         in_environment(rank)
     found = []
     for text in TEXTS:
-        made = record_across() if real else [Recording(SingleCommunicator(1.0))]
         model = make_model(rank)
         sync = attach(model, sgd(model), text, node_group="auto")
-        before = across(made)
         trace = trained(sync, model, [make_batch(rank, step) for step in range(STEPS)])
-        after = across(made)
-        carried = after[0] - before[0], after[1] - before[1]
+        sent = sync.stats.payload_bytes
         sync.finish()
         stats = sync.stats
-        found.append((trace, flat(model), carried, stats.payload_bytes, stats.syncs))
+        found.append((trace, flat(model), sent, stats.syncs))
         assert (sync.rank, sync.size) == (rank, size)
     return found
 
@@ -95,7 +67,7 @@ def of_one_worker(rank: int, size: int, text: str) -> Any:
     trace = trained(sync, model, batches)
     sent = sync.stats.payload_bytes
     sync.finish()
-    return trace, flat(model), sent, sync.stats.payload_bytes, sync.stats.syncs
+    return trace, flat(model), sent, sync.stats.syncs
 
 
 def test_every_strategy_that_trains_in_nodes_has_a_row() -> None:
@@ -112,8 +84,8 @@ def test_a_node_trains_as_one_worker_with_all_of_its_data() -> None:
     for i, text in enumerate(TEXTS):
         plain = simulated(of_one_worker, text, workers=2)
         for rank, found in enumerate(results):
-            trace, final, _, _, syncs = found[i]
-            expected, at_end, _, _, decided = plain[rank // 2]
+            trace, final, sent, syncs = found[i]
+            expected, at_end, of_one, decided = plain[rank // 2]
             assert syncs == decided, text
             twin = results[rank ^ 1][i]
             for one, same, other in zip(trace, twin[0], expected, strict=True):
@@ -121,12 +93,10 @@ def test_a_node_trains_as_one_worker_with_all_of_its_data() -> None:
                 close(one, other, 1e-11)
             assert torch.equal(final, results[0][i][1]), text
             close(final, at_end, 1e-11)
-        node = [results[rank][i] for rank in (0, 1)]
-        sent, payload = plain[0][2:4]
-        carried, operations = (sum(one[2][k] for one in node) for k in (0, 1))
-        assert 0 <= carried - sent <= 8 * operations, f"{text}: one number of padding at most"
-        assert abs(sum(one[3] for one in node) - payload) <= len(node), text
-    assert results[0][3][4] not in (0, STEPS), "selsync synchronized in some steps only"
+            # A process sends half of the model, but whole votes of up to ten numbers.
+            sends = of_one if text == "bsp" else of_one / 2
+            assert 0 <= sent - sends <= 0.5 * 80 * STEPS, text
+    assert results[0][3][3] not in (0, STEPS), "selsync synchronized in some steps only"
     reference = bsp_reference(4, "sgd", STEPS)
     for i in (0, 1):
         for one, other in zip(results[3][i][0], reference, strict=True):
@@ -136,7 +106,7 @@ def test_a_node_trains_as_one_worker_with_all_of_its_data() -> None:
         for one, same in zip(real, other, strict=True):
             for a, b in zip([*one[0], one[1]], [*same[0], same[1]], strict=True):
                 close(a, b, 1e-11)
-            assert one[3:] == same[3:], "bytes and decisions"
+            assert one[2:] == same[2:], "bytes and decisions"
 
 
 # -- other features of attach -------------------------------------------------------------------
@@ -486,10 +456,11 @@ class Halves(SingleCommunicator):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_nodes_of_a_transport_may_be_sharded(sharded: bool) -> None:
-    """The communicator of a sharded node connects the workers with the same shard, and no more."""
+    """The communicator connects this process with its counterparts."""
     communicator, node = open_nodes(Halves(), "auto", 1.0, sharded=sharded)
     assert node is not None
-    assert isinstance(communicator, NodeCommunicator) == (not sharded)
+    assert node.sharded == sharded
+    assert communicator.size == 1
 
 
 def test_a_transport_without_nodes_is_refused() -> None:

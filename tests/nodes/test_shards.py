@@ -198,10 +198,10 @@ def test_parts_of_shards_follow_the_schedule() -> None:
     counts = [(3, 4), (24, 4), (5, 12)]
     text = "streaming:schedule=cyclic,outer_gain=1,parts={},staleness={}"
     results = run(in_parts, [text.format(*one) for one in counts], False, workers=4)
-    assert part_of_each_number(24, shards=True).bincount().tolist() == [2] * 16 + [1] * 8
+    assert part_of_each_number(24, rows=True).bincount().tolist() == [2] * 16 + [1] * 8
     for i, (parts, staleness) in enumerate(counts):
         events = cyclic_events(parts, staleness // 2, STEPS)
-        expected = replay(part_of_each_number(parts, shards=True), [events, events])
+        expected = replay(part_of_each_number(parts, rows=True), [events, events])
         shown = (expected[0][-1] + expected[1][-1]) / 2
         for rank, found in enumerate(results):
             trace, same, consensus = found[i]
@@ -225,7 +225,7 @@ def test_eager_parts_of_shards_land_as_they_arrive() -> None:
         assert events[0] == events[1], text
         assert events[2] == events[3], text
         assert sum(kind == "land" for kind, *_ in events[0]) > 2, text
-        expected = replay(part_of_each_number(parts, shards=True), [events[0], events[2]])
+        expected = replay(part_of_each_number(parts, rows=True), [events[0], events[2]])
         for rank, found in enumerate(results):
             close(torch.stack(found[i][0]), torch.stack(expected[rank // 2]))
             assert torch.equal(found[i][2], results[0][i][2])

@@ -37,7 +37,17 @@ from typing_extensions import override
 
 from offbeat.averaging.buffer_mean import BufferMean
 from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
-from offbeat.averaging.flat import cut, cut_by_tensors, make_spaces, model_bytes
+from offbeat.averaging.copies import Copies
+from offbeat.averaging.flat import (
+    WHOLE,
+    Share,
+    Slice,
+    Space,
+    cut,
+    cut_by_tensors,
+    make_spaces,
+    model_bytes,
+)
 from offbeat.averaging.flight import Flight, Part, Step
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.landing import land
@@ -139,30 +149,30 @@ class Averager(Flow):
     def _make_parts(self) -> None:
         worker, shared, team = self.worker, self.shared, self.worker.team
         tensors, wire = [p for _, p in worker.replica.parameters], worker.wire
+        shares, place = [WHOLE], 0
+        if team.copies > 1:
+            assert team.node is not None
+            shares = [Share(each, team.copies) for each in range(team.copies)]
+            place = team.node.inside.rank
         several = worker.size > 1
         # An exact mean of whole models needs no P.
         # A worker that is alone takes outer steps, too, but not those that shorten disagreement.
         steps = not shared.outer.plain and (several or not shared.error_feedback)
         self._stores = self.stores_shared or steps or (several and (not wire.exact or shared.eager))
         velocity = steps and shared.outer.momentum > 0
-        self.spaces = make_spaces(tensors, shared=self._stores, velocity=velocity)
-        size = sum(t.nbytes for t in tensors)
-        if team.sharded:
-            size = round(team.agree(size)[0])
-        number = shared.parts(size) if callable(shared.parts) else shared.parts
-        if shared.error_feedback:
-            single = uses_single_stage(wire.precision, worker.size)
-            # In the second stage each worker adds up the same number of blocks.
-            unit = 1 if wire.exact else BLOCK * (1 if single else worker.size)
-            units = sum(space.x.elements for space in self.spaces) // unit
-            if callable(shared.parts) and not team.sharded:
-                number = max(1, min(number, units))
-            slices = cut(self.spaces, number, unit if number <= units else 1)
-        else:
-            sizes = team.over_shards(*model_bytes(tensors))
-            slices = cut_by_tensors(self.spaces, tensors, number, sizes)
-        if team.sharded:  # the processes of a node start the sum of each part together
-            slices += [[] for _ in range(int(team.agree(len(slices))[0]) - len(slices))]
+        spaces = [
+            make_spaces(tensors, shared=self._stores and mine, velocity=velocity and mine, share=s)
+            for mine, s in ((index == place, share) for index, share in enumerate(shares))
+        ]
+        self.spaces = spaces[place]
+        sizes = team.over_shards(*model_bytes(tensors))
+        slices_of = [self._cut(each, tensors, sizes) for each in spaces]
+        # The processes of a node start the sum of each part together.
+        number = int(team.agree(max(map(len, slices_of)))[0])
+        for each in slices_of:
+            each += [[] for _ in range(number - len(each))]
+        slices = slices_of[place]
+        self._copies = None if len(shares) == 1 else Copies(team, slices_of)
         device = tensors[0].device if tensors else team.communicator.control_device
         self.parts = []
         for index, part in enumerate(slices):
@@ -171,11 +181,27 @@ class Averager(Flow):
             self.parts.append(Part(index, part, stream, worker.step))
         streams = [part.stream for part in self.parts]
         saved = [wire.saves(stream.elements, 4) for stream in streams if stream.elements]
-        self.precision: str | None = wire.precision if all(saved) and not wire.exact else None
-        if team.sharded:
-            exact = team.agree(float(self.precision is None))[0]
-            self.precision = None if exact else self.precision
+        (exact,) = team.agree(float(wire.exact or not all(saved)))
+        self.precision: str | None = None if exact else wire.precision
         self.make_errors()
+
+    def _cut(
+        self, spaces: Sequence[Space], tensors: Sequence[Tensor], sizes: Sequence[float]
+    ) -> list[list[Slice]]:
+        """Return the slices of each part. ``sizes`` are the bytes of each tensor in the node."""
+        worker, shared, wire = self.worker, self.shared, self.worker.wire
+        size = sum(space.x.elements * space.x.tensors[0].itemsize for space in spaces)
+        (largest,) = worker.team.agree(size)
+        number = shared.parts(round(largest)) if callable(shared.parts) else shared.parts
+        if not shared.error_feedback:
+            return cut_by_tensors(spaces, tensors, number, sizes)
+        single = uses_single_stage(wire.precision, worker.size)
+        # In the second stage each worker adds up the same number of blocks.
+        unit = 1 if wire.exact else BLOCK * (1 if single else worker.size)
+        units = sum(space.x.elements for space in spaces) // unit
+        if callable(shared.parts) and worker.team.node is None:
+            number = max(1, min(number, units))
+        return cut(spaces, number, unit if number <= units else 1)
 
     def make_errors(self) -> None:
         """Allocate the quantization errors of sums, if there are any."""
@@ -283,7 +309,7 @@ class Averager(Flow):
         flight.finite &= flight.message.finite()
         if self.sends_buffers(flight):
             flight.finite &= worker.finite_buffers()
-        (wrong,) = worker.team.over_shards(float(not flight.finite))
+        (wrong,) = worker.team.agree(float(not flight.finite))
         flight.finite = not wrong
         if wrong and worker.guarded:
             flight.message.clear()
@@ -334,8 +360,10 @@ class Averager(Flow):
         """Complete a landing: write the buffers, and update the counters."""
         state, view, worker = self.state, self.state.view, self.worker
         total = self.buffer_total(flight)
-        if flight.buffers is not None and total and take:
-            flight.buffers.write(total)
+        if total and take:
+            self._share(flight.parts)
+            if flight.buffers is not None:
+                flight.buffers.write(total)
         self._flying.remove(flight)
         for part in flight.parts:
             part.flight = None
@@ -351,9 +379,14 @@ class Averager(Flow):
         if self.shared.error_feedback:
             keep = (1 - 1 / (_SMOOTHED_PASSES * len(self.parts))) ** number
             mean_squared, sent_squared = flight.squares.tolist()
-            sent, mean = worker.team.over_shards(sent_squared, mean_squared)
+            sent, mean = worker.team.over_shares(sent_squared, mean_squared)
             before = view.squares
             view.squares = keep * before[0] + sent, keep * before[1] + mean
+
+    def _share(self, parts: Sequence[Part]) -> None:
+        """Let the other processes of a node have what this one has averaged. Blocks in a node."""
+        if self._copies is not None:
+            self._copies.share([part.index for part in parts])
 
     def buffer_total(self, flight: Flight) -> float:
         """Return the sum of the workers' weights, by which sums of buffers are divided."""
@@ -411,6 +444,7 @@ class Averager(Flow):
             self.report()
         for flight in self._flying:
             flight.show()
+            self._share(flight.parts)
         if worker.size == 1:
             return
         what = f"{'final mean' if final else 'consensus'} at step {worker.step}"
@@ -450,6 +484,7 @@ class Averager(Flow):
             for piece in flight.parts[0].slices:
                 assert piece.space.P is not None
                 piece.space.x.write(piece.start, piece.space.P[piece.start : piece.stop])
+        self._share(self.parts)
 
     @override
     def before_save(self, barrier: Callable[[], object]) -> None:

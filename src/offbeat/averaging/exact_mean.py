@@ -27,7 +27,10 @@ class ExactMean:
     """
 
     def __init__(self, team: Team, replica: Replica) -> None:
-        self._team, self._replica = team, replica
+        # In a node each process sends its copy of the model: a ring then sends no more to other
+        # nodes than one process would.
+        self._team, self._copies = team.of_models, team.copies
+        self._replica = replica
 
     def consensus(self, weight: float, total: float, *, final: bool, what: str) -> None:
         """Replace the model by the mean, permanently (``final``) or until the caller restores it.
@@ -75,9 +78,8 @@ class ExactMean:
         self.average_integers(what=what)
 
     def _launch(self, bucket: Bucket, weight: float, total: float, what: str) -> Landing:
-        return bucket_landing(
-            self._team.communicator.sum(bucket.pack(weight), what=what), bucket, total
-        )
+        handle = self._team.communicator.sum(bucket.pack(weight), what=what)
+        return bucket_landing(handle, bucket, total * self._copies)
 
     def _launch_integers(self, what: str) -> list[Landing]:
         integers = self._replica.integer_buffers()

@@ -9,6 +9,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,21 @@ from torch import Tensor
 from offbeat.averaging.buckets import as_real, staged_bytes, staging_dtype
 
 PIECE = 2**17  # numbers that are processed at a time on a CPU, few enough for its cache
+
+
+class Share(NamedTuple):
+    """Part ``place`` of ``number`` of each tensor, which one process of a node averages."""
+
+    place: int
+    number: int
+
+    def of(self, numbers: int) -> tuple[int, int]:
+        """Return first and last + 1 of the share of a tensor with so many numbers."""
+        size = -(-numbers // self.number)
+        return min(numbers, self.place * size), min(numbers, (self.place + 1) * size)
+
+
+WHOLE = Share(0, 1)
 
 
 class Flat:
@@ -26,20 +42,27 @@ class Flat:
 
     Args:
         tensors: At least one tensor. All have the same dtype and device.
+        share: The vector contains only this share of the numbers of each tensor.
 
     Attributes:
         tensors: The tensors.
-        elements: Number of elements of all tensors.
+        lengths: Number of numbers of each tensor in the vector.
+        elements: Sum of ``lengths``.
         dtype: Dtype for computations with the elements: float32 for half-precision tensors.
+        stored_dtype: Dtype of the numbers in memory.
         device: Device of the tensors.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], share: Share = WHOLE) -> None:
         self.tensors = list(tensors)
         self.dtype = staging_dtype(tensors[0])
+        self.stored_dtype = as_real(tensors[0].detach()).dtype
         self._addresses: list[int] = []
         self.refresh()
-        self._ends = list(itertools.accumulate(view.numel() for view in self._views))
+        bounds = [share.of(view.numel()) for view in self._views]
+        self._firsts = [first for first, _ in bounds]  # of the share, in each tensor
+        self.lengths = [last - first for first, last in bounds]
+        self._ends = list(itertools.accumulate(self.lengths))
         self.elements = self._ends[-1]
 
     def refresh(self) -> None:
@@ -60,9 +83,10 @@ class Flat:
         """Yield (tensor, first, last) for each tensor with numbers from ``start`` to ``stop``."""
         index = bisect_right(self._ends, start)
         while start < stop:
-            offset = self._ends[index] - self._views[index].numel()
+            offset = self._ends[index] - self.lengths[index] - self._firsts[index]
             last = min(stop, self._ends[index])
-            yield index, start - offset, last - offset
+            if start < last:
+                yield index, start - offset, last - offset
             start, index = last, index + 1
 
     def numbers(self, start: int, stop: int) -> list[Tensor]:
@@ -127,8 +151,10 @@ class Space:
         v: Velocity of the outer step, 1-D; None if there is none.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, shared: bool, velocity: bool) -> None:
-        self.x = Flat(tensors)
+    def __init__(
+        self, tensors: Sequence[Tensor], *, shared: bool, velocity: bool, share: Share = WHOLE
+    ) -> None:
+        self.x = Flat(tensors, share)
         self.P: Tensor | None = None
         self.v: Tensor | None = None
         if shared:
@@ -156,13 +182,17 @@ class Slice:
             yield Slice(self.space, start, min(start + step, self.stop))
 
 
-def make_spaces(tensors: Sequence[Tensor], *, shared: bool, velocity: bool) -> list[Space]:
+def make_spaces(
+    tensors: Sequence[Tensor], *, shared: bool, velocity: bool, share: Share = WHOLE
+) -> list[Space]:
     """Return the tensors in one space for each dtype and device. Empty tensors are left out."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return [Space(group, shared=shared, velocity=velocity) for group in groups.values()]
+    return [
+        Space(group, shared=shared, velocity=velocity, share=share) for group in groups.values()
+    ]
 
 
 def cut(spaces: Sequence[Space], parts: int, unit: int = 1) -> list[list[Slice]]:
@@ -233,8 +263,8 @@ def cut_by_tensors(
     slices: list[list[Slice]] = [[] for _ in range(parts)]
     for space in spaces:
         start = 0
-        for tensor in space.x.tensors:
-            stop = start + as_real(tensor.detach()).numel()
+        for tensor, length in zip(space.x.tensors, space.x.lengths, strict=True):
+            stop = start + length
             mine = slices[part_of[id(tensor)]]
             if mine and mine[-1].space is space and mine[-1].stop == start:
                 mine[-1] = Slice(space, mine[-1].start, stop)

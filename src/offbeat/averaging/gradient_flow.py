@@ -98,7 +98,7 @@ class GradientFlow(Flow):
         """
         worker = self.worker
         return GradientMean(
-            worker.team,
+            worker.team.of_models,
             worker.wire,
             optimizer.buckets,
             name=f"gradients of optimizer {optimizer.index}, bucket",

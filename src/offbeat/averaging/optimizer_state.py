@@ -35,7 +35,8 @@ class OptimizerState:
         parameters: Sequence[tuple[str, Tensor]],
         optimizers: Sequence[Optimizer],
     ) -> None:
-        self._team, self._optimizers = team, optimizers
+        self._team, self._copies = team.of_models, team.copies
+        self._optimizers = optimizers
         self._names = {id(tensor): name for name, tensor in parameters}
 
     def launch(self, weight: float, total: float) -> list[Landing]:
@@ -54,7 +55,7 @@ class OptimizerState:
 
         def start(bucket: Bucket) -> Landing:
             handle = self._team.communicator.sum(bucket.pack(weight), what=what)
-            return bucket_landing(handle, bucket, total)
+            return bucket_landing(handle, bucket, total * self._copies)
 
         return [start(bucket) for bucket in make_buckets(tensors[line] for line in common)]
 

@@ -8,21 +8,43 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from offbeat.errors import AttachError
-from offbeat.nodes.communicator import LabelledCommunicator, NodeCommunicator
-from offbeat.transport.communicator import Communicator, Transport
+from offbeat.transport.communicator import Communicator, Transport, Wrapper
 from offbeat.transport.connect import open_communicator
+from offbeat.transport.handle import Handle
 from offbeat.transport.host import ThreadHost
+from offbeat.transport.operation import Operation
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Node
 from offbeat.transport.torch_backend.process_groups import GroupFactory, ranks_text
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 
 NodeGroup = dist.ProcessGroup | Literal["auto"]
+T = TypeVar("T")
+
+
+class LabelledCommunicator(Wrapper):
+    """A communicator that adds a label to the names of its operations in error messages.
+
+    The label, for example "inside the node", tells which group the ranks in a message refer to.
+    """
+
+    def __init__(self, inner: Communicator, label: str) -> None:
+        super().__init__(inner)
+        self._label = label
+
+    @override
+    def start(self, operation: Operation[T]) -> Handle[T]:
+        return self.inner.start(replace(operation, what=f"{operation.what} ({self._label})"))
+
+    @override
+    def twin(self) -> Communicator:
+        return LabelledCommunicator(self.inner.twin(), self._label)
 
 
 def open_nodes(
@@ -31,11 +53,12 @@ def open_nodes(
     timeout_seconds: float,
     *,
     sharded: bool = False,
+    needed: bool = True,
 ) -> tuple[Communicator, Node | None]:
     """Detect the nodes and open their communicators. A collective of ``group``.
 
     ``group`` and ``node_group`` are those of ``attach``. With "auto" the environment variables of
-    torchrun determine the nodes.
+    torchrun determine the nodes. If not ``needed``, the nodes are checked and not used.
 
     A custom transport must have ``make_nodes(timeout_seconds)``, and requires "auto". That method
     returns a communicator across nodes, and the ``Node`` of this process. The communicator connects
@@ -43,9 +66,9 @@ def open_nodes(
     ``host`` object as ``Node.inside``.
 
     Returns:
-        A communicator between nodes, and this worker's node. If ``sharded``, the communicator
-        connects the workers that hold the same shard. If each node has one worker, the result is
-        the communicator of all workers, and None.
+        A communicator between this process and its counterparts in the other nodes, and the node.
+        If each node has one worker, or nodes are not ``needed``: the communicator of all workers,
+        and None.
 
     Raises:
         AttachError: the nodes are invalid (raised on all workers), or the custom transport does not
@@ -54,7 +77,10 @@ def open_nodes(
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     transport = world if group is None else group
     if hasattr(transport, "make_communicator"):
-        return _open_by_transport(transport, node_group, timeout_seconds, sharded=sharded)
+        across, node = _open_by_transport(transport, node_group, timeout_seconds)
+        if node.inside.size == 1 or not needed:
+            return node.everyone, None
+        return _with_labels(across, replace(node, sharded=sharded))
     everyone = open_communicator(group, timeout_seconds, what="offbeat.attach()")
     if transport is None:  # a single process
         return everyone, None
@@ -65,18 +91,18 @@ def open_nodes(
             json.dumps(_reported_node(group, node_group)).encode(), what="comparison of the nodes"
         )
         nodes = layout([json.loads(report) for report in reported])
-        node = next(members for members in nodes if everyone.rank in members)
-        if len(node) == 1:
+        members = next(members for members in nodes if everyone.rank in members)
+        if len(members) == 1 or not needed:
             opened: tuple[Communicator, Node | None] = everyone, None
         else:
-            opened = _open_groups(group, node_group, nodes, node, everyone, sharded=sharded)
+            opened = _open_groups(group, node_group, nodes, members, everyone, sharded=sharded)
         on_failure.pop_all()
         return opened
 
 
 def _open_by_transport(
-    transport: object, node_group: NodeGroup, timeout_seconds: float, *, sharded: bool
-) -> tuple[Communicator, Node | None]:
+    transport: object, node_group: NodeGroup, timeout_seconds: float
+) -> tuple[Communicator, Node]:
     make = getattr(transport, "make_nodes", None)
     if make is None:
         raise AttachError(
@@ -85,10 +111,8 @@ def _open_by_transport(
         )
     if node_group != "auto":
         raise AttachError(f'node_group must be "auto" with this transport, got {node_group!r}')
-    across, node = make(timeout_seconds)
-    if node.inside.size == 1:
-        return node.everyone, None
-    return _with_labels(across, Node(node.everyone, node.inside, sharded))
+    opened: tuple[Communicator, Node] = make(timeout_seconds)
+    return opened
 
 
 def _open_groups(
@@ -120,10 +144,7 @@ def _open_groups(
 def _with_labels(across: Communicator, node: Node) -> tuple[Communicator, Node]:
     """Return the communicator between nodes, and the node; see ``open_nodes``."""
     between = LabelledCommunicator(across, "between nodes")
-    node = replace(node, inside=LabelledCommunicator(node.inside, "inside the node"))
-    if node.sharded:
-        return between, node
-    return NodeCommunicator(between, node.inside.twin()), node
+    return between, replace(node, inside=LabelledCommunicator(node.inside, "inside the node"))
 
 
 def node_ranks(

@@ -20,7 +20,7 @@ from offbeat.elastic.views import Views
 from offbeat.nodes.gradients import NodeBuffers, NodeMean
 from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
-from offbeat.strategies.base import Strategy
+from offbeat.strategies.base import Gradients, Strategy
 from offbeat.training.checks.consistency import (
     copy_rank_0,
     describe,
@@ -90,12 +90,13 @@ class Components:
         lines += [f"adam_correction {adam_correction}"]
         lines += describe(strategy, full, optimizers)
         self.joined = team.view > 0  # the workers that start together have view 0
-        opened = Wire(team)  # an exact wire, until ``views.join`` opens that of the others
+        senders = team.of_models if isinstance(strategy.averages(), Gradients) else team
+        opened = Wire(senders)  # an exact wire, until ``views.join`` opens that of the others
         with team.account.paused():
             if not self.joined:
                 require_consistency(team.everyone, lines, settings_of(model, optimizers))
                 copy_rank_0(team, replica.everything())
-                opened = Wire(team, wire)
+                opened = Wire(senders, wire)
         worker = self.worker = Worker(team, replica, optimizers, opened, non_finite)
         worker.scaled = scaler is not None and scaler.is_enabled()
         self.recorder = StatsRecorder(worker, log)

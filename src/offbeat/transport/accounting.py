@@ -16,27 +16,17 @@ T = TypeVar("T")
 class Account:
     """Totals of the bytes that this worker sent and of the time for which it waited.
 
-    Args:
-        senders: Number of processes of one machine that each send an equal part of every tensor
-            (≥ 1). Each of them counts 1/``senders`` of the bytes.
-
     Attributes:
+        payload_bytes: Bytes of the tensors that were passed to operations. A tensor counts once,
+            however many workers receive it. A broadcast counts on its source only. Received tensors
+            do not count.
         wait_seconds: Time for which this worker waited for others.
     """
 
-    def __init__(self, senders: int = 1) -> None:
-        self._senders, self._bytes = senders, 0
+    def __init__(self) -> None:
+        self.payload_bytes = 0
         self.wait_seconds = 0.0
         self._paused = False
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of the tensors that were passed to operations, divided by ``senders``.
-
-        A tensor counts once, however many workers receive it. A broadcast counts on its source
-        only. Received tensors do not count.
-        """
-        return self._bytes // self._senders
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -50,7 +40,7 @@ class Account:
     def sent(self, payload_bytes: int) -> None:
         """Add to the bytes sent, unless counting is paused."""
         if not self._paused:
-            self._bytes += payload_bytes
+            self.payload_bytes += payload_bytes
 
     def waited(self, seconds: float) -> None:
         """Add to the waiting time, unless counting is paused."""
@@ -67,16 +57,21 @@ class Accounting(Wrapper):
     Args:
         inner: Communicator that carries out the operations.
         account: Totals to which the counts are added; None creates a new ``Account``.
+        senders: Number of processes of one machine of which only one sends to other machines
+            (≥ 1). Each of them counts 1/``senders`` of the bytes.
     """
 
-    def __init__(self, inner: Communicator, account: Account | None = None) -> None:
+    def __init__(
+        self, inner: Communicator, account: Account | None = None, senders: int = 1
+    ) -> None:
         super().__init__(inner)
         self.account = Account() if account is None else account
+        self._senders = senders
 
     @override
     def start(self, operation: Operation[T]) -> Handle[T]:
         handle = self.inner.start(operation)
-        self.account.sent(operation.sent_bytes(self.rank))
+        self.account.sent(operation.sent_bytes(self.rank) // self._senders)
         return _Timed(handle, self)
 
     def timed(self, handle: Handle[T]) -> Handle[T]:
@@ -85,7 +80,7 @@ class Accounting(Wrapper):
 
     @override
     def twin(self) -> "Accounting":
-        return Accounting(self.inner.twin(), self.account)
+        return Accounting(self.inner.twin(), self.account, self._senders)
 
 
 class _Timed(Handle[T]):

@@ -5,6 +5,7 @@ In elastic training each view has its own communicator; see ``transport/membersh
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -21,12 +22,14 @@ _POLL_SECONDS = 0.0005
 class Node:
     """Processes of one machine that act as a single worker towards other nodes.
 
+    Each process averages a share of the model with its *counterparts*, the processes of the other
+    nodes that average the same share.
+
     Attributes:
         everyone: Communicator between all processes of all nodes.
         inside: Communicator between the processes of this node.
-        sharded: True if each process of a node holds one shard of the model, as under
-            ``fully_shard``. It averages this shard with the processes of other nodes that hold the
-            same shard. False if every process holds the whole model.
+        sharded: True if a process holds only its share of the model, as under ``fully_shard``.
+            False if it holds the whole model.
     """
 
     everyone: Communicator
@@ -46,7 +49,8 @@ class Team:
     communicator change in ``enter``. So other objects must not store them for longer than a view.
 
     Args:
-        communicator: Communicator between the workers in the first view of this worker.
+        communicator: Communicator between the workers in the first view of this worker. With a
+            node: between this process and its counterparts.
         node: Node of this process; None if the process is a worker by itself.
 
     Attributes:
@@ -65,7 +69,7 @@ class Team:
 
     def __init__(self, communicator: Communicator, *, node: Node | None = None) -> None:
         self.node = node
-        self.account = Account(1 if node is None or node.sharded else node.inside.size)
+        self.account = Account()
         if communicator.membership is None:
             self._set_view(View(0, tuple(range(communicator.size)), communicator))
         else:
@@ -135,16 +139,42 @@ class Team:
         self.account.waited(now - began)
         return now - began
 
+    @property
+    def copies(self) -> int:
+        """Number of processes of a node that hold the whole model."""
+        return 1 if self.node is None or self.node.sharded else self.node.inside.size
+
+    @cached_property
+    def of_models(self) -> "Team":
+        """The processes that each hold a model, or that hold equal shards of the models.
+
+        These are the workers or, if each process of a node holds the whole model, all processes.
+        """
+        if self.copies == 1:
+            return self
+        assert self.node is not None
+        team = Team(self.node.everyone)
+        # In a ring over all processes only one of them sends to another node.
+        team.communicator = Accounting(self.node.everyone, self.account, senders=self.copies)
+        return team
+
     def over_shards(self, *values: float) -> list[float]:
-        """Return the sum of each value over the processes of this node, if the model is sharded.
+        """Return the sum of each value over the shards of the model in this node.
 
         A collective of the node; blocks. If the model is not sharded, returns the values.
         """
-        if self.node is None or not self.node.sharded:
+        return self.over_shares(*values) if self.sharded else list(values)
+
+    def over_shares(self, *values: float) -> list[float]:
+        """Return the sum of each value over the processes of this node.
+
+        A collective of the node; blocks. Without a node, returns the values.
+        """
+        if self.node is None:
             return list(values)
         inside = self.node.inside
         own = torch.tensor(values, dtype=torch.float64, device=inside.control_device)
-        sums: list[float] = inside.sum(own, what="sum over shards").wait().tolist()
+        sums: list[float] = inside.sum(own, what="sum over a node").wait().tolist()
         return sums
 
     def agree(self, *values: float) -> list[float]:

@@ -175,10 +175,10 @@ def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
     """Copy rank 0's values of ``tensors`` to all workers, in place. A collective."""
     if team.everyone.size == 1:
         return
+    communicator = team.of_models.communicator
     for bucket in make_buckets(tensors):
         bucket.pack()
-        team.communicator.broadcast(bucket.flat, what="copy of rank 0's model").wait()
-        # Rank 0 unpacks, too. With nodes it is a node of several workers, and the others of them
-        # must get the values of the node's first worker.
-        bucket.unpack()
+        communicator.broadcast(bucket.flat, what="copy of rank 0's model").wait()
+        if communicator.rank:
+            bucket.unpack()
         bucket.release()
