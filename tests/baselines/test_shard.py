@@ -14,7 +14,7 @@ class Recorder:
 
     def __init__(self, workers: int = 3, rule: Callable[[Tensor], Rule] | None = None) -> None:
         values = torch.zeros(2, dtype=torch.float64)
-        self.shard = Shard(values, Rule() if rule is None else rule(values), [0] * workers)
+        self.shard = Shard(values, Rule() if rule is None else rule(values), workers)
         self.answers: list[tuple[str, int, list[float] | None]] = []
         self.reached: dict[str, bool] = {}
 
