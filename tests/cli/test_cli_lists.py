@@ -2,16 +2,14 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 
 from cli.commands import Call
 from offbeat.arguments import range_of
 from offbeat.cli import view
-from offbeat.extend import STRATEGIES
+from offbeat.extend import STRATEGIES, console
 from offbeat_lab.baselines import PUBLISHED
-from offbeat_lab.cli.view import print_path
 from offbeat_lab.methods.registry import BASELINES
 from offbeat_lab.recipes import RECIPES
 
@@ -118,5 +116,5 @@ def test_ranges_are_those_that_are_checked(call: Call) -> None:
 
 def test_a_path_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     """Brackets and colons are no markup."""
-    print_path("report", Path("runs/[lr]:x:[/y]/report.html"))
+    console.print("report runs/[lr]:x:[/y]/report.html")
     assert capsys.readouterr().out == "report runs/[lr]:x:[/y]/report.html\n"

@@ -35,7 +35,6 @@ from offbeat_lab.events import Event, Step
 from offbeat_lab.job import Job
 from offbeat_lab.launch import runners
 from offbeat_lab.launch.cluster import Cluster, run_cleanup
-from offbeat_lab.timing.step_time import StepTime
 from pages import code_on
 
 needs_namespaces = pytest.mark.skipif(Cluster.why_not() is not None, reason=f"{Cluster.why_not()}")
@@ -150,7 +149,7 @@ def test_a_run_is_told_while_it_trains(call: Call, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(progress, name, 0.0)
     code, out, err = call("compare", "digits", *SHORT, "--evaluations", "1", "-s", "bsp")
     assert (code, err) == (0, "")
-    line = r"bsp  step \d of 5, loss \S+, waiting \d+%, sending \S+ [kM]bit/s, about \d"
+    line = r"bsp  step \d of 5, loss \S+, waiting \d+%, sending \S+ [kM]bit/s, \S+ so far, about 0:"
     assert re.search(line, out, re.MULTILINE)
 
 
@@ -315,8 +314,8 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
 def test_without_a_step_time_it_is_measured(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step time is printed first and is that of the run. A warning follows if steps differ."""
     for high, warned in ((0.017, False), (0.019, True)):
-        step = StepTime(0.0071, 0.006, high)
-        monkeypatch.setattr(runs, "measure_recipe", lambda *_, step=step, **__: (None, step))
+        steps = (0.006, 0.0071, high)
+        monkeypatch.setattr(runs, "measure_recipe", lambda *_, steps=steps, **__: steps)
         code, out, err = call("compare", "digits", "--simulate", *SHORT)
         first, _, rest = out.partition("\n")
         assert (code, first) == (0, SET_BY)

@@ -19,7 +19,7 @@ from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import Loopback
 from offbeat_lab.methods.registry import BASELINES, parse_method, require_virtual
 from offbeat_lab.timing import step_time
-from offbeat_lab.train import train_worker
+from offbeat_lab.train import Worker
 
 METHODS = (
     "bsp",
@@ -67,7 +67,7 @@ def train(text: str, size: int, evaluations: int = tiny.STEPS, **settings: Any) 
     job = Job("tiny", "bsp", size, **settings).under(text)
     events: list[Event] = []
     began = time.perf_counter()
-    train_worker(job, events.append)
+    Worker(job, events.append).run()
     taken = time.perf_counter() - began
     model = tiny.built[-1].model
     tensors = [[t.detach() for t in one] for one in (model.parameters(), model.buffers())]
@@ -218,7 +218,7 @@ def fail_in_the_middle(rank: int, size: int) -> str:
             raise KeyboardInterrupt
 
     try:
-        train_worker(job, stop)
+        Worker(job, stop).run()
     except CommunicationError as error:
         return str(error)
     except KeyboardInterrupt:  # rank 0

@@ -5,7 +5,6 @@ from pathlib import Path
 from offbeat.extend import Table, console, print_kinds, print_table
 from offbeat_lab.baselines import PUBLISHED
 from offbeat_lab.cli.checks import require_file
-from offbeat_lab.cli.view import print_path
 from offbeat_lab.methods.registry import BASELINES
 from offbeat_lab.recipes import RECIPES
 from offbeat_lab.report import page
@@ -46,4 +45,4 @@ def report(results: Path, output: Path | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path):
         path.write_text(text, encoding="utf-8")
-    print_path("report", path)
+    console.print(f"report {path}", highlight=False, soft_wrap=True)

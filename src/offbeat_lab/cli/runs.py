@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import typer
+
 from offbeat import Network
-from offbeat.extend import console, print_narrow_table, require_integer, to_seconds
+from offbeat.extend import console, print_narrow_table, require_integer, show_seconds, to_seconds
 from offbeat_lab import compare as comparison
 from offbeat_lab import report
 from offbeat_lab.cli.checks import (
@@ -21,7 +23,6 @@ from offbeat_lab.cli.checks import (
 )
 from offbeat_lab.cli.options import USUAL_LATENCY, CompareOptions
 from offbeat_lab.cli.progress import Bar
-from offbeat_lab.cli.view import print_path, print_step_time
 from offbeat_lab.cli.workers import (
     command_line,
     is_launched,
@@ -40,6 +41,7 @@ from offbeat_lab.train import planned_times
 from offbeat_lab.tuning import LEAST_BUDGET, untuned, with_ideal
 
 _MOST_SEEDS = 1000
+_MOST_SPREAD = 3.0  # ratio of the longest steps to the shortest, above which a warning is printed
 
 
 def compare(options: CompareOptions, job: Job) -> None:
@@ -157,7 +159,7 @@ class _Comparison:
             with writing(written["totals"]):
                 written["totals"].write_text(runner.last.to_json(), encoding="utf-8")
         for what, path in written.items():
-            print_path(f"{what:8}", path)
+            console.print(f"{what:8} {path}", highlight=False, soft_wrap=True)
 
 
 def _check_real(job: Job, options: CompareOptions) -> None:
@@ -194,10 +196,27 @@ def _virtual_cluster(job: Job, options: CompareOptions) -> VirtualCluster:
     # Created before the slow measurement of the step time: the constructor finds mistakes.
     compute = planned_times(job, "1s" if options.step_time is None else options.step_time)
     if options.step_time is None:
-        _, step = measure_recipe(job.recipe, data=job.setup().data)
-        print_step_time(job.recipe, step)
-        compute = replace(compute, step=step.seconds)
+        compute = replace(compute, step=_measured_step(job))
     return VirtualCluster(network, compute)
+
+
+def _measured_step(job: Job) -> float:
+    """Return and print the step time of a recipe. Warn on standard error if its steps differ."""
+    low, seconds, high = measure_recipe(job.recipe, data=job.setup().data)
+    console.print(
+        f"a step of {job.recipe} takes {show_seconds(seconds)} here, as measured now; --step-time "
+        "sets another time",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if high > _MOST_SPREAD * low:
+        typer.echo(
+            f"warning: measured steps took {show_seconds(low)} to {show_seconds(high)} (10 % and "
+            "90 % quantiles), perhaps because other programs were running: set --step-time, or "
+            "measure again on an idle machine",
+            err=True,
+        )
+    return seconds
 
 
 def _print_results(results: list[Result], *, rest: str) -> None:

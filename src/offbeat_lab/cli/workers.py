@@ -104,23 +104,6 @@ def real_workers(
             yield links
 
 
-def connect(backend: str, timeout_seconds: float, setting: str = "") -> None:
-    """Create the default process group of the launcher's workers. Raises OffbeatError if it fails.
-
-    ``timeout_seconds`` is also the time limit of the group's operations. Errors name it after the
-    option ``setting``.
-    """
-    try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
-    except dist.DistError as error:
-        raise OffbeatError(
-            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not connect to the "
-            f"others that the launcher has started, at {os.environ.get('MASTER_ADDR')}:"
-            f"{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT) within {setting}"
-            f"{timeout_seconds:g} s: {str(error).strip().splitlines()[0]}"
-        ) from None
-
-
 @contextlib.contextmanager
 def _launched(job: Job, check: Callable[[], object]) -> Iterator[Runner | None]:
     if os.environ["RANK"] == "0":
@@ -129,7 +112,16 @@ def _launched(job: Job, check: Callable[[], object]) -> Iterator[Runner | None]:
     # default arguments in the module would keep it, so destroy_process_group would not end gloo's
     # threads. One that frees a tensor while Python exits aborts the process.
     importlib.import_module("torch.distributed.nn")
-    connect(choose_backend(), job.timeout_seconds, "--timeout ")
+    limit = job.timeout_seconds
+    try:
+        dist.init_process_group(choose_backend(), timeout=timedelta(seconds=limit))
+    except dist.DistError as error:
+        raise OffbeatError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not connect to the "
+            f"others that the launcher has started, at {os.environ.get('MASTER_ADDR')}:"
+            f"{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT) within --timeout "
+            f"{limit:g} s: {str(error).strip().splitlines()[0]}"
+        ) from None
     share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", job.workers)))
     runner = ExternalLauncher()
     try:

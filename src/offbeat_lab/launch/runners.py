@@ -24,7 +24,7 @@ from offbeat_lab.launch.processes import run_job
 from offbeat_lab.methods.ideal import summed_speeds
 from offbeat_lab.methods.registry import is_ideal, require_virtual
 from offbeat_lab.scenario import Scenario
-from offbeat_lab.train import planned_times, train_worker, worker_device
+from offbeat_lab.train import Worker, planned_times, worker_device
 
 _IDEAL_NETWORK = Network(1e30, latency=0.0)
 
@@ -136,12 +136,12 @@ class ExternalLauncher(Runner):
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
         _from_rank_0(asdict(job))
-        train_worker(job, on_event)
+        Worker(job, on_event).run()
 
     def follow(self) -> None:
         """Take part in the jobs that rank 0 runs, until it calls ``end``."""
         while (values := _from_rank_0(None)) is not None:
-            train_worker(Job(**values), lambda event: None)
+            Worker(Job(**values), lambda event: None).run()
 
     def end(self) -> None:
         """End ``follow`` on the other ranks. Must not be called after a failed job."""
@@ -197,7 +197,7 @@ class VirtualCluster(Runner):
             arguments["ideal_steps"] = summed_speeds(compute, processes, job.seed)
             compute, workers = Compute(compute.step), 1
         self.last = simulate(
-            partial(train_worker, job, on_event, **arguments),
+            lambda: Worker(job, on_event, **arguments).run(),
             workers=workers,
             network=_IDEAL_NETWORK if ideal else self.network,
             compute=compute,

@@ -143,31 +143,15 @@ def _state_restored(task: Task) -> Iterator[None]:
                 tensor.copy_(value)
 
 
-_ATTEMPTS, _WARMUP_STEPS, _TIMED_STEPS = 3, 5, 15
-_STEADY = 1.5  # ratio of the 90 % to the 10 % quantile up to which a measurement is accepted
+_WARMUP_STEPS, _TIMED_STEPS = 5, 30
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Duration of a training step, measured on several steps: quantiles in seconds.
+def measure_recipe(name: str, *, data: Path | None = None) -> tuple[float, float, float]:
+    """Return the time of a recipe's step on this machine: 10, 25 and 90 % quantiles, in seconds.
 
-    Attributes:
-        seconds: Lower quartile. Other programs lengthen steps and never shorten them.
-        low: 10 % quantile.
-        high: 90 % quantile.
-    """
-
-    seconds: float
-    low: float
-    high: float
-
-
-def measure_recipe(name: str, *, data: Path | None = None) -> tuple[nn.Module, StepTime]:
-    """Return the model of a recipe and its step time on this machine.
-
-    A step reads the batch and runs the forward pass, the backward pass and the optimizer. The
-    measurement uses torch's current number of threads. If the steps differ much, it is repeated up
-    to twice, and the fastest one counts.
+    A step reads the batch and runs the forward pass, the backward pass and the optimizer. Other
+    programs lengthen steps and never shorten them, so the 25 % quantile is the step time. The
+    measurement uses torch's current number of threads.
 
     ``name`` is the name of a recipe or the path of its file, and ``data`` the directory of its
     data, if it needs one.
@@ -180,14 +164,6 @@ def measure_recipe(name: str, *, data: Path | None = None) -> tuple[nn.Module, S
         batches = chain.from_iterable(
             Batches(task, make_sampler(task, 1, 0, seed=0)) for _ in repeat(None)
         )
-        times = _step_times(task, batches)
-        for _ in islice(times, _WARMUP_STEPS):
-            pass
-        attempts: list[StepTime] = []
-        for _ in range(_ATTEMPTS):
-            seconds = [*islice(times, _TIMED_STEPS)]
-            low, quarter, high = map(float, np.quantile(seconds, (0.1, 0.25, 0.9)))
-            attempts.append(StepTime(quarter, low, high))
-            if high <= _STEADY * low:
-                break
-    return task.model, min(attempts, key=lambda attempt: attempt.seconds)
+        steps = islice(_step_times(task, batches), _WARMUP_STEPS + _TIMED_STEPS)
+        low, quarter, high = np.quantile([*steps][_WARMUP_STEPS:], (0.1, 0.25, 0.9))
+    return float(low), float(quarter), float(high)
