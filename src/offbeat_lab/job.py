@@ -9,12 +9,13 @@ imports torch and other slow modules only inside its methods.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from offbeat.extend import Precision, check_settings, setting, types_of
-from offbeat_lab.options import OptimizerName, Panel, flag_pairs, method_options, option, option_of
+from offbeat_lab.options import OptimizerName, Option, Panel, option, option_of
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -104,7 +105,6 @@ class Job:
         default=1.0,
         metavar="FACTOR",
         above=0,
-        of_method=True,
     )
     partition: str | None = option(
         Panel.TRAINED,
@@ -116,33 +116,28 @@ class Job:
         "Data of a worker: seldp (all), defdp (1/N), distributed (1/N, new each epoch).",
         default="seldp",
         metavar="NAME",
-        of_method=True,
     )
     injection: str | None = option(
         Panel.STRATEGIES,
         "In a step, a share A of the workers sends a share B of its batch.",
         metavar="A,B",
-        of_method=True,
     )
     wire: Precision | None = option(
         Panel.STRATEGIES,
         "Precision of what is sent: float32, bfloat16, int8, int4, int2, auto.",
         metavar="NAME",
         unset="float32; int2 for streaming",
-        of_method=True,
     )
     adam_correction: Literal["on", "off"] | None = option(
         Panel.STRATEGIES,
         "Lengthen local steps of Adam.",
         unset="on if models are averaged",
-        of_method=True,
     )
     optimizer: OptimizerName | None = option(
         Panel.STRATEGIES,
         "sgd, adamw, muon (AdamW for all but hidden matrices).",
         metavar="NAME",
         unset="the recipe's",
-        of_method=True,
     )
 
     def setup(self) -> "Setup":
@@ -200,38 +195,31 @@ class Job:
                 f"{self.strategy} needs all its workers": not known,
                 "leave --max-seconds out, and set --epochs": self.max_seconds is not None,
             }
-            for reason, given in reasons.items():
-                if given:
-                    raise ValueError(f"--scenario with deaths or joins: {reason}")
-        if self.partition != LEASED:
-            return
-        refused = {
-            "--injection": self.injection is not None,
-            f"--sampler {self.sampler}": self.sampler != Job.sampler,
-            "nodes of several workers": self.workers_per_node > 1,
-            self.strategy: isinstance(parse_method(self.strategy), Peer),
-        }
-        for what, given in refused.items():
-            if given:
-                raise ValueError(
-                    f"--partition leased with {what}: the workers take different numbers of steps; "
-                    "leave one of them out"
-                )
+            refuse("--scenario with deaths or joins: {}", reasons)
+        if self.partition == LEASED:
+            reasons = {
+                "--injection": self.injection is not None,
+                f"--sampler {self.sampler}": self.sampler != Job.sampler,
+                "nodes of several workers": self.workers_per_node > 1,
+                self.strategy: isinstance(parse_method(self.strategy), Peer),
+            }
+            message = "the workers take different numbers of steps; leave one of them out"
+            refuse(f"--partition leased with {{}}: {message}", reasons)
 
     def _check_bounds(self) -> None:
         from offbeat.extend import require_timeout
         from offbeat_lab.timing.padding import parse_slow
 
         parse_slow(self.slow, self.workers)
-        if self.workers % self.workers_per_node:
-            raise ValueError(
-                f"workers={self.workers} do not fill nodes of workers_per_node="
-                f"{self.workers_per_node}"
-            )
-        if self.workers > MOST_WORKERS:
-            raise ValueError(f"workers must be at most {MOST_WORKERS}, got {self.workers}")
-        if self.seed > MOST_SEED:
-            raise ValueError(f"seed must be at most {MOST_SEED}, got {self.seed}")
+        uneven = f"do not fill nodes of workers_per_node={self.workers_per_node}"
+        reasons = {
+            f"workers={self.workers} {uneven}": self.workers % self.workers_per_node,
+            f"workers must be at most {MOST_WORKERS}, got {self.workers}": (
+                self.workers > MOST_WORKERS
+            ),
+            f"seed must be at most {MOST_SEED}, got {self.seed}": self.seed > MOST_SEED,
+        }
+        refuse("{}", reasons)
         require_timeout(self.timeout_seconds, "timeout")
 
     def check_method(self) -> None:
@@ -278,7 +266,7 @@ class Job:
         """Options of the method that differ from the default, such as ``--wire int8``."""
         return tuple(
             f"{option.flag(field.name)} {str(getattr(self, field.name)).removesuffix('.0')}"
-            for field, option in method_options(Job).items()
+            for field, option in method_options().items()
             if getattr(self, field.name) not in (field.default, self._implied(field.name))
         )
 
@@ -303,10 +291,13 @@ class Job:
         ``text`` is a strategy or a baseline, followed by some of ``method_options`` with values.
         """
         strategy, *words = text.split() or [""]
-        options = method_options(Job).items()
-        fields = {option.flag(field.name): field for field, option in options}
-        types, values = types_of(Job), dict[str, Any]()
-        for flag, value in flag_pairs(text, words):
+        fields = {option.flag(field.name): field for field, option in method_options().items()}
+        types, values, rest = types_of(Job), dict[str, Any](), iter(words)
+        for word in rest:
+            flag, equals, value = word.partition("=")
+            value = value if equals else next(rest, "")
+            if not value:
+                raise ValueError(f"in {text!r}: {flag} needs a value")
             if flag not in fields:
                 raise ValueError(
                     f"in {text!r}: {flag} cannot be given to one strategy; {', '.join(fields)} can"
@@ -337,6 +328,14 @@ class Job:
         )
 
 
-def method_fields() -> frozenset[str]:
-    """Return the names of the fields of ``Job`` that a comparison can set for each method."""
-    return frozenset(field.name for field in method_options(Job))
+def method_options() -> "dict[dataclasses.Field[Any], Option]":
+    """Return the fields of ``Job`` that a comparison can set for each method, with options."""
+    options = {field: option_of(field) for field in dataclasses.fields(Job)}
+    return {f: o for f, o in options.items() if o is not None and o.panel is Panel.STRATEGIES}
+
+
+def refuse(message: str, reasons: Mapping[str, object]) -> None:
+    """Raise ValueError for the first reason that is true, with its text in place of {}."""
+    for reason, given in reasons.items():
+        if given:
+            raise ValueError(message.format(reason))

@@ -26,12 +26,9 @@ class LeasedBatches(Iterable[Any]):
         sync: Synchronizer of the workers.
         workers: Number of workers with which the training begins.
         seed: Seed of the order of the samples.
-        readers: Number of processes that load batches in advance.
     """
 
-    def __init__(
-        self, task: Task, sync: Synchronizer, *, workers: int, seed: int, readers: int = 0
-    ) -> None:
+    def __init__(self, task: Task, sync: Synchronizer, *, workers: int, seed: int) -> None:
         self._task, self._workers = task, workers
         size = task.batch_size
         self._sampler = LeasedSampler(
@@ -42,10 +39,9 @@ class LeasedBatches(Iterable[Any]):
             drop_last=len(task.samples) > size,
             total_batches=task.steps * workers,
         )
-        loader = DataLoader(
-            task.samples, batch_size=None, sampler=self._sampler, num_workers=readers
+        self._loader = LeasedLoader(
+            DataLoader(task.samples, batch_size=None, sampler=self._sampler)
         )
-        self._loader = LeasedLoader(loader)
 
     def __iter__(self) -> Iterator[Any]:
         task, sampler = self._task, self._sampler

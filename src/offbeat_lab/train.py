@@ -254,18 +254,17 @@ class Worker:
         injection.
         """
         job, task = self._job, self._task
-        readers = task.readers if self._device.type == "cuda" else 0
         batches: Iterable[Any]
         if self._leases and isinstance(method, Attached):
             sync, seed = method.sync, job.seed
-            batches = LeasedBatches(task, sync, workers=job.workers, seed=seed, readers=readers)
+            batches = LeasedBatches(task, sync, workers=job.workers, seed=seed)
         else:
             sampler = job.sampler_for(task, dist.get_rank())
-            batches = Batches(task, sampler, readers=readers)
+            batches = Batches(task, sampler)
             if job.injection is not None and isinstance(method, Attached):
                 alpha, beta = parse_injection(job.injection)
                 size = injected_batch_size(task.batch_size, alpha, beta, method.sync.size)
-                loader = Batches(task, sampler, size=size, readers=readers)
+                loader = Batches(task, sampler, size=size)
                 batches = self._injection = Injection(
                     loader, alpha, beta, seed=job.seed, device=self._device, now=method.now
                 )

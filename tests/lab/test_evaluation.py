@@ -17,7 +17,7 @@ from offbeat_lab import evaluator
 from offbeat_lab.compare import run_and_record
 from offbeat_lab.evaluation import (
     average_over_workers,
-    evaluate_together,
+    evaluate,
     gather,
     storable_evaluations,
 )
@@ -27,7 +27,7 @@ from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.methods.base import Attached
 from offbeat_lab.methods.registry import parse_method
 from offbeat_lab.recipes import find_recipe
-from offbeat_lab.recipes.base import Setup
+from offbeat_lab.recipes.base import Setup, Task
 from offbeat_lab.recipes.datasets import TensorData
 from offbeat_lab.recipes.held_out import HeldOut, accuracy
 from offbeat_lab.results import Result
@@ -147,7 +147,10 @@ def test_scores_need_one_value_per_sample() -> None:
 
 
 def together(rank: int, size: int) -> dict[str, float]:
-    return evaluate_together(top(1000), problem()[0], CPU)
+    model, inputs, labels = problem()
+    optimizer = torch.optim.SGD(model.parameters())
+    task = Task(model, optimizer, TensorData(inputs, labels), 1, lambda *_: inputs, top(1000))
+    return evaluate(task, "one", 0, 0.0, device=CPU).metrics
 
 
 @pytest.mark.parametrize("world", [run, on_processes])

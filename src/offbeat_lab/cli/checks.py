@@ -6,7 +6,7 @@ from pathlib import Path
 
 from offbeat import Strategy
 from offbeat_lab.cli.options import CompareOptions
-from offbeat_lab.job import Job
+from offbeat_lab.job import Job, refuse
 from offbeat_lab.methods.registry import parse_method
 from offbeat_lab.recipes import Task
 
@@ -82,6 +82,4 @@ def require_no_simulator_options(job: Job, options: CompareOptions) -> None:
         "--inside-latency": options.inside_latency is not None,
         "--workers-per-node": job.workers_per_node > 1,
     }
-    for option, is_given in given.items():
-        if is_given:
-            raise ValueError(f"{option} is for simulated workers; add --simulate, or leave it out")
+    refuse("{} is for simulated workers; add --simulate, or leave it out", given)

@@ -30,7 +30,7 @@ from offbeat_lab.cli.workers import (
     require_single_process,
     with_launched_workers,
 )
-from offbeat_lab.job import Job
+from offbeat_lab.job import Job, refuse
 from offbeat_lab.launch.runners import Runner, VirtualCluster
 from offbeat_lab.methods.registry import is_ideal, require_virtual
 from offbeat_lab.results import Result, writing
@@ -166,13 +166,14 @@ def _check_real(job: Job, options: CompareOptions) -> None:
     """Raise ValueError if real processes do not support the options."""
     require_no_simulator_options(job, options)
     scenario = Scenario.from_json(job.scenario)
-    refused = {
-        "start offbeat without a launcher, or add --simulate": is_launched(),
-        "ideal needs --step-time, as in 50ms": is_ideal(job.strategy) and job.step_seconds is None,
-    }
-    for reason, given in refused.items():
-        if scenario.elastic and given:
-            raise ValueError(f"--scenario with deaths or joins: {reason}")
+    if scenario.elastic:
+        reasons = {
+            "start offbeat without a launcher, or add --simulate": is_launched(),
+            "ideal needs --step-time, as in 50ms": (
+                is_ideal(job.strategy) and job.step_seconds is None
+            ),
+        }
+        refuse("--scenario with deaths or joins: {}", reasons)
     stragglers = job.jitter or job.slow or scenario.slowdowns(job.workers)
     if options.step_time is None and stragglers:
         raise ValueError(STRAGGLERS_NEED_STEP_TIME)

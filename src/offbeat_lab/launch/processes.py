@@ -23,7 +23,7 @@ from offbeat import OffbeatError
 from offbeat_lab.events import Event, Start, from_json
 from offbeat_lab.job import Job
 from offbeat_lab.launch.cluster import Cluster, run_cleanup
-from offbeat_lab.launch.elastic import evaluate, read_files
+from offbeat_lab.launch.elastic import evaluate_kept, read_files
 from offbeat_lab.launch.worker import WorkerProcess
 from offbeat_lab.scenario import Scenario
 
@@ -82,7 +82,7 @@ def run_job(
             finally:
                 run_cleanup(run.kill)
         if scenario.elastic:
-            evaluate(job, *read_files(folder), on_event)
+            evaluate_kept(job, *read_files(folder), on_event)
 
 
 @contextlib.contextmanager

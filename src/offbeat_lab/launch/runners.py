@@ -19,7 +19,7 @@ from offbeat_lab.evaluation import Snapshot, gather
 from offbeat_lab.events import Event
 from offbeat_lab.job import LEASED, Job
 from offbeat_lab.launch.cluster import Cluster, require_shapable
-from offbeat_lab.launch.elastic import evaluate
+from offbeat_lab.launch.elastic import evaluate_kept
 from offbeat_lab.launch.processes import run_job
 from offbeat_lab.methods.ideal import summed_speeds
 from offbeat_lab.methods.registry import is_ideal, require_virtual
@@ -205,7 +205,7 @@ class VirtualCluster(Runner):
             faults=[*joins, *deaths] if elastic else [],
         )
         if elastic:
-            evaluate(job, kept, [*filter(None, self.last.stats)], on_event)
+            evaluate_kept(job, kept, [*filter(None, self.last.stats)], on_event)
 
 
 def describe_machine() -> str:

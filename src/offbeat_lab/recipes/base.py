@@ -68,8 +68,6 @@ class Task:
             (optimizer, number of steps) → scheduler. None: the learning rate is constant.
         steps: Number of steps of each worker in the whole run. 0: computed from the epochs.
         clip_norm: Maximum norm of the gradient. None: no clipping.
-        readers: Number of processes that load batches ahead, if the model is on a GPU. On a CPU,
-            such processes would take cores from the training and are not started.
         position: Number of steps that each worker would have taken with equal shares of the data.
             It advances the schedule of a run whose workers lease their data; see ``lab.leased``.
             None: each worker counts its own steps.
@@ -88,7 +86,6 @@ class Task:
     scheduler: LRScheduler | Schedule | None = None
     steps: int = 0
     clip_norm: float | None = None
-    readers: int = 0
     position: int | None = None
 
     def __post_init__(self) -> None:
