@@ -78,3 +78,16 @@ def test_no_clock_counts_if_all_workers_wait_at_the_barrier_or_are_not_waited_fo
     it.ask("arrives", "barrier", 0)
     it.ask("asks", "pull", 1)
     assert it.answers == [("arrives", NO_CLOCK, None), ("asks", NO_CLOCK, [0.0, 0.0])]
+
+
+def test_no_request_waits_for_a_clock_of_a_worker_at_the_barrier() -> None:
+    """Neither one that already waits, nor one of that worker itself. Later its clock counts."""
+    it = Recorder(workers=2)
+    it.ask("ahead", "push_pull", 0, 1.0, clock=2, min_clock=2)
+    it.ask("own", "pull", 1, min_clock=9)
+    assert it.ask("arrives", "barrier", 1) == ["ahead", "own"]
+    assert [clock for _, clock, _ in it.answers] == [2, 2]
+    it.ask("last", "barrier", 0)
+    assert it.answers[2:] == [("arrives", 0, None), ("last", 0, None)]
+    assert it.ask("counts again", "pull", 0, min_clock=1)[4:] == []
+    assert it.ask("released", "release", 0)[4:] == ["counts again"]

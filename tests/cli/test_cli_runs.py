@@ -29,10 +29,8 @@ from cli.commands import (
     until,
     workers_writing,
 )
-from offbeat.errors import OffbeatError
 from offbeat_lab.cli import progress, runs
 from offbeat_lab.events import Event, Step
-from offbeat_lab.job import Job
 from offbeat_lab.launch import runners
 from offbeat_lab.launch.cluster import Cluster, run_cleanup
 from pages import code_on
@@ -402,39 +400,6 @@ def test_compare(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     axes = {axis for title, axis in shown if ON_PLACE in one_line(title)}
     assert axes == {"training seconds (simulated)"}
     assert (folder / "plot.png").read_bytes().startswith(PNG)
-
-
-def test_the_printed_table_is_the_written_one(call: Call, tmp_path: Path) -> None:
-    """Every cell of table.md is printed."""
-    argv = ("compare", "digits", "-s", "bsp", "-s", "local:period=2", "--simulate", *SHORT, *PLACE)
-    _, out, _ = call(*argv, "--output", str(tmp_path))
-    printed = [line.split() for line in out.splitlines()]
-    lines = (tmp_path / "table.md").read_text(encoding="utf-8").splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[4:6]]
-    assert [row[0] for row in rows] == ["`bsp`", "`local:period=2`"]
-    for first, *others in rows:
-        assert " ".join([first.strip("`"), *others]).split() in printed
-
-
-@pytest.mark.parametrize(
-    ("more", "seconds"), [((), None), (("--step-time", "50ms", "--slow", "0=2"), 0.05)]
-)
-def test_the_step_time_of_real_workers_is_part_of_every_job(
-    more: tuple[str, ...],
-    seconds: float | None,
-    call: Call,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    asked = []
-
-    def fail(job: Job, *args: Any, **kwargs: Any) -> None:
-        asked.append(job.step_seconds)
-        raise OffbeatError("worker 1 failed: out of luck")
-
-    monkeypatch.setattr(runs.comparison, "run_and_record", fail)
-    call("compare", "digits", "-s", "bsp", *more, "--output", str(tmp_path))
-    assert asked == [seconds]
 
 
 # Strategies of one's own
