@@ -103,6 +103,7 @@ class Worker:
         self._recipe = find_recipe(job.recipe)
         self._emit(Waiting("loading the data"))
         self._task = self._recipe.build(job.setup())
+        self._task.lr_scale = job.lr_scale
         if job.max_steps is not None:  # the learning-rate schedule still covers all steps
             self._task.steps = min(self._task.steps, job.max_steps)
         self._task.model.to(self._device)
@@ -195,22 +196,18 @@ class Worker:
 
         if self._ideal_steps is not None:
             sync = attach_strategy(BSP())
-            return SharedIdeal(
-                task, job.lr_scale, sync, workers=job.workers, steps=self._ideal_steps
-            )
+            return SharedIdeal(task, sync, workers=job.workers, steps=self._ideal_steps)
         chosen = parse_method(job.strategy)
         if isinstance(chosen, Baseline):
-            return chosen.start(
-                task, job.lr_scale, attach_strategy, self._batches, job.timeout_seconds
-            )
+            return chosen.start(task, attach_strategy, self._batches, job.timeout_seconds)
         sync = attach_strategy(chosen)
         if isinstance(task.scheduler, LRScheduler):
             sync.share_state(task.scheduler.state_dict, task.load_scheduler)
         if self._keep is not None:
             if self._padding is not None:
                 sync.share_state(self._padding.state, self._padding.load)
-            return Elastic(task, job.lr_scale, sync)
-        return Attached(task, job.lr_scale, sync)
+            return Elastic(task, sync)
+        return Attached(task, sync)
 
     def _control_step_times(self) -> None:
         """If ``job`` controls the step times, let ``task.loss`` sleep on real workers."""

@@ -323,7 +323,7 @@ def test_infinite_buffers_are_no_divergence() -> None:
         events: list[Event] = []
         job = Job("tiny", "local", 1, evaluations=1)
         one = evaluator.Evaluator(job, task, "size", CPU, events.append)
-        one.finish(Attached(task, 1.0, sync))
+        one.finish(Attached(task, sync))
         return events[-1]
 
     (found,) = simulate(evaluated, workers=1).results

@@ -82,8 +82,8 @@ class Attached(Method):
 
     limited_clock: ClassVar[Clock] = "own"
 
-    def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
-        self._task, self._lr_scale, self.sync = task, lr_scale, sync
+    def __init__(self, task: Task, sync: Synchronizer) -> None:
+        self._task, self.sync = task, sync
         self.now = clock_of(sync)
 
     @property
@@ -115,7 +115,7 @@ class Attached(Method):
     def _optimize(self) -> None:
         """Take a step with the gradients."""
         task, sync = self._task, self.sync
-        with task.scaled_lr(self._lr_scale):
+        with task.scaled_lr():
             if task.clip_norm is not None:
                 sync.clip_grad_norm_(task.clip_norm)
             sync.record(loss=self.loss)
@@ -138,12 +138,11 @@ class Elastic(Attached):
 
     Args:
         task: The task.
-        lr_scale: Factor on the learning rate.
         sync: Synchronizer of elastic training.
     """
 
-    def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
-        super().__init__(task, lr_scale, sync)
+    def __init__(self, task: Task, sync: Synchronizer) -> None:
+        super().__init__(task, sync)
         self._start = self.now()
         sync.share_state(lambda: (self._start, task.position), self._load)
 
@@ -175,7 +174,6 @@ class Baseline(ABC):
     def start(
         self,
         task: Task,
-        lr_scale: float,
         under: Callable[[Strategy], Synchronizer],
         batches: Callable[[], Iterable[Any]],
         timeout_seconds: float,
@@ -184,7 +182,6 @@ class Baseline(ABC):
 
         Args:
             task: The task, on its device.
-            lr_scale: Factor on the learning rate.
             under: Function that attaches a strategy to the task, for baselines based on a strategy.
             batches: Function that returns a new iterable over this worker's batches, from the
                 first, on the model's device.

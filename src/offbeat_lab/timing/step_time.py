@@ -59,7 +59,6 @@ class LocalTraining:
 
     Args:
         task: Task to train. ``measure`` restores model, optimizer and random states at its end.
-        lr_scale: Factor on the learning rate.
         batches: Function that returns a new iterator over this worker's batches.
         duration: Duration of each measurement; None: ``REFERENCE``.
 
@@ -71,11 +70,10 @@ class LocalTraining:
     def __init__(
         self,
         task: Task,
-        lr_scale: float,
         batches: Callable[[], Iterable[Any]],
         duration: Duration | None = None,
     ) -> None:
-        self._task, self._lr_scale, self._batches = task, lr_scale, batches
+        self._task, self._batches = task, batches
         self._duration = duration or REFERENCE
         self._device = device_of(task.model)
         self._steps: list[float] = []
@@ -94,7 +92,7 @@ class LocalTraining:
     def _train(self) -> None:
         duration, timed = self._duration, list[float]()
         batches = chain.from_iterable(self._batches() for _ in repeat(None))
-        for number, seconds in enumerate(_step_times(self._task, batches, self._lr_scale)):
+        for number, seconds in enumerate(_step_times(self._task, batches)):
             if number >= duration.warmup_steps:
                 timed.append(seconds)
             if len(timed) >= duration.least_steps and sum(timed) >= duration.least_seconds:
@@ -102,12 +100,12 @@ class LocalTraining:
         self._steps += timed
 
 
-def _step_times(task: Task, batches: Iterable[Any], lr_scale: float = 1.0) -> Iterator[float]:
+def _step_times(task: Task, batches: Iterable[Any]) -> Iterator[float]:
     """Train on ``batches`` without a strategy. Yield the duration of each step in seconds."""
     device = device_of(task.model)
     start = now(device)
     for batch in batches:
-        with task.scaled_lr(lr_scale):
+        with task.scaled_lr():
             _train_on(task, batch)
         # The scheduler is not advanced, because it has only as many steps as the run.
         task.optimizer.zero_grad()
