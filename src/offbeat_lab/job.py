@@ -156,7 +156,6 @@ class Job:
             task: A task already built with the same recipe, data and workers. None: build it. A
                 job with its own optimizer builds it in any case, because its model may not fit.
         """
-        from offbeat_lab.methods.registry import check_run
         from offbeat_lab.recipes import find_recipe
         from offbeat_lab.recipes.custom import try_out
         from offbeat_lab.samplers import parse_injection
@@ -173,13 +172,7 @@ class Job:
                 try_out(recipe, task)
         if self.injection is not None:
             parse_injection(self.injection)
-        check_run(
-            self.strategy,
-            self.workers,
-            task.optimizer,
-            adam_correction=self.adam_correction == "on",
-            injection=self.injection is not None,
-        )
+        self._check_strategy(task)
         self.sampler_for(task, 0)
         return task
 
@@ -243,6 +236,30 @@ class Job:
                 nodes=self.workers_per_node > 1,
             )
         except AttachError as error:  # on the command line, this is a wrong argument
+            raise ValueError(str(error)) from None
+
+    def _check_strategy(self, task: "Task") -> None:
+        """Raise ValueError if the strategy cannot train this task with so many workers."""
+        from offbeat import AttachError, Strategy
+        from offbeat.extend import CustomFlow, require_correctable
+        from offbeat_lab.methods.registry import parse_method
+
+        method = parse_method(self.strategy)
+        if not isinstance(method, Strategy):
+            return
+        averages = method.averages()
+        if self.injection is not None and not averages.blocking:
+            raise ValueError(
+                f"data injection with {method}: its workers do not wait for each other, as data "
+                "injection requires in every step; use BSP, LocalSGD, SelSync, FedAvg, or DiLoCo "
+                "without overlap"
+            )
+        try:
+            if isinstance(averages, CustomFlow):
+                averages.check(self.workers)
+            if self.adam_correction == "on":
+                require_correctable([task.optimizer])
+        except AttachError as error:
             raise ValueError(str(error)) from None
 
     def _check_refused(self, method: "Baseline") -> None:

@@ -24,6 +24,7 @@ from cli.commands import Call, ended
 from offbeat import cli
 from offbeat.cli import elastic
 from offbeat_lab.cli import runs, workers
+from offbeat_lab.launch import runners
 from offbeat_lab.launch.cluster import Cluster
 from pages import ROOT, SHELL, Block, blocks_in, code_on, files_of
 
@@ -102,7 +103,7 @@ def begin(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], 
     monkeypatch.setattr(runs.comparison, "compare", reached)
     monkeypatch.setattr(workers, "ShapedLinks", reached)
     monkeypatch.setattr(runs, "measure_recipe", reached)
-    monkeypatch.setattr(workers.dist, "init_process_group", reached)
+    monkeypatch.setattr(runners.dist, "init_process_group", reached)
     monkeypatch.setattr(elastic, "launch", reached)
     monkeypatch.setattr(elastic, "listen", reached)
     return main

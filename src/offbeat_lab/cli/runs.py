@@ -1,6 +1,7 @@
 """Implementation of the command ``compare``. ``offbeat_lab.job`` explains the terms."""
 
 import contextlib
+import os
 import re
 import time
 from dataclasses import dataclass, replace
@@ -54,19 +55,24 @@ def compare(options: CompareOptions, job: Job) -> None:
         step_seconds=None if step_time is None or options.simulated else to_seconds(step_time),
     )
     asked = _Comparison(job, options)
-    with contextlib.ExitStack() as stack:
-        runner: Runner | None
-        if options.simulated:
-            require_single_process("--simulate")
-            asked.check()
-            runner = _virtual_cluster(job, options)
-        else:
-            runner = stack.enter_context(real_workers(job, options.bandwidth, asked.check))
-        if runner is None:
+    if options.simulated:
+        require_single_process("--simulate")
+    follows = os.environ.get("RANK", "0") != "0" and is_launched()  # rank 0 finds mistakes
+    if not follows:
+        asked.check()
+    runner: contextlib.AbstractContextManager[Runner]
+    if options.simulated:
+        runner = contextlib.nullcontext(_virtual_cluster(job, options))
+    else:
+        runner = real_workers(job, options.bandwidth)
+    with runner as entered:
+        if follows:
             return
+        if is_launched():
+            console.print(f"joined the {job.workers} processes that the launcher has started")
         if asked.folder is not None:
             require_writable("--output", asked.folder)
-        asked.run(runner)
+        asked.run(entered)
 
 
 @dataclass(frozen=True)
@@ -221,14 +227,13 @@ def _measured_step(job: Job) -> float:
 
 
 def _print_results(results: list[Result], *, rest: str) -> None:
-    chosen, results = report.tuning(results), report.without_trials(results)
+    # With the ranges of the seeds, the tables would be too wide.
+    others, results = report.other_tables(results, ranges=False), report.without_trials(results)
     console.print()
-    if chosen is not None:
+    if (chosen := others.pop("Tuning", None)) is not None:
         print_narrow_table(chosen, labels=2, rest=rest)
-    # The ranges would be too wide.
     print_narrow_table(report.table(results, ranges=False), rest=rest)
     for note in report.notes(results):
         console.print(f"{note}\n", style="dim", highlight=False)
-    for table in (report.times_to_targets(results, ranges=False), report.differences(results)):
-        if table is not None and len(results) > 1:
-            print_narrow_table(table, rest=rest)
+    for other in others.values() if len(results) > 1 else ():
+        print_narrow_table(other, rest=rest)

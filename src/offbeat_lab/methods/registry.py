@@ -1,9 +1,7 @@
 """Parsing of methods: strategies such as ``local:period=8`` and baselines to compare with."""
 
-from torch.optim import Optimizer
-
-from offbeat import AttachError, Strategy, parse_strategy
-from offbeat.extend import CustomFlow, did_you_mean, read_settings, require_correctable
+from offbeat import Strategy, parse_strategy
+from offbeat.extend import CustomFlow, did_you_mean, read_settings
 from offbeat_lab.baselines import STRATEGIES
 from offbeat_lab.methods.base import Baseline
 from offbeat_lab.methods.ddp import DDP, PostLocal
@@ -55,34 +53,6 @@ def is_elastic(text: str) -> bool:
     """Return True if the method that ``text`` names continues when workers die and join."""
     method = parse_method(text)
     return isinstance(method, Strategy) and not isinstance(method.averages(), CustomFlow)
-
-
-def check_run(
-    text: str,
-    workers: int,
-    optimizer: Optimizer,
-    *,
-    adam_correction: bool,
-    injection: bool,
-) -> None:
-    """Raise ValueError if the method that ``text`` names cannot train with these settings."""
-    method = parse_method(text)
-    if isinstance(method, Baseline):
-        return
-    averages = method.averages()
-    if injection and not averages.blocking:
-        raise ValueError(
-            f"data injection with {method}: its workers do not wait for each other, as data "
-            "injection requires in every step; use BSP, LocalSGD, SelSync, FedAvg, or DiLoCo "
-            "without overlap"
-        )
-    try:
-        if isinstance(averages, CustomFlow):
-            averages.check(workers)
-        if adam_correction:
-            require_correctable([optimizer])
-    except AttachError as error:
-        raise ValueError(str(error)) from None
 
 
 def require_virtual(text: str) -> None:
