@@ -15,7 +15,6 @@ from offbeat.transport.team import Team
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from offbeat_lab.baselines.parameter_server import ParameterServer
 from transport.communicators import (
-    STEP_SECONDS,
     Function,
     World,
     every_world,
@@ -174,32 +173,6 @@ def test_a_request_runs_in_the_background(world: World) -> None:
 
 
 # -- clocks ---------------------------------------------------------------------------------------
-
-
-@worlds_of_several
-def test_a_pull_waits_for_the_minimum_clock(world: World) -> None:
-    """With ``min_clock`` the answer contains every push up to that clock, from all workers."""
-
-    def work(team: Team) -> Any:
-        server = ParameterServer(team, torch.zeros(team.size, dtype=torch.float64))
-        server.barrier()
-        start = team.host.now()
-        for clock in range(1, 4):
-            if team.rank == 0:
-                team.host.computed(1)  # only rank 0 takes time
-            server.vector.zero_()
-            server.vector[team.rank] = 1.0
-            request(server, "push", clock=clock)
-        clock = request(server, "pull", min_clock=3)
-        seconds, values = team.host.now() - start, server.vector.tolist()
-        server.barrier()
-        server.leave()
-        return clock, values, seconds
-
-    for clock, values, seconds in world(on_team(work)):
-        assert clock == 3
-        assert values == [3.0, 3.0, 3.0]
-        assert world is gloo or 3 * STEP_SECONDS <= seconds <= 3 * STEP_SECONDS + 0.01
 
 
 # -- barriers -------------------------------------------------------------------------------------

@@ -91,3 +91,16 @@ def test_no_request_waits_for_a_clock_of_a_worker_at_the_barrier() -> None:
     assert it.answers[2:] == [("arrives", 0, None), ("last", 0, None)]
     assert it.ask("counts again", "pull", 0, min_clock=1)[4:] == []
     assert it.ask("released", "release", 0)[4:] == ["counts again"]
+
+
+def test_a_pull_waits_for_the_minimum_clock() -> None:
+    """Its answer contains every push up to that clock, from all workers."""
+    it = Recorder(workers=3)
+    for clock in (1, 2):
+        for source in range(3):
+            it.ask("push", "push", source, 1.0, clock=clock)
+    assert it.ask("pull", "pull", 0, min_clock=3) == []
+    it.ask("third", "push", 0, 1.0, clock=3)
+    assert it.ask("third", "push", 1, 1.0, clock=3) == []
+    it.ask("last", "push", 2, 1.0, clock=3)
+    assert it.answers == [("pull", 3, [9.0, 9.0])]
