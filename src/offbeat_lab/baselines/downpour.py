@@ -16,6 +16,7 @@ from typing_extensions import override
 from offbeat import AttachError
 from offbeat.extend import AttachedOptimizer, as_real, pack_mixed, setting, unpack
 from offbeat_lab.baselines.server_strategy import ServerFlow, ServerStrategy
+from offbeat_lab.baselines.shard import Rule
 
 
 def _require_unchanged_gradients(group: dict[str, Any]) -> None:
@@ -31,8 +32,30 @@ def _require_unchanged_gradients(group: dict[str, Any]) -> None:
         )
 
 
+class OptimizerRule(Rule):
+    """The server's optimizer, as in ``torch.optim``.
+
+    SGD: z ← z − lr·G. Adagrad: q ← q + G²;  z ← z − lr·G/(√q + 1e-10).
+    """
+
+    def __init__(self, strategy: "Downpour") -> None:
+        self._adagrad = strategy.server_optimizer == "adagrad"
+        self._lr = 1.0 if strategy.server_lr is None else strategy.server_lr
+        self._squares: Tensor | None = None  # q
+
+    @override
+    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
+        if not self._adagrad:
+            shard.add_(values, alpha=-self._lr)
+            return
+        if self._squares is None:
+            self._squares = torch.zeros_like(shard)
+        self._squares.addcmul_(values, values)
+        shard.addcdiv_(values, self._squares.sqrt().add_(1e-10), value=-self._lr)
+
+
 class DownpourFlow(ServerFlow):
-    """Handles the events of a training step for ``Downpour``, and the pushes to this rank's shard.
+    """Handles the events of a training step for ``Downpour``.
 
     Attributes:
         gradients: G as one vector.
@@ -49,7 +72,6 @@ class DownpourFlow(ServerFlow):
     requested: Tensor
     requested_step = steps = 0
     push_due = fetch_due = fetching = False
-    _squares: Tensor | None = None  # q, the state of Adagrad
 
     @override
     def start(self, common: dict[str, Any] | None = None) -> None:
@@ -64,16 +86,8 @@ class DownpourFlow(ServerFlow):
             offset += as_real(tensor.detach()).numel()
 
     @override
-    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
-        """Step as ``torch.optim``: SGD, or Adagrad: q ← q + G²; z ← z − lr·G/(√q + 1e-10)."""
-        lr = 1.0 if self.strategy.server_lr is None else self.strategy.server_lr
-        if self.strategy.server_optimizer == "sgd":
-            shard.add_(values, alpha=-lr)
-            return
-        if self._squares is None:
-            self._squares = torch.zeros_like(shard)
-        self._squares.addcmul_(values, values)
-        shard.addcdiv_(values, self._squares.sqrt().add_(1e-10), value=-lr)
+    def rule(self) -> Rule:
+        return OptimizerRule(self.strategy)
 
     # -- gradients -------------------------------------------------------------------------------
 

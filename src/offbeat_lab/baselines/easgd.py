@@ -5,21 +5,50 @@ x is a worker's local model, and z the *centre*, a model on the parameter server
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
 from offbeat.extend import AttachedOptimizer, add_to, pack_mixed, setting
 from offbeat_lab.baselines.server_strategy import ServerFlow, ServerStrategy
+from offbeat_lab.baselines.shard import Rule
+
+
+class ElasticRule(Rule):
+    """On a push of x: d = α(x − z), z ← z + d. A request that also pulls is answered with d.
+
+    If ``synchronous`` is set, z changes only when all workers have pushed: z ← z + Σ d. So all
+    workers compute d with the same z.
+    """
+
+    def __init__(self, alpha: float, synchronous: bool) -> None:
+        self._alpha, self._synchronous = alpha, synchronous
+        self._differences: dict[int, Tensor] = {}  # d by rank, until it is sent as the answer
+        self._pending: dict[int, Tensor] = {}  # d by rank, until z moves by it
+
+    @override
+    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
+        difference = self._differences[source] = (values - shard).mul_(self._alpha)
+        if self._synchronous:
+            self._pending[source] = difference
+        else:
+            shard.add_(difference)
+
+    @override
+    def clock_advanced(self, shard: Tensor) -> None:
+        # The order of the ranks makes the rounding the same in every run.
+        for _, difference in sorted(self._pending.items()):
+            shard.add_(difference)
+        self._pending.clear()
+
+    @override
+    def answer(self, shard: Tensor, *, source: int) -> Tensor:
+        return self._differences.pop(source)
 
 
 class EASGDFlow(ServerFlow):
-    """Handles the events of a training step for ``EASGD``, and the pushes to this rank's shard.
-
-    On a push of x: d = α(x − z), z ← z + d. A request that also pulls is answered with d. If
-    ``synchronous`` is set, z changes only when all workers have pushed: z ← z + Σ d. So all workers
-    compute d with the same z.
+    """Handles the events of a training step for ``EASGD``.
 
     Attributes:
         steps: Number of local steps.
@@ -31,31 +60,8 @@ class EASGDFlow(ServerFlow):
     _staged = False  # True if the vector to push contains the x before this local step
 
     @override
-    def start(self, common: dict[str, Any] | None = None) -> None:
-        # Before other workers can push.
-        self._alpha = self.strategy.alpha_of(self.worker.size)
-        self._differences: dict[int, Tensor] = {}  # d by rank, until it is sent as the answer
-        self._unmoved: dict[int, Tensor] = {}  # d by rank, until z moves by it
-        super().start(common)
-
-    @override
-    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
-        difference = self._differences[source] = (values - shard).mul_(self._alpha)
-        if self.strategy.synchronous:
-            self._unmoved[source] = difference
-        else:
-            shard.add_(difference)
-
-    @override
-    def clock_advanced(self, shard: Tensor) -> None:
-        # The order of the ranks makes the rounding the same in every run.
-        for _, difference in sorted(self._unmoved.items()):
-            shard.add_(difference)
-        self._unmoved.clear()
-
-    @override
-    def answer(self, shard: Tensor, *, source: int) -> Tensor:
-        return self._differences.pop(source)
+    def rule(self) -> Rule:
+        return ElasticRule(self.strategy.alpha_of(self.worker.size), self.strategy.synchronous)
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:

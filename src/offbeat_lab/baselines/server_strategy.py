@@ -82,11 +82,11 @@ class ServerStrategy(Strategy):
             )
 
 
-class ServerFlow(Flow, Rule):
-    """Drives a strategy with a parameter server on one worker, and applies pushes to its shard.
+class ServerFlow(Flow):
+    """Drives a strategy with a parameter server on one worker.
 
-    A subclass defines ``flush`` and ``step_ended``, and overrides the methods of ``Rule``.
-    ``step_ended`` returns True if this worker's model has received values from the server.
+    A subclass defines ``flush`` and ``step_ended``. ``step_ended`` returns True if this worker's
+    model has received values from the server.
 
     Attributes:
         tensors: Parameters of this worker's model, in the order of the server's vector.
@@ -103,6 +103,13 @@ class ServerFlow(Flow, Rule):
     def __init__(self, strategy: Strategy, worker: Worker) -> None:
         super().__init__(strategy, worker)
         self._flushed = self._warned = False
+
+    def rule(self) -> Rule:
+        """Return the rule that applies pushes to a shard. By default it adds them.
+
+        The background threads of the server hold the rule, so it must not hold the flow.
+        """
+        return Rule()
 
     @abstractmethod
     def flush(self) -> None:
@@ -123,7 +130,8 @@ class ServerFlow(Flow, Rule):
         assert isinstance(strategy, ServerStrategy)
         self.tensors = [p for _, p in worker.replica.parameters]
         model = _model_vector(self.tensors)
-        self.server = ParameterServer(worker.team, model, servers=strategy.servers, rule=self)
+        rule = self.rule()
+        self.server = ParameterServer(worker.team, model, servers=strategy.servers, rule=rule)
 
     @property
     @override
