@@ -28,7 +28,7 @@ from offbeat_lab.events import (
 )
 from offbeat_lab.injection import Injection, injected_batch_size
 from offbeat_lab.job import LEASED, Job
-from offbeat_lab.leased import LeasedBatches
+from offbeat_lab.leased import leased_batches
 from offbeat_lab.methods.base import Attached, Baseline, Elastic, Method
 from offbeat_lab.methods.ideal import SharedIdeal
 from offbeat_lab.methods.registry import is_ideal, parse_method
@@ -254,7 +254,7 @@ class Worker:
         batches: Iterable[Any]
         if self._leases and isinstance(method, Attached):
             sync, seed = method.sync, job.seed
-            batches = LeasedBatches(task, sync, workers=job.workers, seed=seed)
+            batches = leased_batches(task, sync, workers=job.workers, seed=seed)
         else:
             sampler = job.sampler_for(task, dist.get_rank())
             batches = Batches(task, sampler)

@@ -11,18 +11,6 @@ from offbeat_lab.methods.registry import parse_method
 from offbeat_lab.recipes import Task
 
 
-def require_file(option: str, path: Path | None) -> None:
-    """Raise ValueError if ``path`` is a directory."""
-    if path is not None and path.is_dir():
-        raise ValueError(f"{option} {path}: it is a directory; name a file")
-
-
-def require_folder(option: str, path: Path | None) -> None:
-    """Raise ValueError if ``path`` is a file or named like a file of results."""
-    if path is not None and (path.is_file() or path.suffix == ".jsonl"):
-        raise ValueError(f"{option} {path}: name a directory, not a file")
-
-
 def require_writable(option: str, folder: Path) -> None:
     """Create the directory ``folder``. Raise ValueError unless files can be written there."""
     try:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from offbeat.extend import Table, console, print_kinds, print_table
 from offbeat_lab.baselines import PUBLISHED
-from offbeat_lab.cli.checks import require_file
 from offbeat_lab.methods.registry import BASELINES
 from offbeat_lab.recipes import RECIPES
 from offbeat_lab.report import page
@@ -37,7 +36,8 @@ def report(results: Path, output: Path | None) -> None:
     if not results.exists():
         raise FileNotFoundError(f"looked for results in {results}, which does not exist")
     path = results.with_name("report.html") if output is None else output
-    require_file("--output", path)
+    if path.is_dir():
+        raise ValueError(f"--output {path}: it is a directory; name a file")
     read = read_results(results, trials=True)
     if all(result.trial is not None for result in read):
         raise ValueError(f"{results} holds no result of a comparison")

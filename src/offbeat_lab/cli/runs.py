@@ -17,8 +17,6 @@ from offbeat_lab import report
 from offbeat_lab.cli.checks import (
     check_method,
     require_distinct,
-    require_file,
-    require_folder,
     require_no_simulator_options,
     require_writable,
 )
@@ -121,12 +119,15 @@ class _Comparison:
                 )
             first = [untuned(text) for text in with_ideal(first)]
         require_distinct(job, first)
-        require_folder("--output", options.output)
-        require_file("--records", None if job.log is None else Path(job.log))
-        if job.log is not None and not self.single:
-            raise ValueError(
-                "--records is for a single run: give one strategy, without --seeds and --tune"
-            )
+        output, log = options.output or Path(), Path(job.log or os.devnull)
+        is_file = output.is_file() or output.suffix == ".jsonl"
+        several = "--records is for a single run: give one strategy, without --seeds and --tune"
+        reasons = {
+            f"--output {output}: name a directory, not a file": is_file,
+            f"--records {log}: it is a directory; name a file": log.is_dir(),
+            several: job.log is not None and not self.single,
+        }
+        refuse("{}", reasons)
         task = None
         for text in first:
             if options.simulated:

@@ -78,6 +78,6 @@ def real_workers(job: Job, bandwidth: str | None) -> contextlib.AbstractContextM
     if bandwidth is None:
         return contextlib.nullcontext(Loopback())
     scenario = Scenario.from_json(job.scenario)
-    changes = scenario.by_worker(scenario.bandwidths(job.workers), job.workers)
+    changes = scenario.changes("bandwidth", job.workers)
     nodes = len({process.worker for process in scenario.processes(job.workers)})
     return ShapedLinks(nodes, to_bandwidth(bandwidth), changes=changes)
