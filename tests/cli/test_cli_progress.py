@@ -155,7 +155,9 @@ def test_a_terminal_has_one_bar_and_one_line(monkeypatch: pytest.MonkeyPatch) ->
             "async:schedule=eager,… ━━━━━━━━━━━━ 5000/5000 steps test accuracy 0.9000",
             "run 2 of 2, 0:00:00 so far",
         ]
-    assert "bsp  step 5000, 12.5 s of training: test accuracy 0.9000\n" in file.getvalue()
+    for name in ("bsp", "outer_momentum=0.9"):
+        line = f"{name}  step 5000, 12.5 s of training: test accuracy 0.9000\n"
+        assert line in file.getvalue()
 
 
 def test_a_diverged_evaluation_is_marked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,13 +27,13 @@ _BESIDE = 58  # columns for bar, steps and metric
 class Bar:
     """A context manager that shows the progress of several runs, one after the other.
 
-    A terminal shows a bar for the current run, and below it a line about the run. If the output is
-    not a terminal, the line is printed every 10 s, and one for each evaluation. The line has rank
-    0's share of time spent waiting and its rate of sending since the line before, except for
-    baselines, which do not measure them. It ends with the number of the run, the time since the
-    beginning, and an estimate of the time left. Both times include evaluations. The estimate
-    assumes that all runs take equally long, and that training continues at the mean speed since the
-    first step.
+    A terminal shows a bar for the current run, and below it a clock and a line about the run. If
+    the output is not a terminal, line and clock are printed together every 10 s, and a line for
+    each evaluation. The line has rank 0's share of time spent waiting and its rate of sending since
+    the line before, except for baselines, which do not measure them. The clock has the number of
+    the run, the time since the beginning, and an estimate of the time left. Both times include
+    evaluations. The estimate assumes that all runs take equally long, and that training continues
+    at the mean speed since the first step.
 
     Args:
         runs: Number of runs, including those that will be skipped.
@@ -43,7 +43,7 @@ class Bar:
     def __init__(self, runs: int = 1, *, at_most: bool = False) -> None:
         self._runs, self._most = runs, f"at most {runs}" if at_most else str(runs)
         self._started = self._skipped = self._unreported = 0
-        self._progress = _BarAndLine(self._text)
+        self._progress = _BarAndLines(lambda: (self.clock(), self._line))
         self._name = self._metric = self._value = self._last = self._loss = self._line = ""
         self._task: Any = None
         self._measures = True  # False if the current run does not measure waiting and sending
@@ -58,18 +58,12 @@ class Bar:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._report_skipped()
-        if self._task is not None:
-            self._progress.remove_task(self._task)
+        self._end_run()
         self._progress.stop()
 
     def start(self, job: Job) -> None:
         """Start the bar of the next run."""
-        self._report_skipped()
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-            if console.is_terminal and self._last:
-                self._print(self._last)
+        self._end_run()
         self._measures = not is_baseline(job.strategy)
         self._limit = job.max_seconds or math.inf
         self._metric = find_recipe(job.recipe).metric
@@ -88,11 +82,15 @@ class Bar:
         self._skipped += 1
         self._unreported += 1
 
-    def _report_skipped(self) -> None:
-        """Print one line about the runs skipped since the last line."""
+    def _end_run(self) -> None:
+        """Replace the bar by a line with the last evaluation, and report the runs skipped."""
         if self._unreported:
             console.print(f"runs in the results already: {self._unreported} of {self._most}")
         self._unreported = 0
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+            if console.is_terminal and self._last:
+                self._print(self._last)
 
     def clock(self) -> str:
         """Return the number of the run, the time so far and the time left, if it can be estimated.
@@ -151,11 +149,7 @@ class Bar:
             parts += [f"waiting {waited:.0%}", f"sending {show_rate(rate)}"]
         self._line = ", ".join(filter(None, parts))
         if not console.is_terminal:
-            self._print(self._text())
-
-    def _text(self) -> str:
-        """Return the line about the current run, with the clock."""
-        return ", ".join(filter(None, [self._line, self.clock()]))
+            self._print(f"{self._line}, {self.clock()}")
 
     def _update(self, step: int, seconds: float = 0.0) -> None:
         """Show a number of steps, after a time of training."""
@@ -171,11 +165,11 @@ class Bar:
         console.print(f"{self._name}  {text}", soft_wrap=True)
 
 
-class _BarAndLine(Progress):
-    """A bar, and below it the text that ``line`` returns. Shown only on a terminal."""
+class _BarAndLines(Progress):
+    """A bar, and below it the lines that a function returns. Shown only on a terminal."""
 
-    def __init__(self, line: Callable[[], str]) -> None:
-        self._line = line
+    def __init__(self, lines: Callable[[], Iterable[str]]) -> None:
+        self._lines = lines
         name = Column(no_wrap=True, overflow="ellipsis", max_width=max(12, console.width - _BESIDE))
         super().__init__(
             TextColumn("{task.description}", table_column=name),
@@ -189,8 +183,8 @@ class _BarAndLine(Progress):
     @override
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        if self.tasks:
-            yield Text(self._line(), style="dim", no_wrap=True, overflow="ellipsis")
+        for line in filter(None, self._lines() if self.tasks else ()):
+            yield Text(line, style="dim", no_wrap=True, overflow="ellipsis")
 
 
 def show_rate(bytes_per_second: float) -> str:
