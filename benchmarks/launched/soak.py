@@ -1,34 +1,35 @@
-"""Random faults under ``offbeat run``: ``python -m benchmarks.launched.soak --minutes 20``."""
+"""Random faults under ``offbeat run``: ``python -m benchmarks.launched.soak --minutes 20``.
+
+A seed plans trainings and their faults (``case``). The soak starts launchers (``training.py``),
+whose workers log every step (``script.py``), injects the faults, and compares the logs with what
+docs/failures.md promises (``judge.py``).
+"""
 
 import argparse
 import json
 import random
-import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import machine
+from benchmarks.launched.judge import PERIODS, judge, repeated, trainings, uses_of
 from benchmarks.launched.training import Process, Training, wait_until
-from benchmarks.soak.runner import working_folder
-from benchmarks.soak.soak import table
 
-IN_STEP = (
-    *("bsp", "local:period=4", "selsync:delta=0.3"),
-    *("async:staleness=4", "diloco:period=3,outer_lr=1,outer_momentum=0"),
-)
+IN_STEP = (*PERIODS, "async:staleness=4")
 STRATEGIES = (
     *IN_STEP,
     *("async:staleness=4,schedule=eager", "streaming:parts=3,staleness=4,outer_gain=1"),
 )
 KINDS = {"kill": 4, "kill two": 3, "kill all": 2, "stop": 2, "terminate": 2, "exception": 2}
-KINDS["kill in attach"] = 4
+KINDS |= {"kill in attach": 4, "detach": 1}
 FAULTS = 12
 _WHOLE_SECONDS, _END_SECONDS = 150.0, 200.0
 _ORDER_SECONDS = 60.0  # longer than a pause before a restart
@@ -70,15 +71,19 @@ def case(seed: int, index: int) -> Case:
     if len(here) == 2:
         kinds["kill launcher"] = 3
     kinds["kill fork server"] = 2
+    strategy = draw.choice(STRATEGIES)
+    saves = draw.random() < 0.7 and strategy in IN_STEP
+    if saves:
+        kinds["kill in save"] = 2
     faults = draw.choices(list(kinds), weights=list(kinds.values()), k=FAULTS)
     if draw.random() < 0.7:
         faults[-1] = "kill at end"
     return Case(
         index,
-        strategy := draw.choice(STRATEGIES),
+        strategy,
         here,
         store,
-        draw.random() < 0.7 and strategy in IN_STEP,
+        saves,
         8.0 if silent else 60.0,
         tuple(faults),
         draw.randrange(2**31),
@@ -107,7 +112,11 @@ class Faults:
             "kill fork server": self._kill_fork_server,
             "stop": lambda: self._stop(self._draw.uniform(0.3, 3)),
             "stop for too long": lambda: self._stop(self._draw.uniform(9, 14)),
+            "kill in save": lambda: self._order(
+                "die-in-save", self._draw.uniform(0, 0.05), _ORDER_SECONDS
+            ),
             "exception": lambda: self._order("raise", 0, _ORDER_SECONDS),
+            "detach": lambda: self._order("detach", 0, _ORDER_SECONDS),
         }
         number = signal.SIGTERM if first == "terminate" else signal.SIGKILL
         methods.get(kind, lambda: self._send(number, 1))()
@@ -173,7 +182,7 @@ class Faults:
             return
         Process(server, "").send(signal.SIGKILL)
         time.sleep(1.0)
-        if not all(one.lives() for one in alive):
+        if not (all(one.lives() for one in alive) or self._training.has_ended()):
             self.violations.append("workers do not survive their fork server")
 
 
@@ -230,114 +239,47 @@ def survive(one: Case, folder: Path) -> list[dict[str, Any]]:
             deadline - time.monotonic(),
         )
         hangs = [] if ended else ["the training does not end"]
-        add("training", no_start + hangs + judge(one, training), hangs=hangs)
+        add("training", no_start + hangs + judge(one.strategy, one.faults, training), hangs=hangs)
         rows[-1]["counts"] = counts(training)
     finally:
         training.close()
     return rows
 
 
-def judge(one: Case, training: Training) -> list[str]:
-    """Return the violations that are visible after the end of the training."""
-    found = []
-    codes = [launcher.poll() for launcher in training.launchers]
-    ended = [process.slot for process in training.processes() if process.has("ended")]
-    for place, code in enumerate(codes):
-        # "kill at end" may come when the worker has ended, and its process has not.
-        if code == 137 and any(slot.startswith(f"{place}:") for slot in ended):
-            codes[place] = 0
-    if any(codes):
-        found.append(f"the launchers ended with {codes}")
-    if None not in codes and not wait_until(lambda: not training.left(), 10):
-        found.append(f"left behind: {training.left()}")
-    processes = training.processes()
-    ends = [event for p in processes for event in p.events if event["event"] == "ended"]
-    if not ends:
-        found.append("no worker has finished")
-    if len({end["sum"] for end in ends}) > 1:
-        found.append(f"the models differ: {[end['sum'] for end in ends]}")
-    output = training.output()
-    failures = Counter(re.findall(r"worker \d+ ended with exit code (\d+)", output))
-    failures["1"] -= one.faults.count("exception")
-    expected = {"stop for too long"} & {*one.faults}
-    found += [
-        f"{count} workers ended with exit code {code}"
-        for code, count in failures.items()
-        if count > 0 and not (code == "75" and expected)
-    ]
-    return found + judge_uses(processes)
-
-
-def judge_uses(processes: list[Process]) -> list[str]:
-    """Compare which samples were used, and how often, with what the samplers count."""
-    found = []
-    for name, members in _trainings(processes).items():
-        uses = _uses(members)
-        finishers = [process for process in members if process.has("ended")]
-        missing = _left(members) - uses.keys() if finishers else ()
-        if missing:
-            found.append(f"training {name}: {len(missing)} samples were not used")
-        twice = sum(len(queues) - len({*queues}) for queues in uses.values())
-        if twice:
-            found.append(f"training {name}: {twice} samples were used twice from one queue")
-        again = sum(len(queues) - 1 for queues in uses.values())
-        counted = sum(_repeated(process) for process in members)
-        if again > counted:
-            text = f"training {name}: {again} repeated uses, but the samplers count {counted}"
-            found.append(text)
-        newest = {key: max(queues) for key, queues in uses.items()}
-        taken = sum(
-            step["queue"] < newest[step["epoch"], sample]
-            for process in finishers
-            for step in process.steps
-            for sample in step["batch"]
-        )
-        if taken:
-            found.append(f"training {name}: {taken} samples of survivors were used again")
-    return found
-
-
-def _trainings(processes: list[Process]) -> dict[str, list[Process]]:
-    found: dict[str, list[Process]] = defaultdict(list)
-    for process in processes:
-        for event in process.events:
-            if event["event"] == "attached":
-                found[event["training"]].append(process)
-    return found
-
-
-def _left(processes: list[Process]) -> set[tuple[int, int]]:
-    """Return the samples with which the training began, each with its epoch."""
-    left = [e["left"] for p in processes for e in p.events if e["event"] == "data"]
-    return {(epoch, sample) for epoch, samples in left[0] for sample in samples}
-
-
-def _uses(processes: list[Process]) -> dict[tuple[int, int], list[int]]:
-    """Return for each epoch and sample the queues from which it was used."""
-    uses: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for process in processes:
-        for step in process.steps:
-            for sample in step["batch"]:
-                uses[step["epoch"], sample].append(step["queue"])
-    return uses
-
-
-def _repeated(process: Process) -> int:
-    return int(max((step["repeated"] for step in process.steps), default=0))
-
-
 def counts(training: Training) -> dict[str, int]:
     """Return how many processes and trainings there were, and how many samples were repeated."""
     processes = training.processes()
-    trainings = _trainings(processes).values()
+    members = list(trainings(processes).values())
+    uses = [queues for one in members for queues in uses_of(one).values()]
     return {
         "processes": len(processes),
-        "trainings": len(trainings),
+        "trainings": len(members),
         "loads": sum(process.has("loaded") for process in processes),
-        "used": sum(len(queues) for one in trainings for queues in _uses(one).values()),
-        "used_again": sum(len(q) - 1 for one in trainings for q in _uses(one).values()),
-        "counted_again": sum(_repeated(process) for one in trainings for process in one),
+        "used": sum(map(len, uses)),
+        "used_again": sum(len(queues) - 1 for queues in uses),
+        "counted_again": sum(repeated(process) for one in members for process in one),
     }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the results by policy and kind as Markdown."""
+    kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        kinds[f"{row['policy']}: {row['case']['kind']}"].append(row)
+    lines = ["| fault | happened | survived | violations | hangs | noticed, or gone on, within |"]
+    lines.append("|---|---|---|---|---|---|")
+    shown = [*sorted(kinds.items()), *([("all", rows)] if len(kinds) > 1 else [])]
+    for kind, some in shown:
+        happened = [row for row in some if not row["missed"]]
+        bad = [row for row in some if row["violations"]]
+        hangs = [row for row in some if row["hangs"]]
+        longest = max((row["notice_seconds"] for row in happened), default=0.0)
+        good = sum(not row["violations"] for row in happened)
+        within = f"{longest:.1f} s" if longest and kind != "all" else ""
+        lines.append(
+            f"| {kind} | {len(happened)} | {good} | {len(bad)} | {len(hangs)} | {within} |"
+        )
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -358,8 +300,8 @@ def main() -> int:
     deadline, index, rows = time.monotonic() + 60 * options.minutes, options.first, []
     while time.monotonic() < deadline and index < options.first + options.most * options.every:
         one, began = case(options.seed, index), time.monotonic()
-        with working_folder() as folder:
-            new = survive(one, folder / "training")
+        with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+            new = survive(one, Path(folder, "training"))
             if options.keep and any(row["violations"] for row in new):
                 shutil.copytree(folder, options.keep / f"{options.seed}-{index}")
         bad = [violation for row in new for violation in row["violations"]]
