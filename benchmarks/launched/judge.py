@@ -172,7 +172,7 @@ def judge(strategy: str, faults: tuple[str, ...], training: Training) -> list[st
     processes = training.processes()
     if not ended:
         found.append("no worker has finished")
-    for name, members in trainings(processes).items():
+    for name, members in _trainings(processes).items():
         violations = [*judge_uses(members), *judge_ends(members), *judge_models(strategy, members)]
         found += [f"training {name}: {one}" for one in violations]
     return found + judge_loads(processes)
@@ -195,7 +195,7 @@ def judge_loads(processes: list[Process]) -> list[str]:
 
 def judge_uses(processes: list[Process]) -> Iterator[str]:
     """Compare which samples were used, and how often, with what the samplers count."""
-    uses = uses_of(processes)
+    uses = _uses(processes)
     finishers = [process for process in processes if process.has("ended")]
     missing = _left(processes) - uses.keys() if finishers else ()
     if missing:
@@ -204,7 +204,7 @@ def judge_uses(processes: list[Process]) -> Iterator[str]:
     if twice:
         yield f"{twice} samples were used twice from one queue"
     again = sum(len(queues) - 1 for queues in uses.values())
-    counted = sum(repeated(process) for process in processes)
+    counted = sum(max((step["repeated"] for step in p.steps), default=0) for p in processes)
     if again > counted:
         yield f"{again} repeated uses, but the samplers count {counted}"
     newest = {key: max(queues) for key, queues in uses.items()}
@@ -218,7 +218,7 @@ def judge_uses(processes: list[Process]) -> Iterator[str]:
         yield f"{taken} samples of survivors were used again"
 
 
-def trainings(processes: list[Process]) -> dict[str, list[Process]]:
+def _trainings(processes: list[Process]) -> dict[str, list[Process]]:
     """Return the processes of each training. A new one begins when all workers have died."""
     found: dict[str, list[Process]] = defaultdict(list)
     for process in processes:
@@ -234,7 +234,7 @@ def _left(processes: list[Process]) -> set[tuple[int, int]]:
     return {(epoch, sample) for epoch, samples in left[0] for sample in samples}
 
 
-def uses_of(processes: list[Process]) -> dict[tuple[int, int], list[int]]:
+def _uses(processes: list[Process]) -> dict[tuple[int, int], list[int]]:
     """Return for each epoch and sample the queues from which it was used."""
     uses: dict[tuple[int, int], list[int]] = defaultdict(list)
     for process in processes:
@@ -242,8 +242,3 @@ def uses_of(processes: list[Process]) -> dict[tuple[int, int], list[int]]:
             for sample in step["batch"]:
                 uses[step["epoch"], sample].append(step["queue"])
     return uses
-
-
-def repeated(process: Process) -> int:
-    """Return how many samples the sampler of a process counts as used again."""
-    return int(max((step["repeated"] for step in process.steps), default=0))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import machine
-from benchmarks.launched.judge import PERIODS, judge, repeated, trainings, uses_of
+from benchmarks.launched.judge import PERIODS, judge
 from benchmarks.launched.training import Process, Training, wait_until
 
 IN_STEP = (*PERIODS, "async:staleness=4")
@@ -33,6 +33,14 @@ KINDS |= {"kill in attach": 4, "detach": 1}
 FAULTS = 12
 _WHOLE_SECONDS, _END_SECONDS = 150.0, 200.0
 _ORDER_SECONDS = 60.0  # longer than a pause before a restart
+ORDERS = {
+    "kill in attach": ("die-in-attach", 0.7, _ORDER_SECONDS),
+    "kill in save": ("die-in-save", 0.05, _ORDER_SECONDS),
+    "kill at end": ("die-at-end", 0.4, _END_SECONDS),
+    "exception": ("raise", 0.0, _ORDER_SECONDS),
+    "detach": ("detach", 0.0, _ORDER_SECONDS),
+}
+"""Faults that a worker injects into itself → its order, the longest delay, and the time limit."""
 
 
 @dataclass(frozen=True)
@@ -100,26 +108,21 @@ class Faults:
 
     def inject(self, kind: str) -> None:
         """Inject a fault of this kind."""
-        first = kind.partition(" ")[0]
-        methods: dict[str, Callable[[], None]] = {
+        if kind in ORDERS:
+            order, most, limit = ORDERS[kind]
+            self._order(order, self._draw.uniform(0, most), limit)
+            return
+        methods: dict[str, Callable[[], object]] = {
+            "kill": lambda: self._send(signal.SIGKILL, 1),
             "kill two": lambda: self._send(signal.SIGKILL, 2),
+            "terminate": lambda: self._send(signal.SIGTERM, 1),
             "kill all": self._kill_all,
-            "kill in attach": self._kill_in_attach,
-            "kill at end": lambda: self._order(
-                "die-at-end", self._draw.uniform(0, 0.4), _END_SECONDS
-            ),
             "kill launcher": self._kill_launcher,
             "kill fork server": self._kill_fork_server,
             "stop": lambda: self._stop(self._draw.uniform(0.3, 3)),
             "stop for too long": lambda: self._stop(self._draw.uniform(9, 14)),
-            "kill in save": lambda: self._order(
-                "die-in-save", self._draw.uniform(0, 0.05), _ORDER_SECONDS
-            ),
-            "exception": lambda: self._order("raise", 0, _ORDER_SECONDS),
-            "detach": lambda: self._order("detach", 0, _ORDER_SECONDS),
         }
-        number = signal.SIGTERM if first == "terminate" else signal.SIGKILL
-        methods.get(kind, lambda: self._send(number, 1))()
+        methods[kind]()
 
     def _send(self, number: int, count: int) -> list[Process]:
         alive = self._training.trains()
@@ -142,24 +145,17 @@ class Faults:
         """Give an order, and wait until a worker has obeyed."""
         partial = self._folder / "order"
         partial.write_text(str(value))
-        if order == "die-at-end":
+        if order == "die-in-attach":
+            wait_until(lambda: bool(self._training.trains()), _WHOLE_SECONDS)
+        elif order == "die-at-end":
             (self._folder / "hurry").touch()
         path = partial.rename(self._folder / order)
+        if order == "die-in-attach":
+            self._send(signal.SIGKILL, 1)
         if wait_until(lambda: not path.exists(), seconds):
             time.sleep(value)
         elif not self._training.has_ended():
             self.violations.append(f"no worker has taken the order to {order}")
-
-    def _kill_in_attach(self) -> None:
-        wait_until(lambda: bool(self._training.trains()), _WHOLE_SECONDS)
-        order = self._folder / "die-in-attach"
-        (self._folder / "order").write_text(str(seconds := self._draw.uniform(0, 0.7)))
-        (self._folder / "order").rename(order)
-        self._send(signal.SIGKILL, 1)
-        if wait_until(lambda: not order.exists(), 60):
-            time.sleep(seconds)
-        elif not self._training.has_ended():
-            self.violations.append("no worker was started again")
 
     def _kill_launcher(self) -> None:
         training, number = self._training, self._draw.randrange(2)
@@ -233,32 +229,15 @@ def survive(one: Case, folder: Path) -> list[dict[str, Any]]:
                 break
             time.sleep(draw.uniform(0, 1))
         (folder / "hurry").touch()
-        deadline = time.monotonic() + _END_SECONDS
         ended = wait_until(
             lambda: all(launcher.poll() is not None for launcher in training.launchers),
-            deadline - time.monotonic(),
+            _END_SECONDS,
         )
         hangs = [] if ended else ["the training does not end"]
         add("training", no_start + hangs + judge(one.strategy, one.faults, training), hangs=hangs)
-        rows[-1]["counts"] = counts(training)
     finally:
         training.close()
     return rows
-
-
-def counts(training: Training) -> dict[str, int]:
-    """Return how many processes and trainings there were, and how many samples were repeated."""
-    processes = training.processes()
-    members = list(trainings(processes).values())
-    uses = [queues for one in members for queues in uses_of(one).values()]
-    return {
-        "processes": len(processes),
-        "trainings": len(members),
-        "loads": sum(process.has("loaded") for process in processes),
-        "used": sum(map(len, uses)),
-        "used_again": sum(len(queues) - 1 for queues in uses),
-        "counted_again": sum(repeated(process) for one in members for process in one),
-    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -288,7 +267,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of all faults (default 0)")
     parser.add_argument("--minutes", type=float, default=20.0, help="time to run (default 20)")
     parser.add_argument("--first", type=int, default=0, help="number of the first training")
-    parser.add_argument("--every", type=int, default=1, help="step from one training to the next")
     parser.add_argument("--most", type=int, default=10**9, help="largest number of trainings")
     parser.add_argument("--output", type=Path, help="append a JSON line for each fault")
     parser.add_argument("--table", type=Path, help="print the table of an --output file, and exit")
@@ -298,7 +276,7 @@ def main() -> int:
         print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
         return 0
     deadline, index, rows = time.monotonic() + 60 * options.minutes, options.first, []
-    while time.monotonic() < deadline and index < options.first + options.most * options.every:
+    while time.monotonic() < deadline and index < options.first + options.most:
         one, began = case(options.seed, index), time.monotonic()
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
             new = survive(one, Path(folder, "training"))
@@ -315,7 +293,7 @@ def main() -> int:
                 for row in new:
                     line = {"seed": options.seed, **row, "machine": machine()}
                     file.write(json.dumps(line) + "\n")
-        index += options.every
+        index += 1
     print(table(rows))
     return int(any(row["violations"] for row in rows))
 
