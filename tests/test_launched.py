@@ -2,12 +2,13 @@
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks.launched.judge import RATE, judge_loads, judge_models, judge_uses, target
-from benchmarks.launched.soak import FAULTS, KINDS, case, table
+from benchmarks.launched.soak import FAULTS, KINDS, case, survive, table
 from benchmarks.launched.training import Process
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results"
@@ -130,3 +131,14 @@ def test_a_model_that_nobody_saved_is_found() -> None:
     assert judge_loads([worker]) == []
     worker.events.append({"event": "loaded", "at": 3.0, "model": [1.0, 2.0, 4.0]})
     assert judge_loads([worker]) == ["loaded [1.0, 2.0, 4.0], which was not saved"]
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_real_faults_are_survived(tmp_path: Path) -> None:
+    """``make soak`` runs longer."""
+    one = replace(case(1, 4), faults=("kill", "exception", "kill in save"))
+    assert (one.strategy, one.saves) == ("bsp", True)
+    rows = survive(one, tmp_path / "training")
+    assert [row["violations"] + row["hangs"] for row in rows] == [[]] * 4
+    assert not all(row["missed"] for row in rows[:3])
