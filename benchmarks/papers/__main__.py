@@ -63,9 +63,12 @@ def main(argv: Sequence[str]) -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", choices=[[], *MEASURE], help="figures to measure")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(MEASURE)}")
     parser.add_argument("--seeds", type=int, help="number of seeds; default: as on the page")
     given = parser.parse_args(argv)
+    unknown = set(given.names) - set(MEASURE)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(MEASURE)}")
     torch.set_num_threads(1)
     for name in given.names:
         data = MEASURE[name](**({} if given.seeds is None else {"seeds": given.seeds}))
