@@ -54,8 +54,8 @@ nightly: $(VENV)/.dev  ## more cells, the tests of values on real processes, mea
 	$(BIN)/python -m pytest -n 2 -m "not quiet" --world gloo --hypothesis-profile nightly
 	$(BIN)/python -m pytest -m quiet $$(grep -rl mark.quiet tests)
 
-soak: $(VENV)/.dev  ## random faults over real processes, without and with a launcher, for MINUTES=20 each, from SEED=0
-	$(BIN)/python -m benchmarks.soak --seed $(SEED) --minutes $(MINUTES) --output runs/soak.jsonl
+soak: $(VENV)/.dev  ## random faults in trainings under `offbeat run`, for MINUTES=20, from SEED=0
+	mkdir -p runs
 	$(BIN)/python -m benchmarks.launched.soak --seed $(SEED) --minutes $(MINUTES) --output runs/launched.jsonl
 
 # Environments of their own. timm would bring a torchvision that is built for another torch.
