@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from cells import some
 from gathered import gather_in_order, meet, store
@@ -173,21 +172,6 @@ def test_a_death_in_the_first_view_is_named(place: str) -> None:
     results = run(die_while_opening, place, workers=4, newcomers=0, may_die=(1,))
     for text in (results[0], *results[2:]):
         assert re.search(r": (rank [023] has given up: )?rank 1 died$", text), text
-
-
-def test_the_first_member_that_gave_up_is_named() -> None:
-    """Not as dead, although its process has ended, but with its reason. Others keep its key."""
-    factory = groups.GroupFactory(dist.HashStore(), 0, 3, "view", iter(range(9)))
-
-    def lost() -> list[int]:  # rank 2 gives up, because rank 1 died, and ends
-        factory.store.compare_set("given up", "", "rank 2 has given up: rank 1 died")
-        return [2]
-
-    factory.lost = lost
-    for _ in range(2):
-        with pytest.raises(groups.OpeningError, match=r"^rank 2 has given up: rank 1 died$"):
-            factory.open("gloo", 5.0)
-    assert factory.store.get("given up") == b"rank 2 has given up: rank 1 died"
 
 
 PLACES = ["before it is here", "before it proposes", "before it opens", "while all connect"]

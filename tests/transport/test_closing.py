@@ -373,26 +373,3 @@ def test_communicators_can_be_opened_repeatedly() -> None:
     """Torch would give the name of a destroyed group to the next one."""
     for totals in run(open_again, workers=2):
         assert totals == [*[3.0] * 5, 42.0] * 4
-
-
-def of_a_part(rank: int, size: int) -> Any:
-    """Open a communicator of ranks 0 and 2, and one of all ranks, several times."""
-    group, totals = dist.new_group([0, 2]), []
-    for _ in range(3):
-        if rank != 1:
-            part = TorchCommunicator(group, timeout_seconds=20)
-            totals.append((part.rank, part.sum(torch.ones(1), what="a sum").wait().item()))
-            part.close(together=True)
-        whole = open_one()
-        totals.append((whole.rank, whole.sum(torch.ones(1), what="a sum").wait().item()))
-        whole.close(together=True)
-    dist.barrier()
-    return totals
-
-
-def test_a_communicator_may_connect_some_of_the_workers() -> None:
-    """Its ranks are those within the group."""
-    first, second, third = run(of_a_part, workers=3)
-    assert first == [(0, 2.0), (0, 3.0)] * 3
-    assert second == [(1, 3.0)] * 3
-    assert third == [(1, 2.0), (2, 3.0)] * 3

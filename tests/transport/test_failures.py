@@ -11,9 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import offbeat
 from offbeat.errors import CommunicationError, CommunicationTimeout
-from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle, explained
 from offbeat.transport.host import Promise
 from offbeat.transport.single_process import SingleCommunicator
@@ -167,27 +165,6 @@ def test_the_backend_for_each_device_is_known(
     assert "gloo" in backends_of(None).values() or torch.cuda.is_available()
 
 
-def be_stuck(rank: int, size: int) -> Any:
-    communicator = TorchCommunicator(None, timeout_seconds=0.5, liveness_seconds=0.3)
-    seen = None
-    if rank == 0:
-        seen = outcome(communicator.sum(torch.ones(1), what="a sum"))
-    meet("rank 0 has given up", [0, 1])
-    communicator.close()
-    return seen
-
-
-def test_a_stuck_worker_is_named() -> None:
-    """It lives and does not answer. The error names the setting to change. Pitfall 19."""
-    kind, text = run(be_stuck, workers=2)[0]
-    assert kind == "CommunicationTimeout"
-    assert text.startswith("rank 0: a sum failed after ")
-    assert seconds_in(text) >= 0.5
-    assert "no answer from rank 1, busy elsewhere or stuck" in text
-    assert "timeout_seconds=0.5" in text
-    assert KNOB in text
-
-
 def be_patient(rank: int, size: int) -> Any:
     communicator = TorchCommunicator(None, timeout_seconds=0.1, liveness_seconds=5.0)
     seen: Any = None
@@ -254,19 +231,6 @@ def test_an_unfulfilled_promise_of_a_single_process_ends_in_a_time_out() -> None
     assert communicator.twin().timeout_seconds == 0.01
 
 
-def test_an_unfulfilled_promise_in_the_simulator_is_a_deadlock() -> None:
-    """The simulator needs no time-out to detect it."""
-
-    def work() -> None:
-        communicator: Communicator = dist.group.WORLD.make_communicator(20.0)
-        communicator.await_promise(
-            communicator.host.promise(), what="an answer that never comes"
-        ).wait()
-
-    with pytest.raises(offbeat.OffbeatError, match=r"deadlock.*\n.*an answer that never comes"):
-        offbeat.simulate(work, workers=2)
-
-
 # -- activities -----------------------------------------------------------------------------------
 
 
@@ -306,8 +270,3 @@ def test_the_worker_explains_errors_of_background_threads() -> None:
         assert re.match(rf"rank {rank}: a request failed after .* s: lost the ", text), text
         assert "lost the connection to rank 2, which died or was cut off" in text
         assert again == text
-
-
-def test_explained_returns_other_errors_unchanged() -> None:
-    for error in (ValueError("x"), CommunicationError("y")):
-        assert explained(error) is error
