@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from offbeat.quantization.kernels import BLOCK
-from offbeat.quantization.precision import uses_single_stage
 from offbeat.quantization.wire import Wire
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Team
@@ -80,12 +79,6 @@ def test_error_feedback_loses_nothing(precision: str) -> None:
             assert ((fed / 64 - exact).abs() <= bound / 64 + 1e-5 * exact.abs() + 1e-9).all()
         times = 4 if precision == "int2" else 10
         assert (fresh / 64 - exact).norm() > times * (fed / 64 - exact).norm()
-
-
-@both
-def test_a_single_stage_is_used_if_it_sends_at_most_a_tenth_more(precision: str) -> None:
-    for workers in range(2, 9):
-        assert uses_single_stage(precision, workers) == (workers <= 1.1 * 2)
 
 
 def weighted(wire: Wire, team: Team) -> Any:
@@ -195,9 +188,3 @@ def test_a_stream_has_one_size() -> None:
             wire.sum(torch.ones(9000), stream="a", what="test")
 
     assert simulated(work, "int8") == [None] * SIZE
-
-
-def test_unknown_precisions_are_refused() -> None:
-    message = 'wire must be "float32", "bfloat16", "int8", "int4" or "int2", got \'int3\''
-    with pytest.raises(ValueError, match=message):
-        Wire(Team(SingleCommunicator()), "int3")

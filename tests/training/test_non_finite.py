@@ -199,22 +199,3 @@ def test_a_warning_is_logged_once(text: str, caplog: pytest.LogCaptureFixture) -
         assert one.endswith(': all workers receive it; non_finite="raise" prevents that')
     assert all(error == "nothing was raised" for _, _, error, _ in results)
     assert not any(model.isfinite().all() for _, model, _, _ in results)
-
-
-def scaled(rank: int, size: int) -> tuple[int, bool]:
-    model = make_model(seed=rank, dtype=torch.float32)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    with attach(model, optimizer, "bsp", scaler=scaler, non_finite="raise") as sync:
-        for step in range(3):
-            optimizer.zero_grad()
-            x, y = make_batch(rank, step, dtype=torch.float32)
-            scaler.scale((model(x) - y).square().sum() * 100).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    return sync.step, bool(flat(model).isfinite().all())
-
-
-def test_overflows_under_a_scaler_are_not_reported() -> None:
-    """The scaler skips such a step and changes its scale."""
-    assert run(scaled, workers=2) == [(3, True)] * 2
