@@ -15,7 +15,15 @@ from torch import Tensor, nn
 import offbeat
 from cells import some
 from loops import Sink, close, sgd
-from offbeat import AttachError, CommunicationError, Compute, MismatchError, Network, simulate
+from offbeat import (
+    AttachError,
+    CommunicationError,
+    Compute,
+    MismatchError,
+    Network,
+    Simulation,
+    simulate,
+)
 from offbeat.simulate import Join, Kill, Straggler
 from problems import Simulated, flat, gradients, loss_of, make_batch, make_model, train_step
 
@@ -61,17 +69,27 @@ def train(strategy: str, steps: int = STEPS, **options: Any) -> dict[str, Any]:
     }
 
 
-def run(
-    function: Callable[[], Any], *faults: Any, workers: int = 4, shuffle: int | None = None
-) -> list[Any]:
-    return simulate(
-        function,
-        workers=workers,
-        network=Network("1Mbit/s", latency="1ms"),
-        compute=Compute("10ms", jitter=0.2),
-        faults=faults,
-        shuffle_ties=shuffle,
-    ).results
+SLOW, FAST = Network("1Mbit/s", latency="1ms"), Network("100Gbit/s", latency="1us")
+
+
+def simulated(
+    function: Callable[[], Any],
+    *faults: Any,
+    workers: int = 4,
+    network: Network = SLOW,
+    jitter: float = 0.0,
+) -> Simulation:
+    compute = Compute("10ms", jitter=jitter)
+    return simulate(function, workers=workers, network=network, compute=compute, faults=faults)
+
+
+def run(function: Callable[[], Any], *faults: Any, workers: int = 4) -> list[Any]:
+    return simulated(function, *faults, workers=workers, jitter=0.2).results
+
+
+def exact(function: Callable[[], Any], *faults: Any, workers: int = 4) -> list[Any]:
+    """Steps of 10 ms, one after the other, and a network that takes next to no time."""
+    return simulated(function, *faults, workers=workers, network=FAST).results
 
 
 def survivors(results: Sequence[Any]) -> list[dict[str, Any]]:
@@ -130,17 +148,6 @@ def test_survivors_keep_local_steps_if_one_has_decided_more_rounds(spared: tuple
             assert steps[[0, 1, 3]].tolist() == pytest.approx(own), at
 
 
-def exact(function: Callable[[], Any], *faults: Any, workers: int = 4) -> list[Any]:
-    """Steps of 10 ms, one after the other, and a network that takes next to no time."""
-    return simulate(
-        function,
-        workers=workers,
-        network=Network("100Gbit/s", latency="1us"),
-        compute=Compute("10ms"),
-        faults=faults,
-    ).results
-
-
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -193,18 +200,13 @@ def test_a_newcomer_takes_its_first_bsp_step_with_the_others() -> None:
         close(one["model"], expected)
 
 
-def on_a_slow_link(worker: Any, *faults: Any) -> Any:
-    network, compute = Network("1Mbit/s", latency="1ms"), Compute("10ms")
-    return simulate(worker, workers=4, network=network, compute=compute, faults=faults)
-
-
 def test_a_bsp_step_is_applied_on_all_workers_or_none() -> None:
     """If the mean of step 4 has reached some workers, the others receive the result."""
 
     def worker() -> dict[str, Any]:
         return train_momentum("bsp")
 
-    at = partial(on_a_slow_link, worker)
+    at = partial(simulated, worker)
     spans = [s for s in at().timeline if s.kind == "transfer" and s.rank == 0]
     means = [s for s in spans if s.what == "mean of the gradients"]
     middle = (means[4].start + means[4].end) / 2
@@ -395,16 +397,7 @@ def test_a_loss_in_consensus_and_in_finish_is_survived(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["local:period=5", "bsp"])
 def test_a_loss_in_the_last_message_ends_training_on_all(strategy: str) -> None:
     """Workers that have seen the end have left; the others end with the same model."""
-
-    def at(*faults: Any) -> Any:
-        return simulate(
-            lambda: train(strategy),
-            workers=4,
-            network=Network("1Mbit/s", latency="1ms"),
-            compute=Compute("10ms"),
-            faults=faults,
-        )
-
+    at = partial(simulated, lambda: train(strategy))
     spans = [s for s in at(Kill(worker=0, at=1e3)).timeline if s.kind == "transfer" and s.rank == 0]
     assert spans[-1].what == "the end of training"
     for span in spans[-3:]:
@@ -434,7 +427,7 @@ def test_further_modules_are_averaged_by_the_workers_that_are_left() -> None:
     """Also if one is lost while their mean is computed: (1 + 2 + 4) / 3. Or all have the mean."""
     assert run(with_module, Kill(worker=2, at=0.061), Join(at=0.07)) == [3.0, 3.0, None, 3.0, 3.0]
 
-    at = partial(on_a_slow_link, with_module)
+    at = partial(simulated, with_module)
     spans = [s for s in at(Kill(worker=0, at=1e3)).timeline if s.kind == "transfer" and s.rank == 0]
     assert "consensus of the modules in also" in [span.what for span in spans[-3:]]
     found = []

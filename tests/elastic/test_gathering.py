@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import re
-import signal
 import socket
 import time
 from pathlib import Path
@@ -22,15 +21,14 @@ import torch.multiprocessing as mp
 
 import offbeat
 from cells import some
+from gathered import die, kill_at, meet, store
 from loops import close, sgd
 from offbeat.elastic import gathering, joining, membership, reports
 from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.gathering import Gathering, WorkerCount, training_has_ended
 from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
-from offbeat.training import assembly
 from offbeat.transport.membership import ModelLostError
-from offbeat.transport.torch_backend import process_groups as groups
 from offbeat_lab.baselines import STRATEGIES
 from problems import flat, gradients, loss_of, make_batch, make_model
 from workers import _serve_store, run
@@ -38,33 +36,18 @@ from workers import _serve_store, run
 TIMEOUT_SECONDS = 100.0  # more than a test may take, so that none ends by a time-out
 
 
-def store() -> Any:
-    return dist.TCPStore(os.environ["KEPT_ADDR"], int(os.environ["KEPT_PORT"]), None, False)
-
-
 def set_variables(workers: str, address: str | None = None) -> None:
     """Set the variables as a launcher does. Shorten what would make the tests wait."""
     membership._STORE_SECONDS = 0.1  # between two looks at the store
     joining._REFUSED_SECONDS = 0.5
-    kept = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    kept = ":".join((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]))
     os.environ.update(
         OFFBEAT_KERNELS="0",  # numba is slow to import
-        OFFBEAT_STORE=address or ":".join(kept),
+        OFFBEAT_STORE=address or kept,
         OFFBEAT_WORKERS=workers,
-        **{"KEPT_ADDR": kept[0], "KEPT_PORT": kept[1]},  # the store of the test
+        TEST_STORE=kept,
         **{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
     )
-
-
-def die(key: str = "died") -> None:
-    store().set(key, "")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def meet(name: str, rank: int, ranks: range) -> None:
-    """Wait until all of ``ranks`` have called this."""
-    store().set(f"{name}{rank}", "")
-    store().wait([f"{name}{other}" for other in ranks])
 
 
 class Worker:
@@ -260,23 +243,6 @@ def test_workers_gather_at_a_file(tmp_path: Path) -> None:
     assert training_has_ended(dist.FileStore(f"{tmp_path}/store"))
 
 
-def come_late(rank: int, _: int) -> Any:
-    set_variables("3")
-    if rank == 3:
-        store().wait(["come"])
-    worker = Worker(rank)
-    if rank < 3:
-        worker.steps(5, 3)
-        store().set("come", "")
-    return worker.steps(8, 4).finish()
-
-
-def test_a_late_worker_joins() -> None:
-    results = run(come_late, workers=0, newcomers=4)
-    check(results, [0, 1, 2, 3])
-    assert [begun > 0 for _, begun, *_ in results] == [False, False, False, True]
-
-
 def begin_with_fewer(rank: int, _: int) -> Any:
     set_variables("2:4")
     workers = WorkerCount.parse("2:4")
@@ -334,34 +300,8 @@ def test_a_worker_that_is_killed_and_started_again_joins(text: str) -> None:
     assert [begun > 0 for _, begun, *_ in left] == [False, False, True]
 
 
-def kill_at(place: str) -> None:
-    """Let this process die at ``place`` of ``attach``."""
-    if place == "having a number":
-        put = SharedStore.put
-
-        def die_or_put(self: Any, key: str, value: object) -> None:
-            if key.startswith("address/"):
-                die()
-            put(self, key, value)
-
-        SharedStore.put = die_or_put  # type: ignore[method-assign]
-    elif place == "before it gathers":
-        Gathering._gather = lambda *args: die()  # type: ignore[method-assign]
-    elif place == "before it opens view 0":
-        membership.StoreMembership.enter = lambda *args, **named: die()  # type: ignore[method-assign]
-    elif place == "while all connect":
-        groups.GroupFactory._make = lambda *args, **named: die()  # type: ignore[method-assign]
-    else:
-        assembly.copy_rank_0 = lambda *args: die()
-
-
-PLACES = [
-    "having a number",
-    "before it gathers",
-    "before it opens view 0",
-    "while all connect",
-    "while the model is copied",
-]
+PLACES = ["having a number", "before it gathers", "before it opens", "while all connect"]
+PLACES += ["while the model is copied"]
 
 
 def die_in_attach(rank: int, _: int, place: str) -> Any:

@@ -18,12 +18,11 @@ import pytest
 import torch
 
 from cells import some
-from gathered import gather_in_order, meet, store
-from offbeat.elastic import agreement, heartbeats, joining, membership
+from gathered import PLACES, die, gather_in_order, kill_at, meet, store
+from offbeat.elastic import agreement, heartbeats, membership
 from offbeat.elastic.gathering import gathering_from_environment
 from offbeat.elastic.store import SharedStore
 from offbeat.errors import CommunicationError, EndedError
-from offbeat.transport.torch_backend import process_groups as groups
 from transport.communicators import held
 from workers import run
 
@@ -109,11 +108,6 @@ def stop(*args: Any) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def die() -> None:
-    store().set("died", "")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 # -- deaths ---------------------------------------------------------------------------------------
 
 
@@ -133,18 +127,6 @@ def test_the_others_continue_after_deaths(victims: list[int]) -> None:
     for rank in survivors:
         assert results[rank][0] == (0, (0, 1, 2, 3))
         assert results[rank][-1][1] == tuple(survivors)
-
-
-def kill_at(place: str) -> None:
-    """Let this process die at ``place`` of the next view change."""
-    if place == "before it is here":
-        agreement.Agreement.decide = lambda *args, **named: die()
-    elif place == "before it proposes":
-        agreement.Agreement._propose = lambda *args, **named: die()
-    elif place == "before it opens":
-        membership.StoreMembership.enter = lambda *args, **named: die()
-    else:
-        groups.GroupFactory._make = lambda *args, **named: die()
 
 
 def die_while_opening(rank: int, size: int, place: str) -> Any:
@@ -174,7 +156,7 @@ def test_a_death_in_the_first_view_is_named(place: str) -> None:
         assert re.search(r": (rank [023] has given up: )?rank 1 died$", text), text
 
 
-PLACES = ["before it is here", "before it proposes", "before it opens", "while all connect"]
+DURING = ["before it is here", "before it proposes", "before it opens", "while all connect"]
 
 
 def lose_another(rank: int, size: int, place: str) -> Any:
@@ -186,12 +168,12 @@ def lose_another(rank: int, size: int, place: str) -> Any:
     return worker.until(1, 3).finish()
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", DURING)
 def test_a_member_may_die_during_a_view_change(place: str) -> None:
     """At any step of it: the next lowest proposes, or another view follows, at once."""
     results = run(lose_another, place, workers=4, newcomers=0, may_die=(0, 2))
     for rank in (1, 3):
-        assert results[rank][-1] == (1 if place in PLACES[:2] else 2, (1, 3))
+        assert results[rank][-1] == (1 if place in DURING[:2] else 2, (1, 3))
 
 
 def leave_a_child(rank: int, size: int) -> Any:
@@ -546,8 +528,6 @@ def come_and_die(rank: int, size: int, place: str) -> Any:
     if rank >= size:
         store().wait(["come"])
         kill_at(place)
-        if place == "having asked":
-            joining.Admission.wait = lambda *args, **named: die()
         Worker(rank, size)
     worker = Worker(rank, size).until(*range(size))
     if rank == 0:
@@ -556,7 +536,7 @@ def come_and_die(rank: int, size: int, place: str) -> Any:
     return worker.finish()
 
 
-@pytest.mark.parametrize("place", ["having asked", *PLACES[2:]])
+@pytest.mark.parametrize("place", ["having asked", *DURING[2:]])
 def test_a_newcomer_may_die_while_it_joins(place: str) -> None:
     """At any step of it; the others continue."""
     results = run(come_and_die, place, workers=2, newcomers=1, may_die=(2,))
