@@ -311,17 +311,6 @@ def test_it_is_refused_where_it_has_no_effect(strategy: Strategy, make: Any, mes
         assert text.startswith(message)
 
 
-def test_all_workers_must_agree() -> None:
-    def worker(rank: int, size: int) -> Any:
-        model = make_model()
-        optimizer = torch.optim.AdamW(model.parameters())
-        return error_of(lambda: attach(model, optimizer, LOCAL, adam_correction=rank == 1))
-
-    for kinds, text in run(worker, workers=2):
-        assert "MismatchError" in kinds
-        assert "adam_correction True" in text
-
-
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
