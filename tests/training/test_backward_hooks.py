@@ -1,6 +1,5 @@
 """Hooks on backward: its buckets are reported in order, then its end, with the step's progress."""
 
-import itertools
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -170,19 +169,6 @@ def progress_of(rank: int, size: int, strategy: Strategy, passes: list[int]) -> 
             seen.append(list(transport.progress))
             transport.progress.clear()
     return seen
-
-
-def test_progress_rises_to_1_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds for any number of passes. Strategies other than BSP report only the end."""
-    monkeypatch.setattr(worker, "gradient_buckets", small_buckets)
-    passes = [1, 3, 3, 1, 1, 2]
-    for seen in run(progress_of, offbeat.BSP(), passes, workers=2):
-        for reported in seen:
-            assert reported[-1] == 1
-            assert all(0 < a < b for a, b in itertools.pairwise(reported)), reported
-        assert len(seen[0]) > 2  # the end, and at least two buckets before it
-    for seen in run(progress_of, offbeat.LocalSGD(period=2), passes, workers=2):
-        assert seen == [[1.0]] * len(passes)
 
 
 def two_optimizers(rank: int, size: int) -> Any:
