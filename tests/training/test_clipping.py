@@ -143,15 +143,12 @@ def by_value(rank: int, size: int) -> Tensor:
 
 
 def test_clipping_by_value_clips_the_mean() -> None:
-    model = make_model(0)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        each = [gradients(model, make_batch(rank, step)) for rank in range(2)]
-        for p, *parts in zip(model.parameters(), *each, strict=True):
-            p.grad = (sum(parts) / 2).clamp(-0.05, 0.05)  # type: ignore[union-attr]
-        optimizer.step()
+    def clip(model: nn.Module) -> None:
+        nn.utils.clip_grad_value_(model.parameters(), 0.05)
+
+    expected = bsp_reference(2, "sgd", STEPS, change=clip)[-1]
     for result in run(by_value, workers=2):
-        close(result, flat(model))
+        close(result, expected)
 
 
 def replaced(rank: int, size: int) -> Tensor:
@@ -169,14 +166,13 @@ def replaced(rank: int, size: int) -> Tensor:
 
 
 def test_gradients_that_the_loop_sets_are_averaged_at_the_step() -> None:
-    model = make_model(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    each = [gradients(model, make_batch(rank, 0)) for rank in range(2)]
-    for p, *parts in zip(model.parameters(), *each, strict=True):
-        p.grad = sum(parts)  # type: ignore[assignment]
-    optimizer.step()
+    def double(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.grad *= 2  # type: ignore[operator]
+
+    (expected,) = bsp_reference(2, "sgd", 1, change=double)
     for result in run(replaced, workers=2):
-        close(result, flat(model))
+        close(result, expected)
 
 
 def accumulating(rank: int, size: int, text: str) -> Any:
