@@ -149,22 +149,6 @@ def test_sinks_are_closed_once_and_closures_record_their_loss() -> None:
         assert math.isfinite(loss)
 
 
-class Fails(Sink):
-    """A sink whose disk is full from the second record on, or that raises another error."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
-
-    def write(self, record: dict[str, Any]) -> None:
-        super().write(record)
-        if len(self.records) > 1:
-            raise self.error
-
-    def __str__(self) -> str:
-        return "runs/it"
-
-
 def test_a_last_line_that_cannot_be_written_does_not_stop_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -186,7 +170,14 @@ def test_a_last_line_that_cannot_be_written_does_not_stop_the_end(
 def stops(rank: int, size: int) -> Any:
     model = make_model(seed=rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    sync = offbeat.attach(model, optimizer, offbeat.BSP(), log=Fails(KeyError("my own end")))
+
+    class Fails(Sink):
+        def write(self, record: dict[str, Any]) -> None:
+            super().write(record)
+            if len(self.records) > 1:
+                raise KeyError("my own end")
+
+    sync = offbeat.attach(model, optimizer, offbeat.BSP(), log=Fails())
     caught = []
     for step in range(3):
         loss_of(model, make_batch(rank, step)).backward()

@@ -109,13 +109,23 @@ def check(results: Sequence[Any], members: list[int]) -> None:
 
 @pytest.mark.parametrize("strategy", some(STRATEGIES, *DAILY))
 def test_training_survives_a_loss_and_a_join(strategy: str) -> None:
-    """At the end all workers have one finite model and have taken all steps."""
+    """At the end all workers have one finite model and have taken all steps.
+
+    The record of the step in which a view begins has its number and its size.
+    """
     results = run(lambda: train(strategy), Kill(worker=2, at=0.061), Join(at=0.07))
     assert results[2] is None
     check(results, [0, 1, 3, 4])
     newcomer = results[4]
     assert 0 < newcomer["begun"] < STEPS
     assert newcomer["records"][0]["step"] == newcomer["begun"] + 1
+    assert {r["rank"] for r in newcomer["records"]} == {4}
+    records, details = results[0]["records"], results[0]["details"]
+    assert [r["step"] for r in records] == list(range(1, STEPS + 1))
+    views = [(r["view"], r["workers"]) for r in records if "view" in r]
+    assert (views[0], views[-1]) == ((0, 4), (details["view"], 4))
+    assert details["view_changes"] == details["view"] >= 1
+    assert details["view_seconds"] > 0
 
 
 class Steps(nn.Module):
@@ -542,8 +552,8 @@ def test_a_newcomer_receives_the_state_of_the_script() -> None:
     assert [begun[0] > 0 for begun, *_ in survivors(results)] == [False, False, False, True]
 
 
-def test_a_state_that_cannot_be_shared_is_refused() -> None:
-    """When it is given, and not when a worker joins."""
+def test_states_and_numbers_of_workers_that_cannot_be_are_refused() -> None:
+    """A state when it is given, and not when a worker joins. See also ``test_attach``."""
     model = make_model()
     optimizer, sync = attach(model, "bsp", min_workers=None)
     sync.share_state(lambda: object(), close)  # no worker joins, so it is not even called
@@ -555,25 +565,14 @@ def test_a_state_that_cannot_be_shared_is_refused() -> None:
         sync.share_state(dict, dict)
 
     def worker() -> None:
+        with pytest.raises(AttachError, match="min_workers=3, but there are 2 workers"):
+            attach(make_model(), "bsp", min_workers=3)
         _, sync = attach(make_model(), "bsp")
         with pytest.raises(pickle.UnpicklingError):
             sync.share_state(lambda: Sink(), close)
         sync.finish()
 
     run(worker, workers=2)
-
-
-def test_totals_and_records_name_the_view() -> None:
-    """The record of the step in which a view begins has its number and its size."""
-    results = run(lambda: train("local:period=3"), Kill(worker=2, at=0.061), Join(at=0.07))
-    one = results[0]
-    assert one["details"]["view_changes"] == one["details"]["view"] >= 1
-    assert one["details"]["view_seconds"] > 0
-    told = [(r["view"], r["workers"]) for r in one["records"] if "view" in r]
-    assert told[0] == (0, 4)
-    assert told[-1] == (one["details"]["view"], 4)
-    assert [r["step"] for r in one["records"]] == list(range(1, STEPS + 1))
-    assert {r["rank"] for r in results[4]["records"]} == {4}
 
 
 def test_a_state_saved_after_a_loss_is_one_of_fewer_workers() -> None:
@@ -600,19 +599,6 @@ def test_a_state_saved_after_a_loss_is_one_of_fewer_workers() -> None:
         return sync.step
 
     assert run(load, workers=3) == [8] * 3
-
-
-def test_unsupported_features_are_refused() -> None:
-    """test_attach covers those that follow from the arguments alone."""
-
-    def worker() -> None:
-        model = make_model()
-        with pytest.raises(AttachError, match="min_workers=3, but there are 2 workers"):
-            attach(model, "bsp", min_workers=3)
-        _, sync = attach(model, "bsp")
-        sync.finish()
-
-    run(worker, workers=2)
 
 
 def meet_often() -> Any:

@@ -20,8 +20,8 @@ from offbeat import (
     StreamingAveraging,
     parse_strategy,
 )
-from offbeat.strategies.base import Outer, SharedModel, Strategy
-from strategies.decisions import UNREAD, Workers, seen, tally
+from offbeat.strategies.base import Outer, SharedModel, Strategy, WorkerView
+from strategies.decisions import UNREAD, Workers, tally
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_norm_that_is_not_finite_sets_no_flag(caplog: pytest.LogCaptureFixture
 def streaming(size: int = 4, parts: int = 4, **options: Any) -> tuple[Any, Any]:
     """Return a strategy and the view of a worker that it drives."""
     strategy = StreamingAveraging(parts=parts, **options)
-    view = seen(size=size, count=parts, step=1)
+    view = WorkerView(size=size, count=parts, step=1)
     view.state = strategy.state(view)
     return strategy, view
 

@@ -85,22 +85,6 @@ def test_the_bound_is_kept_by_workers_without_processor_time(
     assert results[1][1] <= 0.05, "the slow worker does not wait"
 
 
-def test_messages_take_a_twentieth_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message that costs 10 ms is launched in each 20th step of 10 ms."""
-    costly(monkeypatch, 0.01)
-
-    def work() -> float:
-        rank = dist.get_rank()
-        model = make_wide(rank)
-        optimizer, go = wide_steps(model, rank, 200)
-        with attach(model, optimizer, "streaming:parts=1") as sync:
-            go()
-            return float(sync.stats.details["launches"])
-
-    place = {"network": Network("1Gbit/s"), "compute": Compute("10ms")}
-    assert simulate(work, workers=3, **place).results == pytest.approx([10] * 3, abs=1)
-
-
 @pytest.mark.parametrize("slowest", [1.0, 2.0])
 def test_short_waits_keep_equal_workers_together(slowest: float) -> None:
     """Then nearly every step sends the whole model. A slow worker waits for nobody."""
