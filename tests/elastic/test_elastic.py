@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import offbeat
 from cells import some
@@ -25,7 +26,7 @@ from offbeat import (
     simulate,
 )
 from offbeat.simulate import Join, Kill, Straggler
-from problems import Simulated, flat, gradients, loss_of, make_batch, make_model, train_step
+from problems import Simulated, flat, gradients, make_batch, make_model, train_step
 
 STRATEGIES = [
     "bsp",
@@ -50,15 +51,15 @@ def attach(model: nn.Module, strategy: str, **options: Any) -> Any:
     return optimizer, offbeat.attach(model, optimizer, chosen, **options)
 
 
-def train(strategy: str, steps: int = STEPS, **options: Any) -> dict[str, Any]:
+def train(
+    strategy: str, make: Callable[[nn.Module], Optimizer] = sgd, **options: Any
+) -> dict[str, Any]:
     rank = dist.get_rank()
     model, sink = make_model(rank), Sink()
-    optimizer, sync = attach(model, strategy, log=sink, **options)
+    optimizer, sync = attach(model, strategy, optimizer=make(model), log=sink, **options)
     begun = sync.step
-    for step in range(sync.step, steps):
-        optimizer.zero_grad()
-        loss_of(model, make_batch(rank, step)).backward()
-        optimizer.step()
+    for step in range(begun, STEPS):
+        train_step(model, optimizer, make_batch(rank, step))
     sync.finish()
     return {
         "model": flat(model),
@@ -158,19 +159,12 @@ def test_survivors_keep_local_steps_if_one_has_decided_more_rounds(spared: tuple
             assert steps[[0, 1, 3]].tolist() == pytest.approx(own), at
 
 
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
+def momentum(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def train_momentum(strategy: str) -> dict[str, Any]:
-    rank = dist.get_rank()
-    model = make_model(rank)
-    optimizer, sync = attach(model, strategy, optimizer=momentum(model))
-    begun = sync.step
-    for step in range(begun, STEPS):
-        train_step(model, optimizer, make_batch(rank, step))
-    sync.finish()
-    return {"model": flat(model), "begun": begun, "details": dict(sync.stats.details)}
+    return train(strategy, momentum)
 
 
 def reference_bsp(ranks_of: Callable[[int], Sequence[int]]) -> Tensor:

@@ -91,6 +91,11 @@ def check(results: list[Any], members: list[int] | None = None) -> None:
     assert sorted(rank for *_, rank in results) == list(range(len(results)))
 
 
+def attach(**options: Any) -> Any:
+    model = make_model()
+    return offbeat.attach(model, sgd(model), **{"strategy": offbeat.BSP(), **options})
+
+
 # -- the variables --------------------------------------------------------------------------------
 
 
@@ -124,9 +129,8 @@ def test_malformed_variables_are_refused(
     monkeypatch.delenv("OFFBEAT_WORKERS", raising=False)
     if workers is not None:
         monkeypatch.setenv("OFFBEAT_WORKERS", workers)
-    model = make_model()
     with pytest.raises(AttachError, match=told) as caught:
-        offbeat.attach(model, sgd(model), offbeat.BSP())
+        attach()
     assert "\n" not in str(caught.value)
 
 
@@ -136,31 +140,28 @@ def test_an_explicit_group_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("OFFBEAT_WORKERS", "2")
 
     def train() -> int:
-        model = make_model()
-        with offbeat.attach(model, sgd(model), offbeat.BSP()) as sync:
-            return sync.size
+        with attach() as sync:
+            return int(sync.size)
 
     results = offbeat.simulate(
         train, workers=2, network=offbeat.Network("1Mbit/s"), compute=offbeat.Compute("1ms")
     ).results
     assert results == [2, 2]
-    model, other = make_model(), Gathering("127.0.0.1:2", WorkerCount.parse("2"))
+    other = Gathering("127.0.0.1:2", WorkerCount.parse("2"))
     with pytest.raises(CommunicationError, match=r"failed: no store answers at 127\.0\.0\.1:2"):
-        offbeat.attach(
-            model, sgd(model), offbeat.BSP(), group=other, min_workers=1, timeout_seconds=0.2
-        )
+        attach(group=other, min_workers=1, timeout_seconds=0.2)
 
 
 def test_a_process_group_is_refused() -> None:
     """In one line that names the way, also without a process group."""
-    model, told = make_model(), r"^offbeat\.attach\(\) with min_workers: .* with offbeat run, .*$"
+    told = r"^offbeat\.attach\(\) with min_workers: .* with offbeat run, .*$"
     with pytest.raises(AttachError, match=told):
-        offbeat.attach(model, sgd(model), offbeat.BSP(), min_workers=1)
+        attach(min_workers=1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for group in (None, dist.group.WORLD):
             with pytest.raises(AttachError, match=told):
-                offbeat.attach(model, sgd(model), offbeat.BSP(), group=group, min_workers=1)
+                attach(group=group, min_workers=1)
     finally:
         dist.destroy_process_group()
 
@@ -169,16 +170,12 @@ def test_what_is_not_elastic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     """The error names the variable that makes training elastic."""
     monkeypatch.setenv("OFFBEAT_STORE", "127.0.0.1:1")
     monkeypatch.setenv("OFFBEAT_WORKERS", "2")
-    model = make_model()
     for strategy, options in (("ssp:staleness=2", {}), ("bsp", {"node_group": "auto"})):
         with pytest.raises(AttachError, match=r"^min_workers with .* OFFBEAT_STORE is set"):
-            offbeat.attach(
-                model, sgd(model), offbeat.parse_strategy(strategy, STRATEGIES), **options
-            )
+            attach(strategy=offbeat.parse_strategy(strategy, STRATEGIES), **options)
 
 
 def test_a_missing_store_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model = make_model()
     monkeypatch.setenv("OFFBEAT_WORKERS", "2")
     for address, told in (
         ("127.0.0.1:2", "gathering failed: no store answers at 127.0.0.1:2 within 0.2 s"),
@@ -186,7 +183,7 @@ def test_a_missing_store_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ):
         monkeypatch.setenv("OFFBEAT_STORE", address)
         with pytest.raises(CommunicationError, match=told):
-            offbeat.attach(model, sgd(model), offbeat.BSP(), timeout_seconds=0.2)
+            attach(timeout_seconds=0.2)
 
 
 def have_a_default_group(rank: int, size: int) -> Any:
