@@ -12,10 +12,10 @@ import torch
 import offbeat
 from cells import some
 from gathered import die, gather_in_order, store
-from loops import sgd
+from loops import start
 from offbeat.elastic import views
 from offbeat.errors import CommunicationError
-from problems import flat, make_batch, make_model, train_step
+from problems import flat, make_batch, train_step
 from transport.communicators import held
 from workers import run
 
@@ -47,9 +47,7 @@ def train(rank: int, size: int, strategy: str, stumbles: bool = False) -> Any:
         store().wait(["died"])
         if stumbles:
             stumble()
-    model = make_model(rank)
-    optimizer = sgd(model)
-    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(strategy), timeout_seconds=100)
+    model, optimizer, sync = start(rank, strategy, timeout_seconds=100)
     begun, more, deadline = sync.step, 8, time.monotonic() + 40
     while more:
         assert time.monotonic() < deadline, sync.stats
@@ -94,9 +92,7 @@ def outlive(rank: int, size: int, others: int) -> Any:
     gather_in_order(rank, size)
     if rank > 1:
         store().wait([f"alone {rank - 1}"])
-    model = make_model(rank)
-    optimizer = sgd(model)
-    sync = offbeat.attach(model, optimizer, offbeat.LocalSGD(period=4), timeout_seconds=100)
+    model, optimizer, sync = start(rank, offbeat.LocalSGD(period=4), timeout_seconds=100)
 
     def train(workers: int) -> None:
         steps, deadline = 6, time.monotonic() + 40

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import offbeat
 from cells import some
-from loops import attach, error_of, meet, sgd
+from loops import attach, error_of, meet, sgd, start
 from offbeat.errors import CommunicationError
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
@@ -29,9 +29,7 @@ TIMEOUT_SECONDS = 100.0  # more than a test may take, so that none ends by a tim
 
 def leave(rank: int, size: int, text: str, where: str, way: str, folder: str) -> Any:
     """Rank 0 computes for long, the last rank leaves, and the others wait for both."""
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, text, timeout_seconds=TIMEOUT_SECONDS)
+    model, optimizer, sync = start(rank, text, timeout_seconds=TIMEOUT_SECONDS)
     others, own = range(size - 1), list[Tensor]()
 
     def train() -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 import worlds
-from loops import attach, close
+from loops import attach, close, start
 from offbeat.strategies.base import SharedModel
 from problems import OPTIMIZERS, flat, loss_of, make_batch, make_model, train_step
 from strategies.rows import ROWS, Row, each, first_of_each
@@ -31,9 +31,7 @@ def train(
     rank: int, size: int, text: str, steps: Sequence[int], step_of: Step = train_step
 ) -> dict[str, Any]:
     """Train unequal models on unequal data; return the model after every step, and the end."""
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, text)
+    model, optimizer, sync = start(rank, text, "momentum")
     trace = []
     for step in range(steps[rank]):
         step_of(model, optimizer, make_batch(rank, step), *([sync] if step_of is halves else []))
@@ -141,9 +139,7 @@ def test_accumulated_gradients_and_closures_are_one_step(row: Row) -> None:
 
 def warming_up(rank: int, size: int, batches: list[int]) -> list[list[bool]]:
     """Return of each step whether it had a mean, in one list for each of two epochs."""
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    sync = attach(model, optimizer, "local:period=4,warmup_steps=6")
+    model, optimizer, sync = start(rank, "local:period=4, warmup_steps=6")
     epochs, means = [], 0
     for epoch in range(2):
         seen = []
@@ -183,9 +179,7 @@ def strictly(text: str) -> Any:
 
 
 def told(rank: int, size: int, text: str, folder: str) -> tuple[str, dict[str, Any]]:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, text, log=f"{folder}/run.jsonl")
+    model, optimizer, sync = start(rank, text, "momentum", log=f"{folder}/run.jsonl")
     for step in range(8):
         train_step(model, optimizer, make_batch(rank, step))
     during = json.dumps(sync.stats.to_dict(), allow_nan=False)

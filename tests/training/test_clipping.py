@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from cells import some
-from loops import attach, close, error_of, sgd
+from loops import attach, close, error_of, sgd, start
 from problems import (
     OPTIMIZERS,
     Simulated,
@@ -99,9 +99,7 @@ def test_without_a_mean_of_gradients_each_worker_clips_local_gradients(
 
 
 def skipping(rank: int, size: int, text: str) -> Any:
-    model = make_model(rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, text)
+    model, optimizer, sync = start(rank, text)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(model, make_batch(rank, step)).backward()
@@ -177,9 +175,7 @@ def test_gradients_that_the_loop_sets_are_averaged_at_the_step() -> None:
 
 def accumulating(rank: int, size: int, text: str) -> Any:
     """Take steps with one and with two backward passes. Returns errors, and SelSync's norms."""
-    model = make_model(rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, text)
+    model, optimizer, sync = start(rank, text)
     errors = []
     for sizes in ((1,), (2,), (1, 1)):
         optimizer.zero_grad()

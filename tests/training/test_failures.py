@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import offbeat
-from loops import Quick, attach, error_of, meet, sgd
+from loops import Quick, attach, error_of, meet, sgd, start
 from offbeat.strategies.base import Strategy
 from problems import flat, make_batch, make_model, train_step
 from workers import run
@@ -28,9 +28,7 @@ OPERATION = r"votes at step|mean of the|launch \d+ \(part 0\) at step"
 
 
 def die(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, strategy, timeout_seconds=100)
+    model, optimizer, sync = start(rank, strategy, timeout_seconds=100)
 
     def train() -> None:
         for step in range(40):
@@ -69,9 +67,7 @@ def give_up(rank: int, size: int, folder: str) -> Any:
 
     Survivors stay alive until all have noticed, like workers that save their state.
     """
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, offbeat.LocalSGD(period=1), timeout_seconds=100)
+    model, optimizer, sync = start(rank, offbeat.LocalSGD(period=1), timeout_seconds=100)
     train_step(model, optimizer, make_batch(rank, 0))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cells import some
-from loops import attach, error_of
+from loops import attach, error_of, start
 from offbeat import StreamingAveraging
 from problems import (
     OPTIMIZERS,
@@ -40,9 +40,7 @@ def train(
     rank: int, size: int, text: str, kind: str, steps: int, bad: tuple[int, ...], options: dict
 ) -> tuple[list[Tensor], Tensor, str, dict[str, Any]]:
     """Return the model after each step and after finish, the error, and the totals."""
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    sync = attach(model, optimizer, text, **options)
+    model, optimizer, sync = start(rank, text, kind, **options)
     trace: list[Tensor] = []
 
     def loop() -> None:
@@ -135,9 +133,7 @@ def test_what_becomes_nan_after_the_vote_reaches_no_other_worker(text: str) -> N
 
 
 def ruined(rank: int, size: int) -> tuple[Tensor, str]:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    sync = attach(model, optimizer, "local:period=4")
+    model, optimizer, sync = start(rank, "local:period=4")
 
     def loop() -> None:
         for step in range(4):
