@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 import offbeat
 from cells import some
 from gathered import die, kill_at, meet, store
-from loops import close, sgd
+from loops import close, error_of, sgd
 from offbeat.elastic import gathering, joining, membership, reports
 from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.gathering import Gathering, WorkerCount, training_has_ended
@@ -456,9 +456,7 @@ def come_after_the_end(rank: int, _: int) -> Any:
     while not training_has_ended(store()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with pytest.raises(EndedError) as caught:
-        Worker(rank)
-    return str(caught.value)
+    return error_of(lambda: Worker(rank))[1]
 
 
 def test_a_worker_that_comes_after_the_end_is_told() -> None:
