@@ -14,9 +14,6 @@ import yaml
 ROOT = Path(__file__).parent.parent
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
-FORMS = sorted(
-    set((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")) - {GITHUB / "ISSUE_TEMPLATE/config.yml"}
-)
 PINNED = re.compile(r"actions/[\w-]+@v\d+|pypa/gh-action-pypi-publish@release/v1")
 
 
@@ -76,16 +73,6 @@ def test_the_version_is_published_by_its_tag_only() -> None:
     assert publish["environment"] == "pypi"
     assert publish["permissions"] == {"id-token": "write"}
     assert set(publish["needs"]) == {"test", "build"}
-
-
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
-def test_a_form_has_the_fields_that_github_requires(path: Path) -> None:
-    form = read(path)
-    assert form["name"]
-    assert form["description"]
-    fields = [field for field in form["body"] if field["type"] != "markdown"]
-    assert len({field["id"] for field in fields}) == len(fields) > 0
-    assert all(field["attributes"]["label"] for field in fields)
 
 
 def test_the_image_is_built_from_files_that_its_context_has() -> None:
