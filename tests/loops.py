@@ -1,5 +1,6 @@
 """Shared by the tests of training: attaching, sinks, transports that record or fail."""
 
+import io
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -34,6 +35,21 @@ def start(
     model = make_model(seed=rank)
     optimizer = OPTIMIZERS[kind](model.parameters())
     return model, optimizer, attach(model, optimizer, strategy, **options)
+
+
+def restart(
+    model: nn.Module, optimizer: Any, sync: Any, again: Callable[[], tuple[nn.Module, Any, Any]]
+) -> tuple[nn.Module, Any, Any]:
+    """Save to a file, detach, and load the file into what another script attaches."""
+    file = io.BytesIO()
+    torch.save([sync.state_dict(), model.state_dict(), optimizer.state_dict()], file)
+    sync.detach()
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    model, optimizer, sync = again()
+    model.load_state_dict(saved[1])
+    optimizer.load_state_dict(saved[2])
+    sync.load_state_dict(saved[0])
+    return model, optimizer, sync
 
 
 def close(a: Tensor, b: Tensor, atol: float = 1e-12) -> None:

@@ -1,6 +1,5 @@
 """Values of every strategy: references, identities, consensus, checkpoints, in both worlds."""
 
-import io
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +13,7 @@ import offbeat
 import workers
 import worlds
 from cells import some
-from loops import Sink, attach, close
+from loops import Sink, attach, close, restart
 from offbeat.strategies.base import SharedModel
 from offbeat_lab.baselines import STRATEGIES
 from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step
@@ -378,25 +377,20 @@ def resume(
     rank: int, size: int, text: str, wire: Any, at: int, steps: int, *, again: bool = True
 ) -> list[Tensor]:
     """Train to the end, and save a file at a step. ``again``: a second script loads it."""
-    model = normed(rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, text, wire=wire)
+
+    def begin(seed: int) -> tuple[nn.Module, Any, Any]:
+        model = normed(seed)
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        return model, optimizer, attach(model, optimizer, text, wire=wire)
+
+    model, optimizer, sync = begin(rank)
     trace = []
     for step in range(steps):
-        if step == at:
-            file = io.BytesIO()
-            saved = {"sync": sync.state_dict(), "model": model.state_dict()}
         if step == at and again:
-            torch.save({**saved, "optimizer": optimizer.state_dict()}, file)
-            sync.detach()
-            loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-            model = normed(100 + rank)  # another process, with another fresh model
-            optimizer = OPTIMIZERS["momentum"](model.parameters())
-            sync = attach(model, optimizer, text, wire=wire)
-            model.load_state_dict(loaded["model"])
-            optimizer.load_state_dict(loaded["optimizer"])
-            sync.load_state_dict(loaded["sync"])
+            model, optimizer, sync = restart(model, optimizer, sync, lambda: begin(100 + rank))
             assert sync.step == at
+        elif step == at:
+            sync.state_dict()
         step_once(model, optimizer, rank, step)
         trace.append(flat(model))
     sync.finish()

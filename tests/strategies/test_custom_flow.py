@@ -1,6 +1,5 @@
 """The example of an algorithm with its own flow, which averages neither models nor gradients."""
 
-import io
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from examples.gossip import Gossip
 from torch import Tensor
 
 import offbeat
-from loops import attach, close, sgd, start
+from loops import attach, close, restart, sgd, start
 from offbeat import AttachError
 from offbeat_lab import PowerSGD, SparseLoCo
 from problems import Simulated, assign, flat, make_batch, make_model, train_step
@@ -21,14 +20,9 @@ def train(rank: int, size: int, counts: list[int], look: int, resume: int) -> di
     trace, seen = [], None
     for step in range(counts[rank]):
         if step == resume:
-            file = io.BytesIO()
-            torch.save([sync.state_dict(), model.state_dict(), optimizer.state_dict()], file)
-            sync.detach()
-            loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-            model, optimizer, sync = start(100, Gossip(share=0.25), "momentum")
-            model.load_state_dict(loaded[1])
-            optimizer.load_state_dict(loaded[2])
-            sync.load_state_dict(loaded[0])
+            model, optimizer, sync = restart(
+                model, optimizer, sync, lambda: start(100, Gossip(share=0.25), "momentum")
+            )
         train_step(model, optimizer, make_batch(rank, step))
         trace.append(flat(model))
         if step == look:
