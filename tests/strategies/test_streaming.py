@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from loops import attach, sgd
@@ -20,15 +19,14 @@ from offbeat.simulate.host import SimulatedHost
 from problems import make_wide, wide_step
 
 
-def wide_steps(model: torch.nn.Module, rank: int, steps: int, lr: float = 0.05) -> Any:
-    """Return an optimizer of a model of ``make_wide``, and a function that trains it."""
+def trained(rank: int, steps: int, text: str, lr: float = 0.05) -> Any:
+    """Return the synchronizer after so many steps."""
+    model = make_wide(rank)
     optimizer = sgd(model, lr)
-
-    def go() -> None:
-        for step in range(steps):
-            wide_step(model, optimizer, rank, step)
-
-    return optimizer, go
+    sync = attach(model, optimizer, text)
+    for step in range(steps):
+        wide_step(model, optimizer, rank, step)
+    return sync
 
 
 def costly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -65,11 +63,7 @@ def test_the_bound_is_kept_by_workers_without_processor_time(
     costly(monkeypatch, 0.01)
 
     def work() -> tuple[dict[str, Any], float, Any]:
-        rank = dist.get_rank()
-        model = make_wide(rank)
-        optimizer, go = wide_steps(model, rank, (300, 40)[rank], lr=0.01)
-        sync = attach(model, optimizer, text)
-        go()
+        sync = trained(dist.get_rank(), (300, 40)[dist.get_rank()], text, lr=0.01)
         found = dict(sync.stats.details), sync.stats.idle
         sync.finish()
         return *found, sync._iteration.flow.state.sizer
@@ -91,10 +85,8 @@ def test_short_waits_keep_equal_workers_together(slowest: float) -> None:
 
     def work(patience: float) -> tuple[float, float]:
         rank = dist.get_rank()
-        model = make_wide(rank)
-        optimizer, go = wide_steps(model, rank, round(80 / (slowest if rank == 0 else 1)))
-        with attach(model, optimizer, f"streaming:parts=2,patience={patience}") as sync:
-            go()
+        steps = round(80 / (slowest if rank == 0 else 1))
+        with trained(rank, steps, f"streaming:parts=2,patience={patience}") as sync:
             stats = sync.stats
             return stats.details["landings"] / (2 * stats.steps), stats.idle
 
