@@ -104,6 +104,7 @@ class Worker:
                 yield epoch
 
     def epochs(self, number: int, seconds: float = 0.0) -> None:
+        """Train to the end of so many epochs. A step takes so many seconds more."""
         for epoch in range(self.sampler.epoch, number):
             self.sampler.set_epoch(epoch)
             self.train(epoch, self.loader, seconds)

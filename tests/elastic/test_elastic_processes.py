@@ -117,7 +117,7 @@ def outlive(rank: int, size: int, others: int) -> Any:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 def test_a_worker_that_others_join_and_leave_keeps_nothing_of_them() -> None:
-    """Neither threads and descriptors nor memory, from the third one on."""
+    """Neither threads, descriptors nor memory, after the first two."""
     dead = tuple(range(1, 7))
     first = run(outlive, 6, workers=1, newcomers=6, may_die=dead)[0]
     threads, descriptors, size = (b - a for a, b in zip(first[1], first[-1], strict=True))

@@ -37,7 +37,7 @@ def documented() -> tuple[dict[str, str], list[str]]:
 
 
 def results_of(folder: Path, program: str) -> list[list[str]]:
-    """Run the program in an empty folder. Returns what its workers have told."""
+    """Run the program in an empty folder. Returns what its workers have written."""
     folder.mkdir()
     (folder / PATH).write_text(f"import os\nfrom pathlib import Path\n{program}{TOLD}")
     environment, arguments = documented()
