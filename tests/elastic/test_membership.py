@@ -568,15 +568,15 @@ def test_a_view_of_one_worker_can_be_joined() -> None:
 
 
 def be_late(rank: int, size: int) -> Any:
-    worker = Worker(rank, size, silence_seconds=0.3).until(*range(size))
+    worker = Worker(rank, size, silence_seconds=0.7).until(*range(size))
     if rank == 0:
         worker.change()
     worker.until(*range(size))
     communicator, late, total = worker.communicator, torch.zeros(1), torch.ones(1)
     if rank == 0:
-        time.sleep(0.7)
+        time.sleep(1.0)
         communicator.send(torch.ones(1), destination=1, what="a message").wait()
-        time.sleep(0.7)
+        time.sleep(1.0)
     else:
         communicator.receive(late, source=0, what="a message").wait()
     communicator.sum(total, what="a sum").wait()
