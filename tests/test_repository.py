@@ -14,9 +14,6 @@ import yaml
 ROOT = Path(__file__).parent.parent
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
-FORMS = sorted(
-    set((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")) - {GITHUB / "ISSUE_TEMPLATE/config.yml"}
-)
 PINNED = re.compile(r"actions/[\w-]+@v\d+|pypa/gh-action-pypi-publish@release/v1")
 
 
@@ -78,16 +75,6 @@ def test_the_version_is_published_by_its_tag_only() -> None:
     assert set(publish["needs"]) == {"test", "build"}
 
 
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
-def test_a_form_has_the_fields_that_github_requires(path: Path) -> None:
-    form = read(path)
-    assert form["name"]
-    assert form["description"]
-    fields = [field for field in form["body"] if field["type"] != "markdown"]
-    assert len({field["id"] for field in fields}) == len(fields) > 0
-    assert all(field["attributes"]["label"] for field in fields)
-
-
 def test_the_image_is_built_from_files_that_its_context_has() -> None:
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for name in line.split()}
@@ -113,20 +100,16 @@ def test_the_address_of_the_repository_is_the_same_everywhere(name: str) -> None
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")), ids=lambda path: path.stem)
-def test_the_links_of_a_page_lead_to_files(path: Path) -> None:
+def test_the_links_of_a_page_lead_to_files_and_headings(path: Path) -> None:
     """Those within the repository; the documentation has its own check in `make docs`."""
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text(encoding="utf-8"))
-    assert [link for link in links if not (ROOT / link).exists()] == []
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")), ids=lambda path: path.stem)
-def test_the_links_of_a_page_lead_to_headings(path: Path) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", path.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", path.read_text(encoding="utf-8"))
     for name, anchor in links:
-        text = (ROOT / name if name else path).read_text(encoding="utf-8")
-        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-        slugs = [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings]
-        assert anchor in slugs, f"{name}#{anchor}"
+        target = ROOT / name if name else path
+        assert target.exists(), name
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings]
+            assert anchor in slugs, f"{name}#{anchor}"
 
 
 def test_the_readme_fits_on_two_screens() -> None:
