@@ -111,4 +111,5 @@ def _print_traceback(error: BaseException) -> None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename in own:
         traceback = traceback.tb_next
     error.__traceback__ = traceback
+    sys.last_value = error  # as Python does, for functions that run at the exit
     sys.excepthook(type(error), error, traceback)
