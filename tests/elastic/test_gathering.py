@@ -528,7 +528,8 @@ def test_a_worker_that_comes_after_the_end_is_told() -> None:
     """Also if another one was killed before the end."""
     (model, *_), _, text = run(come_after_the_end, workers=0, newcomers=3, may_die=(1,))
     assert model.isfinite().all()
-    assert re.match(r"rank 2: joining failed: the training at 127.0.0.1:\d+ has ended", text), text
+    end = r" has ended\. For another one use a new store"
+    assert re.fullmatch(rf"rank 2: joining failed: the training at 127.0.0.1:\d+{end}", text), text
 
 
 # -- parts ----------------------------------------------------------------------------------------
