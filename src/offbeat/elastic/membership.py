@@ -174,8 +174,8 @@ class StoreMembership:
             if lost and self._worker == before.members[0]:
                 logger.warning(
                     "rank %d: view %d continues without %s, which ended or did not answer within "
-                    "%g s. %d workers are left",
-                    *(self._worker, number, ranks_text(lost), patience, len(before.members)),
+                    "%g s",
+                    *(self._worker, number, ranks_text(lost), patience),
                 )
             if before.disconnected:
                 logger.warning(
