@@ -69,6 +69,12 @@ def test_workflows_and_containers_call_targets_of_make() -> None:
     assert called <= make_targets()
 
 
+def test_make_names_files_that_exist() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    names = re.findall(r"(?:tests|examples|\.ci)/[\w./-]+", text)
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
 def test_the_version_is_published_by_its_tag_only() -> None:
     workflow = read(GITHUB / "workflows/release.yml")
     assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML reads the key `on` as true
