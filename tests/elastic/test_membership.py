@@ -110,15 +110,6 @@ def stop(*args: Any) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def log_of_this_process() -> list[str]:
-    """Return a list to which the warnings from now on are appended."""
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("offbeat").addHandler(handler)
-    return warnings
-
-
 def die() -> None:
     store().set("died", "")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -501,6 +492,15 @@ def test_newcomers_cannot_exclude_a_worker_that_has_the_model(
     """A newcomer joins only if it can connect to all workers that continue."""
     unreachable = {worker: [b for a, b in cut if a == worker] for worker in [*old, *new]}
     assert agreement.connected(unreachable, new) == expected
+
+
+def log_of_this_process() -> list[str]:
+    """Return a list to which the warnings from now on are appended."""
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offbeat").addHandler(handler)
+    return warnings
 
 
 def be_divided(rank: int, size: int, cut: list[set[int]]) -> Any:
