@@ -183,15 +183,17 @@ def test_a_process_group_is_refused() -> None:
 
 
 def test_what_is_not_elastic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the variable that makes training elastic."""
+    """The error names what makes training elastic, unless it is about something else."""
     monkeypatch.setenv("OFFBEAT_STORE", "127.0.0.1:1")
     monkeypatch.setenv("OFFBEAT_WORKERS", "2")
     model = make_model()
     for strategy, options in (("ssp:staleness=2", {}), ("bsp", {"node_group": "auto"})):
-        with pytest.raises(AttachError, match=r"^min_workers with .* OFFBEAT_STORE is set"):
+        with pytest.raises(AttachError, match=r"^min_workers with .* OFFBEAT_STORE .* torchrun$"):
             offbeat.attach(
                 model, sgd(model), offbeat.parse_strategy(strategy, STRATEGIES), **options
             )
+    with pytest.raises(AttachError, match=r"^adam_correction with bsp: .* leave it out$"):
+        offbeat.attach(model, sgd(model), offbeat.BSP(), adam_correction=True)
 
 
 def test_a_missing_store_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
