@@ -88,7 +88,7 @@ LOWEST := torch==2.9.0 numpy==1.26.0 typing-extensions==4.10.0 typer==0.19.2 ric
   click==8.1.8 jinja2==3.1.0 matplotlib==3.8.0 pyparsing==3.1.0
 CORE := tests/cli/test_cli_lists.py tests/averaging tests/simulate \
   tests/strategies/test_conformance.py tests/training/test_attach.py \
-  tests/training/test_checkpoints.py tests/training/test_clipping.py tests/training/test_ddp.py \
+  tests/checkpoint/test_checkpoints.py tests/training/test_clipping.py tests/training/test_ddp.py \
   tests/training/test_hooks.py tests/training/test_optimizers.py
 lowest:  ## the core of the tests with the lowest versions that pyproject.toml allows
 	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest

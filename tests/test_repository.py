@@ -66,6 +66,12 @@ def test_workflows_and_containers_call_targets_of_make() -> None:
     assert called <= make_targets()
 
 
+def test_make_names_files_that_exist() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    names = re.findall(r"(?:tests|examples|\.ci)/[\w./-]+", text)
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
 def test_the_version_is_published_by_its_tag_only() -> None:
     workflow = read(GITHUB / "workflows/release.yml")
     assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML reads the key `on` as true
@@ -99,17 +105,26 @@ def test_the_address_of_the_repository_is_the_same_everywhere(name: str) -> None
         assert here == (owner, repository)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")), ids=lambda path: path.stem)
-def test_the_links_of_a_page_lead_to_files_and_headings(path: Path) -> None:
-    """Those within the repository; the documentation has its own check in `make docs`."""
-    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", path.read_text(encoding="utf-8"))
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_the_links_of_a_page_lead_to_files(path: Path) -> None:
+    """The documentation has no links to files that its site does not have."""
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text(encoding="utf-8"))
+    targets = {link: (path.parent / link).resolve() for link in links}
+    inside = {link for link, to in targets.items() if to.exists() and path.parent in to.parents}
+    assert targets.keys() - inside == set()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_the_links_of_a_page_lead_to_headings(path: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", path.read_text(encoding="utf-8"))
     for name, anchor in links:
-        target = ROOT / name if name else path
-        assert target.exists(), name
-        if anchor:
-            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-            slugs = [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings]
-            assert anchor in slugs, f"{name}#{anchor}"
+        text = (path.parent / name if name else path).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        slugs = [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings]
+        assert anchor in slugs, f"{name}#{anchor}"
 
 
 def test_the_readme_fits_on_two_screens() -> None:

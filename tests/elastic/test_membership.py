@@ -220,6 +220,7 @@ def test_without_the_store_no_worker_continues() -> None:
 
 
 def be_stopped(rank: int, size: int) -> Any:
+    warnings = log_of_this_process()
     worker = Worker(rank, size, timeout_seconds=1.0, silence_seconds=0.5).until(*range(size))
     if rank == 2:
         stop()
@@ -235,13 +236,20 @@ def be_stopped(rank: int, size: int) -> Any:
         os.kill(int(store().get("stopped")), signal.SIGCONT)
     before = list(worker.until(0, 1, key="told").views)
     store().set(f"{rank} saw it", "")
-    return before, worker.until(0, 1, size).finish()
+    return before, worker.until(0, 1, size).finish(), warnings
 
 
 def test_a_stopped_worker_is_left_behind() -> None:
-    """It raises when it resumes, does not disturb the others, and may join as a newcomer."""
+    """It raises when it resumes, does not disturb the others, and may join as a newcomer.
+
+    One of the others logs a warning.
+    """
     *others, (text, views) = run(be_stopped, workers=3, newcomers=0)
-    for before, after in others:
+    assert [warnings for _, _, warnings in others] == [
+        ["rank 0: view 1 continues without rank 2, which ended or did not answer within 0.5 s"],
+        [],
+    ]
+    for before, after, _ in others:
         assert before == [(0, (0, 1, 2)), (1, (0, 1))]
         assert after == [*before, (2, (0, 1, 3))]
     assert re.match(r"rank 2 was left behind at step \d+: ranks 0, 1 are in view 1", text), text
@@ -453,6 +461,15 @@ def test_newcomers_cannot_exclude_a_worker_that_has_the_model(
     assert agreement.connected(unreachable, new) == expected
 
 
+def log_of_this_process() -> list[str]:
+    """Return a list to which the warnings from now on are appended."""
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offbeat").addHandler(handler)
+    return warnings
+
+
 def be_divided(rank: int, size: int, cut: list[set[int]]) -> Any:
     """Change the view while the pairs in ``cut`` cannot connect, although all reach the store."""
     worker = Worker(rank, size, silence_seconds=2.0).until(*range(size))
@@ -469,10 +486,7 @@ def be_divided(rank: int, size: int, cut: list[set[int]]) -> Any:
     heartbeats._open = lambda addresses: opened(
         {other: address for other, address in addresses.items() if other not in lacking}
     )
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("offbeat").addHandler(handler)
+    warnings = log_of_this_process()
     meet("the network is cut", rank, range(size))
     try:
         worker.change()
