@@ -1,6 +1,6 @@
 """Tables of the comparisons in ``studies``, for the page that quotes them.
 
-The *ideal* is the baseline ``ideal``. Slowdowns and differences compare each run with the ideal's
+The *ideal* is the reference ``ideal``. Slowdowns and differences compare each run with the ideal's
 run of the same seed.
 """
 

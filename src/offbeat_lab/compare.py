@@ -1,6 +1,6 @@
 """Comparisons of training methods: runs with the same seeds, recorded in ``results.jsonl``.
 
-A *method* is a strategy of this package or a *baseline* to compare with, such as torch's DDP. It
+A *method* is a strategy of this package or a *reference* to compare with, such as torch's DDP. It
 can have options of its own, such as ``--wire int8``.
 """
 

@@ -1,7 +1,7 @@
 """``Job``: the settings of a training run, as used on the command line, by workers and in results.
 
-A *method* is what a run trains with: a strategy of this package or a *baseline* to compare with. A
-*peer* is a baseline of torch or another package, which runs its own code. A *runner* runs jobs on
+A *method* is what a run trains with: a strategy of this package or a *reference* to compare with. A
+*peer* is a reference of torch or another package, which runs its own code. A *runner* runs jobs on
 real or simulated workers.
 
 The command line builds its help from the fields of ``Job``. To show help quickly, this module
@@ -20,7 +20,7 @@ from offbeat_lab.options import OptimizerName, Option, Panel, option, option_of
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
-    from offbeat_lab.methods.base import Baseline
+    from offbeat_lab.methods.base import Reference
     from offbeat_lab.recipes import Setup, Task
 
 MOST_WORKERS = 1000
@@ -39,7 +39,7 @@ class Job:
     - ``step_seconds``: time that a real worker needs to compute a step; it sleeps for the rest of
       that time (see ``timing.padding``). None: step times are not controlled. It has no effect in
       the simulator.
-    - ``strategy``: strategy or baseline, as text such as ``local:period=8``. With ``jitter`` or
+    - ``strategy``: strategy or reference, as text such as ``local:period=8``. With ``jitter`` or
       ``slow``, real workers require ``step_seconds``.
     - ``scenario``: deaths and joins of workers, and changes of speeds and bandwidths, as JSON text
       (see ``lab.scenario``). On real workers, speeds require ``step_seconds``. The runner of the
@@ -216,14 +216,14 @@ class Job:
         require_timeout(self.timeout_seconds, "timeout")
 
     def check_method(self) -> None:
-        """Raise unless the strategy or baseline supports the settings of this job."""
+        """Raise unless the strategy or reference supports the settings of this job."""
         from offbeat import AttachError
         from offbeat.extend import require_abilities
-        from offbeat_lab.methods.base import Baseline
+        from offbeat_lab.methods.base import Reference
         from offbeat_lab.methods.registry import parse_method
 
         method = parse_method(self.strategy)
-        if isinstance(method, Baseline):
+        if isinstance(method, Reference):
             self._check_refused(method)
             method.require()
             return
@@ -305,7 +305,7 @@ class Job:
 
         Example: ``job.under("local:period=8 --wire int8 --lr-scale 2")``.
 
-        ``text`` is a strategy or a baseline, followed by some of ``method_options`` with values.
+        ``text`` is a strategy or a reference, followed by some of ``method_options`` with values.
         """
         strategy, *words = text.split() or [""]
         fields = {option.flag(field.name): field for field, option in method_options().items()}

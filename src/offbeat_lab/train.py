@@ -94,7 +94,7 @@ class Worker:
         self._method: Method | None = None
         self._send = emit
         self._job, self._device = job, worker_device()
-        # With the baseline ideal, several workers have equal shares.
+        # With the reference ideal, several workers have equal shares.
         self._leases = job.partition == LEASED and not (
             is_ideal(job.strategy) and ideal_steps is None
         )
@@ -176,7 +176,7 @@ class Worker:
         return Step(position, method.seconds, stats.wait_seconds, stats.payload_bytes, loss)
 
     def _start_method(self) -> Method:
-        """Attach the job's strategy, or start its baseline."""
+        """Attach the job's strategy, or start its reference."""
         job, task = self._job, self._task
         corrects = None if job.adam_correction is None else job.adam_correction == "on"
 

@@ -1,7 +1,7 @@
 """Tuning: choose the learning rate and the settings of each method of a comparison by trials.
 
-A *method* is a strategy of this package or a baseline. A *trial* is a training run of the search.
-The *ideal* is the baseline ``ideal``, the speed-up limit.
+A *method* is a strategy of this package or a reference. A *trial* is a training run of the search.
+The *ideal* is the reference ``ideal``, the speed-up limit.
 
 Every method has the same budget of trials, all with one seed that the comparison does not use.
 ``search`` proposes trials, and ``score_of`` ranks them.

@@ -90,13 +90,13 @@ def test_strategies_are_listed(call: Call, monkeypatch: pytest.MonkeyPatch, widt
             assert str(range_of(one)) in found[name][shown]
 
 
-def test_baselines_are_listed(call: Call) -> None:
+def test_references_are_listed(call: Call) -> None:
     """Below the recipes, with their settings and how they are written."""
     below = call("recipes")[1].partition("Your own: path/to/file.py")[2]
     assert "As text: name,setting=value" in below
-    lines = below.partition("\nbaseline ")[2].splitlines()
+    lines = below.partition("\nreference ")[2].splitlines()
     names = [line.split()[0] for line in lines if re.match(r"ideal|\w+:", line)]
-    assert names == list(BASELINES)
+    assert names == list(REFERENCES)
     assert re.search(r"^ +warmup_steps=0 +≥ 0 *$", below, re.MULTILINE)
     assert re.search(r"period \(required\) +≥ 2 *$", below, re.MULTILINE)
 

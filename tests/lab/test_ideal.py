@@ -1,4 +1,4 @@
-"""The baseline ideal: the values of BSP, at the step time without communication."""
+"""The reference ideal: the values of BSP, at the step time without communication."""
 
 from dataclasses import replace
 from itertools import islice

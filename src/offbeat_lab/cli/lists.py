@@ -11,7 +11,7 @@ from offbeat_lab.results import read_results, writing
 
 
 def recipes() -> None:
-    """List the recipes, and strategies and baselines to compare with, with their settings."""
+    """List the recipes, and strategies and references to compare with, with their settings."""
     rows = tuple(
         (
             recipe.name,
@@ -25,7 +25,7 @@ def recipes() -> None:
     console.print("Your own: path/to/file.py\n", highlight=False)
     print_kinds("strategy", PUBLISHED)
     console.print("As text: name:setting=value,setting=value\n", highlight=False)
-    print_kinds("baseline", BASELINES)
+    print_kinds("reference", REFERENCES)
     console.print("As text: name,setting=value,setting=value", highlight=False)
 
 

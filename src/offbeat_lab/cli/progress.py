@@ -15,7 +15,7 @@ from typing_extensions import override
 from offbeat.extend import console, show_bandwidth
 from offbeat_lab.events import Evaluation, Event, Start, Step, Waiting
 from offbeat_lab.job import Job
-from offbeat_lab.methods.registry import is_baseline
+from offbeat_lab.methods.registry import is_reference
 from offbeat_lab.recipes import find_recipe
 from offbeat_lab.results import Result
 

@@ -74,7 +74,7 @@ class Loopback(Runner):
 class ShapedLinks(Cluster, Loopback):
     """Runs each worker as a process on a node of an emulated ``Cluster`` with rate-limited links.
 
-    The baseline ``ideal`` runs over loopback instead, because its training time excludes
+    The reference ``ideal`` runs over loopback instead, because its training time excludes
     communication.
 
     Args:

@@ -1,8 +1,9 @@
 """Interface between the training loop of a run and the method that trains the model.
 
 A *task* is what one worker trains: model, optimizer, loss, data and schedule. A ``Method`` trains
-it. ``Attached`` is the method for strategies of this package. A *baseline* is another algorithm, to
-compare strategies with: ``Baseline`` has its settings and creates its ``Method``.
+it. ``Attached`` is the method for strategies of this package. A *reference* is ``ideal`` or a
+method of another package, to compare strategies with: ``Reference`` has its settings and creates
+its ``Method``.
 """
 
 from abc import ABC, abstractmethod
@@ -155,19 +156,19 @@ class Elastic(Attached):
         return self.now() - self._start
 
 
-class Baseline(ABC):
+class Reference(ABC):
     """Settings of an algorithm to compare strategies with. Subclasses are frozen dataclasses."""
 
     name: ClassVar[str]
     """Name on the command line, such as ``torch:ddp``."""
     simulated: ClassVar[bool]
-    """True if the baseline can also run in the simulator."""
+    """True if the reference can also run in the simulator."""
     refused: ClassVar[tuple[str, ...]] = ("wire", "adam_correction", "injection", "log")
-    """Fields of ``Job`` that the baseline does not support."""
+    """Fields of ``Job`` that the reference does not support."""
 
     @classmethod
     def require(cls) -> None:
-        """Raise ImportError unless the packages that the baseline needs are installed."""
+        """Raise ImportError unless the packages that the reference needs are installed."""
         return
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Methods of torch as baselines: DDP and post-local SGD."""
+"""Methods of torch as references: DDP and post-local SGD."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,4 +1,4 @@
-"""The baseline ``ideal``: BSP timed as if communication took no time.
+"""The reference ``ideal``: BSP timed as if communication took no time.
 
 BSP (bulk synchronous parallel) averages the gradients of all workers in every step.
 """
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from offbeat import BSP, Compute, Stats, Strategy, Synchronizer
-from offbeat_lab.methods.base import Attached, Baseline, Method
+from offbeat_lab.methods.base import Attached, Method, Reference
 from offbeat_lab.recipes import Task
 from offbeat_lab.scenario import Process
 from offbeat_lab.timing.padding import PaddedLoss
@@ -24,7 +24,7 @@ IDEAL = "ideal"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ideal(Baseline):
+class Ideal(Reference):
     """BSP on an infinitely fast network, the speed-up limit that other methods are compared with.
 
     **Update**: that of BSP. The run really averages the gradients, but does not count the time of

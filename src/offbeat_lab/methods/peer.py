@@ -21,14 +21,14 @@ from typing_extensions import override
 from offbeat import OffbeatError, Stats, Strategy, Synchronizer
 from offbeat.extend import Replica, address_of, check_settings
 from offbeat_lab.evaluation import explain_failures
-from offbeat_lab.methods.base import Baseline, Method
+from offbeat_lab.methods.base import Method, Reference
 from offbeat_lab.recipes import Task
 from offbeat_lab.recipes.base import device_of
 from offbeat_lab.timing.step_time import now
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peer(Baseline):
+class Peer(Reference):
     """Settings of a method of torch or another package. It runs on real processes only."""
 
     simulated: ClassVar[bool] = False

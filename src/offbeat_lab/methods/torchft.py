@@ -1,4 +1,4 @@
-"""LocalSGD and DiLoCo of the package torchft, as baselines.
+"""LocalSGD and DiLoCo of the package torchft, as references.
 
 torchft coordinates *replica groups* of workers. Each group has a *manager*. The *lighthouse*, a
 server, tells the managers which groups take part. Here every worker is a separate replica group.

@@ -1,6 +1,6 @@
 """The secondary tables of a comparison of methods: targets, differences and tuning.
 
-The *ideal* is the baseline ``ideal``: BSP timed without communication, the speed-up limit.
+The *ideal* is the reference ``ideal``: BSP timed without communication, the speed-up limit.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Measurement of the *local step time*: the time of a training step without communication.
 
-The baseline ``ideal``, which is BSP timed without communication, takes this time for each step.
+The reference ``ideal``, which is BSP timed without communication, takes this time for each step.
 """
 
 import copy

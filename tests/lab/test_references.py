@@ -17,7 +17,7 @@ from offbeat_lab.compare import run_and_record
 from offbeat_lab.events import End, Evaluation, Event, Step
 from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import Loopback
-from offbeat_lab.methods.registry import BASELINES, parse_method, require_virtual
+from offbeat_lab.methods.registry import REFERENCES, parse_method, require_virtual
 from offbeat_lab.timing import step_time
 from offbeat_lab.train import Worker
 
@@ -253,9 +253,15 @@ def test_unknown_values_are_null_in_a_result() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("torch:", "unknown baseline 'torch:'.*; there are ideal, torch:ddp, .*"),
-        ("torch:dpp", r"unknown baseline 'torch:dpp' \(did you mean 'torch:ddp'\?\); there are .*"),
-        ("torch:ddp:hook=fp16", "unknown baseline 'torch:ddp:hook=fp16'.*; .* torch:ddp,hook=bf16"),
+        ("torch:", "unknown reference 'torch:'.*; there are ideal, torch:ddp, .*"),
+        (
+            "torch:dpp",
+            r"unknown reference 'torch:dpp' \(did you mean 'torch:ddp'\?\); .*",
+        ),
+        (
+            "torch:ddp:hook=fp16",
+            "unknown reference 'torch:ddp:hook=fp16'.*; .*torch:ddp,hook=bf16",
+        ),
         ("torch:ddp,hook=int8", 'hook must be None, "fp16", "bf16" or "powersgd", got .*'),
         ("torch:ddp,hook", ".*'hook' is not of the form setting=value"),
         ("torch:ddp,rank=2", "torch:ddp: rank needs hook=powersgd"),
@@ -282,18 +288,18 @@ def test_invalid_settings_are_rejected(text: str, message: str) -> None:
     assert re.fullmatch(message, str(caught.value))
 
 
-def test_baselines_reject_records() -> None:
+def test_references_reject_records() -> None:
     for text in ("ideal", "torch:ddp"):
         with pytest.raises(ValueError, match=f"--records runs/a: {text} cannot honour it"):
             Job("digits", text, 2, log="runs/a").check_method()
 
 
-@pytest.mark.parametrize("name", BASELINES)
-def test_baselines_are_parsed_by_name(name: str) -> None:
+@pytest.mark.parametrize("name", REFERENCES)
+def test_references_are_parsed_by_name(name: str) -> None:
     """Only the ideal can be simulated."""
     needed = dict.fromkeys(("torch:postlocal", "torchft:localsgd", "torchft:diloco"), ",period=4")
     text = name + needed.get(name, "")
-    assert type(parse_method(text)) is BASELINES[name]
+    assert type(parse_method(text)) is REFERENCES[name]
     if name == "ideal":
         require_virtual(text)
     else:
