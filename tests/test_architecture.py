@@ -28,7 +28,7 @@ ROOT = Path(offbeat.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 LAB = Path(offbeat_lab.__file__).parent
 LAB_MODULES = sorted(LAB.rglob("*.py"))
-BASELINES = sorted((LAB / "baselines").rglob("*.py"))
+REFERENCES = sorted((LAB / "baselines").rglob("*.py"))
 
 # From the bottom up. A module imports only from levels below, or from its own unit: a file or
 # folder of the package. A file inside a folder is a unit of its own if it is listed.
@@ -86,24 +86,24 @@ LOCKS_ALLOWED = {"offbeat_lab/baselines/shard.py"}  # called by the background t
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2343, 1202),
+    "src/offbeat": (2346, 1205),
     "src/offbeat/averaging": (3734, 2073),
     "src/offbeat/checkpoint": (1097, 597),
     "src/offbeat/cli": (609, 357),
     "src/offbeat/data": (826, 413),
     "src/offbeat/display": (88, 42),
-    "src/offbeat/elastic": (1788, 944),
+    "src/offbeat/elastic": (1799, 955),
     "src/offbeat/integrations": (304, 178),
-    "src/offbeat/launcher": (697, 385),
+    "src/offbeat/launcher": (714, 397),
     "src/offbeat/nodes": (741, 413),
     "src/offbeat/quantization": (1336, 745),
     "src/offbeat/simulate": (2544, 1407),
     "src/offbeat/strategies": (1424, 536),
-    "src/offbeat/training": (2485, 1429),
+    "src/offbeat/training": (2486, 1430),
     "src/offbeat/transport": (2873, 1434),
-    "src/offbeat_lab": (10741, 5801),
-    "benchmarks": (7686, 4805),
-    "tests": (38373,),
+    "src/offbeat_lab": (10257, 5520),
+    "benchmarks": (6172, 3840),
+    "tests": (36532,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 
@@ -240,19 +240,20 @@ def test_the_laboratory_uses_public_names_only() -> None:
     assert used == {}
 
 
+def shown_to_type_checkers(path: Path) -> set[tuple[str, str]]:
+    """Return the home and the name of each import for the type checker alone."""
+    (checked,) = (one for one in tree_of(path).body if isinstance(one, ast.If))
+    parts = [name.rpartition(".") for name, _ in imports(ast.Module(checked.body, []))]
+    return {(home, name) for home, _, name in parts}
+
+
 def test_every_name_of_extend_is_there_and_described() -> None:
     """What a type checker is told is what there is, and the page lists it."""
-    (checked,) = (one for one in tree_of(ROOT / "extend.py").body if isinstance(one, ast.If))
-    shown = {name.rpartition(".") for name, _ in imports(ast.Module(checked.body, []))}
-    names = offbeat.extend.__all__
-    assert sorted(name for _, _, name in shown) == sorted(names)
+    shown, names = shown_to_type_checkers(ROOT / "extend.py"), offbeat.extend.__all__
+    assert sorted(name for _, name in shown) == sorted(names)
     assert not {*names} & {*offbeat.__all__, *offbeat.data.__all__}
-    for home, _, name in shown:
+    for home, name in shown:
         assert getattr(offbeat.extend, name) is getattr(importlib.import_module(home), name), name
-    with pytest.raises(
-        AttributeError, match=r"module 'offbeat\.extend' has no attribute 'no_such'"
-    ):
-        _ = offbeat.extend.no_such
 
 
 def test_there_is_no_circle_of_imports() -> None:
@@ -305,7 +306,7 @@ def test_averaging_and_baselines_know_no_network_thread_or_clock() -> None:
     """They ask the team and its host, so the simulator runs the same code."""
     wrong = [
         f"{relative(path)}:{line} uses {name}"
-        for path in [*(ROOT / "averaging").rglob("*.py"), *BASELINES]
+        for path in [*(ROOT / "averaging").rglob("*.py"), *REFERENCES]
         for name, line in uses(path)
         if any(within(name, banned) for banned in NETWORKS_THREADS_AND_CLOCKS)
         and not (within(name, "threading") and relative(path) in LOCKS_ALLOWED)
@@ -332,7 +333,7 @@ def test_the_team_alone_holds_the_communicator() -> None:
     asking = {"averaging", "training", "synchronizer", "attach"}
     wrong = [
         f"{relative(path)}:{node.lineno}: {ast.unparse(target)}"
-        for path in [*(path for path in MODULES if unit_of_path(path) in asking), *BASELINES]
+        for path in [*(path for path in MODULES if unit_of_path(path) in asking), *REFERENCES]
         for node in ast.walk(tree_of(path))
         for target in (node.targets if isinstance(node, ast.Assign) else [])
         if isinstance(target, ast.Attribute) and "communicator" in target.attr
@@ -383,11 +384,9 @@ def test_all_is_every_public_name() -> None:
     """``offbeat.__all__`` equals what a user sees, and what a type checker is told."""
     assert {name for name in dir(offbeat) if not name.startswith("_")} == set(offbeat.__all__)
     assert len(offbeat.__all__) == len(set(offbeat.__all__))
-    tree = tree_of(ROOT / "__init__.py")
-    (checked,) = (one for one in tree.body if isinstance(one, ast.If))
-    shown = {name.rpartition(".") for name, _ in imports(ast.Module(checked.body, []))}
-    assert {name for _, _, name in shown} == set(offbeat.__all__)
-    for home, _, name in shown:  # what a type checker sees is what there is
+    shown = shown_to_type_checkers(ROOT / "__init__.py")
+    assert {name for _, name in shown} == set(offbeat.__all__)
+    for home, name in shown:  # what a type checker sees is what there is
         expected = getattr(importlib.import_module(home), name)
         assert getattr(offbeat, name) is expected, name
     assert set(offbeat.data.__all__) == {
@@ -427,7 +426,7 @@ def test_names_are_there_in_whatever_order_modules_are_imported(code: str) -> No
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     """As of any other module."""
-    for package in ("offbeat", "offbeat_lab"):
+    for package in ("offbeat", "offbeat.extend", "offbeat_lab"):
         with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'no_such'"):
             _ = importlib.import_module(package).no_such
 
