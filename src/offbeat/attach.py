@@ -82,7 +82,8 @@ def attach(
             command started on this machine. None: every worker is a node by itself.
 
             - The workers of a node average their gradients and buffers in every step. The strategy
-              averages between the nodes, and counts each node as one worker.
+              averages between the nodes, and counts each node as one worker. Each worker averages
+              a share of the model.
             - All nodes must have equally many workers. The workers of one node must take equally
               many steps.
             - ``fully_shard`` may divide the model over a device mesh of the node's workers.

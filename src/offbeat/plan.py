@@ -17,7 +17,7 @@ This module imports neither torch nor the simulator, so that ``offbeat plan`` an
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from statistics import NormalDist, fmean
 from typing import Any, cast
@@ -240,11 +240,15 @@ _AGREEMENT_BYTES = 8 * 64  # with the gradients: votes, and a number per tensor
 
 @dataclass(frozen=True)
 class _Links:
-    """Links of ``size`` members, of ``rate`` bytes per second and ``latency`` seconds a message."""
+    """Links of ``size`` members, of ``rate`` bytes per second and ``latency`` seconds a message.
+
+    In an all-gather ``shared`` members use a link together. A ring uses each link once.
+    """
 
     size: int
     rate: float
     latency: float
+    shared: int = 1
 
     def all_reduce(self, size: float) -> float:
         """Return the seconds of an all-reduce of ``size`` bytes."""
@@ -252,7 +256,7 @@ class _Links:
 
     def gather(self, size: float) -> float:
         """Return the seconds of an all-gather of ``size`` bytes from each member."""
-        return self.latency + (self.size - 1) * size / self.rate
+        return self.latency + (self.size - 1) * size * self.shared / self.rate
 
     def sum(self, size: float, wire: str, *, parts: int = 0, vote: int = 0) -> tuple[float, float]:
         """Return the seconds on the link, and the bytes passed to operations, of a sum.
@@ -333,8 +337,8 @@ def _slowest(count: int, mean: float, deviation: float) -> list[float]:
 class _Setting:
     """A model on a cluster of N members: workers, or nodes of L workers.
 
-    Between nodes each worker sends an L-th of every message, and the nodes then gather the result
-    inside, where the links are assumed to be faster.
+    Between nodes each worker averages an L-th of every part, and has an L-th of the link. The node
+    gathers the result inside, where the links are assumed to be faster, when the part lands.
 
     Attributes:
         links: The links of the members.
@@ -372,12 +376,12 @@ class _Setting:
         """Return equally likely values of a step of the slowest of all workers, relative to t."""
         return _slowest(self.links.size * self.inside.size, 1.0, self.jitter)
 
-    def after(self, size: float) -> float:
-        """Return the seconds in which a sum of ``size`` bytes arrives inside a node."""
+    def landing(self, size: float) -> float:
+        """Return the seconds in which a node gathers a part of ``size`` bytes that has arrived."""
         workers = self.inside.size
         return 0.0 if workers == 1 else self.inside.gather(size / workers)
 
-    def scheduled(self, every: float, flight: float, cost: float) -> float:
+    def scheduled(self, every: float, flight: float, cost: float, landing: float) -> float:
         """Return the mean seconds of a step if a mean starts every h steps and ends k steps later.
 
         A worker waits if the mean has not arrived k steps after its start. One mean after the
@@ -387,8 +391,10 @@ class _Setting:
             every: h.
             flight: k, or 0 if workers wait for each mean.
             cost: Seconds of a mean on the link.
+            landing: Seconds of a landing.
         """
         mean, deviation = self.step
+        mean, cost = (mean + landing / every, cost) if flight else (mean, cost + landing)
         if not flight:
             slowest = self.step_seconds * fmean(self.slowest_steps()) + self.tail
             if every != 1:
@@ -435,52 +441,57 @@ def _forecast(strategy: Strategy, wire: str, setting: _Setting) -> tuple[float, 
     if isinstance(strategy, StreamingAveraging):
         return _streaming(strategy, wire, setting)
     more = {"selsync": 2, "async": int(getattr(strategy, "schedule", "") == "eager")}
-    numbers = _VOTE_BYTES + 8 * more.get(strategy.name, 0)
+    numbers = (_VOTE_BYTES + 8 * more.get(strategy.name, 0)) * setting.inside.size
     votes = links.gather(numbers)
     parts = strategy.fragments if isinstance(strategy, DiLoCo) else 1
     seconds, sent = links.sum(size / parts, wire, parts=1)
-    cost, sent = votes + seconds + setting.after(size / parts), sent + numbers
+    cost, sent, landing = votes + seconds, sent + numbers, setting.landing(size / parts)
     match strategy:
         case BSP():
-            return _bsp(wire, setting), 1, numbers + links.buckets(size, wire)[1]
+            sent = numbers + setting.inside.size * links.buckets(size, wire)[1]
+            return _bsp(wire, setting), 1, sent
         case LocalSGD(period=period):
-            return setting.scheduled(period, 0, cost), period, sent / period
+            return setting.scheduled(period, 0, cost, landing), period, sent / period
         case SelSync():
             assert strategy.target_lssr is not None
             every = min(1 / (1 - strategy.target_lssr), strategy.max_interval or math.inf)
             sent = numbers + (sent - numbers) / every
             if strategy.flags == "deferred":  # the votes of a step arrive during the next one
-                return setting.scheduled(every, 0, cost), every, sent
-            return setting.scheduled(1, 0, votes) + (cost - votes) / every, every, sent
+                return setting.scheduled(every, 0, cost, landing), every, sent
+            mean = cost - votes + landing
+            return setting.scheduled(1, 0, votes, 0) + mean / every, every, sent
         case DiLoCo(period=period, overlap=overlap):
             every = period / parts
-            return setting.scheduled(every, overlap, cost), period, sent / every
+            return setting.scheduled(every, overlap, cost, landing), period, sent / every
         case AsyncAveraging(schedule="cyclic"):
             every = strategy.staleness / 2
-            return setting.scheduled(every, every, cost), every, sent / every
+            return setting.scheduled(every, every, cost, landing), every, sent / every
         case AsyncAveraging():
-            step, every = _clocked(cost, strategy.averages(), setting)
+            step, every = _clocked(cost, landing, strategy.averages(), setting)
             return step, every, sent / every
     raise AssertionError(strategy)
 
 
 def _bsp(wire: str, setting: _Setting) -> float:
-    links, size = setting.links, setting.model_bytes
-    times = setting.slowest_steps()
-    if setting.inside.size > 1:  # the mean inside the node exists only after backward
-        sums = links.buckets(size, wire)[0] + setting.after(min(size, BUCKET_BYTES))
-        slowest = setting.step_seconds * fmean(times) + setting.tail
-        return slowest + links.all_reduce(_AGREEMENT_BYTES) + sums
-    return fmean(links.overlapped(setting.step_seconds * time, size, wire) for time in times)
+    inside = setting.inside.size
+    # All workers average their gradients with each other, also in nodes.
+    links = replace(setting.links, size=setting.links.size * inside, shared=inside)
+    return fmean(
+        links.overlapped(setting.step_seconds * time, setting.model_bytes, wire)
+        for time in setting.slowest_steps()
+    )
 
 
-def _clocked(cost: float, shared: SharedModel, setting: _Setting) -> tuple[float, float]:
+def _clocked(
+    cost: float, landing: float, shared: SharedModel, setting: _Setting
+) -> tuple[float, float]:
     """Return the seconds of a step, and the steps between launches, of self-clocked messages.
 
-    A message takes ``cost`` seconds. It lands at the end of the step in which it arrives, and the
-    next one is launched. A worker waits for a message that arrives soon after the end of a step, at
-    most for the share of its time that its patience allows, and at the bound on the staleness in
-    any case. With jitter it is assumed to wait for half of its patience, if messages take long.
+    A message takes ``cost`` seconds, and ``landing`` seconds to land. It lands at the end of the
+    step in which it arrives, and the next one is launched. A worker waits for a message that
+    arrives soon after the end of a step, at most for the share of its time that its patience
+    allows, and at the bound on the staleness in any case. With jitter it is assumed to wait for
+    half of its patience, if messages take long.
     """
     step, deviation = setting.step
     if setting.inside.size > 1:  # the workers of a node agree in each step on what has arrived
@@ -498,7 +509,8 @@ def _clocked(cost: float, shared: SharedModel, setting: _Setting) -> tuple[float
         waited += max(0.0, flight - steps)
         fresh, launched = launched, launched + steps
     least = shared.patience / 2 if deviation and flight > 0.5 else 0.0
-    return step * (1 + max(least, waited / (launched - first))), (launched - first) / _MESSAGES
+    interval = (launched - first) / _MESSAGES
+    return step * (1 + max(least, waited / (launched - first))) + landing / interval, interval
 
 
 def _streaming(
@@ -510,21 +522,22 @@ def _streaming(
     youngest, as in ``averaging/pace.py``.
     """
     links, step = setting.links, setting.step[0]
-    vote = _VOTE_BYTES + 8 * (4 if strategy.schedule == "eager" else 3)
+    inside = setting.inside.size
+    vote = (_VOTE_BYTES + 8 * (4 if strategy.schedule == "eager" else 3)) * inside
     number = (shared := strategy.averages()).parts
-    parts = number(round(setting.model_bytes)) if callable(number) else number
+    parts = number(round(setting.model_bytes / inside)) if callable(number) else number
     size = setting.model_bytes / parts
     if strategy.schedule == "cyclic":
         cycle = strategy.staleness // 2
         every, count = max(1, cycle // parts), math.ceil(parts / min(parts, cycle))
         part, sent = links.sum(size, wire, parts=1)
-        cost = links.gather(vote) + count * part + setting.after(size)
+        cost, landing = links.gather(vote) + count * part, setting.landing(count * size)
         interval = every * parts / count
-        return setting.scheduled(every, cycle, cost), interval, (vote + count * sent) / every
+        step = setting.scheduled(every, cycle, cost, landing)
+        return step, interval, (vote + count * sent) / every
 
     def message(count: int) -> tuple[float, float]:
-        seconds, sent = links.sum(size, wire, parts=count, vote=vote)
-        return seconds + setting.after(count * size), sent
+        return links.sum(size, wire, parts=count, vote=vote)
 
     def age(count: int) -> float:
         flight = max(1, math.ceil(message(count)[0] / step + _SIZER_SLACK))
@@ -534,7 +547,7 @@ def _streaming(
 
     count = min(range(1, parts + 1), key=age)
     cost, sent = message(count)
-    step, interval = _clocked(cost, shared, setting)
+    step, interval = _clocked(cost, setting.landing(count * size), shared, setting)
     return step, interval * parts / count, sent / interval
 
 

@@ -93,9 +93,9 @@ def test_bsp_overlaps_backward() -> None:
 
 
 def test_nodes() -> None:
-    """Two nodes of two: t and the mean of the node's gradients, then each worker's part of a mean.
+    """Two nodes of two: t and the mean of the node's gradients, then each worker's share of a mean.
 
-    What comes from the other node is put together inside.
+    The workers of a node give each other their shares.
     """
     nodes = {"workers_per_node": 2, "inside": "10Gbit/s", "inside_latency": "10us"}
     row = one("local:period=8", **nodes, parameters=2**18)
@@ -103,11 +103,11 @@ def test_nodes() -> None:
     inside = 2 * (10e-6 + 2**20 / (2 * 1.25e9))
     assert alone.step_seconds == pytest.approx(0.1 + inside, rel=1e-5)
     mean = 2 * (1e-4 + 2**20 / (2 * 125e6)) + 10e-6 + 2**19 / 1.25e9
-    votes = 1e-4 + 56 / 125e6
+    votes = 1e-4 + 2 * 56 / 125e6
     assert row.step_seconds == pytest.approx(alone.step_seconds + (votes + mean) / 8)
     assert row.idle == pytest.approx(1 - alone.step_seconds / row.step_seconds)
     assert row.throughput == pytest.approx(4 * 0.1 / row.step_seconds)
-    assert row.payload_bytes == pytest.approx((2**20 + 56) / 2 / 8)
+    assert row.payload_bytes == pytest.approx((2**20 / 2 + 56) / 8)
 
 
 def test_the_slowest_of_two_workers() -> None:
