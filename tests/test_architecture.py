@@ -44,7 +44,7 @@ LEVELS = [
     {"averaging"},
     {"nodes/gradients", "nodes/shards"},
     {"training"},
-    {"elastic/state_transfer", "checkpoint/synchronizer_state"},
+    {"checkpoint/worker_state"},
     {"elastic/views"},
     {"training/assembly"},
     {"synchronizer"},

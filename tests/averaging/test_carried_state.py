@@ -3,8 +3,7 @@
 import json
 from dataclasses import dataclass, field
 
-from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
-from offbeat.checkpoint.state import save
+from offbeat.checkpoint.state import load, save
 from offbeat.strategies.base import common, local, transient
 
 
@@ -53,20 +52,20 @@ def fresh() -> State:
 
 def test_common_values_are_those_of_the_most_advanced_worker() -> None:
     """They are sent as JSON and loaded into the initial state of the new view."""
-    values = json.loads(json.dumps(common_values(used(3))))
+    values = json.loads(json.dumps(save(used(3), "common")))
     assert values == {
         "gain": 4.5,
         "inner": {"shared": 7.5},
         "controller": {"threshold": 1.5, "steps": 3},
     }
     state = fresh()
-    load_common_values(state, values)
+    load(state, values, "common")
     assert state == State(gain=4.5, inner=Inner(shared=7.5), controller=Controller(1.5, 3))
 
 
 def test_local_values_stay_with_their_worker() -> None:
     state = fresh()
-    keep_local_values(state, used(3))
+    load(state, save(used(3), "local"), "local")
     assert state == State(
         history=[3.0], inner=Inner(own=3), controller=Controller(), change=Controller(0.75, 3)
     )
@@ -74,17 +73,10 @@ def test_local_values_stay_with_their_worker() -> None:
 
 def test_both_leave_what_is_not_marked() -> None:
     state = fresh()
-    load_common_values(state, common_values(used(3)))
-    keep_local_values(state, used(2))
+    load(state, save(used(3), "common"), "common")
+    load(state, save(used(2), "local"), "local")
     assert (state.window, state.clock, state.inner.restarts, state.inner.measured) == (2, 0, 0, 0)
     assert (state.gain, state.history, state.inner.shared, state.inner.own) == (4.5, [2.0], 7.5, 2)
-
-
-def test_a_strategy_without_state_carries_nothing() -> None:
-    assert common_values(None) == {}
-    load_common_values(None, {})
-    keep_local_values(None, None)
-    keep_local_values(fresh(), None)
 
 
 def test_a_checkpoint_holds_all_but_transient_fields() -> None:

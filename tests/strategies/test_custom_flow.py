@@ -24,15 +24,13 @@ def train(rank: int, size: int, counts: list[int], look: int, resume: int) -> di
     for step in range(counts[rank]):
         if step == resume:
             file = io.BytesIO()
-            torch.save([sync.state_dict(), model.state_dict(), optimizer.state_dict()], file)
+            torch.save(sync.state_dict(), file)
             sync.detach()
             loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
             model = make_model(seed=100)
             optimizer = OPTIMIZERS["momentum"](model.parameters())
             sync = attach(model, optimizer, Gossip(share=0.25))
-            model.load_state_dict(loaded[1])
-            optimizer.load_state_dict(loaded[2])
-            sync.load_state_dict(loaded[0])
+            sync.load_state_dict(loaded)
         train_step(model, optimizer, make_batch(rank, step))
         trace.append(flat(model))
         if step == look:
