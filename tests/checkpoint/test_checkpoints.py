@@ -737,3 +737,24 @@ def test_saving_is_refused_after_another_worker_has_ended(text: str, tmp_path: P
     for kinds, error in found:
         assert "CheckpointError" in kinds, error
         assert "another worker has called finish()" in error
+
+
+# -- size ------------------------------------------------------------------------------------------
+
+
+def saved_bytes(rank: int, size: int, folder: Path) -> tuple[int, int]:
+    """Save a model of 1 MB in the default training. Returns the bytes of the model and the file."""
+    model = nn.Sequential(nn.Linear(512, 256), nn.Linear(256, 512))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    sync = offbeat.attach(model, optimizer)
+    for _ in range(3):
+        train_step(model, optimizer, (torch.randn(2, 512), torch.randn(2, 512)))
+    path = offbeat.save(folder, sync)
+    sync.finish()
+    return sum(p.nbytes for p in model.parameters()), path.stat().st_size
+
+
+def test_a_file_has_four_times_the_bytes_of_the_model(tmp_path: Path) -> None:
+    """The local model, its momentum, the shared model and its velocity; the rest is 20 KB."""
+    for model, file in run(saved_bytes, tmp_path, workers=2):
+        assert 4 * model < file < 4 * model + 20_000

@@ -556,6 +556,41 @@ def test_a_newcomer_receives_the_state_of_the_script() -> None:
     assert [begun[0] > 0 for begun, *_ in survivors(results)] == [False, False, False, True]
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in its options, as schedule-free optimizers do. It calls a closure."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+        return super().step(closure)
+
+
+def test_a_newcomer_receives_the_options_of_the_optimizer() -> None:
+    """Without the factors that change learning rates inside a step."""
+
+    def worker() -> Any:
+        model = make_model(dist.get_rank())
+        optimizer = Counting(model.parameters(), lr=0.05 if dist.get_rank() < 3 else 0.5)
+        optimizer, sync = attach(model, "local:period=3", optimizer=optimizer)
+        sync._iteration.flow.state.view.lr_factor = 0.5
+        options = {**optimizer.param_groups[0]}
+        begun = sync.step
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, make_batch(0, sync.step))
+            loss.backward()
+            return loss
+
+        while sync.step < STEPS:
+            optimizer.step(closure)
+        sync.finish()
+        return begun, options["lr"], options.get("k", 0)
+
+    begun, lr, count = run(worker, Join(at=0.07), workers=3)[3]
+    assert begun > 0
+    assert (lr, count) == (0.05, begun + 1)  # it joins inside a step of the others
+
+
 def test_a_state_that_cannot_be_shared_is_refused() -> None:
     """When it is given, and not when a worker joins."""
     model = make_model()
