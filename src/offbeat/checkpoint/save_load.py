@@ -125,8 +125,8 @@ def save(
             )
         except CheckpointError as error:
             refused = str(error)
-        more = sorted(files.checkpoints()), secrets.token_hex(8)
-        step, answers = state.agree(_SAVE, refused, contents, *more)
+        own, token = sorted(files.checkpoints()), secrets.token_hex(8)
+        step, answers = state.agree(_SAVE, refused, contents, own, token)
         all_keys = [_as_keys(keys) for keys, _ in answers]
         # A worker without files may be one that the earlier run did not have.
         common = set.intersection(*filter(None, all_keys)) if any(all_keys) else set()

@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import io
 import json
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -179,10 +180,6 @@ class WorkerState:
 
         ``steps`` is the largest number of steps of all workers, from which all continue to count.
         """
-        with self._iteration.guard:
-            self._load(values, steps)
-
-    def _load(self, values: Values, steps: int) -> None:
         flow, worker = self._iteration.flow, self._iteration.flow.worker
         self._load_tensors(values)
         totals = copy.deepcopy(values["stats"])
@@ -198,9 +195,10 @@ class WorkerState:
             flow.after_load()
         else:
             totals["steps"] = steps
-            copy_rank_0(worker.team, worker.replica.everything())
-            flow.start()
-            worker.barrier("the start from a consensus")
+            with self._iteration.guard:
+                copy_rank_0(worker.team, worker.replica.everything())
+                flow.start()
+                worker.barrier("the start from a consensus")
         self._recorder.stats = Stats(**totals, details=worker.details)
         self._consensus.note_start()
 
@@ -231,7 +229,7 @@ class WorkerState:
         A transfer consists of two messages: the number of bytes, and what ``torch.save`` wrote.
         """
         values = self.collect(whole=False)
-        # Without those that the model's state contains, these buffers take no bytes twice.
+        # With those that ``state_dict`` leaves out. ``torch.save`` stores the others once.
         values["buffers"] = [buffer.detach() for buffer in self._model.buffers()]
         values["shared"] = [save() for save in self._shared]
         file = io.BytesIO()
@@ -257,7 +255,14 @@ class WorkerState:
         communicator.receive(length, source=source, tag=_TAG, what=what).wait()
         payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         communicator.receive(payload, source=source, tag=_TAG, what=what).wait()
-        values = torch.load(io.BytesIO(payload.numpy().data), map_location="cpu", weights_only=True)
+        file = io.BytesIO(payload.numpy().data)
+        try:
+            values = torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            raise CheckpointError(
+                f"rank {communicator.rank} cannot read the {what}: an optimizer there keeps objects "
+                "of other types than numbers, text and tensors; use another optimizer"
+            ) from None
         self._load_tensors(values)
         with torch.no_grad():
             for buffer, value in zip(self._model.buffers(), values["buffers"], strict=True):
