@@ -54,8 +54,8 @@ nightly: $(VENV)/.dev  ## more cells, the tests of values on real processes, mea
 	$(BIN)/python -m pytest -n 2 -m "not quiet" --world gloo --hypothesis-profile nightly
 	$(BIN)/python -m pytest -m quiet $$(grep -rl mark.quiet tests)
 
-soak: $(VENV)/.dev  ## random faults over real processes, without and with a launcher, for MINUTES=20 each, from SEED=0
-	$(BIN)/python -m benchmarks.soak --seed $(SEED) --minutes $(MINUTES) --output runs/soak.jsonl
+soak: $(VENV)/.dev  ## random faults in trainings under `offbeat run`, for MINUTES=20, from SEED=0
+	mkdir -p runs
 	$(BIN)/python -m benchmarks.launched.soak --seed $(SEED) --minutes $(MINUTES) --output runs/launched.jsonl
 
 # Environments of their own. timm would bring a torchvision that is built for another torch.
@@ -88,7 +88,7 @@ LOWEST := torch==2.9.0 numpy==1.26.0 typing-extensions==4.10.0 typer==0.19.2 ric
   click==8.1.8 jinja2==3.1.0 matplotlib==3.8.0 pyparsing==3.1.0
 CORE := tests/cli/test_cli_lists.py tests/averaging tests/simulate \
   tests/strategies/test_conformance.py tests/training/test_attach.py \
-  tests/training/test_checkpoints.py tests/training/test_clipping.py tests/training/test_ddp.py \
+  tests/checkpoint/test_checkpoints.py tests/training/test_clipping.py tests/training/test_ddp.py \
   tests/training/test_hooks.py tests/training/test_optimizers.py
 lowest:  ## the core of the tests with the lowest versions that pyproject.toml allows
 	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest

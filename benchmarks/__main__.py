@@ -22,7 +22,6 @@ NAMES = {
     "gpu": "costs.gpu",
     "overhead": "costs.overhead",
     "validation": "costs.validation",
-    "elastic": "costs.elastic",
     "availability": "launched.availability",
     "start": "launched.start",
 }

@@ -149,8 +149,3 @@ def markdown(names: Sequence[str]) -> str:
 
 def _shown(value: float, unit: str) -> str:
     return f"{value:.1f} {unit}" if unit else f"{value:.3f}"
-
-
-def save_json(name: str, data: Mapping[str, Any]) -> None:
-    """Write data to ``results/NAME.json``."""
-    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""A communicator that fails, delays or cuts operations, for tests of failure handling.
+"""A communicator whose operations fail, for tests of failure handling.
 
 A transport puts it between the workers:
 
@@ -31,20 +31,17 @@ class Fault:
 
     Attributes:
         kind: "fail": the operation takes place, but ``wait`` raises CommunicationError on this
-            worker. "delay": it starts ``seconds`` late. "cut": this worker's connections close
-            just before it.
+            worker.
         rank: Rank of the worker.
         operation: Number of the operation, from 0. Operations of twins and of set-up count, those
             that only wait for another thread do not.
-        seconds: Length of a delay (≥ 0).
         background: True for an operation that a background thread starts. These are numbered
             separately, so that the numbers are equal on all workers.
     """
 
-    kind: Literal["fail", "delay", "cut"]
+    kind: Literal["fail"]
     rank: int
     operation: int
-    seconds: float = 0.0
     background: bool = False
 
 
@@ -72,12 +69,8 @@ class Faults(Wrapper):
         background = threading.current_thread() is not self._thread
         fault = self._faults.get((background, self._counter[background]))
         self._counter[background] += 1
-        if fault is not None and fault.kind == "delay":
-            self.host.sleep(fault.seconds, f"a delay before {operation.what}")
-        elif fault is not None and fault.kind == "cut":
-            self.inner.close()
         handle = self.inner.start(operation)
-        if fault is not None and fault.kind == "fail":
+        if fault is not None:
             return _Failing(handle, f"rank {self.rank}: {operation.what} failed on purpose")
         return handle
 

@@ -1,16 +1,22 @@
-"""Workers that gather at the store of ``workers.run(…, newcomers=n)``."""
+"""Workers that gather at the store of ``workers.run(…, newcomers=n)``, and die at a given place."""
 
 import os
-from typing import Any
+import signal
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from offbeat.elastic import gathering, membership
+from offbeat.elastic import agreement, gathering, joining, membership
+from offbeat.elastic.store import SharedStore
+from offbeat.training import assembly
+from offbeat.transport.torch_backend import process_groups
 
 
 def store() -> Any:
-    """Return a new connection to the store."""
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+    """Return a new connection to the store of the test."""
+    default = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    host, port = os.environ.setdefault("TEST_STORE", default).split(":")
+    return dist.TCPStore(host, int(port), None, False)
 
 
 def meet(name: str, rank: int, ranks: range) -> None:
@@ -18,6 +24,39 @@ def meet(name: str, rank: int, ranks: range) -> None:
     kept = store()
     kept.set(f"{name}{rank}", "")
     kept.wait([f"{name}{other}" for other in ranks])
+
+
+def die(key: str = "died") -> NoReturn:
+    """Kill this process, after setting ``key`` in the store."""
+    store().set(key, "")
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "having a number": (SharedStore, "put"),
+    "before it gathers": (gathering.Gathering, "_gather"),
+    "having asked": (joining.Admission, "wait"),
+    "before it is here": (agreement.Agreement, "decide"),
+    "before it proposes": (agreement.Agreement, "_propose"),
+    "before it opens": (membership.StoreMembership, "enter"),
+    "while all connect": (process_groups.GroupFactory, "_make"),
+    "while the model is copied": (assembly, "copy_rank_0"),
+}
+"""The functions in which a worker may die."""
+
+
+def kill_at(place: str) -> None:
+    """Let this process die when it next comes to ``place``."""
+    home, name = PLACES[place]
+    real = getattr(home, name)
+
+    def die_here(*args: Any, **named: Any) -> Any:
+        if name != "put" or args[1].startswith("address/"):
+            die()
+        return real(*args, **named)
+
+    setattr(home, name, die_here)
 
 
 def gather_in_order(rank: int, size: int, *, silence_seconds: float = 30.0) -> None:

@@ -1,5 +1,6 @@
 """Shared by the tests of training: attaching, sinks, transports that record or fail."""
 
+import io
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -16,7 +17,7 @@ from offbeat.transport.communicator import Communicator
 from offbeat.transport.connect import open_communicator
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from offbeat_lab.baselines import STRATEGIES
-from problems import flat, loss_of
+from problems import OPTIMIZERS, flat, loss_of, make_model
 from recording import Recording
 
 
@@ -25,6 +26,28 @@ def attach(model: nn.Module, optimizer: Any, strategy: Strategy | str, **options
     if isinstance(strategy, str):
         strategy = offbeat.parse_strategy(strategy, STRATEGIES)
     return offbeat.attach(model, optimizer, strategy, **{"timeout_seconds": 20, **options})
+
+
+def start(
+    rank: int, strategy: Strategy | str, kind: str = "sgd", **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Attach a model that depends on the rank, and an optimizer of this kind in ``OPTIMIZERS``."""
+    model = make_model(seed=rank)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    return model, optimizer, attach(model, optimizer, strategy, **options)
+
+
+def restart(
+    model: nn.Module, optimizer: Any, sync: Any, again: Callable[[], tuple[nn.Module, Any, Any]]
+) -> tuple[nn.Module, Any, Any]:
+    """Save to a file, detach, and load the file into what another script attaches."""
+    file = io.BytesIO()
+    torch.save(sync.state_dict(), file)
+    sync.detach()
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    model, optimizer, sync = again()
+    sync.load_state_dict(saved)
+    return model, optimizer, sync
 
 
 def close(a: Tensor, b: Tensor, atol: float = 1e-12) -> None:

@@ -118,9 +118,16 @@ class Simulated:
 
 
 def bsp_reference(
-    workers: int, kind: str, steps: int, max_norm: float | None = None
+    workers: int,
+    kind: str,
+    steps: int,
+    max_norm: float | None = None,
+    change: Callable[[nn.Module], object] = lambda model: None,
 ) -> list[Tensor]:
-    """The model after each step of one worker that uses the mean of all gradients."""
+    """The model after each step of one worker that uses the mean of all gradients.
+
+    It may clip the mean, or ``change`` it in another way.
+    """
     model = make_model(0)
     optimizer = OPTIMIZERS[kind](model.parameters())
     trace = []
@@ -130,6 +137,7 @@ def bsp_reference(
             p.grad = sum(parts) / workers  # type: ignore[assignment]
         if max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        change(model)
         optimizer.step()
         trace.append(flat(model))
     return trace

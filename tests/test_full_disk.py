@@ -8,15 +8,13 @@ import pytest
 
 import offbeat
 from disks import fill, small_disk
-from loops import attach, error_of, sgd
+from loops import attach, error_of, sgd, start
 from problems import flat, make_batch, make_model, train_step
 from worlds import simulated
 
 
 def save_twice(rank: int, size: int, disk: Path) -> Any:
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, "local:period=1")
+    model, optimizer, sync = start(rank, "local:period=1")
     train_step(model, optimizer, make_batch(rank, 0))
     offbeat.save(disk / "checkpoints", sync)
     saved = flat(model)

@@ -14,9 +14,6 @@ import yaml
 ROOT = Path(__file__).parent.parent
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
-FORMS = sorted(
-    set((GITHUB / "ISSUE_TEMPLATE").glob("*.yml")) - {GITHUB / "ISSUE_TEMPLATE/config.yml"}
-)
 PINNED = re.compile(r"actions/[\w-]+@v\d+|pypa/gh-action-pypi-publish@release/v1")
 
 
@@ -69,6 +66,12 @@ def test_workflows_and_containers_call_targets_of_make() -> None:
     assert called <= make_targets()
 
 
+def test_make_names_files_that_exist() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    names = re.findall(r"(?:tests|examples|\.ci)/[\w./-]+", text)
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
 def test_the_version_is_published_by_its_tag_only() -> None:
     workflow = read(GITHUB / "workflows/release.yml")
     assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML reads the key `on` as true
@@ -76,16 +79,6 @@ def test_the_version_is_published_by_its_tag_only() -> None:
     assert publish["environment"] == "pypi"
     assert publish["permissions"] == {"id-token": "write"}
     assert set(publish["needs"]) == {"test", "build"}
-
-
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
-def test_a_form_has_the_fields_that_github_requires(path: Path) -> None:
-    form = read(path)
-    assert form["name"]
-    assert form["description"]
-    fields = [field for field in form["body"] if field["type"] != "markdown"]
-    assert len({field["id"] for field in fields}) == len(fields) > 0
-    assert all(field["attributes"]["label"] for field in fields)
 
 
 def test_the_image_is_built_from_files_that_its_context_has() -> None:
@@ -112,18 +105,23 @@ def test_the_address_of_the_repository_is_the_same_everywhere(name: str) -> None
         assert here == (owner, repository)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")), ids=lambda path: path.stem)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_the_links_of_a_page_lead_to_files(path: Path) -> None:
-    """Those within the repository; the documentation has its own check in `make docs`."""
+    """The documentation has no links to files that its site does not have."""
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text(encoding="utf-8"))
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    targets = {link: (path.parent / link).resolve() for link in links}
+    inside = {link for link, to in targets.items() if to.exists() and path.parent in to.parents}
+    assert targets.keys() - inside == set()
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_the_links_of_a_page_lead_to_headings(path: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", path.read_text(encoding="utf-8"))
     for name, anchor in links:
-        text = (ROOT / name if name else path).read_text(encoding="utf-8")
+        text = (path.parent / name if name else path).read_text(encoding="utf-8")
         headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
         slugs = [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings]
         assert anchor in slugs, f"{name}#{anchor}"

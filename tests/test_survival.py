@@ -23,7 +23,7 @@ ROWS = {
         "elastic/test_leaving.py::test_the_death_of_a_client_of_a_busy_server_is_noticed"
     ),
     "a worker is stopped (SIGSTOP), stuck, or cut off silently": (
-        "training/test_failures.py::test_a_stopped_worker_is_named_after_the_time_out"
+        "training/test_failures.py::test_a_silent_worker_is_named_after_the_time_out"
     ),
     "a worker is slow, by less than `timeout_seconds`": (
         "transport/test_communicators.py::test_done_is_false_until_all_workers_have_started"

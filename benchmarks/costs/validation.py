@@ -5,8 +5,6 @@ The simulator gets the same bandwidth, a latency that follows from small all-red
 links, and the computing times of the real run: first their mean over steps and workers, then the
 trace of every worker's steps (processes that share cores step unevenly, and so wait for each
 other). The figure is predicted / measured training time − 1.
-
-Writes ``results/validation.json``.
 """
 
 import json
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import Result, interleave, machine, save_json
+from benchmarks.harness import Result, interleave
 from benchmarks.processes import run
 from offbeat.simulate import Compute, Network
 from offbeat.units import to_bandwidth
@@ -47,7 +45,7 @@ def small_all_reduce(repetitions: int) -> dict[str, float]:
 
 def results(*, quick: bool = False) -> list[Result]:
     """Return all figures of this benchmark."""
-    found, data = [], []
+    found = []
     for bandwidth in ("1Gbit/s", "200Mbit/s"):
         each = run(small_all_reduce, workers=WORKERS, bandwidth=bandwidth, repetitions=300)
         small = max(one["seconds"] for one in each)
@@ -74,11 +72,8 @@ def results(*, quick: bool = False) -> list[Result]:
                 for key in ("seconds", "idle", "lssr", "final"):
                     row[f"measured_{key}"] = getattr(real, key)
                     row[f"predicted_{key}"] = getattr(virtual, key)
-                data.append(row)
                 value = 100 * abs(row["error"])
                 what = f"simulated ({kind}) / measured time − 1, {text}, {bandwidth}"
                 target = 10 if kind == "trace" else None
                 found.append(Result("validation", what, value, target, "%", {}, row))
-    if not quick:
-        save_json("validation", {"rows": data, "machine": machine()})
     return found

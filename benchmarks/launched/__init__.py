@@ -1,5 +1,6 @@
-"""Elastic training under ``offbeat run``: random faults, availability and leaks.
+"""Elastic training under ``offbeat run``: random faults, availability, leaks, and starts.
 
-``soak`` injects faults, and ``availability`` kills one worker after the other. Both start launchers
-(``training``), whose workers run ``script`` and log every batch.
+``soak`` injects faults, whose logs ``judge`` compares with a replay, and ``availability`` kills one
+worker after the other. Both start launchers (``training``), whose workers run ``script`` and log
+every batch. ``start`` measures how long workers take to start.
 """

@@ -1,6 +1,8 @@
 """The script of the workers, each of which logs its batches before it trains on them.
 
 The model has one number for each sample of each epoch. A step adds 1 to the numbers of its batch.
+Two more numbers move towards a value that follows from the batch, so the model of each step depends
+on all steps before. ``judge.py`` computes both without torch.
 """
 
 import json
@@ -19,19 +21,29 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
+from benchmarks.launched.judge import RATE, target
 from offbeat.errors import CommunicationError
 from offbeat.synchronizer import components_of, has_joined
 
 
 class Uses(nn.Module):
-    """The model."""
+    """The model: ``uses`` between the two numbers, so that they are first and last in messages."""
 
     def __init__(self, epochs: int, samples: int) -> None:
         super().__init__()
-        self.uses = nn.Parameter(torch.zeros(epochs, samples))
+        self.first, self.last = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+        self.uses = nn.Parameter(torch.zeros(epochs, samples, dtype=torch.float64))
 
-    def forward(self, epoch: int, batch: Tensor) -> Tensor:
-        return -self.uses[epoch, batch].sum()
+    def forward(self, epoch: int, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what makes the two numbers move, and the sum of the numbers of the batch."""
+        aim = target(batch.tolist())
+        loss = RATE / 2 * ((self.first - aim).square() + (self.last - aim).square())
+        return loss, self.uses[epoch, batch].sum()
+
+    def state(self) -> list[float]:
+        """Return the two numbers and the sum of all others."""
+        with torch.no_grad():
+            return [self.first.item(), self.last.item(), self.uses.sum().item()]
 
 
 class Log:
@@ -107,7 +119,7 @@ class Training:
             found = offbeat.load(self.folder / "checkpoints", sync)
             if found is not None:
                 sampler.load_state_dict(found.extra)
-                self.log.write("loaded", step=found.step)
+                self.log.write("loaded", model=model.state())
         if not has_joined(sync):
             self.log.write("data", left=self.left(epochs))
         for epoch in range(sampler.epoch, epochs):
@@ -119,7 +131,7 @@ class Training:
         perhaps_die(self.folder, "die-at-end")
         self.log.write("last")
         sync.finish()
-        self.log.write("ended", sum=model.uses.detach().double().sum().item().hex())
+        self.log.write("ended", model=model.state())
 
     def left(self, epochs: int) -> list[tuple[int, list[int]]]:
         """Return the samples that are left of each epoch."""
@@ -134,19 +146,26 @@ class Training:
 
     def step(self, epoch: int, batch: Tensor) -> None:
         """Train on one batch."""
+        loss, uses = self.model(epoch, batch)
         self.log.write(
             "step",
+            loss=loss.item(),
+            model=self.model.state(),
             epoch=epoch,
             queue=self.sampler._queue.number,
             batch=batch.tolist(),
             repeated=self.sampler.repeated,
             step=self.sync.step,
             view=self.sync.stats.details["view"],
+            members=self.sync.size,
             resources=resources(),
         )
+        if take_order(self.folder, "detach") is not None:
+            self.sync.detach()
+            raise RuntimeError("ordered after detach()")
         if take_order(self.folder, "raise") is not None:
             raise RuntimeError("ordered")
-        self.model(epoch, batch).backward()
+        (loss - uses).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if not (self.folder / "hurry").exists():
@@ -154,8 +173,11 @@ class Training:
 
     def save(self) -> None:
         """Save after an epoch. A worker that is lost meanwhile makes it fail on the others."""
+        self.log.write("waits")
         try:
             with self.sync.consensus():
+                perhaps_die(self.folder, "die-in-save")
+                self.log.write("saves", model=self.model.state())
                 extra = self.sampler.state_dict()
                 offbeat.save(self.folder / "checkpoints", self.sync, extra=extra)
         except CommunicationError as error:

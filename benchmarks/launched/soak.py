@@ -1,37 +1,46 @@
-"""Random faults under ``offbeat run``: ``python -m benchmarks.launched.soak --minutes 20``."""
+"""Random faults under ``offbeat run``: ``python -m benchmarks.launched.soak --minutes 20``.
+
+A seed plans trainings and their faults (``case``). The soak starts launchers (``training.py``),
+whose workers log every step (``script.py``), injects the faults, and compares the logs with what
+docs/failures.md promises (``judge.py``).
+"""
 
 import argparse
 import json
 import random
-import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import machine
+from benchmarks.launched.judge import PERIODS, judge
 from benchmarks.launched.training import Process, Training, wait_until
-from benchmarks.soak.runner import working_folder
-from benchmarks.soak.soak import table
 
-IN_STEP = (
-    *("bsp", "local:period=4", "selsync:delta=0.3"),
-    *("async:staleness=4", "diloco:period=3,outer_lr=1,outer_momentum=0"),
-)
+IN_STEP = (*PERIODS, "async:staleness=4")
 STRATEGIES = (
     *IN_STEP,
     *("async:staleness=4,schedule=eager", "streaming:parts=3,staleness=4,outer_gain=1"),
 )
 KINDS = {"kill": 4, "kill two": 3, "kill all": 2, "stop": 2, "terminate": 2, "exception": 2}
-KINDS["kill in attach"] = 4
+KINDS |= {"kill in attach": 4, "detach": 1}
 FAULTS = 12
 _WHOLE_SECONDS, _END_SECONDS = 150.0, 200.0
 _ORDER_SECONDS = 60.0  # longer than a pause before a restart
+ORDERS = {
+    "kill in attach": ("die-in-attach", 0.7, _ORDER_SECONDS),
+    "kill in save": ("die-in-save", 0.05, _ORDER_SECONDS),
+    "kill at end": ("die-at-end", 0.4, _END_SECONDS),
+    "exception": ("raise", 0.0, _ORDER_SECONDS),
+    "detach": ("detach", 0.0, _ORDER_SECONDS),
+}
+"""Faults that a worker injects into itself → its order, the longest delay, and the time limit."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +79,19 @@ def case(seed: int, index: int) -> Case:
     if len(here) == 2:
         kinds["kill launcher"] = 3
     kinds["kill fork server"] = 2
+    strategy = draw.choice(STRATEGIES)
+    saves = draw.random() < 0.7 and strategy in IN_STEP
+    if saves:
+        kinds["kill in save"] = 2
     faults = draw.choices(list(kinds), weights=list(kinds.values()), k=FAULTS)
     if draw.random() < 0.7:
         faults[-1] = "kill at end"
     return Case(
         index,
-        strategy := draw.choice(STRATEGIES),
+        strategy,
         here,
         store,
-        draw.random() < 0.7 and strategy in IN_STEP,
+        saves,
         8.0 if silent else 60.0,
         tuple(faults),
         draw.randrange(2**31),
@@ -95,22 +108,21 @@ class Faults:
 
     def inject(self, kind: str) -> None:
         """Inject a fault of this kind."""
-        first = kind.partition(" ")[0]
-        methods: dict[str, Callable[[], None]] = {
+        if kind in ORDERS:
+            order, most, limit = ORDERS[kind]
+            self._order(order, self._draw.uniform(0, most), limit)
+            return
+        methods: dict[str, Callable[[], object]] = {
+            "kill": lambda: self._send(signal.SIGKILL, 1),
             "kill two": lambda: self._send(signal.SIGKILL, 2),
+            "terminate": lambda: self._send(signal.SIGTERM, 1),
             "kill all": self._kill_all,
-            "kill in attach": self._kill_in_attach,
-            "kill at end": lambda: self._order(
-                "die-at-end", self._draw.uniform(0, 0.4), _END_SECONDS
-            ),
             "kill launcher": self._kill_launcher,
             "kill fork server": self._kill_fork_server,
             "stop": lambda: self._stop(self._draw.uniform(0.3, 3)),
             "stop for too long": lambda: self._stop(self._draw.uniform(9, 14)),
-            "exception": lambda: self._order("raise", 0, _ORDER_SECONDS),
         }
-        number = signal.SIGTERM if first == "terminate" else signal.SIGKILL
-        methods.get(kind, lambda: self._send(number, 1))()
+        methods[kind]()
 
     def _send(self, number: int, count: int) -> list[Process]:
         alive = self._training.trains()
@@ -133,24 +145,17 @@ class Faults:
         """Give an order, and wait until a worker has obeyed."""
         partial = self._folder / "order"
         partial.write_text(str(value))
-        if order == "die-at-end":
+        if order == "die-in-attach":
+            wait_until(lambda: bool(self._training.trains()), _WHOLE_SECONDS)
+        elif order == "die-at-end":
             (self._folder / "hurry").touch()
         path = partial.rename(self._folder / order)
+        if order == "die-in-attach":
+            self._send(signal.SIGKILL, 1)
         if wait_until(lambda: not path.exists(), seconds):
             time.sleep(value)
         elif not self._training.has_ended():
             self.violations.append(f"no worker has taken the order to {order}")
-
-    def _kill_in_attach(self) -> None:
-        wait_until(lambda: bool(self._training.trains()), _WHOLE_SECONDS)
-        order = self._folder / "die-in-attach"
-        (self._folder / "order").write_text(str(seconds := self._draw.uniform(0, 0.7)))
-        (self._folder / "order").rename(order)
-        self._send(signal.SIGKILL, 1)
-        if wait_until(lambda: not order.exists(), 60):
-            time.sleep(seconds)
-        elif not self._training.has_ended():
-            self.violations.append("no worker was started again")
 
     def _kill_launcher(self) -> None:
         training, number = self._training, self._draw.randrange(2)
@@ -173,7 +178,7 @@ class Faults:
             return
         Process(server, "").send(signal.SIGKILL)
         time.sleep(1.0)
-        if not all(one.lives() for one in alive):
+        if not (all(one.lives() for one in alive) or self._training.has_ended()):
             self.violations.append("workers do not survive their fork server")
 
 
@@ -224,120 +229,36 @@ def survive(one: Case, folder: Path) -> list[dict[str, Any]]:
                 break
             time.sleep(draw.uniform(0, 1))
         (folder / "hurry").touch()
-        deadline = time.monotonic() + _END_SECONDS
         ended = wait_until(
             lambda: all(launcher.poll() is not None for launcher in training.launchers),
-            deadline - time.monotonic(),
+            _END_SECONDS,
         )
         hangs = [] if ended else ["the training does not end"]
-        add("training", no_start + hangs + judge(one, training), hangs=hangs)
-        rows[-1]["counts"] = counts(training)
+        add("training", no_start + hangs + judge(one.strategy, one.faults, training), hangs=hangs)
     finally:
         training.close()
     return rows
 
 
-def judge(one: Case, training: Training) -> list[str]:
-    """Return the violations that are visible after the end of the training."""
-    found = []
-    codes = [launcher.poll() for launcher in training.launchers]
-    ended = [process.slot for process in training.processes() if process.has("ended")]
-    for place, code in enumerate(codes):
-        # "kill at end" may come when the worker has ended, and its process has not.
-        if code == 137 and any(slot.startswith(f"{place}:") for slot in ended):
-            codes[place] = 0
-    if any(codes):
-        found.append(f"the launchers ended with {codes}")
-    if None not in codes and not wait_until(lambda: not training.left(), 10):
-        found.append(f"left behind: {training.left()}")
-    processes = training.processes()
-    ends = [event for p in processes for event in p.events if event["event"] == "ended"]
-    if not ends:
-        found.append("no worker has finished")
-    if len({end["sum"] for end in ends}) > 1:
-        found.append(f"the models differ: {[end['sum'] for end in ends]}")
-    output = training.output()
-    failures = Counter(re.findall(r"worker \d+ ended with exit code (\d+)", output))
-    failures["1"] -= one.faults.count("exception")
-    expected = {"stop for too long"} & {*one.faults}
-    found += [
-        f"{count} workers ended with exit code {code}"
-        for code, count in failures.items()
-        if count > 0 and not (code == "75" and expected)
-    ]
-    return found + judge_uses(processes)
-
-
-def judge_uses(processes: list[Process]) -> list[str]:
-    """Compare which samples were used, and how often, with what the samplers count."""
-    found = []
-    for name, members in _trainings(processes).items():
-        uses = _uses(members)
-        finishers = [process for process in members if process.has("ended")]
-        missing = _left(members) - uses.keys() if finishers else ()
-        if missing:
-            found.append(f"training {name}: {len(missing)} samples were not used")
-        twice = sum(len(queues) - len({*queues}) for queues in uses.values())
-        if twice:
-            found.append(f"training {name}: {twice} samples were used twice from one queue")
-        again = sum(len(queues) - 1 for queues in uses.values())
-        counted = sum(_repeated(process) for process in members)
-        if again > counted:
-            text = f"training {name}: {again} repeated uses, but the samplers count {counted}"
-            found.append(text)
-        newest = {key: max(queues) for key, queues in uses.items()}
-        taken = sum(
-            step["queue"] < newest[step["epoch"], sample]
-            for process in finishers
-            for step in process.steps
-            for sample in step["batch"]
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the results by policy and kind as Markdown."""
+    kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        kinds[f"{row['policy']}: {row['case']['kind']}"].append(row)
+    lines = ["| fault | happened | survived | violations | hangs | noticed, or gone on, within |"]
+    lines.append("|---|---|---|---|---|---|")
+    shown = [*sorted(kinds.items()), *([("all", rows)] if len(kinds) > 1 else [])]
+    for kind, some in shown:
+        happened = [row for row in some if not row["missed"]]
+        bad = [row for row in some if row["violations"]]
+        hangs = [row for row in some if row["hangs"]]
+        longest = max((row["notice_seconds"] for row in happened), default=0.0)
+        good = sum(not row["violations"] for row in happened)
+        within = f"{longest:.1f} s" if longest and kind != "all" else ""
+        lines.append(
+            f"| {kind} | {len(happened)} | {good} | {len(bad)} | {len(hangs)} | {within} |"
         )
-        if taken:
-            found.append(f"training {name}: {taken} samples of survivors were used again")
-    return found
-
-
-def _trainings(processes: list[Process]) -> dict[str, list[Process]]:
-    found: dict[str, list[Process]] = defaultdict(list)
-    for process in processes:
-        for event in process.events:
-            if event["event"] == "attached":
-                found[event["training"]].append(process)
-    return found
-
-
-def _left(processes: list[Process]) -> set[tuple[int, int]]:
-    """Return the samples with which the training began, each with its epoch."""
-    left = [e["left"] for p in processes for e in p.events if e["event"] == "data"]
-    return {(epoch, sample) for epoch, samples in left[0] for sample in samples}
-
-
-def _uses(processes: list[Process]) -> dict[tuple[int, int], list[int]]:
-    """Return for each epoch and sample the queues from which it was used."""
-    uses: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for process in processes:
-        for step in process.steps:
-            for sample in step["batch"]:
-                uses[step["epoch"], sample].append(step["queue"])
-    return uses
-
-
-def _repeated(process: Process) -> int:
-    return int(max((step["repeated"] for step in process.steps), default=0))
-
-
-def counts(training: Training) -> dict[str, int]:
-    """Return how many processes and trainings there were, and how many samples were repeated."""
-    processes = training.processes()
-    trainings = _trainings(processes).values()
-    return {
-        "processes": len(processes),
-        "trainings": len(trainings),
-        "loads": sum(process.has("loaded") for process in processes),
-        "used": sum(len(queues) for one in trainings for queues in _uses(one).values()),
-        "used_again": sum(len(q) - 1 for one in trainings for q in _uses(one).values()),
-        "counted_again": sum(_repeated(process) for one in trainings for process in one),
-    }
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -346,7 +267,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of all faults (default 0)")
     parser.add_argument("--minutes", type=float, default=20.0, help="time to run (default 20)")
     parser.add_argument("--first", type=int, default=0, help="number of the first training")
-    parser.add_argument("--every", type=int, default=1, help="step from one training to the next")
     parser.add_argument("--most", type=int, default=10**9, help="largest number of trainings")
     parser.add_argument("--output", type=Path, help="append a JSON line for each fault")
     parser.add_argument("--table", type=Path, help="print the table of an --output file, and exit")
@@ -356,10 +276,10 @@ def main() -> int:
         print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
         return 0
     deadline, index, rows = time.monotonic() + 60 * options.minutes, options.first, []
-    while time.monotonic() < deadline and index < options.first + options.most * options.every:
+    while time.monotonic() < deadline and index < options.first + options.most:
         one, began = case(options.seed, index), time.monotonic()
-        with working_folder() as folder:
-            new = survive(one, folder / "training")
+        with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+            new = survive(one, Path(folder, "training"))
             if options.keep and any(row["violations"] for row in new):
                 shutil.copytree(folder, options.keep / f"{options.seed}-{index}")
         bad = [violation for row in new for violation in row["violations"]]
@@ -373,7 +293,7 @@ def main() -> int:
                 for row in new:
                     line = {"seed": options.seed, **row, "machine": machine()}
                     file.write(json.dumps(line) + "\n")
-        index += options.every
+        index += 1
     print(table(rows))
     return int(any(row["violations"] for row in rows))
 

@@ -6,7 +6,7 @@ The directory of the data holds ``cifar10.npz``, or MNIST's four files.
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
+import cifar_cnn
 import torch
 from torch import nn
 
@@ -23,14 +23,8 @@ FEW_DIGITS = 160
 @cache  # shared by all workers and runs of a process
 def load(data):
     """Return images (channels first) and labels of both splits."""
-    with np.load(data / "cifar10.npz") as file:
-        x, y, test_x, test_y = (
-            torch.from_numpy(file[name]) for name in ("x_train", "y_train", "x_test", "y_test")
-        )
-    x, test_x = (
-        (images.permute(0, 3, 1, 2).float() / 255 - 0.473) / 0.251 for images in (x, test_x)
-    )
-    return x.contiguous(), y.long(), test_x.contiguous(), test_y.long()
+    x, y, test_x, test_y = cifar_cnn.load(data / "cifar10.npz")
+    return x.contiguous(), y, test_x.contiguous(), test_y
 
 
 def strided(setup, *, rate=0.02, scheduler=None, images=None):

@@ -4,8 +4,6 @@ Figure 9, with gradients as in the paper and with parameters, at the paper's δ 
 and many passes: ``digits`` cut to 160 images, and the CNN on 1,600 images of CIFAR-10. Under DefDP,
 a worker has 20 and 200 of them. Figure 10: the CNN of ``convergence`` with the paper's δ, and with
 one that synchronizes more. 8 workers.
-
-    python -m benchmarks.papers.choices
 """
 
 import statistics
@@ -17,21 +15,11 @@ import torch.distributed as dist
 
 import offbeat
 from benchmarks.papers.convergence import SETTINGS, WORKERS, selsync
-from benchmarks.papers.runs import (
-    TASKS,
-    Row,
-    grouped,
-    parser_for,
-    path_of,
-    percent,
-    save,
-    saved,
-)
+from benchmarks.papers.runs import SEEDS, TASKS, Row, grouped, markdown, percent
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import find_recipe
 from offbeat_lab.samplers import Batches
 
-NAME = "choices"
 SAMPLERS = ("seldp", "defdp")
 AGGREGATES: tuple[Literal["gradients", "parameters"], ...] = ("gradients", "parameters")
 PASSES = {"digits-few": 150.0, "cifar-few": 30.0}
@@ -52,7 +40,6 @@ class Rotated:
 
 def rotated(run: Rotated) -> Row:
     """Train; return the accuracy of the mean model, that of the workers' own models, and LSSR."""
-    torch.set_num_threads(1)
     name, data = TASKS[run.task]
     recipe = find_recipe(name)
     job = Job(
@@ -85,51 +72,39 @@ def rotated(run: Rotated) -> Row:
 
 def rotated_table(data: dict[str, Any]) -> str:
     """Return the table of Figure 9."""
-    lines = [
-        "| data | averaged | mean model: SelDP, % | DefDP, % | own models: SelDP, % | DefDP, % |",
-        "|---|---|--:|--:|--:|--:|",
-    ]
+    headings = ("data", "averaged", "mean model: SelDP, %", "DefDP, %", "own models: SelDP, %")
     groups = grouped(data["rotated"], "task", "aggregate", "sampler")
+    rows = []
     for task, aggregate in dict.fromkeys(key[:2] for key in groups):
         cells = [
             percent([row[key] for row in groups[task, aggregate, sampler]])
             for key in ("mean", "own")
             for sampler in SAMPLERS
         ]
-        lines.append(f"| `{task}` | {aggregate} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([f"`{task}`", aggregate, *cells])
+    return markdown([*headings, "DefDP, %"], rows, texts=2)
 
 
-def main() -> None:
-    parser = parser_for(__doc__)
-    parser.add_argument("--figures", default="9,10", help="of these, with commas between")
-    given = parser.parse_args()
-    figures = given.figures.split(",")
-    data = saved(NAME) if path_of(NAME).exists() else {}
-    data |= {"workers": WORKERS, "passes": PASSES, "delta": DELTA}
-    if "9" in figures:
-        data["rotated"] = [
+def measure(seeds: int = SEEDS) -> dict[str, Any]:
+    """Return the runs of Figure 9, and the accuracies of Figure 10."""
+    pairs = {
+        delta: [selsync(delta, more) for more in ("", ",aggregate=gradients")]
+        for delta in AGGREGATED
+    }
+    runs = SETTINGS["cifar"].run([one for pair in pairs.values() for one in pair], seeds)
+    return {
+        "rotated": [
             rotated(Rotated(task, aggregate, sampler, passes, seed))
             for task, passes in PASSES.items()
             for aggregate in AGGREGATES
             for sampler in SAMPLERS
-            for seed in range(given.seeds)
-        ]
-    if "10" in figures:
-        pairs = {
-            delta: [selsync(delta, more) for more in ("", ",aggregate=gradients")]
-            for delta in AGGREGATED
-        }
-        runs = SETTINGS["cifar"].run([one for pair in pairs.values() for one in pair], given.seeds)
-        data["aggregated"] = [
+            for seed in range(seeds)
+        ],
+        "aggregated": [
             {
                 "method": f"SelSync, δ = {delta}",
                 "pair": [{"final": [run.final for run in runs[one]]} for one in pair],
             }
             for delta, pair in pairs.items()
-        ]
-    save(NAME, data)
-
-
-if __name__ == "__main__":
-    main()
+        ],
+    }

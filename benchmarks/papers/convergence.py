@@ -7,8 +7,6 @@ table also has the accuracy of the others under SelDP. A run has *converged* at 
 within a point of its best; both are means of three evaluations. The overall speed-up is BSP's time
 to its convergence over the method's time to its own, as in the paper. The table also has the
 speed-up to *BSP's* level, within the same point.
-
-    python -m benchmarks.papers.convergence
 """
 
 import statistics
@@ -16,19 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.papers.runs import (
-    Setting,
-    best_of,
-    parser_for,
-    path_of,
-    percent,
-    save,
-    saved,
-)
+from benchmarks.papers.runs import SEEDS, Setting, best_of, markdown, percent, speedup
 from offbeat_lab.events import Evaluation
 from offbeat_lab.results import Result
 
-NAME = "convergence"
 WORKERS = 8
 WITHIN = 0.01
 SETTINGS = {
@@ -113,45 +102,35 @@ def best_rate(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def table(data: dict[str, Any], task: str) -> str:
     """Return the table as Markdown, with SSP at its best rate."""
-    lines = [
-        "| method | iterations | LSSR | best accuracy, % | minus BSP's | on SelDP, % | "
-        "overall speed-up | to BSP's level |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    found = data["facts"][task]
+    headings = ("method", "iterations", "LSSR", "best accuracy, %", "minus BSP's", "on SelDP, %")
+    found, rows = data["facts"][task], []
     bsp, ssp = found[0], best_rate(found)
     for one in found:
         if one["method"].startswith("SSP") and one is not ssp:
             continue
         less = 100 * (statistics.median(one["best"]) - statistics.median(bsp["best"]))
-        known = [each for each in one["to_bsp"] if each is not None]
-        arrived = f", {len(known)} of {len(one['to_bsp'])}" * (len(known) < len(one["to_bsp"]))
-        level = f"{statistics.median(known):.2f} ×{arrived}" if known else "never"
-        lssr = "-" if one is ssp else f"{one['lssr']:.3f}"
-        seldp = f"{100 * statistics.median(one['seldp']):.1f}" if one["seldp"] else "-"
         # A speed-up to an accuracy far below BSP's says nothing.
         far = statistics.median(one["best"]) < 0.75 * statistics.median(bsp["best"])
-        overall = "-" if far else f"{statistics.median(one['overall']):.2f} ×"
-        lines.append(
-            f"| {one['method']} | {statistics.median(one['steps']):.0f} | {lssr} | "
-            f"{percent(one['best'])} | {less:+.1f} | {seldp} | {overall} | {level} |"
+        rows.append(
+            [
+                one["method"],
+                f"{statistics.median(one['steps']):.0f}",
+                "-" if one is ssp else f"{one['lssr']:.3f}",
+                percent(one["best"]),
+                f"{less:+.1f}",
+                f"{100 * statistics.median(one['seldp']):.1f}" if one["seldp"] else "-",
+                "-" if far else f"{statistics.median(one['overall']):.2f} ×",
+                speedup(one["to_bsp"]),
+            ]
         )
-    return "\n".join(lines)
+    return markdown([*headings, "overall speed-up", "to BSP's level"], rows)
 
 
-def main() -> None:
-    parser = parser_for(__doc__)
-    parser.add_argument("--tasks", default=",".join(SETTINGS), help="of these, with commas between")
-    given = parser.parse_args()
-    data = saved(NAME) if path_of(NAME).exists() else {"facts": {}}
-    data |= {"workers": WORKERS, "within": WITHIN}
-    for task in given.tasks.split(","):
+def measure(seeds: int = SEEDS) -> dict[str, Any]:
+    """Return the data of both tasks."""
+    found = {}
+    for task, setting in SETTINGS.items():
         names = [*methods(task).values()]
         names += [one.removesuffix(DEFDP) for one in names if one.startswith(("bsp", "fedavg"))]
-        data["facts"][task] = facts(task, SETTINGS[task].run(names, given.seeds))
-        print(table(data, task))
-    save(NAME, data)
-
-
-if __name__ == "__main__":
-    main()
+        found[task] = facts(task, setting.run(names, seeds))
+    return {"facts": found}

@@ -4,8 +4,6 @@ Figure 2: the CNN of ``convergence`` on CIFAR-10, on one thread. Memory is param
 momentum and all tensors that autograd keeps for the backward pass. Time is the least CPU time of
 several steps. Figure 8b: the CPU time in which worker 0 of 16 draws the order of an epoch with
 SelDP, with as many samples as ImageNet.
-
-    python -m benchmarks.papers.costs
 """
 
 import time
@@ -15,12 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.papers.runs import TASKS, save
+from benchmarks.papers.runs import TASKS
 from offbeat.data import SelDPSampler
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import Task, find_recipe
 
-NAME = "costs"
 BATCHES = (32, 512)
 REPEATS = 7
 WORKERS = 16
@@ -80,16 +77,11 @@ def epoch_seconds(samples: int) -> float:
     return least_seconds(lambda: next(iter(sampler)), 3)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def measure(seeds: int = 1) -> dict[str, Any]:
+    """Return the data of both figures, which do not depend on a seed."""
     name, files = TASKS["cifar"]
     task = find_recipe(name).build(Job(name, "bsp", 1, data=files).setup())
-    data = {
+    return {
         "batches": [of_batch(task, size) for size in BATCHES],
         "partitions": {"ImageNet": {"seldp epoch": epoch_seconds(IMAGENET)}},
     }
-    save(NAME, data)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,8 +4,6 @@ One worker trains the CNN of ``discrepancy`` on ``digits`` with momentum. At ste
 spaced on a logarithmic scale it measures the Hessian's largest eigenvalue, by power iteration on
 512 images; and over batches of 32 the gradients' variance (mean squared distance to their mean) and
 mean squared norm, which SelSync's trigger smooths. Results are Spearman's rank correlations.
-
-    python -m benchmarks.papers.curvature
 """
 
 import math
@@ -17,13 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.papers.discrepancy import batches, images, slim_cnn
-from benchmarks.papers.runs import save, small_figure
+from benchmarks.papers.runs import small_figure
 
-NAME = "curvature"
 STEPS, POINTS = 600, 14
 RATE, MOMENTUM = 0.02, 0.9
 ITERATIONS, SAMPLES, BATCHES = 20, 512, 24
-SEEDS = (0, 1)
 
 
 def gradient(loss: Tensor, parameters: Sequence[Tensor], *, graph: bool = False) -> Tensor:
@@ -62,7 +58,8 @@ def steps_to_measure() -> list[int]:
     return sorted({round(math.exp(i * math.log(STEPS) / (POINTS - 1))) for i in range(POINTS)})
 
 
-def measure(seed: int) -> list[dict[str, float]]:
+def of_seed(seed: int) -> list[dict[str, float]]:
+    """Train, and return what is measured at each of the steps."""
     torch.manual_seed(seed)
     model = slim_cnn()
     parameters = list(model.parameters())
@@ -101,8 +98,14 @@ def correlations(points: Sequence[dict[str, float]]) -> dict[str, float]:
     }
 
 
+def measure(seeds: int = 2) -> dict[str, Any]:
+    """Return the measured points of all seeds, and their correlations."""
+    points = [of_seed(seed) for seed in range(seeds)]
+    return {"points": points, "correlations": [correlations(one) for one in points]}
+
+
 def draw(data: dict[str, Any]) -> None:
-    with small_figure(f"papers-{NAME}", "step", "relative to the run's largest") as axes:
+    with small_figure("papers-curvature", "step", "relative to the run's largest") as (axes,):
         points = data["points"][0]
         for key, name in (
             ("eigenvalue", "Hessian's largest eigenvalue"),
@@ -114,16 +117,3 @@ def draw(data: dict[str, Any]) -> None:
             )
         axes.set_xscale("log")
         axes.set_title("a small CNN on digits, one worker", fontsize="medium")
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    points = [measure(seed) for seed in SEEDS]
-    data = {"points": points, "correlations": [correlations(one) for one in points]}
-    save(NAME, data)
-    draw(data)
-    print(data["correlations"])
-
-
-if __name__ == "__main__":
-    main()

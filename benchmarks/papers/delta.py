@@ -3,8 +3,6 @@
 The CNN on CIFAR-10 of ``convergence``, 8 workers. Figure 5: is Δ, recorded at each step of a BSP
 run, large while the accuracy rises, and small afterwards? Figure 6: SelSync with δ from 0 to 0.5,
 and with a δ that is never reached.
-
-    python -m benchmarks.papers.delta
 """
 
 import json
@@ -17,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.convergence import SETTINGS, WORKERS, selsync
-from benchmarks.papers.runs import Row, parser_for, save, small_figure
+from benchmarks.papers.runs import SEEDS, Row, small_figure
 from offbeat_lab.compare import run_and_record
 from offbeat_lab.results import Result
 
-NAME = "delta"
 DELTAS = (0.0, 0.1, 0.3, 0.5, math.inf)
 PIECES = 10
 
@@ -72,7 +69,7 @@ def facts(runs: Mapping[str, Sequence[Result]]) -> list[dict[str, Any]]:
 
 def draw(data: dict[str, Any]) -> None:
     """Draw Δ and accuracy over the steps, and LSSR and accuracy over δ."""
-    with small_figure(f"papers-{NAME}", "", "", of=2) as (left, right):
+    with small_figure("papers-delta", "", "", of=2) as (left, right):
         changes = [one or math.nan for one in data["recorded"]["change"]]
         left.plot(range(1, len(changes) + 1), changes, lw=0.6, label="Δ of worker 0 (BSP)")
         points = data["recorded"]["points"]
@@ -87,14 +84,8 @@ def draw(data: dict[str, Any]) -> None:
         right.set_title(f"{WORKERS} workers, CIFAR-10 (simulated)", fontsize="medium")
 
 
-def main() -> None:
-    seeds = parser_for(__doc__).parse_args().seeds
-    runs = SETTINGS["cifar"].run([*map(selsync, DELTAS)], seeds)
+def measure(seeds: int = SEEDS) -> dict[str, Any]:
+    """Return the data of both figures."""
     row = recorded()
-    data = {"workers": WORKERS, "facts": facts(runs), "pieces": pieces(row), "recorded": row}
-    save(NAME, data)
-    draw(data)
-
-
-if __name__ == "__main__":
-    main()
+    runs = SETTINGS["cifar"].run([*map(selsync, DELTAS)], seeds)
+    return {"facts": facts(runs), "pieces": pieces(row), "recorded": row}

@@ -8,8 +8,6 @@ Figure 11: are a worker's weights distributed as under BSP, if parameters are av
 gradients are? The CNN of ``discrepancy`` on ``digits``, 8 workers, with a δ at which few steps
 synchronize. The distance between two densities is the first Wasserstein distance, ∫ |F⁻¹ − G⁻¹|, in
 units of the spread of BSP's weights.
-
-    python -m benchmarks.papers.densities
 """
 
 import statistics
@@ -21,13 +19,12 @@ from torch import Tensor
 
 import offbeat
 from benchmarks.papers.discrepancy import DIGITS, recording_worker
-from benchmarks.papers.runs import TASKS, parser_for, path_of, save, saved
+from benchmarks.papers.runs import SEEDS, TASKS
 from offbeat import BSP, SelSync
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import find_recipe
 from offbeat_lab.samplers import Batches
 
-NAME = "densities"
 WORKERS, STEPS, LOOKS = 8, 480, (120, 240, 480)
 PROBLEM = replace(DIGITS, learning_rate=0.05)
 DELTAS = (0.1, 0.3)
@@ -62,7 +59,8 @@ def compare(models: list[list[Tensor]], synchronous: list[list[Tensor]]) -> list
     ]
 
 
-def measure(seed: int) -> dict[str, Any]:
+def of_seed(seed: int) -> dict[str, Any]:
+    """Return the distances of all strategies to BSP."""
     synchronous, _ = weights(BSP(), seed)
     found: dict[str, Any] = {}
     for delta in DELTAS:
@@ -101,19 +99,11 @@ def layer(seed: int) -> list[dict[str, float]]:
     return found
 
 
-def main() -> None:
-    parser = parser_for(__doc__)
-    parser.add_argument("--figures", default="3,11", help="of these, with commas between")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    data = saved(NAME) if path_of(NAME).exists() else {}
-    data |= {"workers": WORKERS, "looks": LOOKS, "deltas": DELTAS, "epochs": EPOCHS}
-    if "3" in given.figures.split(","):
-        data["layer"] = [layer(seed) for seed in range(given.seeds)]
-    if "11" in given.figures.split(","):
-        data["seeds"] = [measure(seed) for seed in range(given.seeds)]
-    save(NAME, data)
-
-
-if __name__ == "__main__":
-    main()
+def measure(seeds: int = SEEDS) -> dict[str, Any]:
+    """Return the data of both figures."""
+    return {
+        "looks": LOOKS,
+        "deltas": DELTAS,
+        "layer": [layer(seed) for seed in range(seeds)],
+        "seeds": [of_seed(seed) for seed in range(seeds)],
+    }

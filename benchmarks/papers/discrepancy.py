@@ -15,9 +15,7 @@ gradients move a worker by τ steps, independent ones by √τ; with gradient de
 then (N − 1)/2 steps, and (1/N)·Σ √k over k < N.
 
 Real training of a small CNN on ``digits`` with plain SGD, in virtual time on one core, the same in
-every run. Writes ``results/discrepancy.json`` and ``docs/images/discrepancy.png``.
-
-    python -m benchmarks.papers.discrepancy
+every run.
 """
 
 import math
@@ -32,8 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from benchmarks.harness import IMAGES, save_json
-from benchmarks.papers.runs import Row, parser_for
+from benchmarks.papers.runs import SEEDS, Row, small_figure
 from offbeat import Strategy
 from offbeat_lab.recipes import digits
 
@@ -42,7 +39,6 @@ WORKERS = (2, 4, 8, 16)
 LEARNING_RATE = 0.02
 STEPS = 128
 MOST = 16  # resets measured in the second half
-IMAGE = IMAGES / "discrepancy.png"
 Batch = Any
 
 
@@ -225,15 +221,13 @@ def slopes(data: dict[str, Any], when: str) -> dict[str, list[float]]:
     return found
 
 
-def measure(steps: int, seeds: int) -> dict[str, Any]:
+def measure(seeds: int = SEEDS) -> dict[str, Any]:
     """Return all distances and slopes."""
-    common = {"steps": steps}
-    data: dict[str, Any] = {"simulated": True, "learning_rate": LEARNING_RATE, "seeds": seeds}
-    data |= common
+    data: dict[str, Any] = {"learning_rate": LEARNING_RATE, "seeds": seeds, "steps": STEPS}
     data["async"] = {
         str(n): {
             str(t): [
-                distances(DIGITS, workers=n, staleness=t, seed=seed, **common)
+                distances(DIGITS, workers=n, staleness=t, seed=seed, steps=STEPS)
                 for seed in range(seeds)
             ]
             for t in STALENESS
@@ -241,7 +235,7 @@ def measure(steps: int, seeds: int) -> dict[str, Any]:
         for n in WORKERS
     }
     data["gradient_delay"] = {
-        str(n): [gradient_delay(DIGITS, workers=n, seed=seed, **common) for seed in range(seeds)]
+        str(n): [gradient_delay(DIGITS, workers=n, seed=seed, steps=STEPS) for seed in range(seeds)]
         for n in WORKERS
     }
     data["slopes"] = {when: slopes(data, when) for when in ("early", "late")}
@@ -250,60 +244,32 @@ def measure(steps: int, seeds: int) -> dict[str, Any]:
 
 def draw(data: dict[str, Any]) -> None:
     """Draw the distances against τ and against N, early and late."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, rows = plt.subplots(2, 2, figsize=(10, 7.5), sharey="row", layout="constrained")
     titles = {"early": "after the first τ steps", "late": "in the second half of the run"}
-    for (left, right), (when, title) in zip(rows, titles.items(), strict=True):
-        table = {
-            (n, t): statistics.fmean(one[when] for one in data["async"][str(n)][str(t)])
-            for n in WORKERS
-            for t in STALENESS
-        }
-        delay = [
-            statistics.fmean(one[when] for one in data["gradient_delay"][str(n)]) for n in WORKERS
-        ]
-        for n in WORKERS:
-            left.plot(STALENESS, [table[n, t] for t in STALENESS], "o-", label=f"N = {n}")
-        for t in STALENESS:
-            right.plot(WORKERS, [table[n, t] for n in WORKERS], "o-", label=f"τ = {t}")
-        right.plot(WORKERS, delay, "ks--", label="gradient delay, worst")
-        unit = delay[0] / equal_gradients(WORKERS[0])
-        right.plot(
-            WORKERS,
-            [unit * equal_gradients(n) for n in WORKERS],
-            "k:",
-            lw=1,
-            label="same gradients",
-        )
-        middle = [unit * independent_gradients(n) for n in WORKERS]
-        right.plot(WORKERS, middle, "k-.", lw=1, label="independent gradients")
-        left.set(
-            xlabel="staleness τ", ylabel="mean distance to the mean", title=f"against τ, {title}"
-        )
-        right.set(xlabel="workers N", title=f"against N, {title}")
-        for axes, ticks in ((left, STALENESS), (right, WORKERS)):
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log", base=2)
-            axes.set_ylim(top=0.12)  # room for the legend
-            axes.set_xticks(ticks, [str(tick) for tick in ticks])
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize="xx-small", loc="upper left", ncols=2)
-    figure.savefig(IMAGE, dpi=110)
-    plt.close(figure)
-
-
-def main() -> None:
-    seeds = parser_for(__doc__).parse_args().seeds
-    torch.set_num_threads(1)
-    data = measure(STEPS, seeds)
-    save_json("discrepancy", data)
-    draw(data)
-    print(data["slopes"])
-
-
-if __name__ == "__main__":
-    main()
+    with small_figure("discrepancy", "", "", rows=2, of=2) as every:
+        for left, right, when in zip(every[::2], every[1::2], titles, strict=True):
+            table = {
+                (n, t): statistics.fmean(one[when] for one in data["async"][str(n)][str(t)])
+                for n in WORKERS
+                for t in STALENESS
+            }
+            each = (data["gradient_delay"][str(n)] for n in WORKERS)
+            delay = [statistics.fmean(one[when] for one in seeds) for seeds in each]
+            for n in WORKERS:
+                left.plot(STALENESS, [table[n, t] for t in STALENESS], "o-", label=f"N = {n}")
+            for t in STALENESS:
+                right.plot(WORKERS, [table[n, t] for n in WORKERS], "o-", label=f"τ = {t}")
+            right.plot(WORKERS, delay, "ks--", label="gradient delay, worst")
+            for model, line, name in (
+                (equal_gradients, "k:", "same gradients"),
+                (independent_gradients, "k-.", "independent gradients"),
+            ):
+                unit = delay[0] / equal_gradients(WORKERS[0])
+                right.plot(WORKERS, [unit * model(n) for n in WORKERS], line, lw=1, label=name)
+            left.set(xlabel="staleness τ", ylabel="mean distance to the mean")
+            right.set(xlabel="workers N")
+            for axes, ticks, against in ((left, STALENESS, "τ"), (right, WORKERS, "N")):
+                axes.set_title(f"against {against}, {titles[when]}", fontsize="medium")
+                axes.set_xscale("log", base=2)
+                axes.set_yscale("log", base=2)
+                axes.set_ylim(top=1)  # room for the legend
+                axes.set_xticks(ticks, [str(tick) for tick in ticks])

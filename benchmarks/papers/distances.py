@@ -6,28 +6,22 @@ of ‖x_n − mean(x)‖ is measured; results are means over the second half of 
 staleness of asynchronous averaging, the period of local SGD and EASGD, and the bound of SSP. A mean
 of the model takes 0.45 τ steps on the links, which also sets the age of the parts of streaming
 averaging and of Downpour's gradients.
-
-    python -m benchmarks.papers.distances
 """
 
 import math
 import statistics
 from typing import Any
 
-import torch
-
 import offbeat
 from benchmarks.papers.discrepancy import DIGITS, Problem, recording_worker, slope, to_mean
-from benchmarks.papers.runs import save, small_figure
+from benchmarks.papers.runs import markdown, small_figure
 from offbeat import Compute, Network, Strategy
 from offbeat_lab.methods.registry import parse_method
 from offbeat_lab.report.plots import colours_of
 
-NAME = "distances"
 WORKERS = (2, 4, 8)
 STALENESS = (4, 16)
 STEPS = 48
-SEEDS = (0, 1)
 STEP_SECONDS, JITTER = 0.01, 0.1
 METHODS = {
     "async": "async:staleness={staleness}",
@@ -42,6 +36,7 @@ METHODS = {
 
 
 def strategy(name: str, staleness: int) -> Strategy:
+    """Return the strategy of a method."""
     method = parse_method(METHODS[name].format(staleness=staleness))
     assert isinstance(method, Strategy)
     return method
@@ -80,23 +75,25 @@ def distances(
     return {"mean": statistics.fmean(map(to_mean, taken))}
 
 
-def measure() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in METHODS:
-        found[name] = {
-            str(staleness): {
+def measure(seeds: int = 2) -> dict[str, Any]:
+    """Return the distances of each method, staleness, number of workers and seed."""
+    found = {
+        name: {
+            str(t): {
                 str(n): [
-                    distances(name, workers=n, staleness=staleness, seed=seed) for seed in SEEDS
+                    distances(name, workers=n, staleness=t, seed=seed) for seed in range(seeds)
                 ]
                 for n in WORKERS
             }
-            for staleness in STALENESS
+            for t in STALENESS
         }
-        print(name, found[name], flush=True)
-    return {"steps": STEPS, "seeds": len(SEEDS), "methods": found}
+        for name in METHODS
+    }
+    return {"steps": STEPS, "seeds": seeds, "methods": found}
 
 
 def mean_of(data: dict[str, Any], name: str, staleness: int, workers: int) -> float:
+    """Return the mean distance over the seeds."""
     rows = data["methods"][name][str(staleness)][str(workers)]
     return statistics.fmean(row["mean"] for row in rows)
 
@@ -105,8 +102,7 @@ def slopes(data: dict[str, Any], name: str) -> tuple[float, float]:
     """Return the slope against N (mean over τ) and against τ (mean over N)."""
 
     def of(n: int, t: int) -> float:
-        value = mean_of(data, name, t, n)
-        return value if value > 0 else math.nan
+        return mean_of(data, name, t, n) or math.nan
 
     over_n = statistics.fmean(slope(WORKERS, [of(n, t) for n in WORKERS]) for t in STALENESS)
     over_t = statistics.fmean(slope(STALENESS, [of(n, t) for t in STALENESS]) for n in WORKERS)
@@ -115,15 +111,14 @@ def slopes(data: dict[str, Any], name: str) -> tuple[float, float]:
 
 def exponents(data: dict[str, Any]) -> str:
     """Return the exponents of the mean distance in N and in τ as Markdown."""
-    lines = ["| method | in N | in τ |", "|---|--:|--:|"]
-    for name in METHODS:
-        over_n, over_t = (f"{one:.2f}".replace("-", "−") for one in slopes(data, name))
-        lines.append(f"| {name} | {over_n} | {over_t} |")
-    return "\n".join(lines)
+    rows = [
+        [name, *(f"{one:.2f}".replace("-", "−") for one in slopes(data, name))] for name in METHODS
+    ]
+    return markdown(["method", "in N", "in τ"], rows)
 
 
 def draw(data: dict[str, Any]) -> None:
-    with small_figure(f"papers-{NAME}", "workers N", "mean distance to the mean", of=2) as axes:
+    with small_figure("papers-distances", "workers N", "mean distance to the mean", of=2) as axes:
         for one, staleness in zip(axes, STALENESS, strict=True):
             colours = colours_of([name.lower() for name in METHODS])
             for name, colour in zip(METHODS, colours, strict=True):
@@ -134,15 +129,3 @@ def draw(data: dict[str, Any]) -> None:
             one.set_yscale("log", base=2)
             one.set_xticks(WORKERS, [str(n) for n in WORKERS])
             one.set_title(f"τ = {staleness} (simulated)", fontsize="medium")
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    data = measure()
-    save(NAME, data)
-    draw(data)
-    print(exponents(data))
-
-
-if __name__ == "__main__":
-    main()

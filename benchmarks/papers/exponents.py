@@ -4,8 +4,6 @@ The problem and the protocol are those of ``discrepancy``, for 4 workers, with o
 at a time: learning rate, momentum, and data of its own for each worker. Two
 distances are measured just before a reset: from a local model to the mean of the local models, and
 to the *common* model, from which all workers took their last τ local steps.
-
-    python -m benchmarks.papers.exponents
 """
 
 import statistics
@@ -29,9 +27,8 @@ from benchmarks.papers.discrepancy import (
     slope,
     to_mean,
 )
-from benchmarks.papers.runs import parser_for, save
+from benchmarks.papers.runs import SEEDS, markdown, spread
 
-NAME = "exponents"
 WORKERS = 4
 WHENS = ("early", "late")
 KINDS = ("to the mean", "to the common model")
@@ -94,7 +91,7 @@ def distances(
     }
 
 
-def measure(name: str, seed: int) -> dict[str, float]:
+def of_seed(name: str, seed: int) -> dict[str, float]:
     """Return the exponent of τ for each distance."""
     found = [
         distances(SETTINGS[name], workers=WORKERS, staleness=staleness, steps=STEPS, seed=seed)
@@ -110,28 +107,13 @@ def measure(name: str, seed: int) -> dict[str, float]:
 def table(data: dict[str, Any]) -> str:
     """Return the exponents as Markdown: median and range over the seeds."""
     columns = [f"{kind}, {when}" for kind in KINDS for when in WHENS]
-    lines = [f"| setting | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
-    for name, runs in data["exponents"].items():
-        cells = []
-        for column in columns:
-            values = [run[column] for run in runs]
-            low, high = min(values), max(values)
-            cells.append(f"{statistics.median(values):.2f} ({low:.2f}–{high:.2f})")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = [
+        [name, *(spread([run[column] for run in runs], 1, 2) for column in columns)]
+        for name, runs in data["exponents"].items()
+    ]
+    return markdown(["setting", *columns], rows)
 
 
-def main() -> None:
-    seeds = range(parser_for(__doc__).parse_args().seeds)
-    torch.set_num_threads(1)
-    exponents = {}
-    for name in SETTINGS:
-        exponents[name] = [measure(name, seed) for seed in seeds]
-        print(name, exponents[name], flush=True)
-    data = {"workers": WORKERS, "staleness": STALENESS, "exponents": exponents}
-    save(NAME, data)
-    print(table(data))
-
-
-if __name__ == "__main__":
-    main()
+def measure(seeds: int = SEEDS) -> dict[str, Any]:
+    """Return the exponents of each setting and seed."""
+    return {"exponents": {name: [of_seed(name, n) for n in range(seeds)] for name in SETTINGS}}

@@ -3,16 +3,14 @@
 ``mnist:cnn`` with ten workers that each have the images of one digit: local SGD, FedAvg and
 SelSync, without and with data injection, against the bytes of models and samples that they send;
 and BSP for comparison. All take the same number of steps with about the same batch.
-
-    python -m benchmarks.papers.noniid
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.harness import IMAGES, MNIST, RESULTS, save_json
-from benchmarks.papers.runs import Row, compare_in, grouped, parser_for, spread
+from benchmarks.harness import IMAGES, MNIST
+from benchmarks.papers.runs import Row, compare_in, grouped, markdown, spread
 from offbeat.extend import new_figure
 from offbeat.simulate import Compute, Network
 from offbeat_lab.job import Job
@@ -20,9 +18,6 @@ from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.report.plots import colours_of
 from offbeat_lab.results import Result
 
-NAME = "noniid"
-PATH = RESULTS / f"{NAME}.json"
-SEEDS = 5
 INJECTIONS = (None, "0.5,0.5", "0.75,0.75")
 FEDAVG = "fedavg:rounds_per_epoch=4,steps_per_epoch=94"
 STRATEGIES = {
@@ -81,27 +76,32 @@ def megabytes(rows: Sequence[Row]) -> float:
 
 def table(data: Mapping[str, Any]) -> str:
     """Return accuracy (median and range) and bytes of each strategy, with each data injection."""
-    lines = ["| strategy | no injection | α = β = 0.5 | α = β = 0.75 |", "|---|---|---|---|"]
     groups = grouped(data["skewed"], "strategy", "injection", field="job")
+    lines = []
     for strategy in STRATEGIES:
         cells = [
             f"{spread([row['final'] for row in rows])}, {megabytes(rows):.1f} MB" if rows else ""
             for injection in INJECTIONS
             for rows in [groups.get((strategy, injection), [])]
         ]
-        name = (
-            "FedAvg, all workers, four rounds an epoch" if strategy == FEDAVG else f"`{strategy}`"
-        )
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        name = f"{NAMES[strategy]}, four rounds an epoch" if strategy == FEDAVG else f"`{strategy}`"
+        lines.append([name, *cells])
+    headings = ("strategy", "no injection", "α = β = 0.5", "α = β = 0.75")
+    return markdown(headings, lines, texts=4)
 
 
-def draw(rows: Sequence[Row]) -> None:
+def measure(seeds: int = 5) -> dict[str, Any]:
+    """Return accuracy and bytes of all runs."""
+    return {"skewed": rows_of(compare_in("papers-noniid", JOB, [*methods()], seeds, CLUSTER))}
+
+
+def draw(data: Mapping[str, Any]) -> None:
     """Draw accuracy against bytes, a mark for each setting."""
+    groups = grouped(data["skewed"], "strategy", "injection", field="job")
     figure, axes = new_figure(7, 4.5, dpi=120)
     marks = dict(zip(INJECTIONS, "os^", strict=True))
     colours = dict(zip(NAMES, colours_of(list(NAMES)), strict=True))
-    for (strategy, injection), found in grouped(rows, "strategy", "injection", field="job").items():
+    for (strategy, injection), found in groups.items():
         finals = [100 * row["final"] for row in found]
         middle = statistics.median(finals)
         axes.errorbar(
@@ -126,19 +126,4 @@ def draw(rows: Sequence[Row]) -> None:
         axes.plot([], [], mark, color=colour, label=label)
     axes.set_xticks([2, 5, 10, 20, 50, 100, 200], ["2", "5", "10", "20", "50", "100", "200"])
     figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncols=3)
-    figure.savefig(IMAGES / f"{NAME}.png")
-
-
-def main() -> None:
-    parser = parser_for(__doc__)
-    parser.set_defaults(seeds=SEEDS)
-    seeds = parser.parse_args().seeds
-    rows = rows_of(compare_in(f"papers-{NAME}", JOB, [*methods()], seeds, CLUSTER))
-    data = {"simulated": True, "skewed": rows}
-    save_json(NAME, data)
-    draw(rows)
-    print(table(data))
-
-
-if __name__ == "__main__":
-    main()
+    figure.savefig(IMAGES / "noniid.png")

@@ -4,8 +4,6 @@ The paper proves regret O(τ² + √(τT)), so an average regret of O(τ²/T + �
 regression with batches of one sample, 4 workers, cyclic schedule, plain SGD at the constant rate
 c/√T. The average regret is the mean over workers and steps of F(x_n,t) − F(x*), where F is the loss
 over all samples and x* its minimum by Newton's method. Slopes are of log regret against log T.
-
-    python -m benchmarks.papers.regret
 """
 
 import math
@@ -18,15 +16,13 @@ from torch import Tensor, nn
 
 import offbeat
 from benchmarks.papers.discrepancy import slope
-from benchmarks.papers.runs import save, small_figure
+from benchmarks.papers.runs import small_figure
 
-NAME = "regret"
 WORKERS = 4
 STEPS = (64, 256, 1024)
 STALENESS = (2, 8, 32)
 RATE = 2.0  # c
 SAMPLES, WIDTH, RIDGE = 512, 20, 1e-3
-SEEDS = (0, 1)
 
 
 def problem(seed: int) -> tuple[Tensor, Tensor]:
@@ -81,24 +77,23 @@ def regret(steps: int, staleness: int, seed: int, *, workers: int = WORKERS) -> 
     return statistics.fmean(offbeat.simulate(worker, workers=workers, seed=seed).results)
 
 
-def measure() -> dict[str, Any]:
+def measure(seeds: int = 2) -> dict[str, Any]:
+    """Return the regret of each staleness, number of steps and seed, and its slopes."""
     found = {
         str(staleness): {
-            str(steps): [regret(steps, staleness, seed) for seed in SEEDS] for steps in STEPS
+            str(steps): [regret(steps, staleness, seed) for seed in range(seeds)] for steps in STEPS
         }
         for staleness in STALENESS
     }
     slopes = {
-        staleness: [
-            slope(STEPS, [rows[str(steps)][i] for steps in STEPS]) for i in range(len(SEEDS))
-        ]
+        staleness: [slope(STEPS, values) for values in zip(*rows.values(), strict=True)]
         for staleness, rows in found.items()
     }
-    return {"workers": WORKERS, "rate": RATE, "regret": found, "slopes": slopes}
+    return {"regret": found, "slopes": slopes}
 
 
 def draw(data: dict[str, Any]) -> None:
-    with small_figure(f"papers-{NAME}", "steps T", "average regret") as axes:
+    with small_figure("papers-regret", "steps T", "average regret") as (axes,):
         for staleness, rows in data["regret"].items():
             means = [statistics.fmean(rows[str(steps)]) for steps in STEPS]
             axes.plot(STEPS, means, "o-", label=f"τ = {staleness}")
@@ -109,14 +104,3 @@ def draw(data: dict[str, Any]) -> None:
         axes.set_yscale("log", base=2)
         axes.set_xticks(STEPS, [str(steps) for steps in STEPS])
         axes.set_title("logistic regression, 4 workers, cyclic", fontsize="medium")
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    data = measure()
-    save(NAME, data)
-    draw(data)
-
-
-if __name__ == "__main__":
-    main()

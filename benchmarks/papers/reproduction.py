@@ -1,7 +1,4 @@
-"""The page ``docs/reproduction.md``: a template with the results' numbers filled in.
-
-python -m benchmarks.papers.reproduction
-"""
+"""The page ``docs/reproduction.md``: a template with the results' numbers filled in."""
 
 import json
 import re
@@ -10,24 +7,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, ROOT
 from benchmarks.papers import (
     choices,
     convergence,
-    costs,
-    curvature,
-    delta,
-    densities,
     distances,
     exponents,
     noniid,
     regret,
     speedup,
 )
-from benchmarks.papers.runs import grouped, path_of, saved
+from benchmarks.papers.runs import grouped, saved, spread
 
 TEMPLATE = Path(__file__).with_name("reproduction.md")
-PAGE = RESULTS.parents[1] / "docs" / "reproduction.md"
+PAGE = ROOT / "docs" / "reproduction.md"
 VERDICTS = (
     "**reproduced**",
     "**in part**",
@@ -40,32 +33,12 @@ VGG11_ITERATIONS = 10_800  # BSP's, from the paper's Table I
 
 def values() -> dict[str, str]:
     """Return the text for each ``{{name}}`` of the template."""
-    return {
-        **_of(speedup.NAME, _speedup),
-        **{
-            f"{study} {key}": one
-            for study in ("long", "cifar-long")
-            for key, one in _of(f"{speedup.NAME}-{study}", _speedup).items()
-        },
-        **_of(exponents.NAME, lambda data: {"exponents": exponents.table(data)}),
-        **_of(costs.NAME, _costs),
-        **_of(convergence.NAME, _convergence),
-        **_of(distances.NAME, lambda data: {"distances": distances.exponents(data)}),
-        **_of(delta.NAME, _delta),
-        **_of(choices.NAME, _choices),
-        **_of(regret.NAME, _regret),
-        **_of(curvature.NAME, _curvature),
-        **_of(densities.NAME, _densities),
-        **_discrepancy(json.loads((RESULTS / "discrepancy.json").read_text())),
-        **_noniid(json.loads(noniid.PATH.read_text())),
-        **_models(json.loads((RESULTS / "papers.json").read_text())),
-        **_trigger((RESULTS / "trigger.jsonl").read_text()),
-    }
-
-
-def _of(name: str, values_of: Callable[[dict[str, Any]], dict[str, str]]) -> dict[str, str]:
-    """Return the values of a figure; none if it was not run."""
-    return values_of(saved(name)) if path_of(name).exists() else {}
+    found = {key: text for name, of in FIGURES.items() for key, text in of(saved(name)).items()}
+    for study in ("long", "cifar-long"):
+        texts = _speedup(saved(f"speedup-{study}"))
+        found |= {f"{study} {key}": one for key, one in texts.items()}
+    found |= _models(json.loads((RESULTS / "papers.json").read_text()))
+    return found | _trigger((RESULTS / "trigger.jsonl").read_text())
 
 
 def render() -> str:
@@ -125,15 +98,11 @@ def _seeds(values: Sequence[Any]) -> str:
     return {1: "one seed", 2: "two seeds", 3: "three seeds"}[len(values)]
 
 
-def _range(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}–{max(values):.2f})"
-
-
 def _discrepancy(data: dict[str, Any]) -> dict[str, str]:
     found = {}
     for when, slopes in data["slopes"].items():
         for key, name in (("staleness", "τ"), ("workers", "N"), ("delay_workers", "delay")):
-            found[f"slope {name} {when}"] = _range(slopes[key])
+            found[f"slope {name} {when}"] = spread(slopes[key], 1, 2)
             found[f"{name} short"] = f"{statistics.median(slopes[key]):.2f}"
     return found
 
@@ -190,7 +159,7 @@ def _regret(data: dict[str, Any]) -> dict[str, str]:
 
 def _curvature(data: dict[str, Any]) -> dict[str, str]:
     return {
-        f"curvature {key}": _range([one[key] for one in data["correlations"]])
+        f"curvature {key}": spread([one[key] for one in data["correlations"]], 1, 2)
         for key in ("variance", "squared_norm")
     }
 
@@ -256,6 +225,18 @@ def _trigger(lines: str) -> dict[str, str]:
     }
 
 
-if __name__ == "__main__":
-    PAGE.write_text(render())
-    print(PAGE)
+FIGURES: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
+    "speedup": _speedup,
+    "exponents": lambda data: {"exponents": exponents.table(data)},
+    "costs": _costs,
+    "convergence": _convergence,
+    "distances": lambda data: {"distances": distances.exponents(data)},
+    "delta": _delta,
+    "choices": _choices,
+    "regret": _regret,
+    "curvature": _curvature,
+    "densities": _densities,
+    "discrepancy": _discrepancy,
+    "noniid": _noniid,
+}
+"""Name of results → function of the results that returns values of the template."""

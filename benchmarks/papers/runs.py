@@ -4,7 +4,6 @@ A *link* has the step time of a paper's model, and its bandwidth scaled by the b
 over those of its model. So a mean takes as many steps here as in the paper.
 """
 
-import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -13,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.harness import CIFAR10, IMAGES, MNIST, RESULTS, machine
+from offbeat.extend import new_figure
 from offbeat.simulate import Compute, Network
 from offbeat_lab.compare import compare
 from offbeat_lab.job import Job
@@ -95,7 +93,6 @@ def compare_in(
     name: str, job: Job, methods: Sequence[str], seeds: int, cluster: VirtualCluster
 ) -> dict[str, list[Result]]:
     """Run what ``results/NAME.jsonl`` lacks, and return the runs of each method, one per seed."""
-    torch.set_num_threads(1)
     results = compare(
         job,
         methods,
@@ -107,15 +104,6 @@ def compare_in(
     )
     found = {method: by_seed(results, Job("").under(method).label) for method in methods}
     return {method: [runs[seed] for seed in range(seeds)] for method, runs in found.items()}
-
-
-def parser_for(description: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a figure's command line, with ``--seeds``."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"how many; default {SEEDS}")
-    return parser
 
 
 def grouped(
@@ -144,6 +132,15 @@ def percent(values: Sequence[float]) -> str:
     return spread(values) if len(values) > 1 else f"{100 * values[0]:.1f}"
 
 
+def speedup(values: Sequence[float | None]) -> str:
+    """Return the median speed-up as text. None stands for a run that never arrives."""
+    known = [one for one in values if one is not None]
+    if not known:
+        return "never"
+    arrived = f", {len(known)} of {len(values)}" if len(known) < len(values) else ""
+    return f"{statistics.median(known):.2f} ×{arrived}"
+
+
 def path_of(name: str) -> Path:
     """Return the path of a figure's results."""
     return RESULTS / f"papers-{name}.json"
@@ -162,25 +159,30 @@ def saved(name: str) -> dict[str, Any]:
     return found
 
 
+def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], *, texts: int = 1) -> str:
+    """Return a table. All columns but the first ``texts`` contain numbers."""
+    rule = "---|" * texts + "--:|" * (len(headings) - texts)
+    lines = [f"| {' | '.join(row)} |" for row in (headings, *rows)]
+    return "\n".join([lines[0], f"|{rule}", *lines[1:]])
+
+
 @contextmanager
-def small_figure(name: str, x: str, y: str, *, of: int = 1) -> Iterator[Any]:
-    """Yield axes to draw on, ``of`` side by side, and save them as ``docs/images/NAME.png``."""
-    import matplotlib as mpl
+def small_figure(name: str, x: str, y: str, *, rows: int = 1, of: int = 1) -> Iterator[list[Any]]:
+    """Yield axes to draw on, ``of`` in each row, and save them as ``docs/images/NAME.png``.
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, of, figsize=(4.8 * of, 3.6), layout="constrained")
-    every = [axes] if of == 1 else list(axes)
+    One legend serves all axes whose legends are equal.
+    """
+    figure, axes = new_figure(4.8 * of, 3.6 * rows, dpi=100)
+    axes.remove()
+    every = list(figure.subplots(rows, of, squeeze=False).flat)
     for one in every:
         one.set(xlabel=x, ylabel=y)
         one.grid(alpha=0.3)
-    yield axes
+    yield every
     handles, labels = every[0].get_legend_handles_labels()
     if of > 1 and all(one.get_legend_handles_labels()[1] == labels for one in every):
         figure.legend(handles, labels, loc="outside right center", fontsize="small")
     else:
         for one in every:
             one.legend(fontsize="small")
-    figure.savefig(IMAGES / f"{name}.png", dpi=100)
-    plt.close(figure)
+    figure.savefig(IMAGES / f"{name}.png")

@@ -8,8 +8,6 @@ for one worker is the recipe's, or a quarter of it. The studies:
 - ``speedup``: CIFAR-10, 750 steps of each of 4 workers;
 - ``speedup-long``: MNIST, 3,750 steps of each of 4 workers, with Downpour and EASGD;
 - ``speedup-cifar-long``: CIFAR-10, 3,750 steps, with Downpour and EASGD; about half an hour.
-
-    python -m benchmarks.papers.speedup --study speedup-long
 """
 
 import statistics
@@ -17,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.papers.runs import Setting, parser_for, percent, save, small_figure
+from benchmarks.papers.runs import SEEDS, Setting, markdown, percent, small_figure
+from benchmarks.papers.runs import speedup as shown
+from benchmarks.race.studies import at_rate
 from offbeat_lab.report.plots import colours_of
 from offbeat_lab.results import Result
 
-NAME = "speedup"
 METHODS = {
     "BSP": "bsp",
     "cyclic, τ = 16": "async:staleness=16",
@@ -52,9 +51,9 @@ class Study:
 
 
 STUDIES = {
-    NAME: Study("cifar-decay", 6.0, (2, 4), (0.25, 1.0), METHODS, 0.97),
-    f"{NAME}-long": Study("mnist-decay", 8.0, (4,), (0.25,), METHODS | SERVERS, 0.997),
-    f"{NAME}-cifar-long": Study("cifar-decay", 30.0, (4,), (0.25, 1.0), METHODS | SERVERS, 0.97),
+    "speedup": Study("cifar-decay", 6.0, (2, 4), (0.25, 1.0), METHODS, 0.97),
+    "speedup-long": Study("mnist-decay", 8.0, (4,), (0.25,), METHODS | SERVERS, 0.997),
+    "speedup-cifar-long": Study("cifar-decay", 30.0, (4,), (0.25, 1.0), METHODS | SERVERS, 0.97),
 }
 
 
@@ -73,10 +72,6 @@ def run(study: Study, seeds: int) -> Runs:
         scaled = [at_rate(one, workers * rate) for rate in study.rates for one in methods]
         found[workers] = setting.run(scaled, seeds)
     return found
-
-
-def at_rate(method: str, rate: float) -> str:
-    return f"{method} --lr-scale {rate:g}"
 
 
 def facts(study: Study, runs: Runs) -> list[dict[str, Any]]:
@@ -115,52 +110,44 @@ def facts(study: Study, runs: Runs) -> list[dict[str, Any]]:
 
 def table(data: dict[str, Any]) -> str:
     """Return the table as Markdown."""
-    lines = [
-        "| rate for one | workers | method | accuracy at the end, % | samples/s | "
-        "speed-up to the target | idle |",
-        "|--:|--:|---|--:|--:|--:|--:|",
+    headings = ("rate for one", "workers", "method", "accuracy at the end, %", "samples/s")
+    rows = [
+        [
+            f"{0.02 * one['rate']:g}",
+            f"{one['workers']}",
+            one["method"],
+            percent(one["finals"]),
+            f"{one['throughput']:.2f} ×",
+            "-" if one["workers"] == 1 else shown(one["speedups"]),
+            f"{100 * one['idle']:.0f} %",
+        ]
+        for one in data["facts"]
     ]
-    for one in data["facts"]:
-        known = [each for each in one["speedups"] if each is not None]
-        arrived = f", {len(known)} of {len(one['speedups'])}" * (len(known) < len(one["speedups"]))
-        speedup = f"{statistics.median(known):.2f} ×{arrived}" if known else "never"
-        lines.append(
-            f"| {0.02 * one['rate']:g} | {one['workers']} | {one['method']} | "
-            f"{percent(one['finals'])} | {one['throughput']:.2f} × | "
-            f"{'-' if one['workers'] == 1 else speedup} | {100 * one['idle']:.0f} % |"
-        )
-    return "\n".join(lines)
+    return markdown([*headings, "speed-up to the target", "idle"], rows, texts=3)
 
 
-def draw(runs: Runs) -> None:
-    """Draw the accuracy against time, at the first rate and seed."""
-    with small_figure(f"papers-{NAME}", "seconds (simulated)", "test accuracy, %") as axes:
-        rate = STUDIES[NAME].rates[0]
-        shown = {"one worker": runs[1][at_rate("bsp", rate)][0]}
-        for name, method in METHODS.items():
-            shown[f"4 workers, {name}"] = runs[4][at_rate(method, 4 * rate)][0]
+def measure(name: str, seeds: int = SEEDS) -> dict[str, Any]:
+    """Return the data of a study, and the curves of its first rate and seed."""
+    study = STUDIES[name]
+    runs, rate = run(study, seeds), study.rates[0]
+    most = max(study.workers)
+    curves = {"one worker": runs[1][at_rate("bsp", rate)][0]} | {
+        f"{most} workers, {one}": runs[most][at_rate(method, most * rate)][0]
+        for one, method in METHODS.items()
+    }
+    points = {label: one.points for label, one in curves.items()}
+    return {
+        "facts": facts(study, runs),
+        "rows": [{"steps": one[-1].step} for one in points.values()],
+        "curves": {label: [(p.seconds, p.metric) for p in one] for label, one in points.items()},
+    }
+
+
+def draw(data: dict[str, Any]) -> None:
+    """Draw the accuracy against time."""
+    with small_figure("papers-speedup", "seconds (simulated)", "test accuracy, %") as (axes,):
         colours = colours_of(["ideal", "bsp", "async", "async, eager"])  # grey: one worker
-        for (label, one), colour in zip(shown.items(), colours, strict=True):
-            xs, ys = zip(
-                *((point.seconds, 100 * point.metric) for point in one.points), strict=True
-            )
-            axes.plot(xs, ys, color=colour, label=label)
+        for (label, points), colour in zip(data["curves"].items(), colours, strict=True):
+            axes.plot([p[0] for p in points], [100 * p[1] for p in points], c=colour, label=label)
         axes.set_xscale("log")
         axes.set_title("CIFAR-10, 1 Gbit/s scaled to the model", fontsize="medium")
-
-
-def main() -> None:
-    parser = parser_for(__doc__)
-    parser.add_argument("--study", default=NAME, choices=STUDIES, help=f"default {NAME}")
-    given = parser.parse_args()
-    study = STUDIES[given.study]
-    runs = run(study, given.seeds)
-    data = {"epochs": study.epochs, "facts": facts(study, runs)}
-    save(given.study, data)
-    if given.study == NAME:
-        draw(runs)
-    print(table(data))
-
-
-if __name__ == "__main__":
-    main()

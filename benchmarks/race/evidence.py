@@ -10,7 +10,6 @@ from pathlib import Path
 
 from benchmarks.harness import IMAGES, RESULTS, ROOT
 from benchmarks.race import figures, tables
-from benchmarks.race.studies import FEATURES
 
 PAGE = ROOT / "docs" / "evidence.md"
 WORKLOADS = {"cnn": "CNN with SGD", "transformer": "Transformer with AdamW"}
@@ -29,37 +28,24 @@ def draw_all(folder: Path = RESULTS) -> list[Path]:
 
 def sections(folder: Path = RESULTS) -> dict[str, str]:
     """Return the table of each section of the page that has results."""
-    found = {}
-    if any(tables.cells_of("headline", workload, folder) for workload in WORKLOADS):
-        found["What to expect"] = tables.expectations(folder)
+    found = {"What to expect": tables.expectations(folder)}
     for workload, name in WORKLOADS.items():
-        if tables.cells_of("headline", workload, folder):
-            found[name] = tables.tuned("headline", workload, folder)
-            found[f"{name}, first settings"] = tables.first_settings(workload, folder)
-        if tables.cells_of("real", workload, folder):
-            found[f"{name}, real processes"] = tables.real(workload, folder)
-    if all(tables.cells_of("slower", workload, folder) for workload in WORKLOADS):
-        found["Slower links"] = tables.slower(folder)
-    if tables.cells_of("wires", "mlp", folder):
-        found["Few bits for all"] = tables.wires(folder)
-    if any(tables.cells_of("parts", workload, folder) for workload in WORKLOADS):
-        found["Streaming averaging, taken apart"] = tables.parts(folder)
-    if tables.cells_of("adam", "transformer", folder):
-        found["Longer steps of Adam"] = tables.adam(folder)
-    if tables.cells_of("muon", "transformer", folder):
-        found["Transformer with Muon"] = tables.tuned("muon", "transformer", folder)
-    for workload, name in WORKLOADS.items():
-        if tables.cells_of("rates", workload, folder):
-            found[f"{name}, other learning rates"] = tables.rates(workload, folder)
-    if tables.cells_of("many", "mnist", folder):
-        found["Many workers"] = tables.many(folder)
-    if any(tables.cells_of("features", workload, folder) for workload in FEATURES):
-        found["Other trainings"] = tables.features(folder)
-    if tables.cells_of("uneven", "mlp", folder):
-        found["Uneven machines"] = tables.uneven(folder)
-    if tables.cells_of("elastic", "mlp", folder):
-        found["A worker dies, another one joins"] = tables.elastic(folder)
-    return found
+        found[name] = tables.tuned("headline", workload, folder)
+        found[f"{name}, first settings"] = tables.first_settings(workload, folder)
+        found[f"{name}, real processes"] = tables.real(workload, folder)
+        found[f"{name}, other learning rates"] = tables.rates(workload, folder)
+    found |= {
+        "Slower links": tables.slower(folder),
+        "Few bits for all": tables.wires(folder),
+        "Streaming averaging, taken apart": tables.parts(folder),
+        "Longer steps of Adam": tables.adam(folder),
+        "Transformer with Muon": tables.tuned("muon", "transformer", folder),
+        "Many workers": tables.many(folder),
+        "Other trainings": tables.features(folder),
+        "Uneven machines": tables.uneven(folder),
+        "A worker dies, another one joins": tables.elastic(folder),
+    }
+    return {section: table for section, table in found.items() if table.count("\n") > 1}
 
 
 def page(text: str, sections: Mapping[str, str]) -> str:

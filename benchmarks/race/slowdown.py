@@ -1,6 +1,6 @@
 """The slowdown of a run against the ideal network.
 
-The *ideal* is the baseline ``ideal``, the speed-up limit. The slowdown to a metric is the run's
+The *ideal* is the reference ``ideal``, the speed-up limit. The slowdown to a metric is the run's
 time until it has this metric, divided by the ideal's time. Both curves are the best metric so far,
 with straight lines between evaluations.
 """

@@ -1,6 +1,6 @@
 """Tables of the comparisons in ``studies``, for the page that quotes them.
 
-The *ideal* is the baseline ``ideal``. Slowdowns and differences compare each run with the ideal's
+The *ideal* is the reference ``ideal``. Slowdowns and differences compare each run with the ideal's
 run of the same seed.
 """
 
@@ -258,6 +258,8 @@ def wires(folder: Path = RESULTS) -> str:
     There is one column for each link. A run that never arrives counts as infinity.
     """
     cells = cells_of("wires", "mlp", folder)
+    if not cells:
+        return ""
     by_cell = [runs_of(cell, folder) for cell in cells]
     links = [f"{cell.bandwidth}, {cell.latency}" for cell in cells]
     lines = _heading("method", "wire", *links)
@@ -376,6 +378,8 @@ def features(folder: Path = RESULTS) -> str:
 def uneven(folder: Path = RESULTS) -> str:
     """Return the table of workers of unequal speed, with two columns for each set of speeds."""
     cells = cells_of("uneven", "mlp", folder)
+    if not cells:
+        return ""
     by_cell = [runs_of(cell, folder) for cell in cells]
     names = []
     for cell in cells:

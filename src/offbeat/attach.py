@@ -164,9 +164,12 @@ def attach(
             optimizers=len(optimizers),
         )
     except AttachError as error:
-        if gathering is None:
+        if gathering is None or "min_workers" not in str(error):
             raise
-        raise AttachError(f"{error}. OFFBEAT_STORE is set, which implies min_workers") from None
+        raise AttachError(
+            f"{error}. Under offbeat run, and wherever OFFBEAT_STORE is set, training is elastic "
+            "and has min_workers: to train without it, start the script with torchrun"
+        ) from None
     averages = strategy.averages()
     if adam_correction is None:
         adam_correction = isinstance(averages, SharedModel) and all(map(can_correct, optimizers))

@@ -1,6 +1,6 @@
 """Comparisons of training methods: runs with the same seeds, recorded in ``results.jsonl``.
 
-A *method* is a strategy of this package or a *baseline* to compare with, such as torch's DDP. It
+A *method* is a strategy of this package or a *reference* to compare with, such as torch's DDP. It
 can have options of its own, such as ``--wire int8``.
 """
 
@@ -17,7 +17,7 @@ import torch
 import offbeat
 from offbeat import Stats
 from offbeat_lab.events import End, Evaluation, Event, Start
-from offbeat_lab.job import Job, method_fields
+from offbeat_lab.job import Job, method_options
 from offbeat_lab.launch.runners import Runner
 from offbeat_lab.recipes import find_recipe
 from offbeat_lab.results import Result, Trial, public_job, read_results, writing
@@ -26,7 +26,7 @@ from offbeat_lab.tuning import with_ideal
 
 RESULTS = "results.jsonl"
 
-_PER_RUN = {"strategy", "seed", *method_fields()}
+_PER_RUN = {"strategy", "seed", *(field.name for field in method_options())}
 """Fields in which the runs of one comparison differ."""
 _IGNORED = {"log", "timeout_seconds"}
 """Fields that may differ between a new run and the results already in the file."""
@@ -198,29 +198,16 @@ def _read_existing(path: Path, job: Job, runner: Runner, tune: int | None) -> li
     if complete < len(data):  # an interrupted write left an incomplete last line
         os.truncate(path, complete)  # in place, so that a crash cannot lose the other lines
     results = read_results(path, trials=True)
-    skipped = _PER_RUN | _IGNORED
 
-    def shared(job: Job, **others: Any) -> dict[str, Any]:
-        fields = {name: value for name, value in public_job(job).items() if name not in skipped}
-        return fields | others
+    def shared(one: Job, of: Runner | Result, link: str, used: dict[str, str]) -> dict[str, Any]:
+        fields = public_job(one) | {"link": link, "machine": of.machine}
+        fields |= {"simulated": of.simulated, "versions": used}
+        return {name: fields[name] for name in fields if name not in _PER_RUN | _IGNORED}
 
-    current = shared(
-        job,
-        link=str(runner),
-        machine=runner.machine,
-        simulated=runner.simulated,
-        versions=versions(),
-        tune=tune,
-    )
+    current = shared(job, runner, str(runner), versions()) | {"tune": tune}
     for number, result in enumerate(results, start=1):
-        existing = shared(
-            result.job,
-            link=result.link,
-            machine=result.machine,
-            simulated=result.simulated,
-            versions=dict(result.versions),
-            tune=tune if result.trial is None or tune is None else result.trial.budget,
-        )
+        existing = shared(result.job, result, result.link, dict(result.versions))
+        existing["tune"] = tune if tune is None or not result.trial else result.trial.budget
         name = next((name for name in current if current[name] != existing[name]), None)
         if name is not None:
             raise ValueError(

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from offbeat import CommunicationError, OffbeatError
 from offbeat.extend import as_real, pack_mixed, staging_dtype, unpack
 from offbeat_lab.events import Evaluation
-from offbeat_lab.recipes.held_out import HeldOut
+from offbeat_lab.recipes import Task
 
 MAX_EVALUATIONS = 24
 """Largest number of evaluations, if the job does not set the number."""
@@ -89,24 +89,30 @@ def average_over_workers(tensors: Sequence[Tensor], device: torch.device) -> Non
         unpack(flat.cpu(), group, dist.get_world_size() if averaged else 1)
 
 
-def evaluate_together(
-    evaluate: HeldOut, model: nn.Module, device: torch.device
-) -> dict[str, float]:
-    """Return the metrics of a model that is the same on all workers. A collective.
+def evaluate(
+    task: Task, metric: str, step: int, seconds: float, *, device: torch.device | None = None
+) -> Evaluation:
+    """Evaluate the model of a task at a step, and return the event.
 
-    Each worker evaluates its share of the held-out batches. All workers return the same values.
+    With ``device`` a collective: each worker evaluates its share of the held-out batches. The model
+    is the same on all workers, and all of them return the same values.
+
+    Args:
+        task: The task.
+        metric: The metric that is compared with the recipe's target.
+        step: Number of steps.
+        seconds: Training seconds.
+        device: A device whose tensors the communication backend can send. None: evaluate alone.
 
     Raises:
         CommunicationError: a worker failed or took longer than the time-out.
     """
-    share = evaluate.share(model, dist.get_rank(), dist.get_world_size())
-    return evaluate.combine(gather(share, device, "the shares of an evaluation"))
-
-
-def evaluation_of(
-    model: nn.Module, metrics: dict[str, float], metric: str, step: int, seconds: float
-) -> Evaluation:
-    """Return the event of an evaluation of ``model``. ``metric`` is that of the recipe."""
+    model, held_out = task.model, task.evaluate
+    if device is None:
+        metrics = held_out(model)
+    else:
+        share = held_out.share(model, dist.get_rank(), dist.get_world_size())
+        metrics = held_out.combine(gather(share, device, "the shares of an evaluation"))
     # Not the buffers: an attention mask can hold -inf.
     finite = all(bool(p.detach().isfinite().all()) for p in model.parameters())
     return Evaluation(step, seconds, metrics[metric], metrics, finite)

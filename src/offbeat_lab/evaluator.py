@@ -6,6 +6,7 @@ the training and evaluate them afterwards.
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,12 @@ from offbeat.extend import Replica
 from offbeat_lab.evaluation import (
     Snapshot,
     average_over_workers,
-    evaluate_together,
-    evaluation_of,
+    evaluate,
     evenly,
     gather,
     storable_evaluations,
 )
-from offbeat_lab.events import Evaluation, Event
+from offbeat_lab.events import Event
 from offbeat_lab.job import Job
 from offbeat_lab.methods.base import Method
 from offbeat_lab.recipes import Task
@@ -93,7 +93,8 @@ class Evaluator:
         seconds = method.combine_seconds([clock[-1][1] for clock in clocks])
         final = replica.snapshot()
         taken = [int(clock[-1][0]) for clock in clocks]
-        last = self._evaluate(round(statistics.mean(taken)), seconds)
+        evaluate_at = partial(evaluate, self._task, self._metric, device=device)
+        last = evaluate_at(round(statistics.mean(taken)), seconds)
         # Leased data: a slow worker passes the position up to two of its steps later. A mean model
         # of snapshots from different times has their mean time.
         combine = method.combine_seconds if self._task.position is None else statistics.mean
@@ -102,11 +103,6 @@ class Evaluator:
             average_over_workers(one.tensors, device)
             replica.restore(one.tensors)
             every = [dict(map(tuple, clock))[one.step] for clock in clocks]
-            self._emit(self._evaluate(one.step, combine(every)))
+            self._emit(evaluate_at(one.step, combine(every)))
         replica.restore(final)
         self._emit(last)
-
-    def _evaluate(self, step: int, seconds: float) -> Evaluation:
-        """Evaluate the model, which is the same on all workers. A collective."""
-        metrics = evaluate_together(self._task.evaluate, self._task.model, self._device)
-        return evaluation_of(self._task.model, metrics, self._metric, step, seconds)

@@ -51,7 +51,7 @@ class Evaluation:
         step: Number of steps of each worker. At the end of a run whose workers have taken different
             numbers of steps: their mean, rounded.
         seconds: Training seconds at this step: the largest over the workers, or the mean for the
-            baseline ``ideal``.
+            reference ``ideal``.
         metric: The metric that is compared with the recipe's target.
         metrics: All metrics by name, ``metric`` included.
         finite: True if all parameters of the model are finite. A model with NaN can have a finite
@@ -83,7 +83,7 @@ class End:
 
     Attributes:
         stats: Totals of every worker, in rank order.
-        step_seconds: Time of a step, if only the end of the run determines it (baseline ``ideal``).
+        step_seconds: Time of a step, if only the end of the run determines it (method ``ideal``).
             The reader of the events then replaces the seconds of an evaluation at step s by
             s · step_seconds. None: the seconds in the events are final.
     """

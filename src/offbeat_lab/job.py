@@ -1,7 +1,7 @@
 """``Job``: the settings of a training run, as used on the command line, by workers and in results.
 
-A *method* is what a run trains with: a strategy of this package or a *baseline* to compare with. A
-*peer* is a baseline of torch or another package, which runs its own code. A *runner* runs jobs on
+A *method* is what a run trains with: a strategy of this package or a *reference* to compare with. A
+*peer* is a reference of torch or another package, which runs its own code. A *runner* runs jobs on
 real or simulated workers.
 
 The command line builds its help from the fields of ``Job``. To show help quickly, this module
@@ -9,17 +9,18 @@ imports torch and other slow modules only inside its methods.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from offbeat.extend import Precision, check_settings, setting, types_of
-from offbeat_lab.options import OptimizerName, Panel, flag_pairs, method_options, option, option_of
+from offbeat_lab.options import OptimizerName, Option, Panel, option, option_of
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
-    from offbeat_lab.methods.base import Baseline
+    from offbeat_lab.methods.base import Reference
     from offbeat_lab.recipes import Setup, Task
 
 MOST_WORKERS = 1000
@@ -38,7 +39,7 @@ class Job:
     - ``step_seconds``: time that a real worker needs to compute a step; it sleeps for the rest of
       that time (see ``timing.padding``). None: step times are not controlled. It has no effect in
       the simulator.
-    - ``strategy``: strategy or baseline, as text such as ``local:period=8``. With ``jitter`` or
+    - ``strategy``: strategy or reference, as text such as ``local:period=8``. With ``jitter`` or
       ``slow``, real workers require ``step_seconds``.
     - ``scenario``: deaths and joins of workers, and changes of speeds and bandwidths, as JSON text
       (see ``lab.scenario``). On real workers, speeds require ``step_seconds``. The runner of the
@@ -104,7 +105,6 @@ class Job:
         default=1.0,
         metavar="FACTOR",
         above=0,
-        of_method=True,
     )
     partition: str | None = option(
         Panel.TRAINED,
@@ -116,33 +116,28 @@ class Job:
         "Data of a worker: seldp (all), defdp (1/N), distributed (1/N, new each epoch).",
         default="seldp",
         metavar="NAME",
-        of_method=True,
     )
     injection: str | None = option(
         Panel.STRATEGIES,
         "In a step, a share A of the workers sends a share B of its batch.",
         metavar="A,B",
-        of_method=True,
     )
     wire: Precision | None = option(
         Panel.STRATEGIES,
         "Precision of what is sent: float32, bfloat16, int8, int4, int2, auto.",
         metavar="NAME",
         unset="float32; int2 for streaming",
-        of_method=True,
     )
     adam_correction: Literal["on", "off"] | None = option(
         Panel.STRATEGIES,
         "Lengthen local steps of Adam.",
         unset="on if models are averaged",
-        of_method=True,
     )
     optimizer: OptimizerName | None = option(
         Panel.STRATEGIES,
         "sgd, adamw, muon (AdamW for all but hidden matrices).",
         metavar="NAME",
         unset="the recipe's",
-        of_method=True,
     )
 
     def setup(self) -> "Setup":
@@ -161,7 +156,6 @@ class Job:
             task: A task already built with the same recipe, data and workers. None: build it. A
                 job with its own optimizer builds it in any case, because its model may not fit.
         """
-        from offbeat_lab.methods.registry import check_run
         from offbeat_lab.recipes import find_recipe
         from offbeat_lab.recipes.custom import try_out
         from offbeat_lab.samplers import parse_injection
@@ -178,13 +172,7 @@ class Job:
                 try_out(recipe, task)
         if self.injection is not None:
             parse_injection(self.injection)
-        check_run(
-            self.strategy,
-            self.workers,
-            task.optimizer,
-            adam_correction=self.adam_correction == "on",
-            injection=self.injection is not None,
-        )
+        self._check_strategy(task)
         self.sampler_for(task, 0)
         return task
 
@@ -200,49 +188,42 @@ class Job:
                 f"{self.strategy} needs all its workers": not known,
                 "leave --max-seconds out, and set --epochs": self.max_seconds is not None,
             }
-            for reason, given in reasons.items():
-                if given:
-                    raise ValueError(f"--scenario with deaths or joins: {reason}")
-        if self.partition != LEASED:
-            return
-        refused = {
-            "--injection": self.injection is not None,
-            f"--sampler {self.sampler}": self.sampler != Job.sampler,
-            "nodes of several workers": self.workers_per_node > 1,
-            self.strategy: isinstance(parse_method(self.strategy), Peer),
-        }
-        for what, given in refused.items():
-            if given:
-                raise ValueError(
-                    f"--partition leased with {what}: the workers take different numbers of steps; "
-                    "leave one of them out"
-                )
+            refuse("--scenario with deaths or joins: {}", reasons)
+        if self.partition == LEASED:
+            reasons = {
+                "--injection": self.injection is not None,
+                f"--sampler {self.sampler}": self.sampler != Job.sampler,
+                "nodes of several workers": self.workers_per_node > 1,
+                self.strategy: isinstance(parse_method(self.strategy), Peer),
+            }
+            message = "the workers take different numbers of steps; leave one of them out"
+            refuse(f"--partition leased with {{}}: {message}", reasons)
 
     def _check_bounds(self) -> None:
         from offbeat.extend import require_timeout
         from offbeat_lab.timing.padding import parse_slow
 
         parse_slow(self.slow, self.workers)
-        if self.workers % self.workers_per_node:
-            raise ValueError(
-                f"workers={self.workers} do not fill nodes of workers_per_node="
-                f"{self.workers_per_node}"
-            )
-        if self.workers > MOST_WORKERS:
-            raise ValueError(f"workers must be at most {MOST_WORKERS}, got {self.workers}")
-        if self.seed > MOST_SEED:
-            raise ValueError(f"seed must be at most {MOST_SEED}, got {self.seed}")
+        uneven = f"do not fill nodes of workers_per_node={self.workers_per_node}"
+        reasons = {
+            f"workers={self.workers} {uneven}": self.workers % self.workers_per_node,
+            f"workers must be at most {MOST_WORKERS}, got {self.workers}": (
+                self.workers > MOST_WORKERS
+            ),
+            f"seed must be at most {MOST_SEED}, got {self.seed}": self.seed > MOST_SEED,
+        }
+        refuse("{}", reasons)
         require_timeout(self.timeout_seconds, "timeout")
 
     def check_method(self) -> None:
-        """Raise unless the strategy or baseline supports the settings of this job."""
+        """Raise unless the strategy or reference supports the settings of this job."""
         from offbeat import AttachError
         from offbeat.extend import require_abilities
-        from offbeat_lab.methods.base import Baseline
+        from offbeat_lab.methods.base import Reference
         from offbeat_lab.methods.registry import parse_method
 
         method = parse_method(self.strategy)
-        if isinstance(method, Baseline):
+        if isinstance(method, Reference):
             self._check_refused(method)
             method.require()
             return
@@ -255,6 +236,30 @@ class Job:
                 nodes=self.workers_per_node > 1,
             )
         except AttachError as error:  # on the command line, this is a wrong argument
+            raise ValueError(str(error)) from None
+
+    def _check_strategy(self, task: "Task") -> None:
+        """Raise ValueError if the strategy cannot train this task with so many workers."""
+        from offbeat import AttachError, Strategy
+        from offbeat.extend import CustomFlow, require_correctable
+        from offbeat_lab.methods.registry import parse_method
+
+        method = parse_method(self.strategy)
+        if not isinstance(method, Strategy):
+            return
+        averages = method.averages()
+        if self.injection is not None and not averages.blocking:
+            raise ValueError(
+                f"data injection with {method}: its workers do not wait for each other, as data "
+                "injection requires in every step; use BSP, LocalSGD, SelSync, FedAvg, or DiLoCo "
+                "without overlap"
+            )
+        try:
+            if isinstance(averages, CustomFlow):
+                averages.check(self.workers)
+            if self.adam_correction == "on":
+                require_correctable([task.optimizer])
+        except AttachError as error:
             raise ValueError(str(error)) from None
 
     def _check_refused(self, method: "Baseline") -> None:
@@ -278,7 +283,7 @@ class Job:
         """Options of the method that differ from the default, such as ``--wire int8``."""
         return tuple(
             f"{option.flag(field.name)} {str(getattr(self, field.name)).removesuffix('.0')}"
-            for field, option in method_options(Job).items()
+            for field, option in method_options().items()
             if getattr(self, field.name) not in (field.default, self._implied(field.name))
         )
 
@@ -300,13 +305,16 @@ class Job:
 
         Example: ``job.under("local:period=8 --wire int8 --lr-scale 2")``.
 
-        ``text`` is a strategy or a baseline, followed by some of ``method_options`` with values.
+        ``text`` is a strategy or a reference, followed by some of ``method_options`` with values.
         """
         strategy, *words = text.split() or [""]
-        options = method_options(Job).items()
-        fields = {option.flag(field.name): field for field, option in options}
-        types, values = types_of(Job), dict[str, Any]()
-        for flag, value in flag_pairs(text, words):
+        fields = {option.flag(field.name): field for field, option in method_options().items()}
+        types, values, rest = types_of(Job), dict[str, Any](), iter(words)
+        for word in rest:
+            flag, equals, value = word.partition("=")
+            value = value if equals else next(rest, "")
+            if not value:
+                raise ValueError(f"in {text!r}: {flag} needs a value")
             if flag not in fields:
                 raise ValueError(
                     f"in {text!r}: {flag} cannot be given to one strategy; {', '.join(fields)} can"
@@ -337,6 +345,14 @@ class Job:
         )
 
 
-def method_fields() -> frozenset[str]:
-    """Return the names of the fields of ``Job`` that a comparison can set for each method."""
-    return frozenset(field.name for field in method_options(Job))
+def method_options() -> "dict[dataclasses.Field[Any], Option]":
+    """Return the fields of ``Job`` that a comparison can set for each method, with options."""
+    options = {field: option_of(field) for field in dataclasses.fields(Job)}
+    return {f: o for f, o in options.items() if o is not None and o.panel is Panel.STRATEGIES}
+
+
+def refuse(message: str, reasons: Mapping[str, object]) -> None:
+    """Raise ValueError for the first reason that is true, with its text in place of {}."""
+    for reason, given in reasons.items():
+        if given:
+            raise ValueError(message.format(reason))

@@ -6,7 +6,7 @@ number of steps that each worker would have taken by now with equal shares.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -16,8 +16,8 @@ from offbeat.data import LeasedLoader, LeasedSampler
 from offbeat_lab.recipes import Task
 
 
-class LeasedBatches(Iterable[Any]):
-    """The batches of one worker. All workers together take ``task.steps`` batches per worker.
+def leased_batches(task: Task, sync: Synchronizer, *, workers: int, seed: int) -> Iterator[Any]:
+    """Yield the batches of one worker. All workers together take ``task.steps`` per worker.
 
     Each batch sets ``task.position``.
 
@@ -26,34 +26,21 @@ class LeasedBatches(Iterable[Any]):
         sync: Synchronizer of the workers.
         workers: Number of workers with which the training begins.
         seed: Seed of the order of the samples.
-        readers: Number of processes that load batches in advance.
     """
-
-    def __init__(
-        self, task: Task, sync: Synchronizer, *, workers: int, seed: int, readers: int = 0
-    ) -> None:
-        self._task, self._workers = task, workers
-        size = task.batch_size
-        self._sampler = LeasedSampler(
-            task.samples,
-            size,
-            sync=sync,
-            seed=seed,
-            drop_last=len(task.samples) > size,
-            total_batches=task.steps * workers,
-        )
-        loader = DataLoader(
-            task.samples, batch_size=None, sampler=self._sampler, num_workers=readers
-        )
-        self._loader = LeasedLoader(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        task, sampler = self._task, self._sampler
-        epochs = math.ceil(task.steps * self._workers / sampler.batches)
-        for epoch in range(sampler.epoch, epochs):
-            sampler.set_epoch(epoch)
-            for batch in self._loader:
-                done = sampler.progress * sampler.batches / self._workers
-                task.position = min(task.steps, math.floor(done))
-                yield batch
-        task.position = task.steps  # no batch is left
+    sampler = LeasedSampler(
+        task.samples,
+        task.batch_size,
+        sync=sync,
+        seed=seed,
+        drop_last=len(task.samples) > task.batch_size,
+        total_batches=task.steps * workers,
+    )
+    loader = LeasedLoader(DataLoader(task.samples, batch_size=None, sampler=sampler))
+    epochs = math.ceil(task.steps * workers / sampler.batches)
+    for epoch in range(sampler.epoch, epochs):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            done = sampler.progress * sampler.batches / workers
+            task.position = min(task.steps, math.floor(done))
+            yield batch
+    task.position = task.steps  # no batch is left

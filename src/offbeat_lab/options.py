@@ -1,7 +1,6 @@
 """Options of the command line, declared as fields of a dataclass such as ``Job``."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
@@ -33,7 +32,6 @@ class Option:
         metavar: Placeholder of the value in the help. Empty: the type of the value.
         unset: Text that the help shows in place of a default that is None.
         is_path: True if the value is a path.
-        of_method: True if a comparison can set the option separately for each method.
     """
 
     panel: Panel
@@ -42,7 +40,6 @@ class Option:
     metavar: str = ""
     unset: str = ""
     is_path: bool = False
-    of_method: bool = False
 
     def flag(self, name: str) -> str:
         """Return the long flag of the field ``name``."""
@@ -57,7 +54,6 @@ def option(
     metavar: str = "",
     unset: str = "",
     is_path: bool = False,
-    of_method: bool = False,
     least: int | None = None,
     above: float | None = None,
 ) -> Any:
@@ -66,7 +62,7 @@ def option(
     The arguments are the attributes of ``Option``, the default, and the range of the value:
     ``least`` ≤ value, ``above`` < value.
     """
-    declared = Option(panel, help, flags, metavar, unset, is_path, of_method)
+    declared = Option(panel, help, flags, metavar, unset, is_path)
     metadata: dict[str, Any] = {"option": declared}
     if flags:
         metadata["label"] = flags[0].removeprefix("--")
@@ -76,23 +72,3 @@ def option(
 def option_of(field: "dataclasses.Field[Any]") -> Option | None:
     """Return the command-line option of a dataclass field; None if the field has no option."""
     return field.metadata.get("option")
-
-
-def method_options(kind: Any) -> "dict[dataclasses.Field[Any], Option]":
-    """Return the fields of a dataclass that a comparison can set for each method, with options."""
-    options = {field: option_of(field) for field in dataclasses.fields(kind)}
-    return {field: option for field, option in options.items() if option and option.of_method}
-
-
-def flag_pairs(text: str, words: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield (flag, value) for each ``--flag value`` or ``--flag=value`` in ``words``.
-
-    Raises a ValueError, which shows ``text``, if a flag has no value.
-    """
-    rest = iter(words)
-    for word in rest:
-        flag, equals, value = word.partition("=")
-        value = value if equals else next(rest, "")
-        if not value:
-            raise ValueError(f"in {text!r}: {flag} needs a value")
-        yield flag, value

@@ -58,7 +58,7 @@ class Result:
 
     @property
     def strategy(self) -> str:
-        """Strategy or baseline as text, such as "local:period=8"."""
+        """Strategy or reference as text, such as "local:period=8"."""
         return self.job.strategy
 
     @property
@@ -103,7 +103,7 @@ class Result:
 
     @property
     def is_ideal(self) -> bool:
-        """True if the method is the baseline ``ideal``: BSP timed without communication."""
+        """True if the method is the reference ``ideal``: BSP timed without communication."""
         return is_ideal(self.strategy)
 
     @property

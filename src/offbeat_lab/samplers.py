@@ -115,7 +115,6 @@ class Batches(Iterable[tuple[Tensor, ...]]):
         task: Task that has the samples.
         sampler: Sampler of this worker. It has a length and ``set_epoch``.
         size: Number of samples per batch. None: the task's batch size.
-        readers: Number of processes that load batches in advance.
     """
 
     def __init__(
@@ -124,15 +123,12 @@ class Batches(Iterable[tuple[Tensor, ...]]):
         sampler: Sampler[int],
         *,
         size: int | None = None,
-        readers: int = 0,
     ) -> None:
         self._task, self._sampler = task, sampler
         size = task.batch_size if size is None else size
         total = len(sampler)  # type: ignore[arg-type]  # all samplers above have a length
         grouped = BatchSampler(sampler, size, drop_last=total > size)
-        self._loader = DataLoader(
-            task.samples, batch_size=None, sampler=grouped, num_workers=readers
-        )
+        self._loader = DataLoader(task.samples, batch_size=None, sampler=grouped)
 
     def __len__(self) -> int:
         return self._task.steps

@@ -34,7 +34,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from offbeat.extend import (
     Range,
@@ -49,7 +49,7 @@ _KEYS = ("at", "worker", "speed", "bandwidth", "die", "join")
 _SPEED = Range(above=0, hint="0.5: half as fast")
 
 Changes: TypeAlias = dict[Any, dict[int, float]]
-"""Values by time in seconds and by rank."""
+"""Values by time in seconds, and by rank or by the number of the worker."""
 
 
 @dataclass(frozen=True)
@@ -151,37 +151,30 @@ class Scenario:
         return processes
 
     def slowdowns(self, workers: int) -> Changes:
-        """Return factors on the compute time; see ``Compute.changes``."""
-        speeds = self._changes("speed", workers)
-        return {at: {rank: 1 / x for rank, x in by.items()} for at, by in speeds.items()}
+        """Return factors on the compute time by rank; see ``Compute.changes``."""
+        speeds = self.changes("speed", workers).items()
+        slow = {at: {worker: 1 / x for worker, x in values.items()} for at, values in speeds}
+        return {at: self.by_rank(values, workers) for at, values in slow.items()}
 
     def bandwidths(self, workers: int) -> Changes:
-        """Return bits per second; see ``Network.per_worker_changes``."""
-        return self._changes("bandwidth", workers)
-
-    def by_worker(self, changes: Changes, workers: int) -> Changes:
-        """Return ``changes`` by the number of the worker, given changes by rank."""
-        processes = self.processes(workers)
-        return {
-            at: {processes[rank].worker: value for rank, value in values.items()}
-            for at, values in changes.items()
-        }
+        """Return bits per second by rank; see ``Network.per_worker_changes``."""
+        changes = self.changes("bandwidth", workers).items()
+        return {at: self.by_rank(values, workers) for at, values in changes}
 
     def by_rank(self, values: Mapping[int, float], workers: int) -> dict[int, float]:
         """Return values by rank, given ``values`` by the number of the worker."""
         processes = enumerate(self.processes(workers))
         return {rank: values[each.worker] for rank, each in processes if each.worker in values}
 
-    def _changes(self, name: str, workers: int) -> Changes:
-        """Return the values of an attribute. Of several at the same time, the last one counts."""
+    def changes(self, name: Literal["speed", "bandwidth"], workers: int) -> Changes:
+        """Return the values by the number of the worker. Of several at a time, the last counts."""
         changes: Changes = {}
         every = {process.worker for process in self.processes(workers)}
         for event in self.events:
             value = getattr(event, name)
             if value is not None:
                 changed = every if event.worker is None else (event.worker,)
-                values = self.by_rank(dict.fromkeys(changed, value), workers)
-                changes.setdefault(event.at, {}).update(values)
+                changes.setdefault(event.at, {}).update(dict.fromkeys(changed, value))
         return changes
 
 

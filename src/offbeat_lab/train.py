@@ -2,13 +2,10 @@
 
 A *recipe* builds the task: model, data, optimizer. A *method* is a strategy of this package or a
 baseline to compare with.
-
-``train_worker`` runs one worker in an existing process group.
 """
 
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -31,11 +28,11 @@ from offbeat_lab.events import (
 )
 from offbeat_lab.injection import Injection, injected_batch_size
 from offbeat_lab.job import LEASED, Job
-from offbeat_lab.leased import LeasedBatches
+from offbeat_lab.leased import leased_batches
 from offbeat_lab.methods.base import Attached, Baseline, Elastic, Method
 from offbeat_lab.methods.ideal import SharedIdeal
 from offbeat_lab.methods.registry import is_ideal, parse_method
-from offbeat_lab.recipes import Task, find_recipe
+from offbeat_lab.recipes import find_recipe
 from offbeat_lab.recipes.datasets import to_device
 from offbeat_lab.samplers import Batches, parse_injection
 from offbeat_lab.scenario import Scenario
@@ -44,10 +41,10 @@ from offbeat_lab.timing.time_limit import TimeLimit
 
 
 def choose_backend() -> str:
-    """Return the backend to pass to ``init_process_group`` before calling ``train_worker``.
+    """Return the backend to pass to ``init_process_group`` before creating a ``Worker``.
 
     ``"nccl"`` if torch supports NCCL and this machine has a GPU for each of its workers
-    (``LOCAL_WORLD_SIZE``, by default 1); otherwise ``"gloo"``, and ``train_worker`` trains on the
+    (``LOCAL_WORLD_SIZE``, by default 1); otherwise ``"gloo"``, and the workers train on the
     CPU. All machines of a run must use the same backend.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -62,16 +59,8 @@ def worker_device() -> torch.device:
     return torch.device("cpu")
 
 
-def train_worker(
-    job: Job,
-    emit: Callable[[Event], None],
-    *,
-    rank: int | None = None,
-    keep: Callable[[Snapshot], object] | None = None,
-    count: Callable[[dict[str, Any]], object] | None = None,
-    ideal_steps: Iterator[tuple[float, int]] | None = None,
-) -> None:
-    """Run ``job`` on this worker. A collective.
+class Worker:
+    """One worker of a run, in an existing process group.
 
     Rank 0 emits these events:
 
@@ -89,32 +78,23 @@ def train_worker(
         ideal_steps: Steps of ``SharedIdeal``, with which this worker, the only one, trains. None:
             train with the job's method.
     """
-    rank = dist.get_rank() if rank is None else rank
-    worker = _Worker(job, emit, rank, keep, count, ideal_steps)
-    try:
-        worker.run()
-    except EndedError:
-        if keep is None or worker.method is not None:
-            raise  # otherwise this worker was to join when the others had finished
-
-
-class _Worker:
-    """One worker of a run."""
 
     def __init__(
         self,
         job: Job,
         emit: Callable[[Event], None],
-        rank: int,
-        keep: Callable[[Snapshot], object] | None,
-        count: Callable[[dict[str, Any]], object] | None,
-        ideal_steps: Iterator[tuple[float, int]] | None,
+        *,
+        rank: int | None = None,
+        keep: Callable[[Snapshot], object] | None = None,
+        count: Callable[[dict[str, Any]], object] | None = None,
+        ideal_steps: Iterator[tuple[float, int]] | None = None,
     ) -> None:
-        self._rank, self._keep, self._count, self._ideal_steps = rank, keep, count, ideal_steps
-        self.method: Method | None = None
+        self._rank = dist.get_rank() if rank is None else rank
+        self._keep, self._count, self._ideal_steps = keep, count, ideal_steps
+        self._method: Method | None = None
         self._send = emit
         self._job, self._device = job, worker_device()
-        # With the baseline ideal, several workers have equal shares.
+        # With the reference ideal, several workers have equal shares.
         self._leases = job.partition == LEASED and not (
             is_ideal(job.strategy) and ideal_steps is None
         )
@@ -123,6 +103,7 @@ class _Worker:
         self._recipe = find_recipe(job.recipe)
         self._emit(Waiting("loading the data"))
         self._task = self._recipe.build(job.setup())
+        self._task.lr_scale = job.lr_scale
         if job.max_steps is not None:  # the learning-rate schedule still covers all steps
             self._task.steps = min(self._task.steps, job.max_steps)
         self._task.model.to(self._device)
@@ -132,15 +113,22 @@ class _Worker:
 
     def _emit(self, event: Event) -> None:
         """Emit an event on rank 0. If that worker dies, another one gets this rank."""
-        method = self.method
-        if isinstance(method, Elastic):
-            rank = method.sync.rank
+        if isinstance(self._method, Elastic):
+            rank = self._method.sync.rank
         else:
             rank = dist.get_rank() if self._keep is None else self._rank
         if rank == 0:
             self._send(event)
 
     def run(self) -> None:
+        """Train and evaluate. A collective."""
+        try:
+            self._run()
+        except EndedError:
+            if self._keep is None or self._method is not None:
+                raise  # otherwise this worker was to join when the others had finished
+
+    def _run(self) -> None:
         job, task, emit = self._job, self._task, self._emit
         emit(Waiting("connecting to the other workers"))
         self._control_step_times()
@@ -148,7 +136,7 @@ class _Worker:
             seed(job.seed * 1000 + self._rank)  # ranks draw different augmentation and dropout
         if self._leases:
             task.position = 0
-        method = self.method = self._start_method()
+        method = self._method = self._start_method()
         emit(Start(task.steps, sum(p.nbytes for p in task.model.parameters())))
         evaluator = Evaluator(job, task, self._recipe.metric, self._device, emit, self._keep)
         limit = self._time_limit(method)
@@ -188,7 +176,7 @@ class _Worker:
         return Step(position, method.seconds, stats.wait_seconds, stats.payload_bytes, loss)
 
     def _start_method(self) -> Method:
-        """Attach the job's strategy, or start its baseline."""
+        """Attach the job's strategy, or start its reference."""
         job, task = self._job, self._task
         corrects = None if job.adam_correction is None else job.adam_correction == "on"
 
@@ -208,22 +196,18 @@ class _Worker:
 
         if self._ideal_steps is not None:
             sync = attach_strategy(BSP())
-            return SharedIdeal(
-                task, job.lr_scale, sync, workers=job.workers, steps=self._ideal_steps
-            )
+            return SharedIdeal(task, sync, workers=job.workers, steps=self._ideal_steps)
         chosen = parse_method(job.strategy)
         if isinstance(chosen, Baseline):
-            return chosen.start(
-                task, job.lr_scale, attach_strategy, self._batches, job.timeout_seconds
-            )
+            return chosen.start(task, attach_strategy, self._batches, job.timeout_seconds)
         sync = attach_strategy(chosen)
         if isinstance(task.scheduler, LRScheduler):
             sync.share_state(task.scheduler.state_dict, task.load_scheduler)
         if self._keep is not None:
             if self._padding is not None:
                 sync.share_state(self._padding.state, self._padding.load)
-            return Elastic(task, job.lr_scale, sync)
-        return Attached(task, job.lr_scale, sync)
+            return Elastic(task, sync)
+        return Attached(task, sync)
 
     def _control_step_times(self) -> None:
         """If ``job`` controls the step times, let ``task.loss`` sleep on real workers."""
@@ -239,7 +223,7 @@ class _Worker:
         task.loss = self._padding = PaddedLoss(task, compute, rank=self._rank, seed=job.seed)
         if self._rank < job.workers:  # otherwise it joins, and receives what others have measured
             self._emit(Waiting("measuring a step"))
-            self._padding.measure(task, lambda: self._batches())
+            self._padding.measure(task, self._batches)
 
     def _time_limit(self, method: Method) -> TimeLimit:
         """Return the limit on the training time."""
@@ -260,27 +244,24 @@ class _Worker:
             totals["details"] = {**totals["details"], **late}
         return totals
 
-    def _batches(self, method: Method | None = None, task: Task | None = None) -> Iterator[Any]:
+    def _batches(self, method: Method | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches, on its device.
 
-        Args:
-            method: Method that trains on the batches. The job's data injection is applied. None: no
-                injection.
-            task: Task that provides the samples. None: the task of the run.
+        ``method`` trains on the batches, to which the job's data injection is applied. None: no
+        injection.
         """
-        job, task = self._job, task or self._task
-        readers = task.readers if self._device.type == "cuda" else 0
+        job, task = self._job, self._task
         batches: Iterable[Any]
         if self._leases and isinstance(method, Attached):
             sync, seed = method.sync, job.seed
-            batches = LeasedBatches(task, sync, workers=job.workers, seed=seed, readers=readers)
+            batches = leased_batches(task, sync, workers=job.workers, seed=seed)
         else:
             sampler = job.sampler_for(task, dist.get_rank())
-            batches = Batches(task, sampler, readers=readers)
+            batches = Batches(task, sampler)
             if job.injection is not None and isinstance(method, Attached):
                 alpha, beta = parse_injection(job.injection)
                 size = injected_batch_size(task.batch_size, alpha, beta, method.sync.size)
-                loader = Batches(task, sampler, size=size, readers=readers)
+                loader = Batches(task, sampler, size=size)
                 batches = self._injection = Injection(
                     loader, alpha, beta, seed=job.seed, device=self._device, now=method.now
                 )
@@ -294,12 +275,3 @@ def planned_times(job: Job, step: float | str) -> Compute:
     slowdown = scenario.by_rank(parse_slow(job.slow, job.workers), job.workers)
     changes = scenario.slowdowns(job.workers)
     return Compute(step, jitter=job.jitter, slowdown=slowdown, changes=changes)
-
-
-def import_from_current_directory() -> None:
-    """Make modules in the current directory importable, for custom strategies.
-
-    Console scripts and ``python -P`` do not add this directory to ``sys.path``.
-    """
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())

@@ -1,7 +1,7 @@
 """Tuning: choose the learning rate and the settings of each method of a comparison by trials.
 
-A *method* is a strategy of this package or a baseline. A *trial* is a training run of the search.
-The *ideal* is the baseline ``ideal``, the speed-up limit.
+A *method* is a strategy of this package or a reference. A *trial* is a training run of the search.
+The *ideal* is the reference ``ideal``, the speed-up limit.
 
 Every method has the same budget of trials, all with one seed that the comparison does not use.
 ``search`` proposes trials, and ``score_of`` ranks them.
@@ -133,17 +133,17 @@ def _is_tunable(axis: Axis, value: Any) -> bool:
 def _neighbour(job: Job, axis: Axis, *, up: bool) -> Job | None:
     """Return ``job`` with a setting's next value. None: there is none or the method refuses it."""
     method: Any = parse_method(job.strategy)
-    if axis is _RATE:
-        return replace(job, lr_scale=axis.next(job.lr_scale, up=up))
-    if axis is _WIRE:
-        value = axis.next(job.wire or method.default_wire, up=up)
-        job = replace(job, wire=None if value == method.default_wire else value)
-    else:
-        value = axis.next(getattr(method, axis.name), up=up)
+    of_job = axis in (_RATE, _WIRE)
+    value = getattr(job if of_job else method, axis.name)
+    value = axis.next(method.default_wire if axis is _WIRE and value is None else value, up=up)
     if value is None:
         return None
     try:
-        if axis is not _WIRE:
+        if of_job:
+            default = axis is _WIRE and value == method.default_wire
+            change: dict[str, Any] = {axis.name: None if default else value}
+            job = replace(job, **change)
+        else:
             job = replace(job, strategy=str(replace(method, **{axis.name: value})))
         job.check_method()
     except (ValueError, TypeError):

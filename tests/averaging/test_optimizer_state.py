@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from loops import attach
+from loops import attach, start
 from problems import OPTIMIZERS, assign, flat, make_batch, make_model, train_step
 from worlds import run
 
@@ -20,9 +20,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> Te
 
 
 def train(rank: int, size: int, text: str, kind: str, steps: int) -> dict[str, Any]:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    sync = attach(model, optimizer, text)
+    model, optimizer, sync = start(rank, text, kind)
     for step in range(steps):
         train_step(model, optimizer, make_batch(rank, step))
     states = {key: state_of(model, optimizer, key) for key in STATE[kind]}

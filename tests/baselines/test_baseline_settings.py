@@ -37,7 +37,6 @@ REFUSED: list[tuple[type[Strategy], dict[str, Any], type[Exception], str]] = [
     (Downpour, {"server_lr": 0.0}, ValueError, r"server_lr must be positive and finite, got 0\.0"),
     (EASGD, {"alpha": 0.0}, ValueError, r"alpha must be between 0 and 1, got 0\.0"),
     (EASGD, {"synchronous": 1}, TypeError, "synchronous must be true or false, got 1"),
-    (EASGD, {"difference": "step"}, ValueError, 'must be "before_step" or "after_step", got'),
     (SparseLoCo, {"density": 0.0}, ValueError, r"density must be in \(0, 1\], got 0\.0"),
     (SparseLoCo, {"decay": 1.5}, ValueError, "decay must be"),
     (PowerSGD, {"rank": 0}, ValueError, "rank must be at least 1, got 0"),

@@ -15,7 +15,6 @@ from offbeat.transport.team import Team
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
 from offbeat_lab.baselines.parameter_server import ParameterServer
 from transport.communicators import (
-    STEP_SECONDS,
     Function,
     World,
     every_world,
@@ -173,62 +172,7 @@ def test_a_request_runs_in_the_background(world: World) -> None:
         assert pulled == 2 * values, "read() does not count"
 
 
-@worlds_of_several
-def test_a_barrier_answers_the_request_in_flight(world: World) -> None:
-    """Rank 0 waits for a clock that no worker reaches, and receives the minimum clock."""
-
-    def work(team: Team) -> Any:
-        server = ParameterServer(team, torch.zeros(3, dtype=torch.float64))
-        server.vector.fill_(1.0)
-        clock = 9 if team.rank == 0 else 2 + team.rank
-        server.start("push_pull", clock=clock, min_clock=9 if team.rank == 0 else 0)
-        if team.rank > 0:
-            server.await_answer()
-        barrier(team)
-        at_barrier = server.barrier()
-        answer = server.take()
-        barrier(team)
-        server.await_answer(release=True)  # nothing is in flight: nothing happens
-        server.start("pull", min_clock=100)
-        server.await_answer(release=True)
-        again = server.take()
-        server.barrier()
-        server.leave()
-        return at_barrier, answer, again is not None
-
-    for rank, (at_barrier, clock, again) in enumerate(world(on_team(work))):
-        assert at_barrier == 3
-        assert again
-        assert clock == 3 if rank == 0 else clock is not None and clock <= 3
-
-
 # -- clocks ---------------------------------------------------------------------------------------
-
-
-@worlds_of_several
-def test_a_pull_waits_for_the_minimum_clock(world: World) -> None:
-    """With ``min_clock`` the answer contains every push up to that clock, from all workers."""
-
-    def work(team: Team) -> Any:
-        server = ParameterServer(team, torch.zeros(team.size, dtype=torch.float64))
-        server.barrier()
-        start = team.host.now()
-        for clock in range(1, 4):
-            if team.rank == 0:
-                team.host.computed(1)  # only rank 0 takes time
-            server.vector.zero_()
-            server.vector[team.rank] = 1.0
-            request(server, "push", clock=clock)
-        clock = request(server, "pull", min_clock=3)
-        seconds, values = team.host.now() - start, server.vector.tolist()
-        server.barrier()
-        server.leave()
-        return clock, values, seconds
-
-    for clock, values, seconds in world(on_team(work)):
-        assert clock == 3
-        assert values == [3.0, 3.0, 3.0]
-        assert world is gloo or 3 * STEP_SECONDS <= seconds <= 3 * STEP_SECONDS + 0.01
 
 
 # -- barriers -------------------------------------------------------------------------------------
@@ -261,33 +205,6 @@ def test_a_barrier_holds_after_any_numbers_of_requests(world: World) -> None:
         for clocks, sums in results:
             assert clocks[round_][1] == min(own)
             assert sums[round_] == [sum(own)] * size
-
-
-@worlds_of_several
-def test_no_request_waits_for_a_worker_at_the_barrier(world: World) -> None:
-    """Its clock does not count, also for requests that already wait. Later it counts again."""
-
-    def work(team: Team) -> Any:
-        server = ParameterServer(team, torch.zeros(6, dtype=torch.float64))
-        clock, at_barrier, ahead = 0, [], []
-        for early in range(team.size):
-            if team.rank != early:
-                for _ in range(4):
-                    clock += 1
-                    got = request(server, "push_pull", torch.ones(6), clock=clock, min_clock=clock)
-                    ahead.append(got - clock)
-            at_barrier.append(server.barrier())
-            barrier(team)
-            clock = 4 * (early + 1)  # the early worker catches up
-            got = request(server, "push_pull", torch.zeros(6), clock=clock, min_clock=clock)
-            ahead.append(got - clock)
-            server.barrier()
-        server.leave()
-        return at_barrier, ahead
-
-    for at_barrier, ahead in world(on_team(work)):
-        assert at_barrier == [0, 4, 8]
-        assert set(ahead) <= {0, 1}, "others are at most one ahead"
 
 
 # -- refused messages -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from cells import nightly, some
+from cells import some
 from loops import attach, error_of
 from offbeat import Compute, Network, simulate
 from offbeat.strategies.base import Strategy
@@ -153,29 +153,6 @@ def test_attaching_again_after_finish(strategy: Strategy) -> None:
         assert steps == 4 + rank
         assert alive == []
         assert plain
-
-
-def early(rank: int, size: int, strategy: Strategy) -> float:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    sync = attach(model, optimizer, strategy, timeout_seconds=1)
-    started = time.perf_counter()
-    for step in range(1 + 16 * rank):
-        train_step(model, optimizer, make_batch(rank, step))
-        time.sleep(0.1 * rank)  # the work of a step
-    sync.finish()
-    return time.perf_counter() - started
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [SSP(staleness=3), *nightly([Downpour(servers=(1,)), EASGD(period=2, servers=(0,))])],
-    ids=str,
-)
-def test_a_worker_that_ends_early_waits_longer_than_the_time_out(strategy: Strategy) -> None:
-    """The time-out is that of one operation, so a worker may wait while the other one trains."""
-    for seconds in run(early, strategy, workers=2):
-        assert seconds > 1.5
 
 
 # -- non-finite values --------------------------------------------------------------------------

@@ -14,7 +14,7 @@ class Recorder:
 
     def __init__(self, workers: int = 3, rule: Callable[[Tensor], Rule] | None = None) -> None:
         values = torch.zeros(2, dtype=torch.float64)
-        self.shard = Shard(values, Rule() if rule is None else rule(values), [0] * workers)
+        self.shard = Shard(values, Rule() if rule is None else rule(values), workers)
         self.answers: list[tuple[str, int, list[float] | None]] = []
         self.reached: dict[str, bool] = {}
 
@@ -78,3 +78,29 @@ def test_no_clock_counts_if_all_workers_wait_at_the_barrier_or_are_not_waited_fo
     it.ask("arrives", "barrier", 0)
     it.ask("asks", "pull", 1)
     assert it.answers == [("arrives", NO_CLOCK, None), ("asks", NO_CLOCK, [0.0, 0.0])]
+
+
+def test_no_request_waits_for_a_clock_of_a_worker_at_the_barrier() -> None:
+    """Neither one that already waits, nor one of that worker itself. Later its clock counts."""
+    it = Recorder(workers=2)
+    it.ask("ahead", "push_pull", 0, 1.0, clock=2, min_clock=2)
+    it.ask("own", "pull", 1, min_clock=9)
+    assert it.ask("arrives", "barrier", 1) == ["ahead", "own"]
+    assert [clock for _, clock, _ in it.answers] == [2, 2]
+    it.ask("last", "barrier", 0)
+    assert it.answers[2:] == [("arrives", 0, None), ("last", 0, None)]
+    assert it.ask("counts again", "pull", 0, min_clock=1)[4:] == []
+    assert it.ask("released", "release", 0)[4:] == ["counts again"]
+
+
+def test_a_pull_waits_for_the_minimum_clock() -> None:
+    """Its answer contains every push up to that clock, from all workers."""
+    it = Recorder(workers=3)
+    for clock in (1, 2):
+        for source in range(3):
+            it.ask("push", "push", source, 1.0, clock=clock)
+    assert it.ask("pull", "pull", 0, min_clock=3) == []
+    it.ask("third", "push", 0, 1.0, clock=3)
+    assert it.ask("third", "push", 1, 1.0, clock=3) == []
+    it.ask("last", "push", 2, 1.0, clock=3)
+    assert it.answers == [("pull", 3, [9.0, 9.0])]

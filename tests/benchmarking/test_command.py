@@ -1,10 +1,12 @@
 """The command lines of the benchmarks find their modules."""
 
 import importlib
+from collections.abc import Callable
 
 import pytest
 from benchmarks.__main__ import NAMES, main
 from benchmarks.harness import ROOT
+from benchmarks.papers.__main__ import main as papers
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -17,10 +19,13 @@ def test_every_cost_has_a_name() -> None:
     assert costs <= {*NAMES.values()}
 
 
-def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("command", "known"), [(main, "trigger"), (papers, "speedup")])
+def test_an_unknown_name_is_refused(
+    command: Callable[[list[str]], None], known: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        main(["trigger", "nonsense"])
-    assert "unknown: nonsense; there are trigger, attach" in capsys.readouterr().err
+        command([known, "nonsense"])
+    assert f"unknown: nonsense; there are {known}, " in capsys.readouterr().err
 
 
 def test_the_table_shows_saved_figures(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ PAGE = reproduction.PAGE.read_text(encoding="utf-8")
 
 
 def test_the_page_is_made_from_the_results():
-    """Run ``python -m benchmarks.papers.reproduction`` after a change of either."""
+    """Run ``python -m benchmarks.papers`` after a change of either."""
     assert reproduction.render() == PAGE
 
 

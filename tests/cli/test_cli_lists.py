@@ -2,16 +2,14 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 
 from cli.commands import Call
 from offbeat.arguments import range_of
 from offbeat.cli import view
-from offbeat.extend import STRATEGIES
+from offbeat.extend import STRATEGIES, console
 from offbeat_lab.baselines import PUBLISHED
-from offbeat_lab.cli.view import print_path
 from offbeat_lab.methods.registry import BASELINES
 from offbeat_lab.recipes import RECIPES
 
@@ -92,13 +90,13 @@ def test_strategies_are_listed(call: Call, monkeypatch: pytest.MonkeyPatch, widt
             assert str(range_of(one)) in found[name][shown]
 
 
-def test_baselines_are_listed(call: Call) -> None:
+def test_references_are_listed(call: Call) -> None:
     """Below the recipes, with their settings and how they are written."""
     below = call("recipes")[1].partition("Your own: path/to/file.py")[2]
     assert "As text: name,setting=value" in below
-    lines = below.partition("\nbaseline ")[2].splitlines()
+    lines = below.partition("\nreference ")[2].splitlines()
     names = [line.split()[0] for line in lines if re.match(r"ideal|\w+:", line)]
-    assert names == list(BASELINES)
+    assert names == list(REFERENCES)
     assert re.search(r"^ +warmup_steps=0 +≥ 0 *$", below, re.MULTILINE)
     assert re.search(r"period \(required\) +≥ 2 *$", below, re.MULTILINE)
 
@@ -118,5 +116,5 @@ def test_ranges_are_those_that_are_checked(call: Call) -> None:
 
 def test_a_path_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     """Brackets and colons are no markup."""
-    print_path("report", Path("runs/[lr]:x:[/y]/report.html"))
+    console.print("report runs/[lr]:x:[/y]/report.html")
     assert capsys.readouterr().out == "report runs/[lr]:x:[/y]/report.html\n"

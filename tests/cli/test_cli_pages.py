@@ -24,13 +24,15 @@ from cli.commands import Call, ended
 from offbeat import cli
 from offbeat.cli import elastic
 from offbeat_lab.cli import runs, workers
+from offbeat_lab.launch import runners
 from offbeat_lab.launch.cluster import Cluster
-from pages import ROOT, SHELL, Block, blocks_in, code_on, files_of
+from pages import ROOT, SHELL, Block, blocks_in, code_on, files_of, pages
 
 BLOCKS = [one for one in blocks_in(*SHELL) if one.way != "file"]
 APP: Any = typer.main.get_command(cli.app)
 STEPS = ["--max-steps", "3", "--evaluations", "1"]
 SHORT = {"compare": [*STEPS, "--seeds", "1"]}
+OTHER_OPTIONS = {"--cpu-bind", "--gpus-per-node", "--ntasks-per-node", "--extra-index-url"}
 # Nothing can be said here about the arguments of these.
 OTHERS = {"apt-get", "ip", "mypy", "codespell", "export", "cd", "git", "source"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -102,7 +104,7 @@ def begin(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], 
     monkeypatch.setattr(runs.comparison, "compare", reached)
     monkeypatch.setattr(workers, "ShapedLinks", reached)
     monkeypatch.setattr(runs, "measure_recipe", reached)
-    monkeypatch.setattr(workers.dist, "init_process_group", reached)
+    monkeypatch.setattr(runners.dist, "init_process_group", reached)
     monkeypatch.setattr(elastic, "launch", reached)
     monkeypatch.setattr(elastic, "listen", reached)
     return main
@@ -166,8 +168,17 @@ def test_a_command_on_a_page_is_accepted(
             check(words)
         if offbeat_of(words) is not None:
             parse(words)
-            if block.way is None and "--resume" not in words:
+            if block.way is None:
                 begin(words)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_an_option_in_the_text_of_a_page_exists(page: str) -> None:
+    """Text in backquotes that begins with an option names one of offbeat, torchrun, Slurm, pip."""
+    options = {one for command in APP.commands.values() for p in command.params for one in p.opts}
+    options |= set(get_args_parser()._option_string_actions) | OTHER_OPTIONS
+    found = re.findall(r"(?<!`)`(--[a-z-]+)", (ROOT / page).read_text(encoding="utf-8"))
+    assert set(found) <= options
 
 
 def runnable() -> list[Block]:
@@ -192,11 +203,9 @@ def test_a_command_on_a_page_runs(
     for words in commands_of(block):
         argv = offbeat_of(words)
         shaped = "--bandwidth" in words and "--simulate" not in words
-        if shaped and argv and argv[0] in ("train", "compare") and Cluster.why_not() is not None:
+        if shaped and argv and argv[0] == "compare" and Cluster.why_not() is not None:
             continue
         short = SHORT.get(argv[0], []) if argv else []
-        if "--save-every" in words:
-            short = [*short, "--save-every", "2"]
         for flag in short[::2]:  # an option can be given only once
             if flag in words:
                 start = words.index(flag)

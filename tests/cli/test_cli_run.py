@@ -143,6 +143,34 @@ def test_ctrl_c_ends_a_launcher_that_starts(folder: Path) -> None:
             until(lambda: not any(map(alive, pids)), "the end of every process")
 
 
+INTERRUPTED = """
+import os, signal
+from multiprocessing import forkserver
+from offbeat.launcher import launch
+forkserver.ensure_running = lambda: os.kill(os.getpid(), signal.SIGINT)
+try:
+    launch._context(False)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forks on Linux")
+def test_ctrl_c_is_not_lost_while_the_fork_server_starts() -> None:
+    assert ended(sys.executable, "-c", INTERRUPTED) == (0, "interrupted\n", "")
+
+
+@pytest.mark.parametrize("fresh", [WARM, True])
+def test_ctrl_c_reaches_the_workers(fresh: bool, folder: Path) -> None:
+    """A worker ends by it, before the launcher kills it."""
+    argv = ["run", *["--fresh"] * fresh, "-n", "1", "--grace", "60s", "train.py"]
+    with started(*COMMAND, *argv) as process:
+        state("one-0-0", process)
+        process.send_signal(signal.SIGINT)
+        code, _, err = end(process)
+        assert (code, "worker 0 ended with exit code 130" in err) == (130, True), err
+
+
 def is_server(pid: int) -> bool:
     """Return True if the process is a fork server."""
     return b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()

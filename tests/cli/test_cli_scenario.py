@@ -65,29 +65,6 @@ def test_a_scenario_changes_a_link(call: Call, tmp_path: Path) -> None:
     assert found["stats"][0]["wait_seconds"] == pytest.approx(7 * 4 * 151_498 * 8 / 1e6, rel=0.02)
 
 
-def test_workers_die_and_join(call: Call, tmp_path: Path) -> None:
-    """12 batches of 20 ms. One of two workers dies at 50 ms, and a third one joins at 100 ms.
-
-    The ideal has used 5 batches at 50 ms, 7.5 at 100 ms, and 12 at 145 ms.
-    """
-    path = written(MEMBERS, tmp_path)
-    argv = ("compare", "digits", "-s", "ideal", "-s", "bsp", *SHORT)
-    argv = (*argv, "--simulate", "--step-time", "20ms", "--bandwidth", "1Tbit/s")
-    argv = (*argv, "--scenario", str(path), "--output", str(tmp_path / "a"))
-    code, _, err = call(*argv)
-    assert code != 0
-    assert "--scenario with deaths or joins: others take over data, so add --partition" in err
-    code, _, err = call(*argv, "--partition", "leased")
-    assert (code, err) == (0, "")
-    lines = (tmp_path / "a" / "results.jsonl").read_text(encoding="utf-8").splitlines()
-    ideal, bsp = map(json.loads, lines)
-    assert ideal["points"][-1]["seconds"] == pytest.approx(0.145)
-    assert [one["points"][-1]["step"] for one in (ideal, bsp)] == [6, 6]
-    assert len(bsp["stats"]) == 3
-    # Each change costs BSP 0.1 s, and it repeats the step in which a worker died.
-    assert 0.145 < bsp["points"][-1]["seconds"] < 0.5
-
-
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [

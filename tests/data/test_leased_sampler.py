@@ -6,8 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -56,55 +56,81 @@ def dataset() -> TensorDataset:
     return TensorDataset(x, y, torch.arange(SAMPLES))
 
 
-def attach(strategy: str = "streaming", **options: Any) -> Any:
-    model = make_model(0)
-    optimizer = sgd(model, lr=0.01)
-    options = {"timeout_seconds": 20, **options}
-    chosen = offbeat.parse_strategy(strategy, baselines.STRATEGIES)
-    sync = offbeat.attach(model, optimizer, chosen, **options)
-    return model, optimizer, sync
+class Worker:
+    """A worker that trains on leased data.
 
+    Attributes:
+        used: The samples in the order of their use, by epoch.
+    """
 
-def train_on(model: Any, optimizer: Any, batches: Iterable[Any], seconds: float = 0.0) -> list[int]:
-    """Train, and return the samples in the order of their use."""
-    used: list[int] = []
-    for x, y, indices in batches:
-        optimizer.zero_grad()
-        loss_of(model, (x, y)).backward()
-        time.sleep(seconds)
-        optimizer.step()
-        used += indices.tolist()
-    return used
+    def __init__(
+        self,
+        strategy: str = "streaming",
+        *,
+        elastic: bool = False,
+        timeout_seconds: float = 20,
+        readers: int = 0,
+        **options: Any,
+    ) -> None:
+        self.model = make_model(0)
+        self.optimizer = sgd(self.model, lr=0.01)
+        self.sync: Any = offbeat.attach(
+            self.model,
+            self.optimizer,
+            offbeat.parse_strategy(strategy, baselines.STRATEGIES),
+            timeout_seconds=timeout_seconds,
+            min_workers=1 if elastic else None,
+        )
+        options = {"batch_size": 4, **options}
+        self.sampler = LeasedSampler(dataset(), sync=self.sync, **options)
+        loader = DataLoader(dataset(), batch_sampler=self.sampler, num_workers=readers)
+        self.loader = LeasedLoader(loader)
+        self.used: dict[int, list[int]] = defaultdict(list)
+
+    def train(self, epoch: int, batches: Iterable[Any], seconds: float = 0.0) -> None:
+        for x, y, indices in batches:
+            self.optimizer.zero_grad()
+            loss_of(self.model, (x, y)).backward()
+            time.sleep(seconds)
+            self.optimizer.step()
+            self.used[epoch] += indices.tolist()
+
+    def batches(self, epochs: int) -> Iterator[int]:
+        """Train to the end of so many epochs. Yields the epoch after each batch."""
+        for epoch in range(self.sampler.epoch, epochs):
+            self.sampler.set_epoch(epoch)
+            for batch in self.loader:
+                self.train(epoch, [batch])
+                yield epoch
+
+    def epochs(self, number: int, seconds: float = 0.0) -> None:
+        """Train to the end of so many epochs. A step takes so many seconds more."""
+        for epoch in range(self.sampler.epoch, number):
+            self.sampler.set_epoch(epoch)
+            self.train(epoch, self.loader, seconds)
+
+    def finish(self, **more: Any) -> dict[str, Any]:
+        self.sync.finish()
+        stats = self.sync.stats
+        return {
+            "used": self.used,
+            "steps": self.sync.step,
+            "model": flat(self.model),
+            "repeated": self.sampler.repeated,
+            "clock": stats.wait_seconds + stats.compute_seconds,
+            **more,
+        }
 
 
 def lease(
-    strategy: str = "streaming",
-    epochs: int = 3,
-    seconds: tuple[float, ...] = (),
-    readers: int = 0,
-    **options: Any,
+    strategy: str = "streaming", epochs: int = 3, seconds: float = 0.0, **options: Any
 ) -> dict[str, Any]:
     """Train on leased data for some epochs."""
-    rank = dist.get_rank()
-    model, optimizer, sync = attach(strategy)
-    sampler = LeasedSampler(dataset(), 4, sync=sync, **options)
-    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler, num_workers=readers))
-    used, progress = [], []
+    worker, progress = Worker(strategy, **options), []
     for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        used.append(train_on(model, optimizer, loader, seconds[rank] if seconds else 0.0))
-        progress.append(sampler.progress)
-    waited = sync.stats.wait_seconds
-    sync.finish()
-    return {
-        "used": used,
-        "steps": sync.step,
-        "model": flat(model),
-        "progress": progress,
-        "wait": waited,
-        "repeated": sampler.repeated,
-        "clock": sync.stats.wait_seconds + sync.stats.compute_seconds,
-    }
+        worker.epochs(epoch + 1, seconds)
+        progress.append(worker.sampler.progress)
+    return worker.finish(progress=progress, wait=worker.sync.stats.wait_seconds)
 
 
 def simulated(function: Any, *, workers: int = 4, faults: Any = (), **compute: Any) -> Simulation:
@@ -122,7 +148,7 @@ def used_by(results: list[Any]) -> Counter[tuple[int, int]]:
     return Counter(
         (epoch, sample)
         for each in results
-        for epoch, samples in enumerate(each["used"])
+        for epoch, samples in each["used"].items()
         for sample in samples
     )
 
@@ -141,6 +167,7 @@ def test_every_sample_is_used_once_in_each_epoch(strategy: str) -> None:
     for each in results:
         assert torch.equal(each["model"], results[0]["model"])
         assert each["repeated"] == 0
+        assert each["progress"] == pytest.approx([1, 2, 3], abs=0.15)
 
 
 def test_a_slow_worker_takes_less_and_nobody_waits() -> None:
@@ -186,30 +213,21 @@ def test_a_slow_store_does_not_delay_the_training() -> None:
     assert max(each["clock"] for each in results) < 3.87 * 1.6  # without longer chunks: 60
 
 
-def test_progress_is_common() -> None:
-    """All workers see about the same progress, whatever their speeds."""
-    for each in simulated(lambda: lease(), slowdown={1: 3.0}).results:
-        assert each["progress"] == pytest.approx([1, 2, 3], abs=0.15)
-        assert each["progress"] == sorted(each["progress"])
-
-
 def test_a_schedule_may_follow_the_progress(caplog: pytest.LogCaptureFixture) -> None:
     """Workers with equally many steps may then have different rates, which is no mistake."""
 
     def worker() -> list[float]:
-        model, optimizer, sync = attach()
-        sampler = LeasedSampler(dataset(), 4, sync=sync)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 - sampler.progress)
-        loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
-        rates = []
-        for batch in loader:
-            train_on(model, optimizer, [batch])
+        own, rates = Worker(), []
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            own.optimizer, lambda _: 1 - own.sampler.progress
+        )
+        for _ in own.batches(1):
             schedule.step()
             rates.append(schedule.get_last_lr()[0])
-            if sync.step == 10:
-                with sync.consensus():
+            if own.sync.step == 10:
+                with own.sync.consensus():
                     pass
-        sync.finish()
+        own.sync.finish()
         return rates
 
     results = simulated(worker, slowdown={1: 2.0}).results
@@ -232,43 +250,31 @@ def test_no_shuffle_and_drop_last() -> None:
     assert result["used"][0] == list(range(228))
 
 
-def train_alone() -> None:
-    model, optimizer, sync = attach()
-    sampler = LeasedSampler(dataset(), 32, sync=sync)
-    assert (len(sampler), sampler.batches) == (8, 8)
-    for epoch in range(2):
-        assert sorted(train_on(model, optimizer, plain(sampler))) == list(range(SAMPLES))
-        assert sampler.epoch == epoch + 1  # without set_epoch, the next epoch follows
-    sync.finish()
-
-
-def plain(sampler: LeasedSampler) -> DataLoader[Any]:
-    return DataLoader(dataset(), batch_sampler=sampler)
-
-
 def test_a_single_process_needs_no_store() -> None:
     """And a plain DataLoader works, too."""
-    train_alone()
+    worker = Worker()
+    sampler = LeasedSampler(dataset(), 32, sync=worker.sync)
+    assert (len(sampler), sampler.batches) == (8, 8)
+    for epoch in range(2):
+        worker.train(epoch, DataLoader(dataset(), batch_sampler=sampler))
+        assert sorted(worker.used[epoch]) == list(range(SAMPLES))
+        assert sampler.epoch == epoch + 1  # without set_epoch, the next epoch follows
+    worker.sync.finish()
 
 
 def test_a_loop_that_is_left_early_continues() -> None:
     """The batches that were read ahead and not used come first in the next iteration."""
 
-    def worker() -> list[int]:
-        model, optimizer, sync = attach()
-        sampler = LeasedSampler(dataset(), 4, sync=sync)
-        loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
-        used = []
-        for batch in loader:
-            used += train_on(model, optimizer, [batch])
-            if len(used) >= 20:
+    def worker() -> Any:
+        own = Worker()
+        for _ in own.batches(1):
+            if len(own.used[0]) >= 20:
                 break
-        used += train_on(model, optimizer, loader)
-        sync.finish()
-        return used
+        own.epochs(1)
+        return own.finish()
 
     results = simulated(worker, workers=2).results
-    assert Counter(results[0] + results[1]) == Counter(range(SAMPLES))
+    assert used_by(results) == Counter((0, sample) for sample in range(SAMPLES))
 
 
 # -- mistakes ----------------------------------------------------------------------------------
@@ -276,14 +282,14 @@ def test_a_loop_that_is_left_early_continues() -> None:
 
 def test_mistakes_are_named() -> None:
     def worker() -> None:
-        model, optimizer, sync = attach()
+        own = Worker()
+        sync, sampler = own.sync, own.sampler
         with pytest.raises(TypeError, match="batch_size"):
             LeasedSampler(dataset(), 1.5, sync=sync)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="sync must be"):
             LeasedSampler(dataset(), 4, sync=None)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="230 samples give no batch of 300 after drop_last"):
             LeasedSampler(dataset(), 300, sync=sync, drop_last=True)
-        sampler = LeasedSampler(dataset(), 4, sync=sync)
         with pytest.raises(TypeError, match="must be a DataLoader with batch_sampler"):
             LeasedLoader(DataLoader(dataset(), batch_size=4))
         with pytest.raises(ValueError, match="or as sampler= with batch_size=None"):
@@ -291,7 +297,7 @@ def test_mistakes_are_named() -> None:
         disordered = DataLoader(dataset(), batch_sampler=sampler, num_workers=1, in_order=False)
         with pytest.raises(ValueError, match="in_order=False changes the order"):
             LeasedLoader(disordered)
-        train_on(model, optimizer, plain(sampler))
+        own.epochs(1)
         with pytest.raises(ValueError, match="epoch 0 is used up, the next one is 1"):
             sampler.set_epoch(0)
         with pytest.raises(ValueError, match="call it before"):
@@ -305,7 +311,8 @@ def test_mistakes_are_named() -> None:
 
 def test_nodes_are_refused() -> None:
     def worker() -> None:
-        _, _, sync = attach(node_group="auto")
+        model = make_model()
+        sync = offbeat.attach(model, sgd(model), offbeat.BSP(), node_group="auto")
         with pytest.raises(AttachError, match="LeasedSampler with node_group"):
             LeasedSampler(dataset(), 4, sync=sync)
         sync.detach()
@@ -316,11 +323,9 @@ def test_nodes_are_refused() -> None:
 @pytest.mark.parametrize("name", ["batch_size", "total_batches"])
 def test_different_settings_are_found(name: str) -> None:
     def worker() -> None:
-        _, _, sync = attach()
-        options: dict[str, Any] = {"batch_size": 4, "total_batches": 100}
+        options = {"batch_size": 4, "total_batches": 100}
         options[name] += dist.get_rank()
-        sampler = LeasedSampler(dataset(), sync=sync, **options)
-        next(iter(sampler))
+        next(iter(Worker(**options).loader))
 
     with pytest.raises(MismatchError, match="the workers lease different data"):
         simulated(worker, workers=2)
@@ -329,13 +334,10 @@ def test_different_settings_are_found(name: str) -> None:
 class LostBoard(LocalBoard):
     """A board whose store has ended."""
 
-    @override
-    def put(self, key: str, value: str) -> None:
+    def lost(self, key: str, value: Any) -> Any:
         raise RuntimeError("Connection reset by peer\nException raised from …")
 
-    @override
-    def add(self, key: str, amount: int) -> int:
-        raise RuntimeError("Connection reset by peer\nException raised from …")
+    put = add = lost
 
 
 class SilentBoard(LocalBoard):
@@ -351,23 +353,22 @@ class SilentBoard(LocalBoard):
         return super().add(key, amount)
 
 
-def sampler_with(board: LocalBoard, **options: Any) -> LeasedLoader:
-    _, _, sync = attach(**options)
-    sampler = LeasedSampler(dataset(), 4, sync=sync)
-    sampler._leases._board = board
-    return LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
+def loader_with(board: LocalBoard, **options: Any) -> LeasedLoader:
+    worker = Worker(**options)
+    worker.sampler._leases._board = board
+    return worker.loader
 
 
 def test_a_lost_store_is_named() -> None:
     """When the next chunk is needed, and at the end of an epoch of elastic training."""
-    loader = sampler_with(LostBoard())
+    loader = loader_with(LostBoard())
     for _ in range(2):
         with pytest.raises(CommunicationError, match=LOST):
             next(iter(loader))
     loader.sampler.sync.detach()
 
     def worker() -> None:
-        loader = sampler_with(LocalBoard(), min_workers=1)
+        loader = loader_with(LocalBoard(), elastic=True)
         with pytest.raises(CommunicationError, match=LOST):  # noqa: PT012
             for _ in loader:
                 loader.sampler._leases._board = LostBoard()
@@ -381,7 +382,7 @@ LOST = r"^rank 0: leasing data failed: the store .* \(Connection reset by peer\)
 
 def test_a_silent_store_raises_a_timeout() -> None:
     board = SilentBoard()
-    loader = sampler_with(board, timeout_seconds=0.2)
+    loader = loader_with(board, timeout_seconds=0.2)
     text = "rank 0: leasing data failed: .* has not answered within timeout_seconds=0.2"
     with pytest.raises(CommunicationTimeout, match=text):
         next(iter(loader))
@@ -390,7 +391,7 @@ def test_a_silent_store_raises_a_timeout() -> None:
 
 
 def test_nothing_is_leased_after_the_end() -> None:
-    loader = sampler_with(LocalBoard())
+    loader = loader_with(LocalBoard())
     batches = iter(loader)
     next(batches)
     loader.sampler.sync.detach()
@@ -402,10 +403,10 @@ def test_elastic_training_needs_the_loader() -> None:
     """A plain DataLoader does not know what was trained on, and ends without waiting."""
 
     def worker() -> None:
-        _, _, sync = attach(min_workers=1)
+        sync = Worker(elastic=True).sync
         sampler = LeasedSampler(dataset(), 4, sync=sync)
         with pytest.raises(AttachError, match=r"needs a LeasedLoader around the DataLoader"):
-            next(iter(plain(sampler)))
+            next(iter(DataLoader(dataset(), batch_sampler=sampler)))
         sync.detach()
 
     simulated(worker, workers=1)
@@ -414,24 +415,16 @@ def test_elastic_training_needs_the_loader() -> None:
 # -- deaths ------------------------------------------------------------------------------------
 
 
-def lease_elastically(strategy: str, record: dict[int, Any], epochs: int = 3) -> dict[str, Any]:
+def lease_elastically(strategy: str, record: dict[int, Any]) -> dict[str, Any]:
     """Train with possible losses. ``record`` also keeps what killed workers have used."""
-    rank = dist.get_rank()
-    model, optimizer, sync = attach(strategy, min_workers=1, timeout_seconds=2.0)
-    sampler = LeasedSampler(dataset(), 4, sync=sync)
-    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
-    mine = record[rank] = {"used": [[] for _ in range(epochs)]}
-    for epoch in range(sampler.epoch, epochs):
-        sampler.set_epoch(epoch)
-        for batch in loader:
-            mine["used"][epoch] += train_on(model, optimizer, [batch])
-    ended = sync._team.host.now()
-    sync.finish()
-    return {**mine, "repeated": sampler.repeated, "model": flat(model), "ended": ended}
+    worker = Worker(strategy, elastic=True, timeout_seconds=2.0)
+    record[dist.get_rank()] = {"used": worker.used}
+    worker.epochs(3)
+    return worker.finish(ended=worker.sync._team.host.now())
 
 
 def samples_used(results: Iterable[Any]) -> Counter[int]:
-    return Counter(s for each in results for epoch in each["used"] for s in epoch)
+    return Counter(s for each in results for epoch in each["used"].values() for s in epoch)
 
 
 ELASTIC = ["streaming", "local:period=4", "async:staleness=4", "bsp"]
@@ -492,17 +485,13 @@ def test_workers_may_be_lost_while_they_take_over(strategy: str) -> None:
 
 def train_with_consensus(epochs: int = 6) -> dict[str, Any]:
     """Train, and enter a consensus after each epoch."""
-    model, optimizer, sync = attach(min_workers=1)
-    sampler = LeasedSampler(dataset(), 4, sync=sync)
-    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
-    first, used, means = sampler.epoch, [list[int]() for _ in range(epochs)], {}
+    worker = Worker(elastic=True)
+    first, means = worker.sampler.epoch, {}
     for epoch in range(first, epochs):
-        sampler.set_epoch(epoch)
-        used[epoch] += train_on(model, optimizer, loader)
-        with sync.consensus():
-            means[epoch] = flat(model)
-    sync.finish()
-    return {"first": first, "used": used, "means": means}
+        worker.epochs(epoch + 1)
+        with worker.sync.consensus():
+            means[epoch] = flat(worker.model)
+    return worker.finish(first=first, means=means)
 
 
 @pytest.mark.parametrize("at", [0.3, 0.4, 0.5, 0.6])
@@ -512,7 +501,7 @@ def test_a_worker_that_joins_starts_from_the_epoch_of_the_others(at: float) -> N
     assert used_by(results) == Counter((e, s) for e in range(6) for s in range(SAMPLES))
     joined = results[3]
     assert joined["first"] >= 1
-    assert all(joined["used"][joined["first"] + 1 :])
+    assert all(joined["used"][epoch] for epoch in range(joined["first"] + 1, 6))
     for epoch, mean in joined["means"].items():
         assert torch.equal(mean, results[0]["means"][epoch])
 
@@ -523,21 +512,18 @@ def train_and_die(rank: int, size: int) -> Any:
     kept = store()
     if rank == size:
         kept.wait(["died"])
-    model, optimizer, sync = attach()
-    sampler = LeasedSampler(dataset(), 4, sync=sync)
-    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
-    used: list[list[int]] = [[] for _ in range(4)]
-    for epoch in range(sampler.epoch, 4):
-        sampler.set_epoch(epoch)
-        for batch in loader:
-            if rank == 1 and epoch == 1 and len(used[1]) >= 30:
-                kept.set("used", json.dumps(used))
-                kept.set("died", "")
-                os.kill(os.getpid(), signal.SIGKILL)
-            used[epoch] += train_on(model, optimizer, [batch], 0.003)
-    sync.finish()
-    dead = {"used": json.loads(kept.get("used"))}
-    return {"used": used, "repeated": sampler.repeated, "dead": dead}
+    worker = Worker(timeout_seconds=20)
+    for epoch in worker.batches(4):
+        time.sleep(0.003)
+        if rank == 1 and epoch == 1 and len(worker.used[1]) >= 30:
+            kept.set("used", json.dumps(worker.used))
+            kept.set("died", "")
+            os.kill(os.getpid(), signal.SIGKILL)
+    return worker.finish(dead={"used": json.loads(kept.get("used"), object_hook=by_epoch)})
+
+
+def by_epoch(read: dict[str, Any]) -> dict[int, Any]:
+    return {int(epoch): samples for epoch, samples in read.items()}
 
 
 def test_no_sample_is_lost_when_a_real_worker_dies() -> None:
@@ -554,22 +540,14 @@ def test_no_sample_is_lost_when_a_real_worker_dies() -> None:
 
 def leave_the_loop(strategy: str, kind: str) -> dict[str, Any]:
     """Worker 1 evaluates in the middle of the second epoch, or ends training there."""
-    model, optimizer, sync = attach(strategy, min_workers=1)
-    sampler = LeasedSampler(dataset(), 4, sync=sync)
-    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
-    used: list[list[int]] = [[] for _ in range(3)]
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        for batch in loader:
-            used[epoch] += train_on(model, optimizer, [batch])
-            if dist.get_rank() == 1 and epoch == 1 and len(used[1]) == 20:
-                if kind == "ends":
-                    sync.finish()
-                    return {"used": used, "repeated": 0}
-                with sync.consensus():
-                    pass
-    sync.finish()
-    return {"used": used, "repeated": sampler.repeated}
+    worker = Worker(strategy, elastic=True)
+    for epoch in worker.batches(3):
+        if dist.get_rank() == 1 and epoch == 1 and len(worker.used[1]) == 20:
+            if kind == "ends":
+                break
+            with worker.sync.consensus():
+                pass
+    return worker.finish()
 
 
 @pytest.mark.parametrize("strategy", some(ELASTIC, 0, 3))
@@ -594,7 +572,7 @@ def test_the_others_take_over_if_a_worker_ends_early(strategy: str) -> None:
 def lease_really(rank: int, size: int, readers: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     multiprocessing.current_process()._config["daemon"] = False  # it may start reader processes
-    return lease(epochs=3, seconds=(0.02, 0.02, 0.1), readers=readers)
+    return lease(epochs=3, seconds=0.1 if rank == 2 else 0.02, readers=readers)
 
 
 @pytest.mark.parametrize("readers", [0, 2])
@@ -611,35 +589,20 @@ def test_real_workers_of_unequal_speed(readers: int) -> None:
 
 def first_part(stop: int) -> Any:
     """Train until a worker has taken ``stop`` steps, and save in a consensus."""
-    model, optimizer, sync = attach()
-    sampler = LeasedSampler(dataset(), 4, sync=sync, seed=5)
-    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
-    used: list[list[int]] = [[], []]
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for batch in loader:
-            used[epoch] += train_on(model, optimizer, [batch])
-            if sync.step >= stop:
-                break
-        if sync.step >= stop:
+    worker = Worker(seed=5)
+    for _ in worker.batches(2):
+        if worker.sync.step >= stop:
             break
-    with sync.consensus():
-        state = sampler.state_dict()
-    sync.finish()
-    return {"used": used, "state": state}
+    with worker.sync.consensus():
+        state = worker.sampler.state_dict()
+    return worker.finish(state=state)
 
 
 def second_part(state: Any) -> Any:
-    model, optimizer, sync = attach()
-    sampler = LeasedSampler(dataset(), 4, sync=sync, seed=5)
-    sampler.load_state_dict(state)
-    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
-    used: list[list[int]] = [[], []]
-    for epoch in range(sampler.epoch, 2):
-        sampler.set_epoch(epoch)
-        used[epoch] += train_on(model, optimizer, loader)
-    sync.finish()
-    return {"used": used}
+    worker = Worker(seed=5)
+    worker.sampler.load_state_dict(state)
+    worker.epochs(2)
+    return worker.finish()
 
 
 @pytest.mark.parametrize("stop", [1, 7, 14, 20, 26])
@@ -657,16 +620,11 @@ def test_another_number_of_workers_continues(stop: int) -> None:
 
 def save_twice(loaded: Any) -> dict[str, Any]:
     """Continue from a state, and save again before and within the first epoch."""
-    model, optimizer, sync = attach()
-    sampler = LeasedSampler(dataset(), 4, sync=sync, seed=5)
-    sampler.load_state_dict(loaded)
-    before = sampler.state_dict()
-    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
-    sampler.set_epoch(sampler.epoch)
-    used = train_on(model, optimizer, islice(loader, 1))
-    state = sampler.state_dict()
-    sync.finish()
-    return {"before": before, "used": [used], "state": state}
+    worker = Worker(seed=5)
+    worker.sampler.load_state_dict(loaded)
+    before = worker.sampler.state_dict()
+    worker.train(worker.sampler.epoch, islice(worker.loader, 1))
+    return worker.finish(before=before, state=worker.sampler.state_dict())
 
 
 def test_a_state_may_be_saved_before_the_epochs_of_the_last_one_have_ended() -> None:
@@ -684,18 +642,14 @@ def test_a_state_may_be_saved_before_the_epochs_of_the_last_one_have_ended() -> 
 
 def lose_and_save(record: dict[int, Any]) -> Any:
     """Worker 2 is killed in the epoch, and the others save after it has ended or within it."""
-    rank = dist.get_rank()
-    model, optimizer, sync = attach("bsp", min_workers=1, timeout_seconds=2.0)
-    sampler = LeasedSampler(dataset(), 4, sync=sync, seed=5)
-    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
-    used = record[rank] = {"used": [[], []]}
-    for batch in loader:
-        used["used"][0] += train_on(model, optimizer, [batch])
-        if sync.step == 15:
+    worker = Worker("bsp", elastic=True, timeout_seconds=2.0, seed=5)
+    record[dist.get_rank()] = {"used": worker.used}
+    for _ in worker.batches(1):
+        if worker.sync.step == 15:
             break
-    with sync.consensus():
-        state = sampler.state_dict()
-    sync.finish()
+    with worker.sync.consensus():
+        state = worker.sampler.state_dict()
+    worker.sync.finish()
     return state
 
 
@@ -713,17 +667,11 @@ def test_what_a_lost_worker_has_reported_is_not_left() -> None:
 
 def save_at_step_10() -> dict[str, Any]:
     """Save between two steps, outside of a consensus."""
-    model, optimizer, sync = attach()
-    sampler = LeasedSampler(dataset(), 4, sync=sync)
-    loader = LeasedLoader(DataLoader(dataset(), batch_sampler=sampler))
-    used: list[int] = []
-    state: dict[str, Any] = {}
-    for batch in loader:
-        used += train_on(model, optimizer, [batch])
-        if sync.step == 10:
-            state = sampler.state_dict()
-    sync.finish()
-    return {"used": [used], "state": state, "model": flat(model)}
+    worker, state = Worker(), {}
+    for _ in worker.batches(1):
+        if worker.sync.step == 10:
+            state = worker.sampler.state_dict()
+    return worker.finish(state=state)
 
 
 def test_workers_at_the_same_step_save_between_two_steps() -> None:
@@ -741,16 +689,15 @@ def test_a_batch_counts_as_used_from_the_next_step_on() -> None:
     """Also with several batches in a step: two of three batches were handed out since the step."""
 
     def worker() -> tuple[Any, Any]:
-        model, optimizer, sync = attach()
-        sampler = LeasedSampler(dataset(), 4, sync=sync)
-        batches = iter(LeasedLoader(DataLoader(dataset(), batch_sampler=sampler)))
-        train_on(model, optimizer, islice(batches, 1))
+        own = Worker()
+        batches = iter(own.loader)
+        own.train(0, islice(batches, 1))
         for _ in range(2):
             next(batches)
-        before = sampler.state_dict()["left"]
-        optimizer.step()
-        after = sampler.state_dict()["left"]
-        sync.detach()
+        before = own.sampler.state_dict()["left"]
+        own.optimizer.step()
+        after = own.sampler.state_dict()["left"]
+        own.sync.detach()
         return before, after
 
     (result,) = simulated(worker, workers=1).results
@@ -759,7 +706,7 @@ def test_a_batch_counts_as_used_from_the_next_step_on() -> None:
 
 def test_a_state_of_other_data_is_refused() -> None:
     def worker() -> None:
-        _, _, sync = attach()
+        sync = Worker().sync
         state = LeasedSampler(dataset(), 4, sync=sync, total_batches=9).state_dict()
         with pytest.raises(ValueError, match="saved with batch_size=4, this sampler has"):
             LeasedSampler(dataset(), 8, sync=sync).load_state_dict(state)

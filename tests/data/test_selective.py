@@ -3,14 +3,12 @@
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DistributedSampler
 
+from offbeat import simulate
 from offbeat.data import SelDPSampler
-from workers import run
 
 sizes = st.integers(1, 60)
 workers = st.integers(1, 8)
@@ -154,21 +152,6 @@ def test_bad_arguments() -> None:
         SelDPSampler(range(10))
 
 
-def gather(rank: int, size: int) -> tuple[list[list[int]], int]:
-    dataset = TensorDataset(torch.arange(17))
-    sampler = SelDPSampler(dataset)  # rank and size from torch.distributed
-    loader = DataLoader(dataset, batch_size=3, sampler=sampler)
-    own = torch.cat([batch for (batch,) in loader])
-    all_read = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(all_read, own)
-    return [t.tolist() for t in all_read], len(loader)
-
-
-def test_real_workers_with_a_data_loader() -> None:
-    """Three processes read all samples, in different chunks, through a DataLoader."""
-    (read, batches), *_ = run(gather, workers=3)
-    assert batches == 6
-    for own in read:
-        assert set(own) == set(range(17))
-    assert read[1] == read[0][6:] + read[0][:6]
-    assert read[2] == read[0][12:] + read[0][:12]
+def test_rank_and_size_are_those_of_the_process_group() -> None:
+    results = simulate(lambda: list(SelDPSampler(range(6), shuffle=False)), workers=3).results
+    assert results == epoch(6, 3, shuffle=False)

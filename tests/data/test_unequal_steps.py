@@ -4,7 +4,7 @@ These are the sections "Unequal numbers of steps" of docs/strategies.md and "Eva
 others train" of docs/data.md.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -116,45 +116,33 @@ def test_ssp_ends_in_lock_step() -> None:
 EVALUATIONS, EVALUATED = 3, 3  # number of evaluations, and of batches in each
 
 
-def between_steps() -> AfterStep:
-    """Rank 0 evaluates one batch after each of its steps. A batch takes as long as a step."""
-    done, running = 0, iter(())
+def evaluating(*, in_consensus: bool) -> AfterStep:
+    """Rank 0 evaluates a batch after each of its steps, or all of them in a consensus.
 
-    def evaluation(sync: Any) -> Iterator[None]:
-        for _ in range(EVALUATED):
-            sync._team.host.sleep(STEP_SECONDS, "an evaluation")
-            yield
+    A batch takes as long as a step.
+    """
+    begun = left = 0
 
     def after_step(sync: Any, sampler: LeasedSampler) -> None:
-        nonlocal done, running
-        if done < EVALUATIONS and sampler.progress > (done + 1) / (EVALUATIONS + 2):
-            done += 1
-            if sync.rank == 0:
-                running = evaluation(sync)
-        next(running, None)
-
-    return after_step
-
-
-def in_consensus() -> AfterStep:
-    """Rank 0 evaluates the mean of the models."""
-    done = 0
-
-    def after_step(sync: Any, sampler: LeasedSampler) -> None:
-        nonlocal done
-        if done < EVALUATIONS and sampler.progress > (done + 1) / (EVALUATIONS + 2):
-            done += 1
-            with sync.consensus():
-                if sync.rank == 0:
-                    sync._team.host.sleep(EVALUATED * STEP_SECONDS, "an evaluation")
+        nonlocal begun, left
+        sleep = sync._team.host.sleep
+        if begun < EVALUATIONS and sampler.progress > (begun + 1) / (EVALUATIONS + 2):
+            begun, left = begun + 1, EVALUATED * (sync.rank == 0)
+            if in_consensus:
+                with sync.consensus():
+                    sleep(left * STEP_SECONDS, "an evaluation")
+                left = 0
+        if left:
+            sleep(STEP_SECONDS, "an evaluation")
+            left -= 1
 
     return after_step
 
 
 def test_an_evaluation_between_steps_makes_no_worker_wait() -> None:
     """The others take over samples. A consensus costs each worker more than a step."""
-    between = simulated(lambda: train("streaming", between_steps()))
-    inside = simulated(lambda: train("streaming", in_consensus()))
+    between = simulated(lambda: train("streaming", evaluating(in_consensus=False)))
+    inside = simulated(lambda: train("streaming", evaluating(in_consensus=True)))
     ideal = (BATCHES + EVALUATIONS * EVALUATED) * STEP_SECONDS / 3.5
     assert ideal * 0.99 <= between.seconds <= ideal + 4 * STEP_SECONDS
     assert inside.seconds > between.seconds + EVALUATIONS * STEP_SECONDS

@@ -49,13 +49,9 @@ def test_words_and_numbers_are_whole(width: int) -> None:
             assert "12.5 s" in text or "12.5" not in cell
             assert "20 %" in text or "20" not in cell
     assert bool(left_out) == (width < 90)
-
-
-def test_a_wide_table_has_only_its_headings_wrapped() -> None:
-    shown, left_out = narrow(TABLE, 200)
-    assert shown.rows == ROWS
-    assert shown.headings == ("strategy", "time\nto\ntarget", "speed-up", "final", "idle")
-    assert left_out == ()
+    if width == 200:
+        assert shown.rows == ROWS
+        assert shown.headings == ("strategy", "time\nto\ntarget", "speed-up", "final", "idle")
 
 
 def test_a_word_without_room_is_broken_and_nothing_is_lost() -> None:

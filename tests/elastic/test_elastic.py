@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import offbeat
 from cells import some
@@ -21,6 +22,7 @@ from offbeat import (
     Compute,
     MismatchError,
     Network,
+    Simulation,
     simulate,
 )
 from offbeat.simulate import Join, Kill, Straggler
@@ -49,15 +51,15 @@ def attach(model: nn.Module, strategy: str, **options: Any) -> Any:
     return optimizer, offbeat.attach(model, optimizer, chosen, **options)
 
 
-def train(strategy: str, steps: int = STEPS, **options: Any) -> dict[str, Any]:
+def train(
+    strategy: str, make: Callable[[nn.Module], Optimizer] = sgd, **options: Any
+) -> dict[str, Any]:
     rank = dist.get_rank()
     model, sink = make_model(rank), Sink()
-    optimizer, sync = attach(model, strategy, log=sink, **options)
+    optimizer, sync = attach(model, strategy, optimizer=make(model), log=sink, **options)
     begun = sync.step
-    for step in range(sync.step, steps):
-        optimizer.zero_grad()
-        loss_of(model, make_batch(rank, step)).backward()
-        optimizer.step()
+    for step in range(begun, STEPS):
+        train_step(model, optimizer, make_batch(rank, step))
     sync.finish()
     return {
         "model": flat(model),
@@ -68,17 +70,27 @@ def train(strategy: str, steps: int = STEPS, **options: Any) -> dict[str, Any]:
     }
 
 
-def run(
-    function: Callable[[], Any], *faults: Any, workers: int = 4, shuffle: int | None = None
-) -> list[Any]:
-    return simulate(
-        function,
-        workers=workers,
-        network=Network("1Mbit/s", latency="1ms"),
-        compute=Compute("10ms", jitter=0.2),
-        faults=faults,
-        shuffle_ties=shuffle,
-    ).results
+SLOW, FAST = Network("1Mbit/s", latency="1ms"), Network("100Gbit/s", latency="1us")
+
+
+def simulated(
+    function: Callable[[], Any],
+    *faults: Any,
+    workers: int = 4,
+    network: Network = SLOW,
+    jitter: float = 0.0,
+) -> Simulation:
+    compute = Compute("10ms", jitter=jitter)
+    return simulate(function, workers=workers, network=network, compute=compute, faults=faults)
+
+
+def run(function: Callable[[], Any], *faults: Any, workers: int = 4) -> list[Any]:
+    return simulated(function, *faults, workers=workers, jitter=0.2).results
+
+
+def exact(function: Callable[[], Any], *faults: Any, workers: int = 4) -> list[Any]:
+    """Steps of 10 ms, one after the other, and a network that takes next to no time."""
+    return simulated(function, *faults, workers=workers, network=FAST).results
 
 
 def survivors(results: Sequence[Any]) -> list[dict[str, Any]]:
@@ -98,13 +110,23 @@ def check(results: Sequence[Any], members: list[int]) -> None:
 
 @pytest.mark.parametrize("strategy", some(STRATEGIES, *DAILY))
 def test_training_survives_a_loss_and_a_join(strategy: str) -> None:
-    """At the end all workers have one finite model and have taken all steps."""
+    """At the end all workers have one finite model and have taken all steps.
+
+    The record of the step in which a view begins has its number and its size.
+    """
     results = run(lambda: train(strategy), Kill(worker=2, at=0.061), Join(at=0.07))
     assert results[2] is None
     check(results, [0, 1, 3, 4])
     newcomer = results[4]
     assert 0 < newcomer["begun"] < STEPS
     assert newcomer["records"][0]["step"] == newcomer["begun"] + 1
+    assert {r["rank"] for r in newcomer["records"]} == {4}
+    records, details = results[0]["records"], results[0]["details"]
+    assert [r["step"] for r in records] == list(range(1, STEPS + 1))
+    views = [(r["view"], r["workers"]) for r in records if "view" in r]
+    assert (views[0], views[-1]) == ((0, 4), (details["view"], 4))
+    assert details["view_changes"] == details["view"] >= 1
+    assert details["view_seconds"] > 0
 
 
 class Steps(nn.Module):
@@ -137,30 +159,12 @@ def test_survivors_keep_local_steps_if_one_has_decided_more_rounds(spared: tuple
             assert steps[[0, 1, 3]].tolist() == pytest.approx(own), at
 
 
-def exact(function: Callable[[], Any], *faults: Any, workers: int = 4) -> list[Any]:
-    """Steps of 10 ms, one after the other, and a network that takes next to no time."""
-    return simulate(
-        function,
-        workers=workers,
-        network=Network("100Gbit/s", latency="1us"),
-        compute=Compute("10ms"),
-        faults=faults,
-    ).results
-
-
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
+def momentum(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def train_momentum(strategy: str) -> dict[str, Any]:
-    rank = dist.get_rank()
-    model = make_model(rank)
-    optimizer, sync = attach(model, strategy, optimizer=momentum(model))
-    begun = sync.step
-    for step in range(begun, STEPS):
-        train_step(model, optimizer, make_batch(rank, step))
-    sync.finish()
-    return {"model": flat(model), "begun": begun, "details": dict(sync.stats.details)}
+    return train(strategy, momentum)
 
 
 def reference_bsp(ranks_of: Callable[[int], Sequence[int]]) -> Tensor:
@@ -200,18 +204,13 @@ def test_a_newcomer_takes_its_first_bsp_step_with_the_others() -> None:
         close(one["model"], expected)
 
 
-def on_a_slow_link(worker: Any, *faults: Any) -> Any:
-    network, compute = Network("1Mbit/s", latency="1ms"), Compute("10ms")
-    return simulate(worker, workers=4, network=network, compute=compute, faults=faults)
-
-
 def test_a_bsp_step_is_applied_on_all_workers_or_none() -> None:
     """If the mean of step 4 has reached some workers, the others receive the result."""
 
     def worker() -> dict[str, Any]:
         return train_momentum("bsp")
 
-    at = partial(on_a_slow_link, worker)
+    at = partial(simulated, worker)
     spans = [s for s in at().timeline if s.kind == "transfer" and s.rank == 0]
     means = [s for s in spans if s.what == "mean of the gradients"]
     middle = (means[4].start + means[4].end) / 2
@@ -402,16 +401,7 @@ def test_a_loss_in_consensus_and_in_finish_is_survived(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["local:period=5", "bsp"])
 def test_a_loss_in_the_last_message_ends_training_on_all(strategy: str) -> None:
     """Workers that have seen the end have left; the others end with the same model."""
-
-    def at(*faults: Any) -> Any:
-        return simulate(
-            lambda: train(strategy),
-            workers=4,
-            network=Network("1Mbit/s", latency="1ms"),
-            compute=Compute("10ms"),
-            faults=faults,
-        )
-
+    at = partial(simulated, lambda: train(strategy))
     spans = [s for s in at(Kill(worker=0, at=1e3)).timeline if s.kind == "transfer" and s.rank == 0]
     assert spans[-1].what == "the end of training"
     for span in spans[-3:]:
@@ -441,7 +431,7 @@ def test_further_modules_are_averaged_by_the_workers_that_are_left() -> None:
     """Also if one is lost while their mean is computed: (1 + 2 + 4) / 3. Or all have the mean."""
     assert run(with_module, Kill(worker=2, at=0.061), Join(at=0.07)) == [3.0, 3.0, None, 3.0, 3.0]
 
-    at = partial(on_a_slow_link, with_module)
+    at = partial(simulated, with_module)
     spans = [s for s in at(Kill(worker=0, at=1e3)).timeline if s.kind == "transfer" and s.rank == 0]
     assert "consensus of the modules in also" in [span.what for span in spans[-3:]]
     found = []
@@ -591,8 +581,8 @@ def test_a_newcomer_receives_the_options_of_the_optimizer() -> None:
     assert (lr, count) == (0.05, begun + 1)  # it joins inside a step of the others
 
 
-def test_a_state_that_cannot_be_shared_is_refused() -> None:
-    """When it is given, and not when a worker joins."""
+def test_states_and_numbers_of_workers_that_cannot_be_are_refused() -> None:
+    """A state when it is given, and not when a worker joins. See also ``test_attach``."""
     model = make_model()
     optimizer, sync = attach(model, "bsp", min_workers=None)
     sync.share_state(lambda: object(), close)  # no worker joins, so it is not even called
@@ -604,25 +594,14 @@ def test_a_state_that_cannot_be_shared_is_refused() -> None:
         sync.share_state(dict, dict)
 
     def worker() -> None:
+        with pytest.raises(AttachError, match="min_workers=3, but there are 2 workers"):
+            attach(make_model(), "bsp", min_workers=3)
         _, sync = attach(make_model(), "bsp")
         with pytest.raises(CheckpointError, match="the shared state is a Sink, and a checkpoint"):
             sync.share_state(lambda: Sink(), close)
         sync.finish()
 
     run(worker, workers=2)
-
-
-def test_totals_and_records_name_the_view() -> None:
-    """The record of the step in which a view begins has its number and its size."""
-    results = run(lambda: train("local:period=3"), Kill(worker=2, at=0.061), Join(at=0.07))
-    one = results[0]
-    assert one["details"]["view_changes"] == one["details"]["view"] >= 1
-    assert one["details"]["view_seconds"] > 0
-    told = [(r["view"], r["workers"]) for r in one["records"] if "view" in r]
-    assert told[0] == (0, 4)
-    assert told[-1] == (one["details"]["view"], 4)
-    assert [r["step"] for r in one["records"]] == list(range(1, STEPS + 1))
-    assert {r["rank"] for r in results[4]["records"]} == {4}
 
 
 def test_a_state_saved_after_a_loss_is_one_of_fewer_workers() -> None:
@@ -647,19 +626,6 @@ def test_a_state_saved_after_a_loss_is_one_of_fewer_workers() -> None:
         return sync.step
 
     assert run(load, workers=3) == [8] * 3
-
-
-def test_unsupported_features_are_refused() -> None:
-    """test_attach covers those that follow from the arguments alone."""
-
-    def worker() -> None:
-        model = make_model()
-        with pytest.raises(AttachError, match="min_workers=3, but there are 2 workers"):
-            attach(model, "bsp", min_workers=3)
-        _, sync = attach(model, "bsp")
-        sync.finish()
-
-    run(worker, workers=2)
 
 
 def meet_often() -> Any:

@@ -1,8 +1,9 @@
 """Training that continues when real workers die and join."""
 
+import gc
 import os
-import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 
 import offbeat
 from cells import some
-from gathered import gather_in_order, store
-from loops import sgd
+from gathered import die, gather_in_order, store
+from loops import start
 from offbeat.elastic import views
 from offbeat.errors import CommunicationError
-from problems import flat, loss_of, make_batch, make_model
+from problems import flat, make_batch, train_step
+from transport.communicators import held
 from workers import run
 
 STRATEGIES = [
@@ -41,23 +43,17 @@ def stumble() -> None:
 def train(rank: int, size: int, strategy: str, stumbles: bool = False) -> Any:
     """Rank 1 dies at step 10, then a worker joins; all take some more steps."""
     gather_in_order(rank, size)
-    kept = store()
     if rank == size:
-        kept.wait(["died"])
+        store().wait(["died"])
         if stumbles:
             stumble()
-    model = make_model(rank)
-    optimizer = sgd(model)
-    sync = offbeat.attach(model, optimizer, offbeat.parse_strategy(strategy), timeout_seconds=100)
+    model, optimizer, sync = start(rank, strategy, timeout_seconds=100)
     begun, more, deadline = sync.step, 8, time.monotonic() + 40
     while more:
         assert time.monotonic() < deadline, sync.stats
         if rank == 1 and sync.step == 10:
-            kept.set("died", "")
-            os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.zero_grad()
-        loss_of(model, make_batch(rank, sync.step)).backward()
-        optimizer.step()
+            die()
+        train_step(model, optimizer, make_batch(rank, sync.step))
         members = [n for n in range(size + 1) if n != 1]
         more -= sync.stats.details["members"] == members
         time.sleep(0.002)
@@ -89,3 +85,42 @@ def test_training_survives_a_death_and_a_join(strategy: str) -> None:
 def test_a_newcomer_may_fail_before_its_first_view_begins() -> None:
     """It enters the next view, still with nothing to contribute, long before a time-out."""
     check(run(train, "streaming", True, workers=4, newcomers=1, may_die=(1,)))
+
+
+def outlive(rank: int, size: int, others: int) -> Any:
+    """Rank 0 outlives workers that join and die in turn. Returns what it holds after each."""
+    gather_in_order(rank, size)
+    if rank > 1:
+        store().wait([f"alone {rank - 1}"])
+    model, optimizer, sync = start(rank, offbeat.LocalSGD(period=4), timeout_seconds=100)
+
+    def train(workers: int) -> None:
+        steps, deadline = 6, time.monotonic() + 40
+        while steps:
+            assert time.monotonic() < deadline, sync.stats
+            train_step(model, optimizer, make_batch(rank, sync.step))
+            steps -= sync.size == workers
+
+    found: list[tuple[int, ...]] = []
+    for number in range(others):
+        train(2)
+        if rank:
+            die()
+        train(1)
+        store().set(f"alone {number + 1}", "")
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found.append((*held(found[0][:2] if found else (0, 0)), pages * os.sysconf("SC_PAGESIZE")))
+    sync.finish()
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_a_worker_that_others_join_and_leave_keeps_nothing_of_them() -> None:
+    """Neither threads, descriptors nor memory, after the first two."""
+    dead = tuple(range(1, 7))
+    first = run(outlive, 6, workers=1, newcomers=6, may_die=dead)[0]
+    threads, descriptors, size = (b - a for a, b in zip(first[1], first[-1], strict=True))
+    assert threads <= 1
+    assert descriptors <= 1
+    assert size < 6e6

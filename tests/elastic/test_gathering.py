@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import re
-import signal
 import socket
 import time
 from pathlib import Path
@@ -22,15 +21,14 @@ import torch.multiprocessing as mp
 
 import offbeat
 from cells import some
-from loops import close, sgd
+from gathered import die, kill_at, meet, store
+from loops import close, error_of, sgd
 from offbeat.elastic import gathering, joining, membership, reports
 from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.gathering import Gathering, WorkerCount, training_has_ended
 from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
-from offbeat.training import assembly
 from offbeat.transport.membership import ModelLostError
-from offbeat.transport.torch_backend import process_groups as groups
 from offbeat_lab.baselines import STRATEGIES
 from problems import flat, gradients, loss_of, make_batch, make_model
 from workers import _serve_store, run
@@ -38,33 +36,18 @@ from workers import _serve_store, run
 TIMEOUT_SECONDS = 100.0  # more than a test may take, so that none ends by a time-out
 
 
-def store() -> Any:
-    return dist.TCPStore(os.environ["KEPT_ADDR"], int(os.environ["KEPT_PORT"]), None, False)
-
-
 def set_variables(workers: str, address: str | None = None) -> None:
     """Set the variables as a launcher does. Shorten what would make the tests wait."""
     membership._STORE_SECONDS = 0.1  # between two looks at the store
     joining._REFUSED_SECONDS = 0.5
-    kept = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    kept = ":".join((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]))
     os.environ.update(
         OFFBEAT_KERNELS="0",  # numba is slow to import
-        OFFBEAT_STORE=address or ":".join(kept),
+        OFFBEAT_STORE=address or kept,
         OFFBEAT_WORKERS=workers,
-        **{"KEPT_ADDR": kept[0], "KEPT_PORT": kept[1]},  # the store of the test
+        TEST_STORE=kept,
         **{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
     )
-
-
-def die(key: str = "died") -> None:
-    store().set(key, "")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def meet(name: str, rank: int, ranks: range) -> None:
-    """Wait until all of ``ranks`` have called this."""
-    store().set(f"{name}{rank}", "")
-    store().wait([f"{name}{other}" for other in ranks])
 
 
 class Worker:
@@ -108,6 +91,11 @@ def check(results: list[Any], members: list[int] | None = None) -> None:
     assert sorted(rank for *_, rank in results) == list(range(len(results)))
 
 
+def attach(**options: Any) -> Any:
+    model = make_model()
+    return offbeat.attach(model, sgd(model), **{"strategy": offbeat.BSP(), **options})
+
+
 # -- the variables --------------------------------------------------------------------------------
 
 
@@ -123,7 +111,6 @@ def test_the_number_of_workers_is_read(text: str, expected: tuple[int, int, int]
     ("address", "workers", "told"),
     [
         ("10.0.0.1", "4", "OFFBEAT_STORE: the address of a store is .* got '10.0.0.1'"),
-        ("host:port", "4", "OFFBEAT_STORE: .* got 'host:port'"),
         ("10.0.0.1:29500", None, "OFFBEAT_STORE is set and OFFBEAT_WORKERS is not"),
         ("10.0.0.1:29500", "", "OFFBEAT_STORE is set and OFFBEAT_WORKERS is not"),
         ("", "4", "OFFBEAT_WORKERS is set and OFFBEAT_STORE is not"),
@@ -141,9 +128,8 @@ def test_malformed_variables_are_refused(
     monkeypatch.delenv("OFFBEAT_WORKERS", raising=False)
     if workers is not None:
         monkeypatch.setenv("OFFBEAT_WORKERS", workers)
-    model = make_model()
     with pytest.raises(AttachError, match=told) as caught:
-        offbeat.attach(model, sgd(model), offbeat.BSP())
+        attach()
     assert "\n" not in str(caught.value)
 
 
@@ -153,49 +139,44 @@ def test_an_explicit_group_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("OFFBEAT_WORKERS", "2")
 
     def train() -> int:
-        model = make_model()
-        with offbeat.attach(model, sgd(model), offbeat.BSP()) as sync:
-            return sync.size
+        with attach() as sync:
+            return int(sync.size)
 
     results = offbeat.simulate(
         train, workers=2, network=offbeat.Network("1Mbit/s"), compute=offbeat.Compute("1ms")
     ).results
     assert results == [2, 2]
-    model, other = make_model(), Gathering("127.0.0.1:2", WorkerCount.parse("2"))
+    other = Gathering("127.0.0.1:2", WorkerCount.parse("2"))
     with pytest.raises(CommunicationError, match=r"failed: no store answers at 127\.0\.0\.1:2"):
-        offbeat.attach(
-            model, sgd(model), offbeat.BSP(), group=other, min_workers=1, timeout_seconds=0.2
-        )
+        attach(group=other, min_workers=1, timeout_seconds=0.2)
 
 
 def test_a_process_group_is_refused() -> None:
     """In one line that names the way, also without a process group."""
-    model, told = make_model(), r"^offbeat\.attach\(\) with min_workers: .* with offbeat run, .*$"
+    told = r"^offbeat\.attach\(\) with min_workers: .* with offbeat run, .*$"
     with pytest.raises(AttachError, match=told):
-        offbeat.attach(model, sgd(model), offbeat.BSP(), min_workers=1)
+        attach(min_workers=1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for group in (None, dist.group.WORLD):
             with pytest.raises(AttachError, match=told):
-                offbeat.attach(model, sgd(model), offbeat.BSP(), group=group, min_workers=1)
+                attach(group=group, min_workers=1)
     finally:
         dist.destroy_process_group()
 
 
 def test_what_is_not_elastic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the variable that makes training elastic."""
+    """The error names what makes training elastic, unless it is about something else."""
     monkeypatch.setenv("OFFBEAT_STORE", "127.0.0.1:1")
     monkeypatch.setenv("OFFBEAT_WORKERS", "2")
-    model = make_model()
     for strategy, options in (("ssp:staleness=2", {}), ("bsp", {"node_group": "auto"})):
-        with pytest.raises(AttachError, match=r"^min_workers with .* OFFBEAT_STORE is set"):
-            offbeat.attach(
-                model, sgd(model), offbeat.parse_strategy(strategy, STRATEGIES), **options
-            )
+        with pytest.raises(AttachError, match=r"^min_workers with .* OFFBEAT_STORE .* torchrun$"):
+            attach(strategy=offbeat.parse_strategy(strategy, STRATEGIES), **options)
+    with pytest.raises(AttachError, match=r"^adam_correction with bsp: .* leave it out$"):
+        attach(strategy=offbeat.BSP(), adam_correction=True)
 
 
 def test_a_missing_store_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model = make_model()
     monkeypatch.setenv("OFFBEAT_WORKERS", "2")
     for address, told in (
         ("127.0.0.1:2", "gathering failed: no store answers at 127.0.0.1:2 within 0.2 s"),
@@ -203,7 +184,7 @@ def test_a_missing_store_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ):
         monkeypatch.setenv("OFFBEAT_STORE", address)
         with pytest.raises(CommunicationError, match=told):
-            offbeat.attach(model, sgd(model), offbeat.BSP(), timeout_seconds=0.2)
+            attach(timeout_seconds=0.2)
 
 
 def have_a_default_group(rank: int, size: int) -> Any:
@@ -258,23 +239,6 @@ def test_workers_gather_at_a_file(tmp_path: Path) -> None:
     results = run(start, False, f"file://{tmp_path}/store", workers=0, newcomers=3)
     check([one[:4] for one in results], [0, 1, 2])
     assert training_has_ended(dist.FileStore(f"{tmp_path}/store"))
-
-
-def come_late(rank: int, _: int) -> Any:
-    set_variables("3")
-    if rank == 3:
-        store().wait(["come"])
-    worker = Worker(rank)
-    if rank < 3:
-        worker.steps(5, 3)
-        store().set("come", "")
-    return worker.steps(8, 4).finish()
-
-
-def test_a_late_worker_joins() -> None:
-    results = run(come_late, workers=0, newcomers=4)
-    check(results, [0, 1, 2, 3])
-    assert [begun > 0 for _, begun, *_ in results] == [False, False, False, True]
 
 
 def begin_with_fewer(rank: int, _: int) -> Any:
@@ -334,34 +298,8 @@ def test_a_worker_that_is_killed_and_started_again_joins(text: str) -> None:
     assert [begun > 0 for _, begun, *_ in left] == [False, False, True]
 
 
-def kill_at(place: str) -> None:
-    """Let this process die at ``place`` of ``attach``."""
-    if place == "having a number":
-        put = SharedStore.put
-
-        def die_or_put(self: Any, key: str, value: object) -> None:
-            if key.startswith("address/"):
-                die()
-            put(self, key, value)
-
-        SharedStore.put = die_or_put  # type: ignore[method-assign]
-    elif place == "before it gathers":
-        Gathering._gather = lambda *args: die()  # type: ignore[method-assign]
-    elif place == "before it opens view 0":
-        membership.StoreMembership.enter = lambda *args, **named: die()  # type: ignore[method-assign]
-    elif place == "while all connect":
-        groups.GroupFactory._make = lambda *args, **named: die()  # type: ignore[method-assign]
-    else:
-        assembly.copy_rank_0 = lambda *args: die()
-
-
-PLACES = [
-    "having a number",
-    "before it gathers",
-    "before it opens view 0",
-    "while all connect",
-    "while the model is copied",
-]
+PLACES = ["having a number", "before it gathers", "before it opens", "while all connect"]
+PLACES += ["while the model is copied"]
 
 
 def die_in_attach(rank: int, _: int, place: str) -> Any:
@@ -519,16 +457,15 @@ def come_after_the_end(rank: int, _: int) -> Any:
     while not training_has_ended(store()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with pytest.raises(EndedError) as caught:
-        Worker(rank)
-    return str(caught.value)
+    return error_of(lambda: Worker(rank))[1]
 
 
 def test_a_worker_that_comes_after_the_end_is_told() -> None:
     """Also if another one was killed before the end."""
     (model, *_), _, text = run(come_after_the_end, workers=0, newcomers=3, may_die=(1,))
     assert model.isfinite().all()
-    assert re.match(r"rank 2: joining failed: the training at 127.0.0.1:\d+ has ended", text), text
+    end = r" has ended\. For another one use a new store"
+    assert re.fullmatch(rf"rank 2: joining failed: the training at 127.0.0.1:\d+{end}", text), text
 
 
 # -- parts ----------------------------------------------------------------------------------------

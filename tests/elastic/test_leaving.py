@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import offbeat
 from cells import some
-from loops import attach, error_of, meet, sgd
+from loops import attach, error_of, meet, sgd, start
 from offbeat.errors import CommunicationError
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.torch_backend.torch_distributed import TorchCommunicator
-from problems import make_batch, make_model, train_step
+from problems import flat, make_batch, make_model, train_step
 from transport.communicators import meet as meet_in_store
 from workers import run
 
@@ -28,10 +29,8 @@ TIMEOUT_SECONDS = 100.0  # more than a test may take, so that none ends by a tim
 
 def leave(rank: int, size: int, text: str, where: str, way: str, folder: str) -> Any:
     """Rank 0 computes for long, the last rank leaves, and the others wait for both."""
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, text, timeout_seconds=TIMEOUT_SECONDS)
-    others = range(size - 1)
+    model, optimizer, sync = start(rank, text, timeout_seconds=TIMEOUT_SECONDS)
+    others, own = range(size - 1), list[Tensor]()
 
     def train() -> None:
         for step in range(30):
@@ -40,6 +39,7 @@ def leave(rank: int, size: int, text: str, where: str, way: str, folder: str) ->
             if step == 3 and rank == size - 1:
                 if way == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)
+                own.append(flat(model))
                 raise ZeroDivisionError
             if step == 4 and where == "consensus":
                 with sync.consensus():
@@ -54,7 +54,9 @@ def leave(rank: int, size: int, text: str, where: str, way: str, folder: str) ->
             train()
     except ZeroDivisionError:
         meet(folder, rank, range(size))  # its process lives on
-        return None
+        same = torch.equal(flat(model), own[0])
+        train_step(model, optimizer, make_batch(rank, 0))  # without hooks
+        return same
     except CommunicationError as error:
         meet(folder, rank, range(size) if way == "gives up" else others)
         return str(error)
@@ -84,17 +86,20 @@ def test_the_death_of_a_client_of_a_busy_server_is_noticed(
 
 
 @pytest.mark.parametrize(
-    "text", some(["bsp", "local:period=1", "async:staleness=2", "streaming"], 2)
+    "text",
+    some(["bsp", "local:period=1", "async:staleness=2", "streaming", "selsync", "diloco"], 0, 2),
 )
 def test_all_workers_notice_that_one_gives_up(text: str, tmp_path: Path) -> None:
     """Also those in the ring that wait for a busy one.
 
-    The error names the rank and its exit reason.
+    The error names the rank and its exit reason. The exception starts no collective, and detaches
+    the model.
     """
     results = run(leave, text, "training", "gives up", str(tmp_path), workers=4)
     for rank in (0, 1, 2):
         assert "lost the connection to rank 3, which gave up" in results[rank]
         assert re.match(rf"rank {rank}: .* failed after", results[rank])
+    assert results[3] is True, "the model is that of before the exception"
 
 
 def fail_beside(rank: int, size: int) -> Any:

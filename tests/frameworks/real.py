@@ -1,8 +1,10 @@
 """Shared parts of the tests with real packages: environment, data, reference."""
 
+import importlib.util
 import os
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,6 +34,12 @@ def run(function: Any, *args: Any) -> list[Any]:
 def _in_environment(rank: int, size: int, function: Any, args: tuple[Any, ...]) -> Any:
     environment(rank, size)
     return function(rank, size, *args)
+
+
+def need(package: str) -> None:
+    """Skip the test if a package is not installed, without importing it."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"no {package}")
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):

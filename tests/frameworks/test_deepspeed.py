@@ -1,13 +1,12 @@
 """DeepSpeed's engine is refused in every configuration."""
 
-import importlib.util
 import warnings
 from typing import Any
 
 import pytest
 import torch
 
-from frameworks.real import run
+from frameworks.real import need, run
 from loops import attach, error_of
 from problems import make_model
 
@@ -39,8 +38,7 @@ def engines(rank: int, size: int) -> Any:
 
 
 def test_an_engine_is_refused() -> None:
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("no deepspeed")
+    need("deepspeed")
     for kinds, message in run(engines)[0]:
         assert "AttachError" in kinds, message
         assert "DeepSpeed" in message

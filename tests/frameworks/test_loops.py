@@ -1,6 +1,5 @@
 """Engines with a training loop: pytorch-ignite and skorch."""
 
-import importlib.util
 import warnings
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import offbeat
-from frameworks.real import SAMPLES, STEPS, ddp, run, same, state
+from frameworks.real import SAMPLES, STEPS, ddp, need, run, same, state
 from loops import attach
 from problems import make_batch, make_model
 
@@ -86,8 +85,7 @@ def check(plain: Any, ways: Any, first: Any) -> None:
 
 
 def test_ignite_trains_as_ddp() -> None:
-    if importlib.util.find_spec("ignite") is None:
-        pytest.skip("no pytorch-ignite")
+    need("ignite")
     results = run(by_engines)
     for plain, ways in results:
         check(plain, ways, results[0][1])
@@ -95,8 +93,7 @@ def test_ignite_trains_as_ddp() -> None:
 
 def test_skorch_trains_as_ddp() -> None:
     """skorch calls ``step`` with a closure and clips inside it: the mean is clipped."""
-    if importlib.util.find_spec("skorch") is None:
-        pytest.skip("no skorch")
+    need("skorch")
     results = run(by_skorch)
     for plain, ways, (reference, clipped) in results:
         check(plain, ways, results[0][1])

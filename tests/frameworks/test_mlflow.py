@@ -1,6 +1,5 @@
 """The sink for MLflow that the page shows, with MLflow and a store in a file."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 import offbeat
+from frameworks.real import need
 from loops import attach, sgd
 from pages import code_on
 from problems import make_batch, make_model, train_step
@@ -31,8 +31,7 @@ def one_worker(rank: int, size: int, sink: Any) -> Any:
 
 
 def test_every_step_is_a_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("mlflow") is None:
-        pytest.skip("no mlflow")
+    need("mlflow")
     import mlflow
 
     names: dict[str, Any] = {"mlflow": mlflow}

@@ -1,6 +1,5 @@
 """Optimizers of other packages: schedule-free, sharpness-aware, and with 8-bit state."""
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -11,17 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from frameworks.real import SAMPLES, STEPS, run, same, state
+from frameworks.real import SAMPLES, STEPS, need, run, same, state
 from loops import attach, error_of
 from problems import make_batch, make_model, make_wide
 
 pytestmark = pytest.mark.filterwarnings("default")
 Make = Callable[[nn.Module], Any]
-
-
-def need(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"no {package}")
 
 
 def train(rank: int, make: Make, text: str | None, *, looks: bool = False) -> Any:

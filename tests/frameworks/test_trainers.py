@@ -1,6 +1,5 @@
 """Trainers derived from Hugging Face's: sentence-transformers and TRL."""
 
-import importlib.util
 import os
 import warnings
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from frameworks.real import run, same, state
+from frameworks.real import need, run, same, state
 
 pytestmark = pytest.mark.filterwarnings("default")
 TOKENS, ROWS, STEPS = 32, 16, 4
@@ -117,8 +116,7 @@ def both(rank: int, size: int, train: Train, folder: str) -> Any:
     ("package", "train"), [("sentence_transformers", embedded), ("trl", tuned)]
 )
 def test_local_sgd_of_one_step_is_ddp(package: str, train: Train, tmp_path: Any) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"no {package}")
+    need(package)
     results = run(both, train, str(tmp_path))
     for (ddp, local, streaming), stats in results:
         same(local, ddp, 1e-6)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
-from frameworks.real import SAMPLES, STEPS, run, same, state
+from frameworks.real import SAMPLES, STEPS, need, run, same, state
 from loops import attach, error_of
 from problems import make_batch, make_model
 
@@ -65,8 +65,7 @@ def lookahead(rank: int, size: int) -> Any:
 
 
 def test_lookahead_is_synchronized_from_its_first_step() -> None:
-    if importlib.util.find_spec("timm") is None:
-        pytest.skip("no timm")
+    need("timm")
     expected = mean_after_each_step(lookahead_of)
     for model, steps in run(lookahead):
         same(model, expected, 1e-12)

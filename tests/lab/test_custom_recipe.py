@@ -81,10 +81,8 @@ def test_processes_and_simulator_agree(spirals: Path) -> None:
 
 
 def test_it_is_measured(spirals: Path) -> None:
-    """Its parameters are counted and its step is timed."""
-    model, step = measure_recipe("spirals.py")
-    assert sum(p.numel() for p in model.parameters()) == 3 * 64 + 65 * 64 + 65 * 3
-    assert step.seconds > 0
+    low, seconds, high = measure_recipe("spirals.py")
+    assert 0 < low <= seconds <= high
 
 
 def test_a_changed_file_is_executed_again(spirals: Path) -> None:

@@ -17,7 +17,7 @@ from offbeat_lab import evaluator
 from offbeat_lab.compare import run_and_record
 from offbeat_lab.evaluation import (
     average_over_workers,
-    evaluate_together,
+    evaluate,
     gather,
     storable_evaluations,
 )
@@ -26,8 +26,7 @@ from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.methods.base import Attached
 from offbeat_lab.methods.registry import parse_method
-from offbeat_lab.recipes import find_recipe
-from offbeat_lab.recipes.base import Setup
+from offbeat_lab.recipes.base import Setup, Task
 from offbeat_lab.recipes.datasets import TensorData
 from offbeat_lab.recipes.held_out import HeldOut, accuracy
 from offbeat_lab.results import Result
@@ -147,7 +146,10 @@ def test_scores_need_one_value_per_sample() -> None:
 
 
 def together(rank: int, size: int) -> dict[str, float]:
-    return evaluate_together(top(1000), problem()[0], CPU)
+    model, inputs, labels = problem()
+    optimizer = torch.optim.SGD(model.parameters())
+    task = Task(model, optimizer, TensorData(inputs, labels), 1, lambda *_: inputs, top(1000))
+    return evaluate(task, "one", 0, 0.0, device=CPU).metrics
 
 
 @pytest.mark.parametrize("world", [run, on_processes])
@@ -320,17 +322,8 @@ def test_infinite_buffers_are_no_divergence() -> None:
         events: list[Event] = []
         job = Job("tiny", "local", 1, evaluations=1)
         one = evaluator.Evaluator(job, task, "size", CPU, events.append)
-        one.finish(Attached(task, 1.0, sync))
+        one.finish(Attached(task, sync))
         return events[-1]
 
     (found,) = simulate(evaluated, workers=1).results
     assert found.finite
-
-
-def test_the_language_model_scores_each_sample() -> None:
-    """A model with equal logits needs 8 bits per byte in every sample."""
-    task = find_recipe("stdlib-lm").build(Setup(1, 0.001))
-    nn.init.zeros_(task.model.head.weight)
-    nn.init.zeros_(task.model.head.bias)
-    (sums,) = task.evaluate.share(task.model, 1, 4).values()
-    assert sums == pytest.approx([32 * 8.0] * 2, rel=1e-6)  # 256 windows, 32 at once, by 4 workers

@@ -1,4 +1,4 @@
-"""The baseline ideal: the values of BSP, at the step time without communication."""
+"""The reference ideal: the values of BSP, at the step time without communication."""
 
 from dataclasses import replace
 from itertools import islice
@@ -159,7 +159,7 @@ def test_a_measurement_restores_the_state(monkeypatch: pytest.MonkeyPatch) -> No
             seen.append(tiny.size_of([*task.model.parameters()]))
             yield batch
 
-    alone = step_time.LocalTraining(task, 1.0, batches)
+    alone = step_time.LocalTraining(task, batches)
     alone.measure()
     assert len(seen) == 5 + 10
     assert len(set(seen)) == len(seen)
@@ -200,7 +200,7 @@ def test_the_step_time_is_the_mean_over_steps_and_workers(
     monkeypatch.setattr(step_time.time, "perf_counter", clock)
     task = tiny.build(Setup(1, 1.0))
     alone = step_time.LocalTraining(
-        task, 1.0, lambda: tiny.Batches(task, tiny.make_sampler(task, 1, 0, seed=0))
+        task, lambda: tiny.Batches(task, tiny.make_sampler(task, 1, 0, seed=0))
     )
     alone.measure()
     assert alone.step_seconds == (16 / 11 + 7.0) / 2

@@ -14,7 +14,7 @@ from offbeat_lab.events import End, Evaluation, Event, Start, Step
 from offbeat_lab.job import LEASED, Job
 from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.results import Result
-from offbeat_lab.train import train_worker
+from offbeat_lab.train import Worker
 from workers import run as on_processes
 
 WORKERS = 4
@@ -55,7 +55,7 @@ def lease_in_processes(rank: int, size: int) -> Any:
         return real(model, batch)
 
     tiny.loss = watched
-    train_worker(replace(JOB, workers=size, step_seconds=0.04, slow="1=5"), events.append)
+    Worker(replace(JOB, workers=size, step_seconds=0.04, slow="1=5"), events.append).run()
     return rates, positions, events
 
 

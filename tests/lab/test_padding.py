@@ -37,7 +37,7 @@ class Clock:
         clock = self
 
         class Local:
-            def __init__(self, task: Any, lr_scale: float, batches: Any, duration: Any) -> None:
+            def __init__(self, task: Any, batches: Any, duration: Any) -> None:
                 self._task = task
 
             def measure(self) -> None:

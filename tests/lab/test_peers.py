@@ -13,7 +13,7 @@ from offbeat_lab.events import Evaluation, Event
 from offbeat_lab.job import Job
 from offbeat_lab.launch import processes
 from offbeat_lab.methods.registry import PEERS
-from offbeat_lab.train import train_worker
+from offbeat_lab.train import Worker
 
 H = 3
 LOCAL = f"local:period={H}"
@@ -36,7 +36,7 @@ def train_all(rank: int, size: int, texts: tuple[str, ...]) -> list[list[float]]
     for text in texts:
         events: list[Event] = []
         job = Job("tiny", "bsp", size, evaluations=tiny.STEPS, timeout_seconds=20).under(text)
-        train_worker(job, events.append)
+        Worker(job, events.append).run()
         curves.append([one.metric for one in events if isinstance(one, Evaluation)])
     return curves
 

@@ -1,17 +1,11 @@
 """Parsers of text, files and arguments return, or raise an error of one line."""
 
 import dataclasses
-import gzip
-import io
 import json
-import random
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,9 +19,6 @@ from offbeat.units import to_bandwidth, to_count, to_seconds
 from offbeat_lab.events import Evaluation
 from offbeat_lab.job import Job
 from offbeat_lab.methods.registry import parse_method
-from offbeat_lab.recipes.cifar import read_archive
-from offbeat_lab.recipes.mnist import read_idx
-from offbeat_lab.recipes.wikitext import read_words, windows
 from offbeat_lab.results import Result, read_results
 from offbeat_lab.samplers import parse_injection
 
@@ -71,32 +62,6 @@ def test_any_text(text: str) -> None:
         returns(lambda reader=reader: reader(text))  # type: ignore[misc]
 
 
-ANYTHING = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.floats(),
-    st.integers(),
-    st.just(10**400),
-    st.sampled_from(["1Gbit/s", "50ms", "1e999s", "", b"1", 1j, object(), Straggler(0, 0, 1, 2.0)]),
-    st.lists(st.floats(), max_size=2),
-    st.dictionaries(st.integers(-1, 2) | st.text(max_size=1), st.floats() | st.text(max_size=4)),
-)
-
-
-def arguments(function: Callable[..., object]) -> st.SearchStrategy[dict[str, Any]]:
-    names = [*function.__annotations__]
-    return st.dictionaries(st.sampled_from([n for n in names if n != "return"]), ANYTHING)
-
-
-@quickly
-@given(arguments(Network.__init__), arguments(Compute.__init__), st.lists(ANYTHING, max_size=4))
-def test_any_argument(network: Any, compute: Any, straggler: list[Any]) -> None:
-    """Random arguments of Network, Compute and Straggler. Accepted ones can be used."""
-    returns(lambda: repr(Network(**{"bandwidth": "1Gbit/s"} | network)))
-    returns(lambda: Compute(**compute).seconds(0, 0, 0))
-    returns(lambda: Straggler(*straggler))
-
-
 def test_ranks_beyond_the_workers_are_rejected() -> None:
     for arguments, what in (
         ({"compute": Compute(slowdown={99: 2.0})}, "compute names worker 99, but there are 2"),
@@ -109,16 +74,6 @@ def test_ranks_beyond_the_workers_are_rejected() -> None:
 
 
 # -- files ----------------------------------------------------------------------------------------
-
-
-def idx() -> bytes:
-    return b"\0\0\x08\x03" + struct.pack(">3I", 2, 28, 28) + bytes(2 * 784)
-
-
-def archive() -> bytes:
-    file, images = io.BytesIO(), np.zeros((2, 32, 32, 3), np.uint8)
-    np.savez_compressed(file, x_train=images, y_train=[1, 2], x_test=images, y_test=[3, 4])
-    return file.getvalue()
 
 
 def results() -> bytes:
@@ -136,50 +91,6 @@ def results() -> bytes:
         stats=(Stats(steps=3),),
     )
     return json.dumps(one.to_dict()).encode()
-
-
-FILES: dict[str, tuple[bytes, Callable[[Path], object]]] = {
-    "images": (idx(), read_idx),
-    "images.gz": (gzip.compress(idx()), read_idx),
-    "archive.npz": (archive(), read_archive),
-    "words": (
-        b"the cat sat on the mat \n" * 9,
-        lambda path: windows(read_words(path, {"<unk>": 0}, grow=True)),
-    ),
-    "results.jsonl": (results(), read_results),
-}
-
-
-def damaged(content: bytes, draw: random.Random) -> bytes:
-    """Return ``content`` with bytes changed, removed or inserted, or cut off."""
-    data = bytearray(content)
-    for _ in range(draw.choice([1, 1, 2, 8])):
-        place = draw.randrange(len(data) + 1)
-        match draw.randrange(4):
-            case 0:
-                data[place : place + 1] = bytes([draw.randrange(256)])
-            case 1:
-                del data[place : place + draw.choice([1, 50, len(data)])]
-            case 2:
-                data[place:place] = draw.randbytes(draw.randrange(9))
-            case 3:  # headers are short
-                data[draw.randrange(16) :][:1] = b"\xff"
-                data[: min(16, place)] = data[: min(16, place)][::-1]
-    return bytes(data)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_any_file(name: str, tmp_path: Path) -> None:
-    """Intact files are read; randomly damaged ones are read or rejected."""
-    content, reader = FILES[name]
-    path = tmp_path / name
-    path.write_bytes(content)
-    reader(path)
-    draw, refused = random.Random(name), 0
-    for _ in range(80):
-        path.write_bytes(damaged(content, draw))
-        refused += not returns(lambda: reader(path))
-    assert refused > 8, "else the damage does nothing"
 
 
 def test_a_line_that_is_no_result_is_named(tmp_path: Path) -> None:

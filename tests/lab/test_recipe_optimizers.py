@@ -1,7 +1,6 @@
 """``--optimizer``: an optimizer in place of the recipe's, for every method."""
 
 import io
-import itertools
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
-import offbeat
 from lab import tiny
 from offbeat import Compute, Network
 from offbeat_lab.compare import run_and_record
@@ -214,23 +212,3 @@ def test_the_ideal_and_bsp_with_the_same_optimizer_are_equal(name: str) -> None:
     assert curve(f"ideal --optimizer {name}") == bsp
     assert curve(f"bsp --optimizer {name} --lr-scale 2") != pytest.approx(bsp, rel=1e-3)
     assert curve("bsp") != pytest.approx(bsp, rel=1e-3)
-
-
-def test_the_state_of_muon_can_be_averaged() -> None:
-    """Muon's momentum takes the mean of the workers, with a step in each of both groups."""
-
-    def work() -> list[Tensor]:
-        rank = torch.distributed.get_rank()
-        model = small_model()
-        optimizer = muon_for(model)
-        strategy = offbeat.LocalSGD(period=2, optimizer_state="average")
-        with offbeat.attach(model, optimizer, strategy):
-            for step in range(4):
-                gradients(model, 10 * step + rank)
-                optimizer.step()
-        return [optimizer.state[p]["momentum_buffer"] for p in optimizer.param_groups[0]["params"]]
-
-    for one, other in itertools.pairwise(offbeat.simulate(work, workers=3).results):
-        assert len(one) == 2
-        for a, b in zip(one, other, strict=True):
-            assert torch.equal(a, b)

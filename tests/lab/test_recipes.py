@@ -8,10 +8,6 @@ import torch
 from torch import Tensor
 
 from lab.standins import write_idx, write_idx_files
-from offbeat import Compute, Network
-from offbeat_lab.compare import run_and_record
-from offbeat_lab.job import Job
-from offbeat_lab.launch.runners import VirtualCluster
 from offbeat_lab.recipes import Setup, digits, find_recipe, mnist, stdlib_lm
 
 
@@ -90,14 +86,6 @@ def test_shifts_move_by_at_most_one_pixel() -> None:
         assert matches
         moved.update(matches)
     assert len(moved) > 4
-
-
-@pytest.mark.nightly
-def test_digits_reach_90_percent() -> None:
-    """One worker exceeds 90 % accuracy in a few epochs."""
-    job = Job("digits", "bsp", 1, epochs=4, evaluations=1)
-    where = VirtualCluster(Network("1Gbit/s"), Compute("5ms"))
-    assert run_and_record(job, lambda event: None, where).final > 0.9
 
 
 def test_language_model_splits_by_file() -> None:

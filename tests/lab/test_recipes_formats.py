@@ -8,7 +8,6 @@ import torch
 
 from lab.standins import write_cifar, write_text
 from offbeat_lab.recipes import cifar, wikitext
-from offbeat_lab.recipes.datasets import TensorData, load_batches
 
 # CIFAR
 
@@ -74,18 +73,6 @@ def test_cifar_is_shifted_and_mirrored(tmp_path: Path) -> None:
     once, again = test[[0, 1]], test[[0, 1]]
     assert torch.equal(once[0], again[0])
     assert torch.equal(once[0], cifar.normalized(test.tensors[0]))
-
-
-# Processes that read ahead
-
-
-def test_batches_are_read_by_other_processes() -> None:
-    """A loader with readers returns the same batches as the data set."""
-    dataset = TensorData(torch.arange(12).view(4, 3), torch.arange(4))
-    loader = load_batches(dataset, [[0, 2, 1], [3]], readers=1)
-    for indices, (inputs, labels) in zip([[0, 2, 1], [3]], loader, strict=True):
-        assert torch.equal(inputs, dataset[indices][0])
-        assert labels.tolist() == indices
 
 
 # Text

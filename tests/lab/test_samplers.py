@@ -164,10 +164,12 @@ def test_the_factor_scales_every_rate_of_a_schedule(schedule: Any) -> None:
     for factor in (1.0, 0.5):
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
-        one = replace(task(), model=model, optimizer=optimizer, scheduler=schedule(optimizer))
+        one = replace(
+            task(), model=model, optimizer=optimizer, scheduler=schedule(optimizer), lr_scale=factor
+        )
         rates.append([])
         for _ in range(10):
-            with one.scaled_lr(factor):
+            with one.scaled_lr():
                 rates[-1].append(one.optimizer.param_groups[0]["lr"])
                 one.optimizer.step()
             one.advance()

@@ -108,7 +108,7 @@ def test_each_process_has_the_speed_and_bandwidth_of_its_worker(tmp_path: Path) 
         Process(1, start=6.0),
     ]
     assert scenario.bandwidths(3) == {1.0: {1: 1e6, 4: 1e6}}
-    assert scenario.by_worker(scenario.bandwidths(3), 3) == {1.0: {1: 1e6}}
+    assert scenario.changes("bandwidth", 3) == {1.0: {1: 1e6}}
     assert scenario.slowdowns(3) == {4.0: {3: 2.0}, 8.0: dict.fromkeys(range(5), 0.5)}
     assert scenario.by_rank({0: 5.0, 1: 7.0}, 3) == {0: 5.0, 1: 7.0, 4: 7.0}
     assert Scenario.from_json(str(scenario)) == scenario

@@ -114,6 +114,14 @@ def test_exit_codes(
         assert done.stderr.splitlines()[1].strip() == 'File "train.py", line 2, in <module>'
 
 
+def test_exit_functions_know_the_error(run: Callable[..., Ended], tmp_path: Path) -> None:
+    """Then no warning follows that the training has not called ``finish``."""
+    (tmp_path / "train.py").write_text(
+        "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value)))\n1 / 0\n"
+    )
+    assert run("train.py").stdout == "ZeroDivisionError('division by zero')\n"
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_lines_are_written_at_once_and_exit_functions_run(
     method: str, run: Callable[..., Ended], tmp_path: Path

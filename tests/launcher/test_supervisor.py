@@ -262,6 +262,23 @@ def test_a_worker_lost_before_the_end_is_not_needed_after_it(
     ]
 
 
+def test_a_stuck_worker_is_killed_after_the_training(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that has finished may take longer, for example to save the model."""
+    monkeypatch.setattr(supervising, "_STUCK_SECONDS", 0.5)
+    script = (
+        f"{TRAIN}if rank == '1':\n    time.sleep(1000)\n{FINISH}time.sleep(1)\nprint('has saved')\n"
+    )
+    assert launcher.run(script, 2) == 0
+    assert launcher.out == "[0] has saved\n"
+    assert launcher.of(1)[-3:] == [
+        "still runs 0.5 s after the end of the training, and is killed",
+        "was ended by SIGKILL; again in 0.1 s (1 of 3)",
+        "is not started again: the training has ended",
+    ]
+
+
 @pytest.fixture
 def signal_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Send a signal to this process once a worker has written its number to this file."""

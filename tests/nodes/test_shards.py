@@ -423,9 +423,10 @@ def resumed(rank: int, size: int, rows: list[tuple[str, Any]], folder: str) -> A
 
 
 SAVED = [(FIXED[1], None), ("streaming:schedule=cyclic,parts=3", "int8")]
+ALL_SAVED = [[(text, wire) for text in FIXED] for wire in (None, "int8")]
 
 
-@pytest.mark.parametrize("rows", some([SAVED, [(t, w) for t in FIXED for w in (None, "int8")]], 0))
+@pytest.mark.parametrize("rows", some([SAVED, *ALL_SAVED], 0))
 def test_a_saved_training_resumes_bit_for_bit(rows: list[tuple[str, Any]], tmp_path: Path) -> None:
     """A file holds the local shards of one worker. A node with an overflow skips the step.
 

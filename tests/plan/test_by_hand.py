@@ -26,25 +26,58 @@ def one(strategy: str, **changes: Any) -> Forecast:
     return row
 
 
-def check(row: Forecast, step: float, payload: float, interval: float) -> None:
+QUANTIZED = 12 * 2**21 // (4 * 512) * 516  # a chunk of 12,288 blocks
+ASYNC = VOTES + 3 * 8 / 125e6 + MEAN  # a mean takes 12.1 steps
+CHUNK = 768 * 132  # of one of 16 parts of 6 MiB
+ROWS: list[tuple[str, dict[str, Any], float, float, float]] = [
+    # (H·t + votes + mean)/H a step
+    ("local:period=8", {}, 0.1 + (MEAN + VOTES) / 8, (SIZE + 56) / 8, 8),
+    # Two stages with 3 messages each.
+    (
+        "local:period=8 --wire int8",
+        {},
+        0.1 + (VOTES + 2 * (1e-4 + 3 * QUANTIZED / 125e6)) / 8,
+        (56 + 5 * QUANTIZED) / 8,
+        8,
+    ),
+    # Nine numbers per step and a mean every ten steps.
+    ("selsync:target_lssr=0.9", {}, 0.1 + 1e-4 + 216 / 125e6 + MEAN / 10, 72 + SIZE / 10, 10),
+    # max(β·t, votes + mean)/β: a cycle of 13 steps hides a mean of 12.2 steps, 8 do not.
+    ("async:staleness=26", {}, 0.1, (SIZE + 56) / 13, 13),
+    ("async", {}, (VOTES + MEAN) / 8, (SIZE + 56) / 8, 8),
+    # 0.1 steps of waiting are 5 % of the time at most.
+    ("async:schedule=eager,staleness=25", {}, 0.1 + (ASYNC - 1.2) / 12, (SIZE + 64) / 12, 12),
+    # Every other message lands as soon as a step has ended, because the bound is reached.
+    ("async:schedule=eager,staleness=13", {}, (2 * ASYNC) / 13, (SIZE + 64) / 6.5, 6.5),
+    # The mean overlaps with 5 of 20 steps; workers wait for 7.2. Or it overlaps with 13.
+    ("diloco:period=20,overlap=5", {}, 0.1 + (VOTES + MEAN - 0.5) / 20, (SIZE + 56) / 20, 20),
+    ("diloco:period=20,overlap=13", {}, 0.1, (SIZE + 56) / 20, 20),
+    # Votes of streaming averaging have 10 or 11 numbers.
+    ("streaming:schedule=cyclic,staleness=32", {}, 0.1, (SIZE + 16 * 80) / 16, 16),
+    # A message of m parts takes about 0.24·m steps. A worker's knowledge is youngest with 3 parts
+    # in one step: 1 + 16/6 steps.
+    ("streaming", {"bandwidth": "200Mbit/s"}, 0.1, 4 * (3 * CHUNK + 88) + 3 * CHUNK, 16 / 3),
+    # One part takes 24.3 steps, and 0.3 steps of waiting are less than 5 % of them.
+    (
+        "streaming",
+        {"bandwidth": "2Mbit/s"},
+        (2e-4 + 3 * (2 * CHUNK + 88) / 250e3) / 24,
+        (5 * CHUNK + 4 * 88) / 24,
+        16 * 24,
+    ),
+]
+
+
+@pytest.mark.parametrize(("strategy", "changes", "step", "payload", "interval"), ROWS)
+def test_a_row(
+    strategy: str, changes: dict[str, Any], step: float, payload: float, interval: float
+) -> None:
+    row = one(strategy, **changes)
     assert row.step_seconds == pytest.approx(step, rel=1e-9)
     assert row.throughput == pytest.approx(4 * 0.1 / step, rel=1e-9)
     assert row.idle == pytest.approx(1 - 0.1 / step, abs=1e-9)
     assert row.payload_bytes == pytest.approx(payload, rel=1e-9)
     assert row.interval_steps == pytest.approx(interval)
-
-
-def test_a_ring_all_reduce() -> None:
-    """2(N−1)·(α + S/(N·B)) for the only bucket, and α + (N−1)·56/B for the votes, in each step."""
-    row = one("local:period=1", parameters=2**18, workers=16, latency="1ms")
-    ring = 30 * (1e-3 + 2**20 / (16 * 125e6)) + 1e-3 + 15 * 56 / 125e6
-    assert row.step_seconds == pytest.approx(0.1 + ring, rel=1e-9)
-    assert row.payload_bytes == 2**20 + 56
-
-
-def test_local_sgd() -> None:
-    """(H·t + votes + mean)/H a step."""
-    check(one("local:period=8"), 0.1 + (MEAN + VOTES) / 8, (SIZE + 56) / 8, 8)
 
 
 def test_bsp_overlaps_backward() -> None:
@@ -57,61 +90,6 @@ def test_bsp_overlaps_backward() -> None:
     sums = RING * (13 * 1e-4 + SIZE / (4 * 125e6)) + RING * (1e-4 + 1000 / (4 * 125e6))
     assert row.step_seconds == pytest.approx(begins + sums, rel=1e-4)
     assert row.payload_bytes == pytest.approx(SIZE, rel=1e-4)
-
-
-def test_a_quantized_sum() -> None:
-    """Two stages with 3 messages each, of 12,288 blocks of 516 bytes."""
-    chunk = 12 * 2**21 // (4 * 512) * 516
-    mean = 2 * (1e-4 + 3 * chunk / 125e6)
-    row = one("local:period=8 --wire int8")
-    assert row.step_seconds == pytest.approx(0.1 + (VOTES + mean) / 8, rel=1e-9)
-    assert row.payload_bytes == pytest.approx((56 + 5 * chunk) / 8)
-    assert (row.strategy, row.wire) == ("local:period=8 --wire int8", "int8")
-
-
-def test_selsync() -> None:
-    """Nine numbers per step and a mean every ten steps."""
-    votes = 1e-4 + 3 * 72 / 125e6
-    check(one("selsync:target_lssr=0.9"), 0.1 + votes + MEAN / 10, 72 + SIZE / 10, 10)
-
-
-def test_cyclic_async() -> None:
-    """max(β·t, votes + mean)/β: a cycle of 13 steps hides a mean of 12.2 steps, 8 do not."""
-    check(one("async:staleness=26"), 0.1, (SIZE + 56) / 13, 13)
-    check(one("async"), (VOTES + MEAN) / 8, (SIZE + 56) / 8, 8)
-
-
-def test_eager_async() -> None:
-    """A mean takes 12.1 steps. 0.1 steps of waiting are 5 % of the time at most."""
-    cost = VOTES + 3 * 8 / 125e6 + MEAN
-    wait = (cost - 1.2) / 12
-    check(one("async:schedule=eager,staleness=25"), 0.1 + wait, (SIZE + 64) / 12, 12)
-    # Every other message lands as soon as a step has ended, because the bound is reached.
-    row = one("async:schedule=eager,staleness=13")
-    check(row, 0.1 + (2 * cost - 1.3) / 13, (SIZE + 64) / 6.5, 6.5)
-
-
-def test_diloco_with_overlap() -> None:
-    """The mean overlaps with 5 of 20 steps; workers wait for 7.2."""
-    row = one("diloco:period=20,overlap=5")
-    check(row, 0.1 + (VOTES + MEAN - 0.5) / 20, (SIZE + 56) / 20, 20)
-    assert one("diloco:period=20,overlap=13").step_seconds == pytest.approx(0.1)
-
-
-def test_streaming() -> None:
-    """16 parts of 6 MiB, whose chunks have 768 blocks of 132 bytes. Votes have 10 or 11 numbers.
-
-    With 200 Mbit/s a message of m parts takes about 0.24·m steps. A worker's knowledge is youngest
-    with 3 parts in one step: 1 + 16/6 steps. With 2 Mbit/s one part takes 24.3 steps, and 0.3 steps
-    of waiting are less than 5 % of them.
-    """
-    row = one("streaming:schedule=cyclic,staleness=32")
-    check(row, 0.1, (SIZE + 16 * 80) / 16, 16)
-    chunk = 768 * 132
-    check(one("streaming", bandwidth="200Mbit/s"), 0.1, 4 * (3 * chunk + 88) + 3 * chunk, 16 / 3)
-    slow = 2e-4 + 3 * (2 * chunk + 88) / 250e3
-    row = one("streaming", bandwidth="2Mbit/s")
-    check(row, slow / 24, (5 * chunk + 4 * 88) / 24, 16 * 24)
 
 
 def test_nodes() -> None:

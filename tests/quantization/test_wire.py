@@ -1,4 +1,7 @@
-"""Quantized sums: error bounds, error feedback, bytes and errors."""
+"""Quantized sums: error bounds, contributions, bytes and errors.
+
+``averaging/test_shared_model`` tests error feedback.
+"""
 
 import copy
 import math
@@ -9,7 +12,6 @@ import torch
 from torch import Tensor
 
 from offbeat.quantization.kernels import BLOCK
-from offbeat.quantization.precision import uses_single_stage
 from offbeat.quantization.wire import Wire
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Team
@@ -47,46 +49,6 @@ def test_a_sum_is_within_its_bound_and_the_same_bits_everywhere(precision: str) 
             assert ((result[index].double() - exact).abs() <= bound).all()
             assert torch.equal(result[index], on_gloo[0][index])
         assert not torch.equal(on_gloo[0][index].double(), exact)
-
-
-def repeated(wire: Wire, team: Team) -> Any:
-    x = values(team.rank, 4000)
-    fed = fresh = torch.zeros(4000, dtype=torch.float64)
-    for i in range(64):
-        fed = fed + wire.sum(x.clone(), stream="a", what="test").wait()
-        fresh = fresh + wire.sum(x.clone(), stream=f"b {i}", what="test").wait()
-    errors = vars(copy.deepcopy(wire.errors["a"]))
-    return fed, fresh, errors["sent"].reshape(-1)[:4000].double(), errors["summed"].double()
-
-
-@both
-def test_error_feedback_loses_nothing(precision: str) -> None:
-    """The sum of T results is T times the exact sum minus the current errors, which do not grow.
-
-    So the time average converges like 1/T. Without feedback it does not.
-    """
-    results = simulated(repeated, precision)
-    exact = sum(values(rank, 4000).double() for rank in range(SIZE))
-    kept = sum(sent for _, _, sent, _ in results)
-    kept += torch.cat([summed for *_, summed in results])[:4000]
-    bound = sum(2 * most(values(rank, 4000), precision) for rank in range(SIZE))
-    bound += most(exact.abs() + largest(bound), precision)
-    for fed, fresh, _, _ in results:
-        scale = float(exact.abs().max())
-        torch.testing.assert_close(fed + kept, 64 * exact, rtol=1e-5, atol=1e-5 * scale)
-        if precision == "int2":  # a number far above the scale of its block takes several messages
-            lengths = sum(float(values(rank, 4000).norm()) for rank in range(SIZE))
-            assert (fed / 64 - exact).norm() <= 8 * lengths / 64
-        else:
-            assert ((fed / 64 - exact).abs() <= bound / 64 + 1e-5 * exact.abs() + 1e-9).all()
-        times = 4 if precision == "int2" else 10
-        assert (fresh / 64 - exact).norm() > times * (fed / 64 - exact).norm()
-
-
-@both
-def test_a_single_stage_is_used_if_it_sends_at_most_a_tenth_more(precision: str) -> None:
-    for workers in range(2, 9):
-        assert uses_single_stage(precision, workers) == (workers <= 1.1 * 2)
 
 
 def weighted(wire: Wire, team: Team) -> Any:
@@ -196,9 +158,3 @@ def test_a_stream_has_one_size() -> None:
             wire.sum(torch.ones(9000), stream="a", what="test")
 
     assert simulated(work, "int8") == [None] * SIZE
-
-
-def test_unknown_precisions_are_refused() -> None:
-    message = 'wire must be "float32", "bfloat16", "int8", "int4" or "int2", got \'int3\''
-    with pytest.raises(ValueError, match=message):
-        Wire(Team(SingleCommunicator()), "int3")

@@ -1,6 +1,6 @@
 """The clock and the heap of events."""
 
-from offbeat.simulate.kernel import Kernel, Signal
+from offbeat.simulate.kernel import Kernel
 
 
 def test_events_happen_in_order_of_time_then_first_in_first_out() -> None:
@@ -27,15 +27,3 @@ def test_a_seed_shuffles_ties_and_nothing_else() -> None:
     assert order(1) == order(1) != list(range(20))
     assert order(2) != order(1)
     assert sorted(order(1)[:10]) == list(range(10)), "times still come in order"
-
-
-def test_a_signal_happens_once_and_calls_all_callbacks() -> None:
-    signal, seen = Signal(), []
-    signal.then(lambda: seen.append(1))
-    signal.then(lambda: seen.append(2))
-    assert not signal.happened
-    signal.fire()
-    assert signal.happened
-    assert seen == [1, 2]
-    signal.fire()
-    assert seen == [1, 2]

@@ -47,37 +47,6 @@ def test_workers_send_what_the_formulas_say(kind: Any, sent: float) -> None:
     assert sent_bytes(kind, 1000, 4) == sent
 
 
-def test_bytes_agree_with_counting_messages() -> None:
-    """Rings and trees simulated message by message give the bytes of the formulas."""
-    for workers in range(1, 18):
-        has, sent, rounds = {0}, [0] * workers, 0  # a binomial tree from rank 0
-        while len(has) < workers:
-            rounds += 1
-            for source in sorted(has):
-                target = source + 2 ** (rounds - 1)
-                if target < workers:
-                    has.add(target)
-                    sent[source] += 1
-        assert sum(sent) / workers == pytest.approx(sent_bytes("broadcast", 1, workers))
-        assert rounds == seconds_at("broadcast", 0, workers, 1.0, 1.0) == sent[0]
-        parts = [{rank} for rank in range(workers)]  # a ring all-gather
-        rounds = 0
-        last = list(range(workers))
-        while any(len(part) < workers for part in parts):
-            rounds += 1
-            last = [last[rank - 1] for rank in range(workers)]
-            for rank, piece in enumerate(last):
-                parts[rank].add(piece)
-        assert rounds == sent_bytes("gather", 1, workers)
-        pairs: set[tuple[int, int]] = set()  # an all-to-all, in rounds of one chunk each
-        rounds = 0
-        while len(pairs) < workers * (workers - 1):
-            rounds += 1
-            pairs |= {(rank, (rank + rounds) % workers) for rank in range(workers)}
-        chunks = sum(source == 0 for source, _ in pairs)
-        assert chunks / workers == pytest.approx(sent_bytes("exchange", 1, workers))
-
-
 def test_text_and_numbers_make_the_same_network() -> None:
     """Bits a second and seconds, or text; equal networks hash alike."""
     text = Network("5Gbit/s", latency="50us", upload="1Gbit/s")

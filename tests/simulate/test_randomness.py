@@ -59,18 +59,6 @@ def test_workers_draw_as_if_alone_in_any_order_of_turns():
         assert len(found[rank]) > 20
 
 
-def test_a_seed_that_the_worker_sets_stays_its_own():
-    first, second = RandomState.seeded(0, 0), RandomState.seeded(0, 1)
-    first.load()
-    np.random.seed(7)
-    first.save()
-    second.load()
-    np.random.normal()
-    second.save()
-    first.load()
-    assert np.random.normal() == np.random.RandomState(7).normal()
-
-
 def test_the_state_of_the_process_is_restored():
     np.random.seed(3)
     np.random.normal()

@@ -20,6 +20,7 @@ from offbeat.simulate import DeadlockError
 from offbeat.strategies import Strategy
 from offbeat_lab.baselines import STRATEGIES
 from problems import flat, loss_of, make_batch, make_model, train_step
+from strategies.rows import ROWS, Row, first_of_each
 
 STEP = 0.05
 ALPHA = 0.001
@@ -145,22 +146,9 @@ def test_cyclic_async_waits_for_what_a_merge_exceeds_the_cycle(elements: int) ->
         assert one["stats"]["wait_seconds"] == pytest.approx(waited, abs=1e-9)
 
 
-TEXTS = [
-    "bsp",
-    "local:period=3",
-    "selsync:delta=0.3",
+SYNCHRONOUS = [
+    *("bsp", "local:period=3", "selsync:delta=0.3", "selsync:delta=0.3,flags=deferred"),
     "selsync:target_lssr=0.5,aggregate=gradients",
-    "selsync:delta=0.3,flags=deferred",
-    "async:staleness=4",
-    "async:staleness=4,schedule=eager",
-    "fedavg:period=3,fraction=0.5",
-    "streaming:parts=3",
-    "diloco:period=5,fragments=3,overlap=2",
-    "ssp:staleness=2",
-    "downpour:push_every=2,fetch_every=3",
-    "easgd:period=3",
-    "sparseloco:period=3",
-    "powersgd:rank=1",
 ]
 
 
@@ -199,14 +187,14 @@ def trace(text: str, shuffle: int | None = None) -> str:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("text", TEXTS)
-def test_the_same_seed_gives_the_same_bytes(text: str) -> None:
+@first_of_each(ROWS)
+def test_the_same_seed_gives_the_same_bytes(row: Row) -> None:
     """Twice in this process, and whatever the random state outside."""
     torch.manual_seed(1)
-    first = trace(text)
+    first = trace(row.text)
     before = torch.get_rng_state()
     torch.manual_seed(2)
-    assert trace(text) == first
+    assert trace(row.text) == first
     torch.manual_seed(1)
     assert torch.equal(torch.get_rng_state(), before), "the outside's random state is left alone"
 
@@ -215,8 +203,8 @@ def test_the_same_seed_gives_the_same_bytes(text: str) -> None:
 def test_two_processes_give_the_same_bytes() -> None:
     code = (
         "import sys, hashlib; sys.path.insert(0, sys.argv[1]);"
-        "from simulate.test_simulate import TEXTS, trace;"
-        "print([hashlib.sha256(trace(t).encode()).hexdigest() for t in TEXTS])"
+        "from simulate.test_simulate import ROWS, trace;"
+        "print([hashlib.sha256(trace(r.text).encode()).hexdigest() for r in ROWS])"
     )
     argv = [sys.executable, "-c", code, str(Path(__file__).parent.parent)]
     outs = [
@@ -227,18 +215,13 @@ def test_two_processes_give_the_same_bytes() -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("text", TEXTS[:5])
+@pytest.mark.parametrize("text", SYNCHRONOUS)
 def test_shuffled_ties_do_not_change_synchronous_strategies(text: str) -> None:
     plain = json.loads(trace(text).rpartition("}[")[0] + "}")
     for shuffle in (1, 2):
         other = json.loads(trace(text, shuffle).rpartition("}[")[0] + "}")
         assert other["seconds"] == plain["seconds"]
         assert other["stats"] == plain["stats"]
-
-
-def test_every_strategy_is_covered() -> None:
-    """A new strategy gets its row here."""
-    assert {text.partition(":")[0] for text in TEXTS} == set(STRATEGIES)
 
 
 def test_calls_of_torch_distributed_are_answered() -> None:

@@ -1,7 +1,6 @@
 """Plays the rounds of a strategy on plain views: no torch, no models, no network."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from offbeat.strategies.base import Strategy, Tally, WorkerView
@@ -79,8 +78,3 @@ class Workers:
     def launch_steps(self, steps: int) -> list[int]:
         """The steps, from 1, after which something is launched."""
         return [i for i, parts in enumerate(self.play(steps), 1) if parts]
-
-
-def seen(**values: Any) -> WorkerView:
-    """What a strategy sees of one worker."""
-    return replace(WorkerView(), **values)

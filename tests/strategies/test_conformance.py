@@ -1,6 +1,5 @@
 """Values of every strategy: references, identities, consensus, checkpoints, in both worlds."""
 
-import io
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +13,7 @@ import offbeat
 import workers
 import worlds
 from cells import some
-from loops import Sink, attach, close
+from loops import Sink, attach, close, restart
 from offbeat.strategies.base import SharedModel
 from offbeat_lab.baselines import STRATEGIES
 from problems import OPTIMIZERS, flat, make_batch, make_model, make_wide, train_step
@@ -370,30 +369,29 @@ def normed(seed: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 1), nn.BatchNorm1d(1))
 
 
+def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    train_step(model, optimizer, make_batch(rank, step, dtype=torch.float32))
+
+
 def resume(
     rank: int, size: int, text: str, wire: Any, at: int, steps: int, *, again: bool = True
 ) -> list[Tensor]:
     """Train to the end, and save a file at a step. ``again``: a second script loads it."""
-    model = normed(rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, text, wire=wire)
+
+    def begin(seed: int) -> tuple[nn.Module, Any, Any]:
+        model = normed(seed)
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        return model, optimizer, attach(model, optimizer, text, wire=wire)
+
+    model, optimizer, sync = begin(rank)
     trace = []
     for step in range(steps):
-        if step == at:
-            file = io.BytesIO()
-            torch.save(sync.state_dict(), file)
         if step == at and again:
-            sync.detach()
-            loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-            model = normed(100 + rank)  # another process, with another fresh model
-            optimizer = OPTIMIZERS["momentum"](model.parameters())
-            sync = attach(model, optimizer, text, wire=wire)
-            sync.load_state_dict(loaded)
+            model, optimizer, sync = restart(model, optimizer, sync, lambda: begin(100 + rank))
             assert sync.step == at
-        x, y = make_batch(rank, step, dtype=torch.float32)
-        optimizer.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
+        elif step == at:
+            sync.state_dict()
+        step_once(model, optimizer, rank, step)
         trace.append(flat(model))
     sync.finish()
     return [*trace, flat(model)]
@@ -432,16 +430,17 @@ def test_an_eager_training_resumes_to_one_model(row: Row, wire: str) -> None:
 # -- wires ----------------------------------------------------------------------------------------
 
 
+def large(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5000), nn.Tanh(), nn.Linear(5000, 1))
+
+
 def send(rank: int, size: int, text: str, wire: Any) -> tuple[int, Tensor]:
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(4, 5000), nn.Tanh(), nn.Linear(5000, 1))
+    model = large(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0001)
     sync = attach(model, optimizer, text, wire=wire)
     for step in range(12):
-        x, y = make_batch(rank, step, dtype=torch.float32)
-        optimizer.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
+        step_once(model, optimizer, rank, step)
     sent = sync.stats.payload_bytes
     sync.finish()
     return sent, flat(model)
@@ -456,7 +455,7 @@ def test_a_wire_is_honoured(row: Row, wire: str, share: float) -> None:
     """It sends fewer bytes, and quantized values near the exact ones."""
     # Payloads are what is handed over: all chunks, then the sum of the own one.
     exact, lossy = (run(send, row.text, w, workers=3) for w in ("float32", wire))
-    start = flat(normed_start())
+    start = flat(large(0))
     for (before, a), (after, b) in zip(exact, lossy, strict=True):
         if not row.timed:  # eager parts that are shorter are launched more often
             assert after < share * before
@@ -465,11 +464,6 @@ def test_a_wire_is_honoured(row: Row, wire: str, share: float) -> None:
         # Runs of an eager schedule differ, too, in the steps at which parts land. With the small
         # learning rate above, that changes little.
         assert (a - b).norm() < 0.2 * (a - start).norm()
-
-
-def normed_start() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5000), nn.Tanh(), nn.Linear(5000, 1))
 
 
 # -- waiting --------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The example of an algorithm with its own flow, which averages neither models nor gradients."""
 
-import io
 from typing import Any
 
 import pytest
@@ -9,28 +8,21 @@ from examples.gossip import Gossip
 from torch import Tensor
 
 import offbeat
-from loops import attach, close, sgd
+from loops import attach, close, restart, sgd, start
 from offbeat import AttachError
 from offbeat_lab import PowerSGD, SparseLoCo
-from problems import OPTIMIZERS, Simulated, assign, flat, make_batch, make_model, train_step
+from problems import Simulated, assign, flat, make_batch, make_model, train_step
 from worlds import run
 
 
 def train(rank: int, size: int, counts: list[int], look: int, resume: int) -> dict[str, Any]:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, Gossip(share=0.25))
+    model, optimizer, sync = start(rank, Gossip(share=0.25), "momentum")
     trace, seen = [], None
     for step in range(counts[rank]):
         if step == resume:
-            file = io.BytesIO()
-            torch.save(sync.state_dict(), file)
-            sync.detach()
-            loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-            model = make_model(seed=100)
-            optimizer = OPTIMIZERS["momentum"](model.parameters())
-            sync = attach(model, optimizer, Gossip(share=0.25))
-            sync.load_state_dict(loaded)
+            model, optimizer, sync = restart(
+                model, optimizer, sync, lambda: start(100, Gossip(share=0.25), "momentum")
+            )
         train_step(model, optimizer, make_batch(rank, step))
         trace.append(flat(model))
         if step == look:
@@ -73,9 +65,7 @@ def test_gossip_trains(counts: list[int], look: int, resume: int) -> None:
 
 
 def diverge(rank: int, size: int) -> str:
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, Gossip())
+    model, optimizer, sync = start(rank, Gossip())
     train_step(model, optimizer, make_batch(rank, 0))
     if rank == 1:
         with torch.no_grad():

@@ -20,9 +20,8 @@ from offbeat import (
     StreamingAveraging,
     parse_strategy,
 )
-from offbeat.strategies.base import Outer, SharedModel, Strategy
-from problems import changes
-from strategies.decisions import UNREAD, Workers, seen, tally
+from offbeat.strategies.base import Outer, SharedModel, Strategy, WorkerView
+from strategies.decisions import UNREAD, Workers, tally
 
 
 @pytest.mark.parametrize(
@@ -134,27 +133,6 @@ class Play:
         return [b - a for a, b in itertools.pairwise(at)]
 
 
-def test_selsync_votes_its_flag_and_its_change() -> None:
-    """Δ = |m_i − m_{i−1}| / m_{i−1} of the local gradient. The ∞ of the first step is sent as 0."""
-    strategy = SelSync(delta=0.2, smoothing=0.4)
-    view = seen(size=2)
-    view.state = strategy.state(view)
-    norms = [norm_of(0, step) for step in range(12)]
-    expected = changes(norms, 0.4)
-    for i, (norm, change) in enumerate(zip(norms, expected, strict=True)):
-        view.step, view.gradient_norm_squared = i + 1, norm
-        flag, told = strategy.vote(view)
-        assert flag == (change >= 0.2)
-        assert told == pytest.approx(change if i else 0.0, rel=1e-9)
-        assert view.record["change"] == pytest.approx(change, rel=1e-9)
-        assert (view.record["threshold"], view.record["flag"]) == (0.2, flag)
-    assert view.details["flags"] == sum(change >= 0.2 for change in expected)
-    before = str(view.state)
-    view.stepping = False
-    assert strategy.vote(view) == (0.0, 0.0), "a worker without data has no gradient"
-    assert str(view.state) == before
-
-
 @pytest.mark.parametrize(("size", "smoothing"), [(1, 0.01), (16, 0.16), (250, 1.0)])
 def test_the_smoothing_grows_with_the_number_of_workers(size: int, smoothing: float) -> None:
     """a = N/100, at most 1: 0.16 for the paper's 16 workers."""
@@ -227,52 +205,15 @@ def test_a_norm_that_is_not_finite_sets_no_flag(caplog: pytest.LogCaptureFixture
     assert message.startswith("rank 1: the gradient is not finite at step 5")
 
 
-def test_the_setting_of_the_paper_has_a_name() -> None:
-    assert SelSync.paper() == SelSync(delta=0.3, window=25)
-    assert SelSync.paper(delta=0.5) == SelSync(delta=0.5, window=25)
-    assert SelSync.paper().target_lssr is None
-
-
 # -- streaming averaging --------------------------------------------------------------------------
 
 
 def streaming(size: int = 4, parts: int = 4, **options: Any) -> tuple[Any, Any]:
     """Return a strategy and the view of a worker that it drives."""
     strategy = StreamingAveraging(parts=parts, **options)
-    view = seen(size=size, count=parts, step=1)
+    view = WorkerView(size=size, count=parts, step=1)
     view.state = strategy.state(view)
     return strategy, view
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_only_the_cyclic_schedule_decides(alone: bool) -> None:
-    """In the eager schedule a message has as many parts as arrive young (``pace.Sizer``)."""
-    strategy, view = streaming()
-    assert strategy.due(view) == 1
-    assert strategy.decide(view, UNREAD) == math.inf
-    strategy, view = streaming(size=1 if alone else 4, schedule="cyclic", staleness=2)
-    view.since_launch = 1
-    assert strategy.due(view) == (not alone)
-    assert strategy.decide(view, UNREAD) == 4
-
-
-def test_streaming_votes_what_the_outer_step_needs() -> None:
-    """The vote is the local step, ‖u‖² and ‖D‖²."""
-    strategy, view = streaming()
-    view.step, view.squares = 9, (3.0, 2.0)
-    assert strategy.vote(view) == (9.0, 3.0, 2.0)
-    view.stepping = False
-    assert strategy.vote(view) == (0.0, 3.0, 2.0)
-
-
-def test_the_outer_step_is_that_of_coherence() -> None:
-    """μ = e^(−k/50), a = (G − 1)(1 − μ), G = √(mean‖u‖²/‖D‖²), from 1 to √N."""
-    for sent, mean, gain in [(8.0, 2.0, 2.0), (1.0, 2.0, 1.0), (99.0, 1.0, 3.0), (0.0, 0.0, 1.0)]:
-        strategy, view = streaming(size=9)
-        fade, ahead = strategy.outer_step(view, 2, tally(9, 9.0, (9 * 30.0, sent, mean)))
-        assert fade == pytest.approx(math.exp(-30 / 50))
-        assert ahead == pytest.approx((gain - 1) * (1 - fade))
-        assert view.state.gain == pytest.approx(gain)
 
 
 def test_the_outer_momentum_never_grows_by_itself() -> None:

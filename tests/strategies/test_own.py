@@ -95,15 +95,6 @@ def test_a_due_message_is_decided_with_the_votes_of_the_one_before() -> None:
         assert calls == [(4, 0), (8, 3), (12, 3)]
 
 
-@pytest.mark.usefixtures("own")
-def test_the_strategy_of_the_page_is_short_and_its_test_passes() -> None:
-    code = code_on("extending", "class GrowingPeriod")
-    assert len([line for line in code.splitlines() if line.strip()]) <= 40
-    space: dict[str, Any] = {}
-    exec(code_on("extending", "def test_growing_period_of_one_is_bsp"), space)
-    space["test_growing_period_of_one_is_bsp"]()
-
-
 def test_the_example_of_a_custom_flow_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """It checks by itself that all workers end with the same model."""
     runpy.run_path(str(ROOT / "examples" / "gossip.py"), run_name="__main__")

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import json
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-import workers
 import worlds
-from loops import attach, close
+from loops import attach, close, start
 from offbeat.strategies.base import SharedModel
 from problems import OPTIMIZERS, flat, loss_of, make_batch, make_model, train_step
-from strategies.rows import ROWS, TO_TRAIN_WITH, Row, each, first_of_each
+from strategies.rows import ROWS, Row, each, first_of_each
 from worlds import run
 
 Step = Callable[[nn.Module, Optimizer, tuple[Tensor, Tensor]], None]
@@ -32,9 +31,7 @@ def train(
     rank: int, size: int, text: str, steps: Sequence[int], step_of: Step = train_step
 ) -> dict[str, Any]:
     """Train unequal models on unequal data; return the model after every step, and the end."""
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, text)
+    model, optimizer, sync = start(rank, text, "momentum")
     trace = []
     for step in range(steps[rank]):
         step_of(model, optimizer, make_batch(rank, step), *([sync] if step_of is halves else []))
@@ -142,9 +139,7 @@ def test_accumulated_gradients_and_closures_are_one_step(row: Row) -> None:
 
 def warming_up(rank: int, size: int, batches: list[int]) -> list[list[bool]]:
     """Return of each step whether it had a mean, in one list for each of two epochs."""
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    sync = attach(model, optimizer, "local:period=4,warmup_steps=6")
+    model, optimizer, sync = start(rank, "local:period=4, warmup_steps=6")
     epochs, means = [], 0
     for epoch in range(2):
         seen = []
@@ -184,9 +179,7 @@ def strictly(text: str) -> Any:
 
 
 def told(rank: int, size: int, text: str, folder: str) -> tuple[str, dict[str, Any]]:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    sync = attach(model, optimizer, text, log=f"{folder}/run.jsonl")
+    model, optimizer, sync = start(rank, text, "momentum", log=f"{folder}/run.jsonl")
     for step in range(8):
         train_step(model, optimizer, make_batch(rank, step))
     during = json.dumps(sync.stats.to_dict(), allow_nan=False)
@@ -195,25 +188,23 @@ def told(rank: int, size: int, text: str, folder: str) -> tuple[str, dict[str, A
     return during, sync.stats.details
 
 
-@first_of_each(ROWS)
+@each(ROWS)
 def test_telemetry_is_json(row: Row, tmp_path: Path) -> None:
-    """Records and totals are plain values, and finite."""
-    for rank, (during, _) in enumerate(run(told, row.text, str(tmp_path), workers=2)):
+    """Records and totals are plain values, and finite.
+
+    All strategies with a shared model count launches and landings, and if they do not block,
+    staleness.
+    """
+    averages = row.strategy.averages()
+    for rank, (during, details) in enumerate(run(told, row.text, str(tmp_path), workers=2)):
         assert strictly(during)["steps"] == 8
         lines = (tmp_path / f"run.rank{rank}.jsonl").read_text().splitlines()
         records = [strictly(line) for line in lines]
         assert [record["step"] for record in records] == list(range(1, 9))
         assert {record["decision"] for record in records} <= {"sync", "local"}
         assert {record["rank"] for record in records} == {rank}
-
-
-@each(TO_TRAIN_WITH)
-def test_details_count_launches_landings_and_staleness(row: Row, tmp_path: Path) -> None:
-    """All strategies with a shared model have the counts; staleness only if they do not block."""
-    averages = row.strategy.averages()
-    if not isinstance(averages, SharedModel):
-        return
-    for _, details in run(told, row.text, str(tmp_path), workers=2):
+        if not isinstance(averages, SharedModel):
+            continue
         assert details["parts"] >= 1
         assert details["launches"] == details["landings"] > 0
         late = {"landing_seconds", "staleness_max", "staleness_histogram"}
@@ -245,46 +236,3 @@ def test_a_simulated_run_holds_nothing_when_it_has_ended(row: Row) -> None:
         assert not [*alive]
     finally:
         gc.enable()
-
-
-# -- faults, on real processes -----------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def caught() -> Iterator[list[BaseException]]:
-    found: list[BaseException] = []
-    try:
-        yield found
-    except Exception as error:
-        found.append(error)
-
-
-def raise_in_the_loop(rank: int, size: int, text: str) -> dict[str, Any]:
-    """Raise on rank 0 between two steps, inside the block. The other ranks continue."""
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["momentum"](model.parameters())
-    with caught() as found, attach(model, optimizer, text, timeout_seconds=100):
-        for step in range(60):
-            if rank == 0 and step == 5:
-                own = flat(model)
-                raise KeyError("a mistake of the user's")
-            train_step(model, optimizer, make_batch(rank, step))
-    (error,) = found
-    if rank == 0:
-        same = torch.equal(flat(model), own)
-        train_step(model, optimizer, make_batch(rank, 0))  # the hooks are gone
-        return {"error": type(error).__name__, "same": same}
-    finite = bool(flat(model).isfinite().all())
-    return {"error": type(error).__name__, "same": finite, "text": str(error)}
-
-
-@pytest.mark.sampled
-@first_of_each(ROWS)
-def test_an_exception_starts_no_collective_and_is_noticed(row: Row) -> None:
-    """The others fail long before their time-out, which is longer than a test may take."""
-    first, *others = workers.run(raise_in_the_loop, row.text, workers=2, may_die=())
-    assert first["error"] == "KeyError"
-    assert first["same"]
-    for other in others:
-        assert other["error"] == "CommunicationError", other["text"]
-        assert other["same"]

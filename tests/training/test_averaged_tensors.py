@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offbeat
-from loops import attach, close, error_of, everything, sgd
+from loops import attach, close, error_of, everything, sgd, start
 from problems import flat, make_batch, make_model, train_step
 from worlds import run
 
@@ -67,12 +67,10 @@ def moving_average(model: nn.Module) -> AveragedModel:
 
 
 def with_averages(rank: int, size: int, text: str) -> Any:
-    model = make_model(rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, text)
+    model, optimizer, sync = start(rank, text)
     ema, statistics = moving_average(model), nn.BatchNorm1d(3)
     also = [ema, statistics]
-    start = everything(ema)
+    begin = everything(ema)
     with torch.no_grad():
         statistics.running_mean += 1.0 + rank  # type: ignore[operator]
         statistics.num_batches_tracked += 5 * rank  # type: ignore[operator]
@@ -86,7 +84,7 @@ def with_averages(rank: int, size: int, text: str) -> Any:
         inside = everything(ema)
     back = everything(ema)
     sync.finish(also=also)
-    return start, own, without, inside, back, everything(ema), everything(statistics)
+    return begin, own, without, inside, back, everything(ema), everything(statistics)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -94,8 +92,8 @@ def test_further_modules_are_the_mean_in_a_consensus(text: str) -> None:
     """With ``also`` they are the mean in consensus and after finish, and local in between."""
     results = run(with_averages, text, workers=2)
     owns = [result[1] for result in results]
-    for start, own, without, inside, back, final, statistics in results:
-        for one, other in zip(start, results[0][0], strict=True):
+    for begin, own, without, inside, back, final, statistics in results:
+        for one, other in zip(begin, results[0][0], strict=True):
             assert torch.equal(one, other)
         for i, (mean, again) in enumerate(zip(inside, final, strict=True)):
             if mean.is_floating_point():

@@ -1,6 +1,5 @@
 """Hooks on backward: its buckets are reported in order, then its end, with the step's progress."""
 
-import itertools
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,16 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offbeat
-from loops import attach
+from loops import attach, start
 from offbeat import AttachError, Compute, Network, simulate
 from offbeat.averaging import AttachedOptimizer, worker
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradient_flow import GradientFlow
 from offbeat.averaging.gradients import gradient_buckets
-from offbeat.strategies.base import Strategy
 from offbeat.training.backward_hooks import BackwardHooks
-from offbeat.transport.communicator import Communicator, Wrapper
-from offbeat.transport.connect import open_communicator
 from problems import flat, gradients, loss_of, make_batch, make_model
 from worlds import run
 
@@ -136,65 +132,16 @@ def test_a_pass_after_a_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- in training ----------------------------------------------------------------------------------
 
 
-class RecordingTransport:
-    """The world's communicator, with a host that records the reported progress."""
-
-    def __init__(self) -> None:
-        self.progress: list[float] = []
-
-    def make_communicator(self, timeout_seconds: float) -> Communicator:
-        inner = open_communicator(None, timeout_seconds, what="a test")
-        computed = inner.host.computed
-
-        def reported(progress: float) -> None:
-            self.progress.append(progress)
-            computed(progress)
-
-        inner.host.computed = reported  # type: ignore[method-assign]
-        return Wrapper(inner)
-
-
-def progress_of(rank: int, size: int, strategy: Strategy, passes: list[int]) -> list[list[float]]:
-    """Return the progress that was reported in each step."""
-    model = make_model(seed=rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    transport = RecordingTransport()
-    seen = []
-    with attach(model, optimizer, strategy, group=transport) as sync:
-        for step, count in enumerate(passes):
-            optimizer.zero_grad()
-            for micro in range(count):
-                with sync.no_sync() if micro < count - 1 else nullcontext():
-                    loss_of(model, make_batch(rank, 10 * step + micro)).backward()
-            optimizer.step()
-            seen.append(list(transport.progress))
-            transport.progress.clear()
-    return seen
-
-
-def test_progress_rises_to_1_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds for any number of passes. Strategies other than BSP report only the end."""
-    monkeypatch.setattr(worker, "gradient_buckets", small_buckets)
-    passes = [1, 3, 3, 1, 1, 2]
-    for seen in run(progress_of, offbeat.BSP(), passes, workers=2):
-        for reported in seen:
-            assert reported[-1] == 1
-            assert all(0 < a < b for a, b in itertools.pairwise(reported)), reported
-        assert len(seen[0]) > 2  # the end, and at least two buckets before it
-    for seen in run(progress_of, offbeat.LocalSGD(period=2), passes, workers=2):
-        assert seen == [[1.0]] * len(passes)
-
-
 def two_optimizers(rank: int, size: int) -> Any:
-    """One backward fills the gradients of both optimizers."""
+    """One backward fills the gradients of both optimizers. Their buckets wait for its end."""
     model = make_model(seed=rank)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.05) for part in (model[0], model[2:])]
-    transport = RecordingTransport()
-    with attach(model, optimizers, offbeat.BSP(), group=transport):
+    with attach(model, optimizers, offbeat.BSP()) as sync:
+        early = sync._worker.overlaps_backward
         loss_of(model, make_batch(rank, 0)).backward()
         for optimizer in optimizers:
             optimizer.step()
-    return transport.progress, flat(model)
+    return early, flat(model)
 
 
 def test_with_two_optimizers_no_bucket_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +151,8 @@ def test_with_two_optimizers_no_bucket_is_reported(monkeypatch: pytest.MonkeyPat
     each = [gradients(model, make_batch(rank, 0)) for rank in range(2)]
     mean = torch.cat([((a + b) / 2).reshape(-1) for a, b in zip(*each, strict=True)])
     want = flat(model) - 0.05 * mean
-    for progress, end in run(two_optimizers, workers=2):
-        assert progress == [1.0]
+    for early, end in run(two_optimizers, workers=2):
+        assert not early
         torch.testing.assert_close(end, want, rtol=0, atol=1e-12)
 
 
@@ -219,7 +166,14 @@ def test_buckets_are_sent_while_backward_runs_in_virtual_time(
 
     def train() -> None:
         rank = dist.get_rank()
-        progress_of(rank, 2, offbeat.BSP(), [passes] * steps)
+        model, optimizer, sync = start(rank, "bsp")
+        for step in range(steps):
+            optimizer.zero_grad()
+            for micro in range(passes):
+                with sync.no_sync() if micro < passes - 1 else nullcontext():
+                    loss_of(model, make_batch(rank, 10 * step + micro)).backward()
+            optimizer.step()
+        sync.finish()
 
     def timeline(overlap: bool) -> Any:
         with monkeypatch.context() as patch:

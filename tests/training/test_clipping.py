@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from cells import some
-from loops import attach, close, error_of, sgd
+from loops import attach, close, error_of, sgd, start
 from problems import (
     OPTIMIZERS,
     Simulated,
@@ -99,9 +99,7 @@ def test_without_a_mean_of_gradients_each_worker_clips_local_gradients(
 
 
 def skipping(rank: int, size: int, text: str) -> Any:
-    model = make_model(rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, text)
+    model, optimizer, sync = start(rank, text)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(model, make_batch(rank, step)).backward()
@@ -143,15 +141,12 @@ def by_value(rank: int, size: int) -> Tensor:
 
 
 def test_clipping_by_value_clips_the_mean() -> None:
-    model = make_model(0)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        each = [gradients(model, make_batch(rank, step)) for rank in range(2)]
-        for p, *parts in zip(model.parameters(), *each, strict=True):
-            p.grad = (sum(parts) / 2).clamp(-0.05, 0.05)  # type: ignore[union-attr]
-        optimizer.step()
+    def clip(model: nn.Module) -> None:
+        nn.utils.clip_grad_value_(model.parameters(), 0.05)
+
+    expected = bsp_reference(2, "sgd", STEPS, change=clip)[-1]
     for result in run(by_value, workers=2):
-        close(result, flat(model))
+        close(result, expected)
 
 
 def replaced(rank: int, size: int) -> Tensor:
@@ -169,21 +164,18 @@ def replaced(rank: int, size: int) -> Tensor:
 
 
 def test_gradients_that_the_loop_sets_are_averaged_at_the_step() -> None:
-    model = make_model(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    each = [gradients(model, make_batch(rank, 0)) for rank in range(2)]
-    for p, *parts in zip(model.parameters(), *each, strict=True):
-        p.grad = sum(parts)  # type: ignore[assignment]
-    optimizer.step()
+    def double(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.grad *= 2  # type: ignore[operator]
+
+    (expected,) = bsp_reference(2, "sgd", 1, change=double)
     for result in run(replaced, workers=2):
-        close(result, flat(model))
+        close(result, expected)
 
 
 def accumulating(rank: int, size: int, text: str) -> Any:
     """Take steps with one and with two backward passes. Returns errors, and SelSync's norms."""
-    model = make_model(rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, text)
+    model, optimizer, sync = start(rank, text)
     errors = []
     for sizes in ((1,), (2,), (1, 1)):
         optimizer.zero_grad()

@@ -21,7 +21,7 @@ from offbeat.strategies.base import Strategy
 from offbeat.training.checks.compatibility import repeatable
 from offbeat_lab.baselines import STRATEGIES
 from pages import code_on
-from problems import loss_of, make_batch, make_model, train_step
+from problems import Simulated, gradients, loss_of, make_batch, make_model, train_step
 from workers import run
 
 STEPS = 7
@@ -260,7 +260,7 @@ def node_of_two(rank: int, size: int, text: str) -> Any:
     """Ranks 0, 1 and 2, 3 are nodes with DDP inside; 0, 2 and 1, 3 train together."""
     nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    model = with_statistics(rank)
+    model = make_model(rank)
     wrapper = DistributedDataParallel(model, process_group=nodes[rank // 2])
     optimizer = sgd(model)
     try:
@@ -269,38 +269,23 @@ def node_of_two(rank: int, size: int, text: str) -> Any:
         return str(error)
     for step in range(STEPS):
         train_step(wrapper, optimizer, make_batch(rank, step))
-    own = everything(model)[: len(list(model.parameters()))]
+    own = everything(model)
     sync.finish()
-    return own, everything(model)[: len(own)]
+    return own, everything(model)
 
 
 def node_reference(period: int) -> list[Tensor]:
-    """Train two workers with the mean gradient of a node.
-
-    Returns the first worker before the end.
-    """
-    models = [with_statistics(0), with_statistics(0)]
+    """Train two workers with the mean gradient of a node. Returns the first one before the end."""
+    nodes = Simulated.start(2, "sgd")
     for step in range(1, STEPS + 1):
-        for node, model in enumerate(models):
-            total = [torch.zeros_like(p) for p in model.parameters()]
-            kept = [b.clone() for b in model.buffers()]
-            for rank in (2 * node + 1, 2 * node):
-                for buffer, value in zip(model.buffers(), kept, strict=True):
-                    buffer.copy_(value)
-                loss = loss_of(model, make_batch(rank, step - 1))
-                for mean, g in zip(
-                    total, torch.autograd.grad(loss, list(model.parameters())), strict=True
-                ):
-                    mean += g / 2
-            with torch.no_grad():
-                for p, g in zip(model.parameters(), total, strict=True):
-                    p -= 0.05 * g
+        for node, model in enumerate(nodes.models):
+            each = [gradients(model, make_batch(2 * node + i, step - 1)) for i in (0, 1)]
+            for p, one, other in zip(model.parameters(), *each, strict=True):
+                p.grad = (one + other) / 2
+            nodes.optimizers[node].step()
         if step % period == 0:
-            with torch.no_grad():
-                for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-                    p.copy_((p + q) / 2)
-                    q.copy_(p)
-    return [p.detach() for p in models[0].parameters()]
+            nodes.average()
+    return [p.detach() for p in nodes.models[0].parameters()]
 
 
 def test_a_node_shares_one_model_under_a_strategy_across_nodes() -> None:
@@ -319,10 +304,6 @@ def test_a_node_shares_one_model_under_a_strategy_across_nodes() -> None:
 TEXTS = ["easgd", "ssp:staleness=3", "downpour", "async:schedule=eager", "streaming"]
 
 
-def all_texts(rank: int, size: int) -> Any:
-    return [node_of_two(rank, size, text) for text in TEXTS]
-
-
 def test_the_groups_of_the_page_are_nodes_and_counterparts() -> None:
     assert run(documented, workers=4) == [
         [[0, 1], [0, 2]],
@@ -334,9 +315,8 @@ def test_the_groups_of_the_page_are_nodes_and_counterparts() -> None:
 
 def test_a_node_is_refused_if_timing_decides() -> None:
     """The workers of a node would get different models: all workers raise at once."""
-    for messages in run(all_texts, workers=4):
-        for message in messages:
-            assert "the workers of a node would get different models" in message
+    for message in run(node_of_two, "streaming", workers=4):
+        assert "the workers of a node would get different models" in message
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import offbeat
-from cells import nightly, some
-from loops import Quick, attach, error_of, meet, sgd
+from loops import Quick, attach, error_of, meet, sgd, start
 from offbeat.strategies.base import Strategy
 from problems import flat, make_batch, make_model, train_step
 from workers import run
@@ -29,9 +28,7 @@ OPERATION = r"votes at step|mean of the|launch \d+ \(part 0\) at step"
 
 
 def die(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, strategy, timeout_seconds=100)
+    model, optimizer, sync = start(rank, strategy, timeout_seconds=100)
 
     def train() -> None:
         for step in range(40):
@@ -70,9 +67,7 @@ def give_up(rank: int, size: int, folder: str) -> Any:
 
     Survivors stay alive until all have noticed, like workers that save their state.
     """
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, offbeat.LocalSGD(period=1), timeout_seconds=100)
+    model, optimizer, sync = start(rank, offbeat.LocalSGD(period=1), timeout_seconds=100)
     train_step(model, optimizer, make_batch(rank, 0))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -91,44 +86,8 @@ def test_survivors_without_a_link_to_the_dead_worker_notice_soon(tmp_path: Path)
         assert "lost the connection to rank 1, which" in text, "and nobody else"
 
 
-def get_stuck(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    attach(model, optimizer, strategy, timeout_seconds=1.5, group=Quick())
-
-    def train() -> None:
-        for step in range(40):
-            if rank == 1 and step == 3:
-                meet(folder, rank, [0, 2])  # until the others have given up
-            train_step(model, optimizer, make_batch(rank, step))
-
-    result = error_of(train)
-    if rank != 1:
-        meet(folder, rank, [0, 2])
-    return result
-
-
-@pytest.mark.parametrize("strategy", some([KINDS[0], KINDS[3]], 1), ids=str)
-def test_a_stuck_worker_is_named_after_the_time_out(strategy: Strategy, tmp_path: Path) -> None:
-    """Pitfall 19: CommunicationTimeout names operation, rank, seconds and argument."""
-    results = run(get_stuck, strategy, str(tmp_path), workers=3)
-    for rank in (0, 2):
-        kinds, text = results[rank]
-        assert kinds[:2] == ["CommunicationTimeout", "CommunicationError"], text
-        assert "TimeoutError" in kinds
-        found = re.match(
-            rf"rank {rank}: (.+) failed after (\d+\.\d) s: no answer from rank 1,", text
-        )
-        assert found, text
-        assert re.match(OPERATION, found[1]), text
-        assert float(found[2]) >= 1.4, text
-        assert "timeout_seconds=1.5: raise it in attach(..., timeout_seconds=...)" in text
-    kinds, text = results[1]
-    assert "CommunicationError" in kinds, "the one that was stuck must not go on alone"
-
-
-def be_stopped(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
-    """The kernel stops rank 1; the last worker to notice lets it continue."""
+def fall_silent(rank: int, size: int, strategy: Strategy, way: str, folder: str) -> Any:
+    """Rank 1 is busy, or stopped by the kernel, until the others have noticed."""
     model = make_model(seed=rank)
     optimizer = sgd(model)
     attach(model, optimizer, strategy, timeout_seconds=1.5, group=Quick())
@@ -136,8 +95,11 @@ def be_stopped(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
 
     def train() -> None:
         for step in range(40):
-            if rank == 1 and step == 3:
-                os.kill(os.getpid(), signal.SIGSTOP)
+            if (rank, step) == (1, 3):
+                if way == "stopped":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                else:
+                    meet(folder, rank, [0, 2])
             train_step(model, optimizer, make_batch(rank, step))
 
     kinds, text = error_of(train)
@@ -147,13 +109,34 @@ def be_stopped(rank: int, size: int, strategy: Strategy, folder: str) -> Any:
     return kinds, text, bool(flat(model).isfinite().all())
 
 
-@pytest.mark.parametrize("strategy", [KINDS[1], *nightly([KINDS[0], KINDS[3]])], ids=str)
-def test_a_stopped_worker_is_named_after_the_time_out(strategy: Strategy, tmp_path: Path) -> None:
-    """SIGSTOP: its connections stay open. It learns of the failure, too, when it continues."""
-    results = run(be_stopped, strategy, str(tmp_path), workers=3)
+@pytest.mark.parametrize(
+    ("strategy", "way"),
+    [
+        (KINDS[3], "busy"),
+        (KINDS[1], "stopped"),
+        pytest.param(KINDS[0], "busy", marks=pytest.mark.nightly),
+        pytest.param(KINDS[0], "stopped", marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_a_silent_worker_is_named_after_the_time_out(
+    strategy: Strategy, way: str, tmp_path: Path
+) -> None:
+    """Pitfall 19: CommunicationTimeout names operation, rank, seconds and argument.
+
+    The connections of a stopped process stay open. It learns of the failure, too.
+    """
+    results = run(fall_silent, strategy, way, str(tmp_path), workers=3)
     for rank in (0, 2):
         kinds, text, finite = results[rank]
-        assert kinds[0] == "CommunicationTimeout", text
-        assert "no answer from rank 1," in text
+        assert kinds[:2] == ["CommunicationTimeout", "CommunicationError"], text
+        assert "TimeoutError" in kinds
+        found = re.match(
+            rf"rank {rank}: (.+) failed after (\d+\.\d) s: no answer from rank 1,", text
+        )
+        assert found, text
+        assert re.match(OPERATION, found[1]), text
+        assert float(found[2]) >= 1.4, text
+        assert "timeout_seconds=1.5: raise it in attach(..., timeout_seconds=...)" in text
         assert finite
-    assert "CommunicationError" in results[1][0]
+    assert "CommunicationError" in results[1][0], "it must not continue alone"

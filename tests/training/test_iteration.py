@@ -95,11 +95,9 @@ def test_optimizers_that_step_in_turn_are_one_iteration(strategy: Strategy, orde
         assert stats.syncs == (7 if isinstance(strategy, offbeat.BSP) else 2)
 
 
-FEW: list[Strategy] = [offbeat.BSP(), offbeat.AsyncAveraging(staleness=4)]
-
-
 WARMED: list[Strategy] = [
-    *FEW,
+    offbeat.BSP(),
+    offbeat.AsyncAveraging(staleness=4),
     offbeat.LocalSGD(period=2),
     offbeat.SelSync(delta=0.05),
     offbeat.SelSync(delta=0.05, flags="deferred"),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import offbeat
-from loops import attach, sgd
+from loops import attach, sgd, start
 from problems import flat, make_batch, make_model, train_step
 from worlds import simulated
 
@@ -69,9 +69,7 @@ def test_a_model_loaded_before_finish_is_reported(caplog: pytest.LogCaptureFixtu
 
 
 def load_in_consensus(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, "local:period=3")
+    model, optimizer, sync = start(rank, "local:period=3")
     train_step(model, optimizer, make_batch(rank, 0))
     before = flat(model)
     with sync.consensus():

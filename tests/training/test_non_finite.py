@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cells import some
-from loops import attach, error_of
+from loops import attach, error_of, start
 from offbeat import StreamingAveraging
 from problems import (
     OPTIMIZERS,
@@ -40,9 +40,7 @@ def train(
     rank: int, size: int, text: str, kind: str, steps: int, bad: tuple[int, ...], options: dict
 ) -> tuple[list[Tensor], Tensor, str, dict[str, Any]]:
     """Return the model after each step and after finish, the error, and the totals."""
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    sync = attach(model, optimizer, text, **options)
+    model, optimizer, sync = start(rank, text, kind, **options)
     trace: list[Tensor] = []
 
     def loop() -> None:
@@ -135,9 +133,7 @@ def test_what_becomes_nan_after_the_vote_reaches_no_other_worker(text: str) -> N
 
 
 def ruined(rank: int, size: int) -> tuple[Tensor, str]:
-    model = make_model(seed=rank)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    sync = attach(model, optimizer, "local:period=4")
+    model, optimizer, sync = start(rank, "local:period=4")
 
     def loop() -> None:
         for step in range(4):
@@ -199,22 +195,3 @@ def test_a_warning_is_logged_once(text: str, caplog: pytest.LogCaptureFixture) -
         assert one.endswith(': all workers receive it; non_finite="raise" prevents that')
     assert all(error == "nothing was raised" for _, _, error, _ in results)
     assert not any(model.isfinite().all() for _, model, _, _ in results)
-
-
-def scaled(rank: int, size: int) -> tuple[int, bool]:
-    model = make_model(seed=rank, dtype=torch.float32)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    with attach(model, optimizer, "bsp", scaler=scaler, non_finite="raise") as sync:
-        for step in range(3):
-            optimizer.zero_grad()
-            x, y = make_batch(rank, step, dtype=torch.float32)
-            scaler.scale((model(x) - y).square().sum() * 100).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    return sync.step, bool(flat(model).isfinite().all())
-
-
-def test_overflows_under_a_scaler_are_not_reported() -> None:
-    """The scaler skips such a step and changes its scale."""
-    assert run(scaled, workers=2) == [(3, True)] * 2

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from loops import attach, error_of, sgd
 from offbeat import Compute, Network, simulate
+from offbeat.simulate import Kill
 from offbeat.training.checks.unfinished import UnfinishedWarning
 from problems import flat, make_batch, make_model, train_step
 from worlds import simulated
@@ -150,3 +151,22 @@ def test_a_forgotten_finish_is_reported(
         warning._warn()
         warning.cancel()
     assert len(logged(caplog, "rank 3 has taken 7 steps")) == 1
+
+
+@pytest.mark.parametrize("text", ["bsp", "streaming"])
+def test_a_worker_that_a_simulation_ends_is_not_reported(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is killed while it computes. The others finish."""
+
+    def train() -> None:
+        model = make_model(seed=dist.get_rank())
+        optimizer = sgd(model)
+        sync = attach(model, optimizer, text, min_workers=1)
+        for step in range(4):
+            train_step(model, optimizer, make_batch(0, step))
+        sync.finish()
+
+    simulate(train, workers=3, compute=Compute("1s"), faults=[Kill(worker=1, at="2.5 s")])
+    gc.collect()
+    assert not logged(caplog, "has called neither finish")

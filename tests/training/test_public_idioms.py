@@ -66,7 +66,8 @@ def test_scripts_of_two_processes() -> None:
     assert torch.equal(model, other), "both have attached again"
     for kinds, error in (first, second):
         assert kinds[:1] == ["CommunicationTimeout"], error
-        assert "in finish() of another synchronizer" in error
+    # The other one may have noticed before that the first one gave up.
+    assert any("in finish() of another synchronizer" in error for _, error in (first, second))
 
 
 # -- a single process ------------------------------------------------------------------------------

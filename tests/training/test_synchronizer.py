@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from loops import attach, close, error_of, sgd
+from loops import attach, close, error_of, sgd, start
 from offbeat.simulate import DeadlockError
 from problems import (
     PARAMETERS,
@@ -89,9 +89,7 @@ def test_other_collectives_belong_inside_a_consensus() -> None:
 def misuse(rank: int, size: int) -> dict[str, tuple[list[str], str]]:
     """Misuse a synchronizer in every way, on both workers; training then continues."""
     seen = {}
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, offbeat.LocalSGD(period=2))
+    model, optimizer, sync = start(rank, offbeat.LocalSGD(period=2))
 
     other = make_model()
     seen["model twice"] = error_of(lambda: attach(model, sgd(model), offbeat.BSP()))
@@ -155,9 +153,7 @@ EDITED = [
 
 def edited(rank: int, size: int, text: str) -> Any:
     """Return the model after an edit, in the consensus, after it, and at the end."""
-    model = make_model(seed=rank)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, text, wire="float32")
+    model, optimizer, sync = start(rank, text, wire="float32")
     found = []
     for _ in range(2):
         for step in range(4):
@@ -184,9 +180,7 @@ def test_changes_between_steps_are_averaged(text: str) -> None:
 
 def clipped_weights(rank: int, size: int) -> Tensor:
     """Rank 1 takes two steps more than rank 0. All clip their weights after each step."""
-    model = make_model(seed=0)
-    optimizer = sgd(model)
-    sync = attach(model, optimizer, "bsp")
+    model, optimizer, sync = start(0, "bsp")
     for step in range(3 + 2 * rank):
         train_step(model, optimizer, make_batch(rank, step))
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Accounting of bytes and waiting time, by itself and in a team."""
+"""Accounting of bytes and waiting time, by itself and in a team, and what wrappers pass on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,19 +6,33 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 import offbeat
+from offbeat.errors import OffbeatError
 from offbeat.transport.accounting import Accounting
-from offbeat.transport.communicator import Communicator
+from offbeat.transport.communicator import Communicator, Wrapper
 from offbeat.transport.host import Promise
 from offbeat.transport.single_process import SingleCommunicator
 from offbeat.transport.team import Team
-from transport.communicators import World, simulated, worlds_without_processes
+from transport.communicators import World, worlds_without_processes
 
 
 @worlds_without_processes
 def test_payload_bytes_counts_the_inputs_of_operations(world: World) -> None:
-    """Sums, maxima and gathers count in full, a broadcast only at its source."""
+    """Sums, maxima and gathers count in full, broadcasts and messages only at their source.
+
+    What is refused does not count.
+    """
+
+    def message(communicator: Communicator) -> None:
+        if communicator.size == 1:
+            with pytest.raises(ValueError, match="no rank 1 to send to"):
+                communicator.send(torch.zeros(9), destination=1, what="test")
+        elif communicator.rank == 0:
+            communicator.send(torch.zeros(9), destination=1, what="test").wait()
+        elif communicator.rank == 1:
+            communicator.receive(torch.zeros(9), source=0, what="test").wait()
 
     def work(inner: Communicator) -> Any:
         communicator = Accounting(inner)
@@ -30,6 +44,7 @@ def test_payload_bytes_counts_the_inputs_of_operations(world: World) -> None:
             lambda: communicator.broadcast(torch.zeros(6), source=0, what="test").wait(),
             lambda: communicator.gather_bytes(b"x" * (communicator.rank + 1), what="test"),
             lambda: communicator.exchange(torch.zeros(2 * communicator.size), what="test").wait(),
+            lambda: message(communicator),
         ]
         for operation in operations:
             before = communicator.account.payload_bytes
@@ -40,30 +55,30 @@ def test_payload_bytes_counts_the_inputs_of_operations(world: World) -> None:
     results = world(work)
     size = len(results)
     for rank, counts in enumerate(results):
+        sent = 36 if rank == 0 and size > 1 else 0
         # gather_bytes: an int64 length, then padded to the longest payload
-        assert counts == [28, 56, 5, 24 if rank == 0 else 0, 8 + size, 8 * size]
+        assert counts == [28, 56, 5, 24 * (rank == 0), 8 + size, 8 * size, sent]
 
 
-def test_received_bytes_do_not_count() -> None:
-    """A message counts only at its sender."""
+def test_closing_and_boards_reach_the_innermost_communicator() -> None:
+    """A communicator without a board says so."""
+    closed: list[bool] = []
 
-    def work(inner: Communicator) -> int:
-        communicator = Accounting(inner)
-        if communicator.rank == 0:
-            communicator.send(torch.zeros(9), destination=1, what="test").wait()
-        if communicator.rank == 1:
-            communicator.receive(torch.zeros(9), source=0, what="test").wait()
-        return communicator.account.payload_bytes
+    class Closing(SingleCommunicator):
+        @override
+        def close(self, *, together: bool = False) -> None:
+            closed.append(together)
 
-    assert simulated(work) == [36, 0, 0]
+    for together in (False, True):
+        Team(Wrapper(Closing())).close(together=together)
+    assert closed == [False, True]
+    assert Team(Wrapper(SingleCommunicator())).communicator.board("b").add("n", 2) == 2
 
+    class Bare(SingleCommunicator):
+        board = Communicator.board
 
-def test_refused_operations_do_not_count() -> None:
-    """An operation that could not be started has sent nothing."""
-    communicator = Accounting(SingleCommunicator())
-    with pytest.raises(ValueError, match="no rank 3 to send to"):
-        communicator.send(torch.zeros(9), destination=3, what="test")
-    assert communicator.account.payload_bytes == 0
+    with pytest.raises(OffbeatError, match="a Bare has no board, so workers cannot lease data"):
+        Wrapper(Bare()).board("b")
 
 
 @worlds_without_processes

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from loops import error_of
 from offbeat.errors import CommunicationError
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.handle import Handle
@@ -25,14 +26,6 @@ from workers import run
 def open_one(**settings: float) -> TorchCommunicator:
     """Open one whose time limits are longer than a test may take, so that none waits for them."""
     return TorchCommunicator(None, **{"timeout_seconds": 100, "liveness_seconds": 100, **settings})
-
-
-def why(wait: Callable[[], Any]) -> str:
-    try:
-        wait()
-    except CommunicationError as error:
-        return str(error)
-    return "nothing was raised"
 
 
 # -- resources ------------------------------------------------------------------------------------
@@ -64,7 +57,7 @@ def close_under_way(communicator: Communicator, twin: Communicator) -> Any:
         handles.append(twin.sum(torch.ones(1000), what="a sum"))
     dist.barrier()
     communicator.close()
-    assert "has given up" in why(handles[0].wait)
+    assert "has given up" in error_of(handles[0].wait)[1]
     return handles
 
 
@@ -142,7 +135,7 @@ def close_one(rank: int, size: int) -> Any:
         def activity() -> None:
             request = communicator.receive(torch.zeros(1), source=1, what="a request", patient=True)
             communicator.send(torch.zeros(1), destination=1, tag=1, what="test").wait()
-            outcome.append(why(request.wait))
+            outcome.append(error_of(request.wait)[1])
             time.sleep(0.2)  # it has something to finish
             outcome.append("ended")
 
@@ -156,7 +149,7 @@ def close_one(rank: int, size: int) -> Any:
     if rank == 1:
         communicator.receive(torch.zeros(1), source=0, tag=1, what="test").wait()
         meet("rank 0 is being asked", [0, 1])
-    text = why(communicator.receive(torch.zeros(1), source=0, tag=9, what="an answer").wait)
+    text = error_of(communicator.receive(torch.zeros(1), source=0, tag=9, what="an answer").wait)[1]
     meet("all have seen it", [0, 1, 2])
     communicator.close()
     return text
@@ -248,7 +241,7 @@ def lose_track_of_one(rank: int, size: int) -> str:
     kept = communicator.sum(torch.ones(4), what="a sum")
     communicator.close()
     meet("rank 0 has left", [0, 1])
-    return why(kept.wait)
+    return error_of(kept.wait)[1]
 
 
 def test_closing_does_not_wait_for_an_operation_that_gloo_cannot_end() -> None:
@@ -267,7 +260,7 @@ def use_a_closed_one(rank: int, size: int, under_way: bool) -> Any:
         handles += [communicator.await_promise(communicator.host.promise(), what="a promise")]
     dist.barrier()
     communicator.close()
-    texts = [why(handle.wait) for handle in handles]
+    texts = [error_of(handle.wait)[1] for handle in handles]
     starts: list[Callable[[], Handle[Any]]] = [
         lambda: communicator.sum(x, what="a sum"),
         lambda: twin.gather(x, what="a gather"),
@@ -275,7 +268,7 @@ def use_a_closed_one(rank: int, size: int, under_way: bool) -> Any:
         lambda: twin.receive(x, source=1 - rank, what="a receive"),
         lambda: communicator.await_promise(communicator.host.promise(), what="a promise"),
     ]
-    texts += [why(lambda start=start: start().wait()) for start in starts]
+    texts += [error_of(lambda start=start: start().wait())[1] for start in starts]
     kept = communicator.host.promise()
     kept.fulfil(3)
     assert communicator.await_promise(kept, what="a kept promise").wait() == 3
@@ -373,26 +366,3 @@ def test_communicators_can_be_opened_repeatedly() -> None:
     """Torch would give the name of a destroyed group to the next one."""
     for totals in run(open_again, workers=2):
         assert totals == [*[3.0] * 5, 42.0] * 4
-
-
-def of_a_part(rank: int, size: int) -> Any:
-    """Open a communicator of ranks 0 and 2, and one of all ranks, several times."""
-    group, totals = dist.new_group([0, 2]), []
-    for _ in range(3):
-        if rank != 1:
-            part = TorchCommunicator(group, timeout_seconds=20)
-            totals.append((part.rank, part.sum(torch.ones(1), what="a sum").wait().item()))
-            part.close(together=True)
-        whole = open_one()
-        totals.append((whole.rank, whole.sum(torch.ones(1), what="a sum").wait().item()))
-        whole.close(together=True)
-    dist.barrier()
-    return totals
-
-
-def test_a_communicator_may_connect_some_of_the_workers() -> None:
-    """Its ranks are those within the group."""
-    first, second, third = run(of_a_part, workers=3)
-    assert first == [(0, 2.0), (0, 3.0)] * 3
-    assert second == [(1, 3.0)] * 3
-    assert third == [(1, 2.0), (2, 3.0)] * 3

@@ -19,11 +19,6 @@ class Custom:
         return self.made
 
 
-def test_a_custom_transport_opens_the_communicator() -> None:
-    made = SingleCommunicator()
-    assert open_communicator(Custom(made), 5.0, what="a test") is made
-
-
 def test_a_transport_must_return_a_communicator() -> None:
     with pytest.raises(TypeError, match="must return a Communicator, got 3"):
         open_communicator(Custom(3), 5.0, what="a test")

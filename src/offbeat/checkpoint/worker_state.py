@@ -260,8 +260,8 @@ class WorkerState:
             values = torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
             raise CheckpointError(
-                f"rank {communicator.rank} cannot read the {what}: an optimizer there keeps objects "
-                "of other types than numbers, text and tensors; use another optimizer"
+                f"rank {communicator.rank} cannot read the {what}: an optimizer keeps objects that "
+                "are not numbers, text or tensors; use another optimizer"
             ) from None
         self._load_tensors(values)
         with torch.no_grad():

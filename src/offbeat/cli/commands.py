@@ -89,7 +89,7 @@ def run(
         bool, typer.Option("--fresh", help="New interpreters instead of forks.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(help="Restarts of a worker; a minute of life forgets them.")
+        int, typer.Option(help="Restarts of a worker, counted anew after it has lived a minute.")
     ] = 3,
     grace: Annotated[
         str, typer.Option(help="Time of the workers to end after SIGTERM or Ctrl-C.")

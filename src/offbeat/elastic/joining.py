@@ -75,7 +75,10 @@ class Admission:
         while True:
             ended, replaced, decided = self._read(number + 1, before)
             if ended is not None:
-                raise EndedError(f"{self._what}: the training at {store.location} has ended")
+                raise EndedError(
+                    f"{self._what}: the training at {store.location} has ended. For another one "
+                    "use a new store"
+                )
             if decided is not None:
                 number, before = number + 1, Decision(**decided)
                 if agreement.worker in before.members:

@@ -166,9 +166,17 @@ class StoreMembership:
         started, patience = time.monotonic(), self._silence_seconds
         arrival = Arrival(step is None, [])
         for number in itertools.count(view + 1):
+            earlier = before.members
             before = self._agreement.decide(number, before, patience, arrival)
             if self._worker not in before.members:
                 raise self._left_behind(number, before, step)
+            lost = [w for w in earlier if w not in before.members + before.disconnected]
+            if lost and self._worker == before.members[0]:
+                logger.warning(
+                    "rank %d: view %d continues without %s, which ended or did not answer within "
+                    "%g s",
+                    *(self._worker, number, ranks_text(lost), patience),
+                )
             if before.disconnected:
                 logger.warning(
                     "rank %d: view %d continues without %s, which cannot connect to all of %s",

@@ -14,7 +14,7 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -129,11 +129,13 @@ def _context(fresh: bool) -> ForkServerContext | SpawnContext:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["offbeat.launcher.preloaded"])
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C would interrupt its imports
+    # A Ctrl-C would interrupt the imports of the fork server, which inherits what is blocked.
+    resource_tracker.ensure_running()  # by itself, because it unblocks signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     return context
 
 

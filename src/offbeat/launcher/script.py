@@ -49,8 +49,9 @@ def run_worker(
             os.write(pipes[2].fileno(), f"{text}\n".encode())
 
     reports.tell = tell
-    # The launcher ignores SIGINT while it starts the fork server.
+    # The launcher blocks SIGINT while it starts the fork server.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # Otherwise the processes of a DataLoader would be started as this one was, and not as usual.
     multiprocessing.set_start_method(None, force=True)
     os.environ.update(variables)
@@ -111,4 +112,5 @@ def _print_traceback(error: BaseException) -> None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename in own:
         traceback = traceback.tb_next
     error.__traceback__ = traceback
+    sys.last_value = error  # as Python does, for functions that run at the exit
     sys.excepthook(type(error), error, traceback)

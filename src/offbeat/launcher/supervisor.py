@@ -22,6 +22,9 @@ _PAUSES_SECONDS = 0.1, 0.5, 2.0, 8.0, 30.0  # before each restart; the last one 
 _FORGET_SECONDS = 60.0  # a worker that has lived this long has recovered from its last failure
 _LAST_OUTPUT_SECONDS = 1.0  # wait for the output of an ended worker; others may hold its pipes
 _END_SECONDS = 10.0  # limit for a killed process to end
+# ``finish`` returns when all members of the training have called it. So the others have left a
+# worker behind that still runs so long after it. It is stuck, unless it does something else.
+_STUCK_SECONDS = 600.0
 # In multiprocessing, if the fork server has ended. This process then has its workers as children.
 _UNKNOWN = 255
 
@@ -65,8 +68,8 @@ class Supervisor:
         self._signal: int | None = None  # the signal that ends this launcher
         self._stopping = asyncio.Event()  # set when no worker is to be started any more
         self._running: dict[int, BaseProcess] = {}
+        self._finished: set[int] = set()  # the workers whose process has finished the training
         self._has_trained = False  # True once a worker has begun to train
-        self._has_ended = False  # True once a worker has finished the training
         self._failures: list[_End] = []  # after which no restart followed
         self._left: list[str] = []  # keys by which processes that have ended are known as dead
 
@@ -117,14 +120,14 @@ class Supervisor:
         await done
         if self._signal is not None:
             return 128 + self._signal
-        failures = [end.code for end in self._failures if end.finished or not self._has_ended]
+        failures = [end.code for end in self._failures if end.finished or not self._finished]
         return failures[0] if failures else 0
 
     async def _keep(self, number: int) -> None:
         """Run worker ``number``, and restart it after failures."""
         starts = restarts = 0
         while self._signal is None and not self._stopping.is_set():
-            if starts and self._has_ended:
+            if starts and self._finished:
                 report(f"worker {number} is not started again: the training has ended")
                 return
             began = time.monotonic()
@@ -159,17 +162,18 @@ class Supervisor:
 
     async def _run(self, number: int, starts: int) -> _End:
         """Run one process of worker ``number``, which has had ``starts`` processes before."""
-        finished = False
 
         def on_report(line: bytes) -> None:
-            nonlocal finished
             text = line.decode()
             if text.startswith(reports.LEFT):
                 left.append(text.removeprefix(reports.LEFT))
                 return
             report(f"worker {number} {text}")
-            finished = text == reports.FINISHED
-            self._has_trained, self._has_ended = True, self._has_ended or finished
+            self._has_trained = True
+            if text == reports.FINISHED:
+                if not self._finished:
+                    asyncio.get_running_loop().call_later(_STUCK_SECONDS, self._kill_stuck)
+                self._finished.add(number)
 
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
         variables = {"LOCAL_RANK": str(number), "OFFBEAT_RESTARTS": str(starts)}
@@ -206,10 +210,19 @@ class Supervisor:
         with contextlib.suppress(ChildProcessError):  # this process may have inherited them
             while os.waitpid(-process.pid, os.WNOHANG)[0]:
                 pass
+        finished = number in self._finished
         if status < 0:
             return _End(128 - status, f"was ended by {signal_name(-status)}", finished)
         how = f"ended with exit code {status}" if status else "ended"
         return _End(status, how, finished, script_failed=status not in (0, TEMPORARY))
+
+    def _kill_stuck(self) -> None:
+        """Kill the workers that have not finished the training, and still run."""
+        for number, process in self._running.items():
+            if number not in self._finished:
+                late = f"{_STUCK_SECONDS:g} s after the end of the training"
+                report(f"worker {number} still runs {late}, and is killed")
+                _kill(process)
 
 
 def _copy(prefix: bytes, target: int, line: bytes) -> None:

@@ -146,7 +146,8 @@ class Iteration:
         After that, nothing more of this iteration takes time.
         """
         if not self._computed:
-            self._host.computed(progress)
+            with self.guard:  # a simulation may end here
+                self._host.computed(progress)
             self._computed = progress == 1
 
     def bucket_ready(self, bucket: int) -> None:

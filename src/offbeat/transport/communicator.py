@@ -150,7 +150,7 @@ class Communicator(ABC):
         """
         device = self.control_device
         length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-        lengths = [int(n.item()) for n in self.gather(length, what=f"length of {what}").wait()]
+        lengths = [int(n.item()) for n in self.gather(length, what=what).wait()]
         padded = torch.zeros(max([*lengths, 1]), dtype=torch.uint8, device="cpu")
         padded[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[
             : len(payload)

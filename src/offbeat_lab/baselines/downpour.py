@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from offbeat import AttachError
 from offbeat.extend import AttachedOptimizer, as_real, pack_mixed, setting, unpack
-from offbeat_lab.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
+from offbeat_lab.baselines.server_strategy import ServerFlow, ServerStrategy
 from offbeat_lab.baselines.shard import Rule
 
 
@@ -32,74 +32,62 @@ def _require_unchanged_gradients(group: dict[str, Any]) -> None:
         )
 
 
-@dataclass(eq=False)
-class SGDRule(Rule):
-    """z ← z − lr·G, as in ``torch.optim.SGD``."""
+class OptimizerRule(Rule):
+    """The server's optimizer, as in ``torch.optim``.
 
-    lr: float
+    SGD: z ← z − lr·G. Adagrad: q ← q + G²;  z ← z − lr·G/(√q + 1e-10).
+    """
 
-    @override
-    def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
-        shard.add_(values, alpha=-self.lr)
-
-
-@dataclass(eq=False)
-class AdagradRule(Rule):
-    """q ← q + G²;  z ← z − lr·G/(√q + 1e-10), as in ``torch.optim.Adagrad``. ``squares`` is q."""
-
-    lr: float
-    squares: Tensor
+    def __init__(self, strategy: "Downpour") -> None:
+        self._adagrad = strategy.server_optimizer == "adagrad"
+        self._lr = 1.0 if strategy.server_lr is None else strategy.server_lr
+        self._squares: Tensor | None = None  # q
 
     @override
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
-        self.squares.addcmul_(values, values)
-        shard.addcdiv_(values, self.squares.sqrt().add_(1e-10), value=-self.lr)
+        if not self._adagrad:
+            shard.add_(values, alpha=-self._lr)
+            return
+        if self._squares is None:
+            self._squares = torch.zeros_like(shard)
+        self._squares.addcmul_(values, values)
+        shard.addcdiv_(values, self._squares.sqrt().add_(1e-10), value=-self._lr)
 
 
-@dataclass(kw_only=True)
-class DownpourState(ServerState):
-    """State of a ``DownpourFlow``.
+class DownpourFlow(ServerFlow):
+    """Handles the events of a training step for ``Downpour``.
 
     Attributes:
         gradients: G as one vector.
         requested: x at the last request for z.
         requested_step: ``steps`` at the last request for z.
+        steps: Number of local steps.
         push_due: True if the next request must push G.
         fetch_due: True if the next request must pull z.
         fetching: True if the last request pulls z.
     """
 
+    strategy: "Downpour"
     gradients: Tensor
     requested: Tensor
-    requested_step: int = 0
-    steps: int = 0
-    push_due: bool = False
-    fetch_due: bool = False
-    fetching: bool = False
-
-
-class DownpourFlow(ServerFlow):
-    """Handles the events of a training step for ``Downpour``."""
-
-    strategy: "Downpour"
-    state: DownpourState
+    requested_step = steps = 0
+    push_due = fetch_due = fetching = False
 
     @override
-    def rule(self, shard: Tensor) -> Rule:
-        lr = 1.0 if self.strategy.server_lr is None else self.strategy.server_lr
-        if self.strategy.server_optimizer == "adagrad":
-            return AdagradRule(lr, torch.zeros_like(shard))
-        return SGDRule(lr)
-
-    @override
-    def initial_state(self, model: Tensor) -> DownpourState:
+    def start(self, common: dict[str, Any] | None = None) -> None:
+        super().start(common)
+        self.requested = self.server.vector.clone()
+        self.gradients = torch.zeros_like(self.requested)
         self._decayed: set[int] = set()  # indices of optimizers whose λx was added in this step
         self._offsets: dict[int, int] = {}  # offset in G of each parameter, by its id()
         offset = 0
         for tensor in self.tensors:
             self._offsets[id(tensor)] = offset
             offset += as_real(tensor.detach()).numel()
-        return DownpourState(gradients=torch.zeros_like(model), requested=model.clone())
+
+    @override
+    def rule(self) -> Rule:
+        return OptimizerRule(self.strategy)
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -147,7 +135,7 @@ class DownpourFlow(ServerFlow):
     def _add(self, parameter: nn.Parameter, value: Tensor, factor: float) -> None:
         """Add ``factor · value`` to the part of G, on the CPU, that belongs to ``parameter``."""
         offset = self._offsets[id(parameter)]
-        part = self.state.gradients[offset : offset + value.numel()].view(value.shape)
+        part = self.gradients[offset : offset + value.numel()].view(value.shape)
         part.add_(value.to(part.device), alpha=factor)
 
     # -- requests --------------------------------------------------------------------------------
@@ -155,11 +143,11 @@ class DownpourFlow(ServerFlow):
     @override
     def step_ended(self) -> bool:
         """Start a request if one is due, without waiting for answers. True if z has arrived."""
-        state, strategy = self.state, self.strategy
-        state.steps += 1
-        state.unpushed += 1
-        state.push_due = state.push_due or state.steps % strategy.push_every == 0
-        state.fetch_due = state.fetch_due or state.steps % strategy.fetch_every == 0
+        strategy = self.strategy
+        self.steps += 1
+        self.unpushed += 1
+        self.push_due = self.push_due or self.steps % strategy.push_every == 0
+        self.fetch_due = self.fetch_due or self.steps % strategy.fetch_every == 0
         fetched = self._take()
         self._send()
         # The answer has arrived already if this rank holds the only shard.
@@ -169,38 +157,38 @@ class DownpourFlow(ServerFlow):
 
     def _take(self) -> bool:
         """If z has arrived, x ← z + (x − x at the request), and return True."""
-        state, server = self.state, self.server
-        if server.take() is None or not state.fetching:
+        server = self.server
+        if server.take() is None or not self.fetching:
             return False
-        if state.steps > state.requested_step:
-            _replace(self.tensors, state.requested, server.vector)
+        if self.steps > self.requested_step:
+            _replace(self.tensors, self.requested, server.vector)
         else:
             unpack(server.vector, self.tensors)
         return True
 
     def _send(self) -> None:
         """Start a request if a push or a fetch is due and no request is in flight."""
-        state, server = self.state, self.server
-        push, fetch = state.push_due, state.fetch_due
+        server = self.server
+        push, fetch = self.push_due, self.fetch_due
         if not server.idle or not (push or fetch):
             return
         if push:
-            self.stage_push(self.state.gradients)
+            self.stage_push(self.gradients)
         if fetch:
-            pack_mixed(self.tensors, state.requested)
-            state.requested_step = state.steps
+            pack_mixed(self.tensors, self.requested)
+            self.requested_step = self.steps
         server.start("push" if not fetch else "push_pull" if push else "pull")
-        state.fetching, state.push_due, state.fetch_due = fetch, False, False
+        self.fetching, self.push_due, self.fetch_due = fetch, False, False
 
     @override
     def flush(self) -> None:
         """Wait for the answer to the request in flight, then start a push of the rest of G."""
-        if self.state.unpushed:
+        if self.unpushed:
             self.server.await_answer()
             self._take()
-            self.stage_push(self.state.gradients)
+            self.stage_push(self.gradients)
             self.server.start("push")
-            self.state.fetching = False
+            self.fetching = False
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

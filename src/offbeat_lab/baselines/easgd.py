@@ -4,96 +4,70 @@ x is a worker's local model, and z the *centre*, a model on the parameter server
 ``server_strategy.py`` explains the terms of parameter servers.
 """
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
 from offbeat.extend import AttachedOptimizer, add_to, pack_mixed, setting
-from offbeat_lab.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
+from offbeat_lab.baselines.server_strategy import ServerFlow, ServerStrategy
 from offbeat_lab.baselines.shard import Rule
 
 
-@dataclass(eq=False)
 class ElasticRule(Rule):
     """On a push of x: d = α(x − z), z ← z + d. A request that also pulls is answered with d.
 
-    Attributes:
-        differences: d of each worker's last push, by rank, until it is sent as the answer.
+    If ``synchronous`` is set, z changes only when all workers have pushed: z ← z + Σ d. So all
+    workers compute d with the same z.
     """
 
-    alpha: float
-    differences: dict[int, Tensor] = field(default_factory=dict)
+    def __init__(self, alpha: float, synchronous: bool) -> None:
+        self._alpha, self._synchronous = alpha, synchronous
+        self._differences: dict[int, Tensor] = {}  # d by rank, until it is sent as the answer
+        self._pending: dict[int, Tensor] = {}  # d by rank, until z moves by it
 
     @override
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
-        self.differences[source] = (values - shard).mul_(self.alpha)
-        self._add_difference(shard, source)
-
-    def _add_difference(self, shard: Tensor, source: int) -> None:
-        """z ← z + d, where d is the difference of rank ``source``."""
-        shard.add_(self.differences[source])
-
-    @override
-    def answer(self, shard: Tensor, *, source: int) -> Tensor:
-        return self.differences.pop(source)
-
-
-@dataclass(eq=False)
-class SynchronousElasticRule(ElasticRule):
-    """As ``ElasticRule``, but z changes only when all workers have pushed: z ← z + Σ d.
-
-    So all workers compute d with the same z. The rule does not wait for workers at a barrier.
-
-    Attributes:
-        pending: (rank, d) of each push whose d was not added to z yet.
-    """
-
-    pending: list[tuple[int, Tensor]] = field(default_factory=list)
-
-    @override
-    def _add_difference(self, shard: Tensor, source: int) -> None:
-        self.pending.append((source, self.differences[source]))
+        difference = self._differences[source] = (values - shard).mul_(self._alpha)
+        if self._synchronous:
+            self._pending[source] = difference
+        else:
+            shard.add_(difference)
 
     @override
     def clock_advanced(self, shard: Tensor) -> None:
         # The order of the ranks makes the rounding the same in every run.
-        for _, difference in sorted(self.pending, key=lambda item: item[0]):
+        for _, difference in sorted(self._pending.items()):
             shard.add_(difference)
-        self.pending.clear()
+        self._pending.clear()
 
-
-@dataclass
-class EASGDState(ServerState):
-    """State of an ``EASGDFlow``: numbers of local steps and of exchanges with the centre."""
-
-    steps: int = 0
-    exchanges: int = 0
+    @override
+    def answer(self, shard: Tensor, *, source: int) -> Tensor:
+        return self._differences.pop(source)
 
 
 class EASGDFlow(ServerFlow):
-    """Handles the events of a training step for ``EASGD``."""
+    """Handles the events of a training step for ``EASGD``.
+
+    Attributes:
+        steps: Number of local steps.
+        exchanges: Number of exchanges with the centre.
+    """
 
     strategy: "EASGD"
-    state: EASGDState
+    steps = exchanges = 0
     _staged = False  # True if the vector to push contains the x before this local step
 
     @override
-    def rule(self, shard: Tensor) -> Rule:
-        kind = SynchronousElasticRule if self.strategy.synchronous else ElasticRule
-        return kind(self.strategy.alpha_of(self.worker.size))
-
-    @override
-    def initial_state(self, model: Tensor) -> EASGDState:
-        return EASGDState()
+    def rule(self) -> Rule:
+        return ElasticRule(self.strategy.alpha_of(self.worker.size), self.strategy.synchronous)
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
-        """Copy x, if the exchange at the end of this step needs the x before the step."""
-        exchange = (self.state.steps + 1) % self.strategy.period == 0
+        """Copy x for the exchange at the end of this step, which needs the x before the step."""
         # With several optimizers, x is copied before the first one steps.
-        if exchange and self.strategy.difference == "before_step" and not self._staged:
+        if (self.steps + 1) % self.strategy.period == 0 and not self._staged:
             pack_mixed(self.tensors, self.server.vector)
             self._staged = True
         return False
@@ -101,22 +75,22 @@ class EASGDFlow(ServerFlow):
     @override
     def step_ended(self) -> bool:
         """At the end of a period: push x, wait for d, set x ← x − d, and return True."""
-        state, server = self.state, self.server
-        state.steps += 1
-        state.unpushed += 1
-        if state.steps % self.strategy.period:
+        server = self.server
+        self.steps += 1
+        self.unpushed += 1
+        if self.steps % self.strategy.period:
             return False
-        state.exchanges += 1
+        self.exchanges += 1
         if not self._staged:
             pack_mixed(self.tensors, server.vector)
         self.check_push(server.vector)
         if self.strategy.synchronous:
-            server.start("push_pull", clock=state.exchanges, min_clock=state.exchanges)
+            server.start("push_pull", clock=self.exchanges, min_clock=self.exchanges)
         else:
             server.start("push_pull")
         server.take(wait=True)
         add_to(self.tensors, server.vector, -1.0)
-        state.unpushed = int(self._staged)  # 1: the pushed x lacks this step
+        self.unpushed = int(self._staged)  # 1: the pushed x lacks this step
         self._staged = False
         self.report()
         return True
@@ -126,7 +100,7 @@ class EASGDFlow(ServerFlow):
         """Push x once more: z moves towards x, and x does not change."""
         pack_mixed(self.tensors, self.server.vector)
         self.check_push(self.server.vector)
-        self.state.unpushed = 0
+        self.unpushed = 0
         self.server.start("push")
 
 
@@ -153,10 +127,6 @@ class EASGD(ServerStrategy):
             None: 0.9/N.
         synchronous: True if all workers exchange at the same time and wait for each other. Requires
             α·N ≤ 1, because z would overshoot with a larger α.
-        difference: "before_step": d is computed from the x before the step, as in the paper.
-            "after_step": from the x after the step. This is stable for larger α. For example, with
-            one worker, SGD with η < 2 and a quadratic loss of curvature 1, "before_step" requires
-            α < (4 − 2η)/(4 − η), and "after_step" allows any α < 1.
         servers: See ``ServerStrategy``.
 
     *Communication*: the model to the server, and d back, every ``period`` steps; blocking.
@@ -176,7 +146,6 @@ class EASGD(ServerStrategy):
     period: int = setting(10, least=1)
     alpha: float | None = setting(None, above=0, below=1)
     synchronous: bool = False
-    difference: Literal["before_step", "after_step"] = "before_step"
 
     @override
     def _check_run(self, workers: int) -> None:

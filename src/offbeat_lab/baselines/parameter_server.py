@@ -18,7 +18,8 @@ answers cannot be confused.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -26,20 +27,14 @@ from torch import Tensor
 
 from offbeat.extend import Completed, Handle, Promise, Team, explained
 from offbeat_lab.baselines.shard import NO_CLOCK, Answer, Request, RequestKind, Rule, Shard
-from offbeat_lab.baselines.shard_service import (
-    ANSWER,
-    CONTROL,
-    PULLED,
-    PUSHED,
-    REQUEST,
-    ShardService,
-)
 
+_REQUEST, _PUSHED, _ANSWER, _PULLED, _CONTROL = range(1, 6)
+"""Message tags.
 
-def shard_slices(elements: int, servers: int) -> list[slice]:
-    """Return one slice of the vector per server. Their sizes differ by at most 1."""
-    ends = [elements * i // servers for i in range(servers + 1)]
-    return [slice(a, b) for a, b in itertools.pairwise(ends)]
+- ``_REQUEST``, ``_PUSHED``: header and values of a request.
+- ``_ANSWER``, ``_PULLED``: header and values of an answer with values.
+- ``_CONTROL``: header of an answer without values.
+"""
 
 
 class ParameterServer:
@@ -49,11 +44,14 @@ class ParameterServer:
     ``start``, and later calls ``take``. The pulled values are then in ``vector``. All workers must
     construct the object with the same arguments.
 
+    If a background thread of a server fails, the worker of this rank raises the error in its next
+    request.
+
     Args:
         initial: Initial value of the server's vector, 1-D, on the CPU. The tensor becomes
             ``vector``.
         servers: Ranks that hold a shard each. None: all ranks.
-        rule: Function that returns the update rule of a shard, given its initial values.
+        rule: The update rule of the shard. None: add.
 
     Attributes:
         vector: Values to push, before ``start``. Pulled values, after ``take``. May be read and
@@ -68,24 +66,30 @@ class ParameterServer:
         initial: Tensor,
         *,
         servers: Sequence[int] | None = None,
-        rule: Callable[[Tensor], Rule] = lambda shard: Rule(),
+        rule: Rule | None = None,
     ) -> None:
         self._team, self.vector, self.pulled_bytes = team, initial, 0
         ranks = list(team.ranks if servers is None else servers)
-        slices = zip(ranks, shard_slices(initial.numel(), len(ranks)), strict=True)
+        # One slice of the vector per server. Their sizes differ by at most 1.
+        ends = [initial.numel() * i // len(ranks) for i in range(len(ranks) + 1)]
+        slices = zip(ranks, itertools.starmap(slice, itertools.pairwise(ends)), strict=True)
         # Each worker begins with the servers after its own rank, to spread the traffic.
         self._slices = dict(sorted(slices, key=lambda item: (item[0] - team.rank - 1) % team.size))
         self._sent: list[Handle[Tensor]] = []  # gloo may lose a message whose handle is deleted
         self._in_flight: Promise[int | Exception] | None = None
         self._what = ""  # name of the request in flight, for error messages
         self._answer: int | None = None  # minimum clock in an answer that was not taken yet
-        self._left = False
         self.shard: Shard | None = None
-        self._service: ShardService | None = None
+        self._failure: Exception | None = None  # of the first background thread that has failed
+        self._left: dict[int, Promise[None]] | None = {}  # by rank; fulfilled when its thread ends
         if team.rank in self._slices:
             values = initial[self._slices[team.rank]].clone()
-            self.shard = Shard(values, rule(values), [0] * team.size)
-            self._service = ShardService(team, self.shard)
+            self.shard = Shard(values, rule or Rule(), team.size)
+            for rank in team.ranks:
+                if rank != team.rank:
+                    self._left[rank] = team.host.promise()
+                    serve = partial(self._serve, self.shard, rank, self._left[rank])
+                    team.host.spawn(serve, what=f"server of rank {rank}")
 
     # -- requests for values ---------------------------------------------------------------------
 
@@ -109,7 +113,7 @@ class ParameterServer:
         """
         assert self.idle, "the answer of the last request was not taken"
         request = Request(kind, self._team.rank, clock, min_clock)
-        answers = self._send_to_all(request, self.vector, background=True)
+        answers = self._ask(request, self.vector, background=True)
         if request.pulls:
             own = 0 if self.shard is None else self.shard.values.nbytes
             self.pulled_bytes += self.vector.nbytes - own
@@ -154,7 +158,7 @@ class ParameterServer:
         if self._in_flight is None:
             return
         if release and not self._in_flight.fulfilled:
-            self._send_to_all(Request("release", self._team.rank), self.vector[:0])
+            self._ask(Request("release", self._team.rank))
         outcome = self._team.communicator.await_promise(self._in_flight, what=self._what).wait()
         if isinstance(outcome, Exception):
             raise explained(outcome)
@@ -164,7 +168,7 @@ class ParameterServer:
         """Return a copy of the server's vector. No request may be in flight. Blocks."""
         assert self._in_flight is None, "a request is in flight"
         values = torch.empty_like(self.vector)
-        _min_clock(self._send_to_all(Request("pull", self._team.rank), values))
+        _min_clock(self._ask(Request("pull", self._team.rank), values))
         return values
 
     def own_part(self) -> Tensor:
@@ -187,11 +191,11 @@ class ParameterServer:
         Returns:
             The minimum clock of all workers, equal on all workers.
         """
-        answers = self._send_to_all(Request("barrier", self._team.rank), self.vector[:0])
+        answers = self._ask(Request("barrier", self._team.rank))
         clocks = []
         for server, handle in zip(self._slices, answers, strict=True):
             while not (answer := handle.wait()).reached:
-                handle = self._send(Request("wait", self._team.rank), server)
+                (handle,) = self._ask(Request("wait", self._team.rank), server=server)
             clocks.append(answer.clock)
         self.await_answer()
         # This answer's minimum clock does not include the workers at the barrier.
@@ -204,74 +208,82 @@ class ParameterServer:
 
         On a server this blocks until all other workers have called ``leave``.
         """
-        if not self._left:
-            self._left = True
-            self._send_to_all(Request("leave", self._team.rank), self.vector[:0])
+        if self._left is not None:
+            left, self._left = self._left, None
+            self._ask(Request("leave", self._team.rank))
             self._wait_for_sent()
-            if self._service is not None:
-                self._service.wait_for_leaves()
+            for rank, promise in left.items():
+                what = f"the end of the requests of rank {rank}"
+                self._team.communicator.await_promise(promise, what=what).wait()
 
-    def reset(self, vector: Tensor) -> None:
-        """Replace the server's values, and ``self.vector``, by ``vector``. Sends no messages.
+    # -- messages to servers ---------------------------------------------------------------------
 
-        All workers must call this with equal arguments and without a request in flight. No worker
-        may make a request before all workers have called it.
-        """
-        self.vector.copy_(vector)
-        if self.shard is not None:
-            self.shard.reset(vector[self._slices[self._team.rank]])
-
-    # -- messages --------------------------------------------------------------------------------
-
-    def _send_to_all(
-        self, request: Request, values: Tensor, *, background: bool = False
+    def _ask(
+        self,
+        request: Request,
+        values: Tensor | None = None,
+        *,
+        server: int | None = None,
+        background: bool = False,
     ) -> list[Handle[Answer]]:
-        """Send a request to all servers and start to receive their answers.
+        """Send a request and start to receive the answers.
 
-        ``values`` are pushed, and replaced by the pulled values. With ``background`` a background
-        thread waits for the answers, and telemetry does not count the waiting time.
+        Args:
+            request: The request.
+            values: Values to push, which the pulled values replace. None: none.
+            server: Rank of the server. None: all servers.
+            background: True if a background thread waits for the answers. Telemetry then does not
+                count the waiting time.
         """
-        self._wait_for_sent()
-        for server in self._slices:
-            self._send_header(request, server, background=background)
+        if self._failure is not None:
+            raise explained(self._failure)
+        values = self.vector[:0] if values is None else values
+        places = self._slices
+        if server is None:
+            self._wait_for_sent()
+        else:
+            places = {server: places[server]}
+        for rank in places:
+            if rank != self._team.rank:
+                self._send(request.encode(), rank, _REQUEST, background)
         return [
-            self._exchange(request, server, values[place], background=background)
-            for server, place in self._slices.items()
+            self._exchange(request, rank, values[place], background)
+            for rank, place in places.items()
         ]
 
-    def _send(self, request: Request, server: int) -> Handle[Answer]:
-        """Send a request without values to one server."""
-        self._send_header(request, server, background=False)
-        return self._exchange(request, server, self.vector[:0], background=False)
-
-    def _send_header(self, request: Request, server: int, *, background: bool) -> None:
-        if self._service is not None:
-            self._service.raise_failure()
-        if server != self._team.rank:
-            self._send_tensor(request.encode(), server, REQUEST, background=background)
-
     def _exchange(
-        self, request: Request, server: int, values: Tensor, *, background: bool
+        self, request: Request, server: int, values: Tensor, background: bool
     ) -> Handle[Answer]:
         """Send the values of a request, if it pushes, and start to receive the answer."""
         communicator = self._team.uncounted if background else self._team.communicator
         patient = background and request.min_clock > -NO_CLOCK
         if server == self._team.rank:
-            assert self._service is not None
-            return self._service.handle_own(request, values, communicator, patient=patient)
+            promise: Promise[Answer] = self._team.host.promise()
+
+            def deliver(answer: Answer, pulled: Tensor | None) -> None:
+                if pulled is not None:
+                    values.copy_(pulled)
+                promise.fulfil(answer)
+
+            assert self.shard is not None
+            self.shard.handle(request, values if request.pushes else None, deliver)
+            if request.answered and not promise.fulfilled:
+                what = f"{request.kind} at this rank's own parameter server"
+                return communicator.await_promise(promise, what=what, patient=patient)
+            return Completed(promise.result if request.answered else Answer(0))
         if request.pushes and values.numel():
-            self._send_tensor(values, server, PUSHED, background=background)
+            self._send(values, server, _PUSHED, background)
         if not request.answered:
             return Completed(Answer(0))
         what = f"{request.kind} at the parameter server of rank {server}"
         receive = partial(communicator.receive, source=server, what=what, patient=patient)
         numbers = torch.zeros(len(Answer._fields), dtype=torch.int64, device="cpu")
-        header = receive(numbers, tag=ANSWER if request.pulls else CONTROL)
+        header = receive(numbers, tag=_ANSWER if request.pulls else _CONTROL)
         if request.pulls and values.numel():
-            return receive(values, tag=PULLED).then(lambda _: Answer(*header.wait().tolist()))
+            return receive(values, tag=_PULLED).then(lambda _: Answer(*header.wait().tolist()))
         return header.then(lambda numbers: Answer(*numbers.tolist()))
 
-    def _send_tensor(self, tensor: Tensor, server: int, tag: int, *, background: bool) -> None:
+    def _send(self, tensor: Tensor, server: int, tag: int, background: bool) -> None:
         communicator = self._team.uncounted if background else self._team.communicator
         what = f"request to the parameter server of rank {server}"
         self._sent.append(communicator.send(tensor, destination=server, tag=tag, what=what))
@@ -282,6 +294,47 @@ class ParameterServer:
         for handle in self._sent:
             handle.wait()
         self._sent = []
+
+    # -- the server's background threads ---------------------------------------------------------
+
+    def _serve(self, shard: Shard, rank: int, left: Promise[None]) -> None:
+        """Handle the requests of one other rank until it leaves."""
+        try:
+            self._handle_requests(shard, rank)
+        except Exception as error:  # raised later on the training thread
+            self._failure = self._failure or error
+        left.fulfil(None)
+
+    def _handle_requests(self, shard: Shard, rank: int) -> None:
+        communicator = self._team.uncounted
+        what = f"a request of rank {rank} to the parameter server"
+        # One buffer is enough. This thread handles a push before it receives the next request, and
+        # a worker that waits for pulled values pushes nothing.
+        buffer = torch.empty_like(shard.values)
+        sent: deque[Handle[Tensor]] = deque()  # gloo may lose a message whose handle is deleted
+
+        def send(request: Request, answer: Answer, pulled: Tensor | None) -> None:
+            numbers = torch.tensor([*map(int, answer)], device="cpu")
+            messages = {_ANSWER if request.pulls else _CONTROL: numbers}
+            if pulled is not None and pulled.numel():  # shards of a small vector may be empty
+                messages[_PULLED] = buffer.copy_(pulled)
+            for tag, tensor in messages.items():
+                what = f"answer to rank {rank}"
+                sent.append(communicator.send(tensor, destination=rank, tag=tag, what=what))
+
+        while True:
+            header = torch.zeros(3, dtype=torch.int64, device="cpu")
+            communicator.receive(header, source=rank, tag=_REQUEST, what=what, patient=True).wait()
+            request = Request.decode(header, rank)
+            while sent:
+                sent.popleft().wait()  # short, because the worker is already receiving its answers
+            if request.kind == "leave":
+                return
+            values = buffer if request.pushes else None
+            if request.pushes and buffer.numel():
+                pushed = f"values of rank {rank} for the parameter server"
+                communicator.receive(buffer, source=rank, tag=_PUSHED, what=pushed).wait()
+            shard.handle(request, values, partial(send, request))
 
 
 def _min_clock(answers: Sequence[Handle[Answer]]) -> int:

@@ -82,47 +82,34 @@ class ServerStrategy(Strategy):
             )
 
 
-@dataclass
-class ServerState:
-    """State of a ``ServerFlow`` on one worker. Each strategy adds fields.
-
-    Attributes:
-        unpushed: Number of local steps that this worker has not pushed yet.
-    """
-
-    unpushed: int = 0
-
-
 class ServerFlow(Flow):
     """Drives a strategy with a parameter server on one worker.
 
-    A subclass defines ``rule``, ``initial_state``, ``flush`` and ``step_ended``. ``step_ended``
-    returns True if this worker's model has received values from the server.
+    A subclass defines ``flush`` and ``step_ended``. ``step_ended`` returns True if this worker's
+    model has received values from the server.
 
     Attributes:
         tensors: Parameters of this worker's model, in the order of the server's vector.
-        state: State of this worker.
+        server: The parameter server. After ``start``, its vector is the initial model.
+        unpushed: Number of local steps that this worker has not pushed yet.
     """
 
     uses_gradients = False
     can_save = False
     server: ParameterServer
     tensors: list[Tensor]
-    state: ServerState
+    unpushed = 0
 
     def __init__(self, strategy: Strategy, worker: Worker) -> None:
         super().__init__(strategy, worker)
         self._flushed = self._warned = False
 
-    # -- methods of the strategies ---------------------------------------------------------------
+    def rule(self) -> Rule:
+        """Return the rule that applies pushes to a shard. By default it adds them.
 
-    @abstractmethod
-    def rule(self, shard: Tensor) -> Rule:
-        """Return the rule that applies pushes to a shard, given the shard's initial values."""
-
-    @abstractmethod
-    def initial_state(self, model: Tensor) -> ServerState:
-        """Return the initial state, given the initial model of all workers as a vector."""
+        The background threads of the server hold the rule, so it must not hold the flow.
+        """
+        return Rule()
 
     @abstractmethod
     def flush(self) -> None:
@@ -143,13 +130,13 @@ class ServerFlow(Flow):
         assert isinstance(strategy, ServerStrategy)
         self.tensors = [p for _, p in worker.replica.parameters]
         model = _model_vector(self.tensors)
-        self.server = ParameterServer(worker.team, model, servers=strategy.servers, rule=self.rule)
-        self.state = self.initial_state(model)
+        rule = self.rule()
+        self.server = ParameterServer(worker.team, model, servers=strategy.servers, rule=rule)
 
     @property
     @override
     def unsynced(self) -> bool:
-        return self.worker.touched or self.state.unpushed > 0
+        return self.worker.touched or self.unpushed > 0
 
     @override
     def gradients_ready(self, optimizer: AttachedOptimizer, *, last: bool) -> bool:
@@ -235,7 +222,7 @@ class ServerFlow(Flow):
         self.check_push(values)
         self.server.vector.copy_(values)
         values.zero_()
-        self.state.unpushed = 0
+        self.unpushed = 0
 
     def report(self) -> None:
         """Write the pulled bytes, and the statistics of this rank's shard, to ``Stats.details``."""

@@ -1,18 +1,18 @@
-"""One shard of a parameter server: a part of the server's vector, and the rules for requests to it.
+"""One shard of a parameter server: a part of the server's vector, and the requests to it.
 
 Workers *push* values to the shard and *pull* its values. A ``Rule`` defines how a push changes the
 shard. Each worker has a *clock*, such as its number of local steps. The shard can delay an answer
 until the minimum clock of the workers has risen to some value. Workers that wait at a *barrier*
 (until all workers have reached it) do not count in the minimum.
 
-This module does not communicate. ``shard_service.py`` receives the requests, calls the shard and
-sends its answers.
+This module does not communicate. ``parameter_server.py`` passes it the requests and the functions
+that send its answers.
 """
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -47,8 +47,6 @@ class Request:
     source: int
     clock: int = -1
     min_clock: int = -NO_CLOCK
-
-    NUMBERS: ClassVar[int] = 3  # length of an encoded request
 
     @property
     def pushes(self) -> bool:
@@ -94,12 +92,11 @@ class Answer(NamedTuple):
     reached: bool = False
 
 
-@dataclass(eq=False)
 class Rule:
     """The update rule of a shard, which applies pushed values. This base class adds them.
 
-    A rule must work element by element, because a shard holds only a part of the vector. A subclass
-    is a dataclass. Only one thread at a time calls the rule.
+    A rule must work element by element, because a shard holds only a part of the vector. Only one
+    thread at a time calls the rule, often a background thread.
     """
 
     def push(self, shard: Tensor, values: Tensor, *, source: int) -> None:
@@ -121,41 +118,35 @@ Deliver = Callable[[Answer, Tensor | None], None]
 """Function that sends an answer to the worker. Its second argument is the pulled values or None."""
 
 
-@dataclass(eq=False)
 class Shard:
     """One part of the server's vector, the clocks, and the requests that wait for an answer.
 
+    Args:
+        values: Initial values of this part of the vector, 1-D.
+        rule: The update rule.
+        workers: Number of workers.
+
     Attributes:
-        values: Values of this part of the vector, 1-D.
+        values: Values of this part of the vector.
         clocks: Clock of each worker.
         pushes: Number of pushes so far.
-        behind: For each worker, the number of pushes by other workers since its last pull.
         staleness: Histogram of the staleness of pushes, as {staleness: number of pushes}. The
-            staleness of a push is ``behind`` of its worker at that time.
-        reached_clock: Minimum clock of the workers that are not at a barrier.
+            staleness of a push is the number of pushes by other workers since the last pull of its
+            worker.
     """
 
-    values: Tensor
-    rule: Rule
-    clocks: list[int]
-    pushes: int = 0
-    behind: list[int] = field(default_factory=list)
-    staleness: dict[int, int] = field(default_factory=dict)
-    reached_clock: int = 0
-
-    def __post_init__(self) -> None:
-        self.behind = [0] * len(self.clocks)
-        self._at_barrier = [False] * len(self.clocks)
+    def __init__(self, values: Tensor, rule: Rule, workers: int) -> None:
+        self.values, self.clocks, self.pushes = values, [0] * workers, 0
+        self.staleness: dict[int, int] = {}
+        self._rule = rule
+        self._behind = [0] * workers  # pushes by other workers since the last pull
+        self._at_barrier = [False] * workers
+        self._clock = 0  # minimum clock of the workers that are not at a barrier
         self._barrier_clock = 0  # minimum clock at the last completed barrier
         self._received = 0  # number of requests so far, without those of kind "wait"
         # Unanswered requests: (request, ``_received`` at its arrival, function for the answer).
         self._waiting: list[tuple[Request, int, Deliver]] = []
         self._lock = threading.Lock()
-        self.reached_clock = self._min_clock()
-
-    def _min_clock(self) -> int:
-        clocks = zip(self.clocks, self._at_barrier, strict=True)
-        return min((clock for clock, waits in clocks if not waits), default=NO_CLOCK)
 
     def handle(self, request: Request, values: Tensor | None, deliver: Deliver) -> None:
         """Handle one request, then answer all requests whose condition holds, the oldest first.
@@ -173,21 +164,22 @@ class Shard:
             self._received += request.kind != "wait"
             if request.answered:
                 self._waiting.append((request, self._received, deliver))
-            clock = self._min_clock()
-            if clock > self.reached_clock or completed:
-                self.rule.clock_advanced(self.values)
-            self.reached_clock = clock
+            before, self._clock = self._clock, self._min_clock()
+            if self._clock > before or completed:
+                self._rule.clock_advanced(self.values)
             # A worker at a barrier must not wait for a clock, because it might never be reached.
             released = source if request.kind in ("release", "barrier") else None
-            self._waiting = [
-                waiting for waiting in self._waiting if not self._answer(*waiting, released)
-            ]
+            self._waiting = [each for each in self._waiting if not self._answer(*each, released)]
+
+    def _min_clock(self) -> int:
+        clocks = zip(self.clocks, self._at_barrier, strict=True)
+        return min((clock for clock, waits in clocks if not waits), default=NO_CLOCK)
 
     def _push(self, values: Tensor, source: int) -> None:
-        behind = self.behind[source]
+        behind = self._behind[source]
         self.staleness[behind] = self.staleness.get(behind, 0) + 1
-        self.behind = [n + (rank != source) for rank, n in enumerate(self.behind)]
-        self.rule.push(self.values, values, source=source)
+        self._behind = [n + (rank != source) for rank, n in enumerate(self._behind)]
+        self._rule.push(self.values, values, source=source)
         self.pushes += 1
 
     def _arrive(self, source: int) -> bool:
@@ -214,26 +206,18 @@ class Shard:
             # Another worker has made a request, so it is alive. Answer, to restart the time-out of
             # the waiting worker. That worker then sends "wait".
             if self._received > received:
-                deliver(Answer(self.reached_clock), None)
+                deliver(Answer(self._clock), None)
                 return True
             return False
-        if self.reached_clock < request.min_clock and request.source != released:
+        if self._clock < request.min_clock and request.source != released:
             return False
-        values = None
-        if request.pulls:
-            self.behind[request.source] = 0
-            values = self.values
-        if request.kind == "push_pull":
-            values = self.rule.answer(self.values, source=request.source)
-        deliver(Answer(self.reached_clock), values)
+        self._behind[request.source] = 0
+        exchanged = request.kind == "push_pull"
+        values = self._rule.answer(self.values, source=request.source) if exchanged else self.values
+        deliver(Answer(self._clock), values)
         return True
 
     def copy(self) -> Tensor:
         """Return a copy of the values."""
         with self._lock:
             return self.values.clone()
-
-    def reset(self, values: Tensor) -> None:
-        """Replace the values. Clocks and counters do not change."""
-        with self._lock:
-            self.values.copy_(values)

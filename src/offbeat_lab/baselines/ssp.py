@@ -7,20 +7,18 @@ f if it contains the first f updates of every worker.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from offbeat.extend import as_real, pack_mixed, setting, unpack
-from offbeat_lab.baselines.server_strategy import ServerFlow, ServerState, ServerStrategy
-from offbeat_lab.baselines.shard import Rule
+from offbeat_lab.baselines.server_strategy import ServerFlow, ServerStrategy
 
 
-@dataclass(kw_only=True)
-class SSPState(ServerState):
-    """State of an ``SSPFlow``.
+class SSPFlow(ServerFlow):
+    """Handles the events of a training step for ``SSP``.
 
     Attributes:
         cache: x as one vector. Not used with a single worker.
@@ -30,98 +28,87 @@ class SSPState(ServerState):
         pulling: True if the last request pulls z.
     """
 
+    strategy: "SSP"
     cache: Tensor
     updates: Tensor
-    clock: int = 0
-    fresh_clock: int = 0
-    pulling: bool = False
-
-
-class SSPFlow(ServerFlow):
-    """Handles the events of a training step for ``SSP``."""
-
-    strategy: "SSP"
-    state: SSPState
+    clock = fresh_clock = 0
+    pulling = False
 
     @override
-    def rule(self, shard: Tensor) -> Rule:
-        return Rule()  # z ← z + S
-
-    @override
-    def initial_state(self, model: Tensor) -> SSPState:
-        return SSPState(cache=model.clone(), updates=torch.zeros_like(model))
+    def start(self, common: dict[str, Any] | None = None) -> None:
+        super().start(common)
+        self.cache = self.server.vector.clone()
+        self.updates = torch.zeros_like(self.cache)
 
     @override
     def step_ended(self) -> bool:
         """Push and pull as needed. Block while f < c − ``staleness``. True if x was refreshed."""
-        state, worker = self.state, self.worker
+        worker = self.worker
         # A single worker copies its parameters to z. Adding their change to z would round.
-        if worker.size == 1:
-            pack_mixed(self.tensors, self.server.vector)
-            self.server.reset(self.server.vector)
+        if worker.size == 1 and self.server.shard is not None:
+            pack_mixed(self.tensors, self.server.shard.values)
             return True
         self._add_update()
         refreshed = self._take()
         self._send()
-        while state.fresh_clock < state.clock - self.strategy.staleness:
+        while self.fresh_clock < self.clock - self.strategy.staleness:
             refreshed = self._take(wait=True) or refreshed
             self._send()
-        unpack(state.cache, self.tensors)
-        worker.record["staleness"] = max(0, state.clock - state.fresh_clock)
+        unpack(self.cache, self.tensors)
+        worker.record["staleness"] = max(0, self.clock - self.fresh_clock)
         worker.details["pulls"] = worker.details.get("pulls", 0) + refreshed
         self.report()
         return refreshed
 
     def _add_update(self) -> None:
         """x ← x + u; S ← S + u; c ← c + 1. Tensor by tensor, so that u needs little memory."""
-        state, workers, offset = self.state, self.worker.size, 0
+        workers, offset = self.worker.size, 0
         for tensor in self.tensors:
             stepped = as_real(tensor.detach()).reshape(-1)
             place = slice(offset, offset + stepped.numel())
-            cache = state.cache[place]
+            cache = self.cache[place]
             update = (stepped.to(cache) - cache).div_(workers)
             cache.add_(update)
-            state.updates[place].add_(update)
+            self.updates[place].add_(update)
             offset = place.stop
-        state.clock += 1
-        state.unpushed += 1
+        self.clock += 1
+        self.unpushed += 1
 
     def _take(self, *, wait: bool = False) -> bool:
         """Take the answer if it has arrived. If it contains z: x ← z + S, and return True.
 
         ``wait=True`` blocks until the answer has arrived.
         """
-        state, clock = self.state, self.server.take(wait=wait)
-        if clock is None or not state.pulling:
+        clock = self.server.take(wait=wait)
+        if clock is None or not self.pulling:
             return False
-        torch.add(self.server.vector, state.updates, out=state.cache)
-        state.fresh_clock = max(state.fresh_clock, clock)
+        torch.add(self.server.vector, self.updates, out=self.cache)
+        self.fresh_clock = max(self.fresh_clock, clock)
         return True
 
     def _send(self) -> None:
         """Push S and pull z, unless a request is in flight or nothing is needed."""
-        state = self.state
-        needed = state.clock - self.strategy.staleness  # a step ends when f ≥ needed
-        if not self.server.idle or not (state.unpushed or state.fresh_clock < needed):
+        needed = self.clock - self.strategy.staleness  # a step ends when f ≥ needed
+        if not self.server.idle or not (self.unpushed or self.fresh_clock < needed):
             return
-        self.stage_push(state.updates)
-        state.pulling = True
-        min_clock = min(state.clock, needed + 1)
-        self.server.start("push_pull", clock=state.clock, min_clock=min_clock)
+        self.stage_push(self.updates)
+        self.pulling = True
+        min_clock = min(self.clock, needed + 1)
+        self.server.start("push_pull", clock=self.clock, min_clock=min_clock)
 
     @override
     def flush(self) -> None:
         """Wait for the answer to the request in flight, then start the last push."""
         self.server.await_answer(release=True)
         self._take()
-        self.stage_push(self.state.updates)
-        self.server.start("push", clock=self.state.clock)
-        self.state.pulling = False
+        self.stage_push(self.updates)
+        self.server.start("push", clock=self.clock)
+        self.pulling = False
 
     @override
     def barrier_reached(self, clock: int) -> None:
         # During the barrier, answers ignored the clocks of waiting workers, so f may be too large.
-        self.state.fresh_clock = min(self.state.fresh_clock, clock)
+        self.fresh_clock = min(self.fresh_clock, clock)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -6,21 +6,9 @@ from pathlib import Path
 
 from offbeat import Strategy
 from offbeat_lab.cli.options import CompareOptions
-from offbeat_lab.job import Job
+from offbeat_lab.job import Job, refuse
 from offbeat_lab.methods.registry import parse_method
 from offbeat_lab.recipes import Task
-
-
-def require_file(option: str, path: Path | None) -> None:
-    """Raise ValueError if ``path`` is a directory."""
-    if path is not None and path.is_dir():
-        raise ValueError(f"{option} {path}: it is a directory; name a file")
-
-
-def require_folder(option: str, path: Path | None) -> None:
-    """Raise ValueError if ``path`` is a file or named like a file of results."""
-    if path is not None and (path.is_file() or path.suffix == ".jsonl"):
-        raise ValueError(f"{option} {path}: name a directory, not a file")
 
 
 def require_writable(option: str, folder: Path) -> None:
@@ -82,6 +70,4 @@ def require_no_simulator_options(job: Job, options: CompareOptions) -> None:
         "--inside-latency": options.inside_latency is not None,
         "--workers-per-node": job.workers_per_node > 1,
     }
-    for option, is_given in given.items():
-        if is_given:
-            raise ValueError(f"{option} is for simulated workers; add --simulate, or leave it out")
+    refuse("{} is for simulated workers; add --simulate, or leave it out", given)

@@ -20,7 +20,7 @@ def compare(options: CompareOptions, job: Job) -> None:
 
     Workers are local processes, those of torchrun, or simulated in virtual
     time. Several runs have the same seeds; they give a table, plot and report.
-    The baseline ideal is bsp on an infinitely fast network. To continue an
+    The reference ideal is bsp on an infinitely fast network. To continue an
     interrupted comparison, repeat its command, with the same --output.
 
     [bold]Examples[/bold]
@@ -63,7 +63,7 @@ def report(
 
 @implemented_in("offbeat_lab.cli.lists")
 def recipes() -> None:
-    """List the recipes, and the baselines to compare strategies with.
+    """List the recipes, and the references to compare strategies with.
 
     [bold]Example[/bold]
 

@@ -4,8 +4,6 @@ from pathlib import Path
 
 from offbeat.extend import Table, console, print_kinds, print_table
 from offbeat_lab.baselines import PUBLISHED
-from offbeat_lab.cli.checks import require_file
-from offbeat_lab.cli.view import print_path
 from offbeat_lab.methods.registry import BASELINES
 from offbeat_lab.recipes import RECIPES
 from offbeat_lab.report import page
@@ -13,7 +11,7 @@ from offbeat_lab.results import read_results, writing
 
 
 def recipes() -> None:
-    """List the recipes, and strategies and baselines to compare with, with their settings."""
+    """List the recipes, and strategies and references to compare with, with their settings."""
     rows = tuple(
         (
             recipe.name,
@@ -27,7 +25,7 @@ def recipes() -> None:
     console.print("Your own: path/to/file.py\n", highlight=False)
     print_kinds("strategy", PUBLISHED)
     console.print("As text: name:setting=value,setting=value\n", highlight=False)
-    print_kinds("baseline", BASELINES)
+    print_kinds("reference", REFERENCES)
     console.print("As text: name,setting=value,setting=value", highlight=False)
 
 
@@ -38,7 +36,8 @@ def report(results: Path, output: Path | None) -> None:
     if not results.exists():
         raise FileNotFoundError(f"looked for results in {results}, which does not exist")
     path = results.with_name("report.html") if output is None else output
-    require_file("--output", path)
+    if path.is_dir():
+        raise ValueError(f"--output {path}: it is a directory; name a file")
     read = read_results(results, trials=True)
     if all(result.trial is not None for result in read):
         raise ValueError(f"{results} holds no result of a comparison")
@@ -46,4 +45,4 @@ def report(results: Path, output: Path | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path):
         path.write_text(text, encoding="utf-8")
-    print_path("report", path)
+    console.print(f"report {path}", highlight=False, soft_wrap=True)

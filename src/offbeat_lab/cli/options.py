@@ -6,6 +6,7 @@ A command is declared as a function such as ``f(job: Job, options: CompareOption
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass
 from functools import wraps
@@ -82,25 +83,17 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     The command receives dataclass objects with the values of the options. The options are in the
     order of their panels.
     """
-    groups: dict[str, Any] = {}
-    owners: dict[str, str] = {}  # name of an option -> parameter of `function`
-    shown: list[inspect.Parameter] = []
-    for parameter in inspect.signature(function).parameters.values():
-        groups[parameter.name] = parameter.annotation
-        for field in _options_of(parameter.annotation):
-            shown.append(field)
-            owners[field.name] = parameter.name
-    shown.sort(key=_panel_number)
+    kinds = {one.name: one.annotation for one in inspect.signature(function).parameters.values()}
+    declared = {name: [*_options_of(kind)] for name, kind in kinds.items()}
+    shown = sorted(itertools.chain(*declared.values()), key=_panel_number)
 
     @wraps(function)
     def command(**values: Any) -> None:
-        fields: dict[str, dict[str, Any]] = {name: {} for name in groups}
-        for name, value in values.items():
-            owner = owners[name]
-            if isinstance(value, Path) and groups[owner] is Job:
-                value = str(value)  # jobs are stored as JSON, which has no paths
-            fields[owner][name] = value
-        function(**{name: kind(**fields[name]) for name, kind in groups.items()})
+        # Jobs are stored as JSON, which has no paths.
+        paths = {f.name for f in dataclasses.fields(Job) if (o := option_of(f)) and o.is_path}
+        values |= {name: str(values[name]) for name in paths if values[name] is not None}
+        fields = {name: {one.name: values[one.name] for one in declared[name]} for name in kinds}
+        function(**{name: kind(**fields[name]) for name, kind in kinds.items()})
 
     # Typer reads these two attributes.
     command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]

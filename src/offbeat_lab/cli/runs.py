@@ -1,27 +1,27 @@
 """Implementation of the command ``compare``. ``offbeat_lab.job`` explains the terms."""
 
 import contextlib
+import os
 import re
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import typer
+
 from offbeat import Network
-from offbeat.extend import console, print_narrow_table, require_integer, to_seconds
+from offbeat.extend import console, print_narrow_table, require_integer, show_seconds, to_seconds
 from offbeat_lab import compare as comparison
 from offbeat_lab import report
 from offbeat_lab.cli.checks import (
     check_method,
     require_distinct,
-    require_file,
-    require_folder,
     require_no_simulator_options,
     require_writable,
 )
 from offbeat_lab.cli.options import USUAL_LATENCY, CompareOptions
 from offbeat_lab.cli.progress import Bar
-from offbeat_lab.cli.view import print_path, print_step_time
 from offbeat_lab.cli.workers import (
     command_line,
     is_launched,
@@ -29,7 +29,7 @@ from offbeat_lab.cli.workers import (
     require_single_process,
     with_launched_workers,
 )
-from offbeat_lab.job import Job
+from offbeat_lab.job import Job, refuse
 from offbeat_lab.launch.runners import Runner, VirtualCluster
 from offbeat_lab.methods.registry import is_ideal, require_virtual
 from offbeat_lab.results import Result, writing
@@ -40,6 +40,7 @@ from offbeat_lab.train import planned_times
 from offbeat_lab.tuning import LEAST_BUDGET, untuned, with_ideal
 
 _MOST_SEEDS = 1000
+_MOST_SPREAD = 3.0  # ratio of the longest steps to the shortest, above which a warning is printed
 
 
 def compare(options: CompareOptions, job: Job) -> None:
@@ -52,19 +53,24 @@ def compare(options: CompareOptions, job: Job) -> None:
         step_seconds=None if step_time is None or options.simulated else to_seconds(step_time),
     )
     asked = _Comparison(job, options)
-    with contextlib.ExitStack() as stack:
-        runner: Runner | None
-        if options.simulated:
-            require_single_process("--simulate")
-            asked.check()
-            runner = _virtual_cluster(job, options)
-        else:
-            runner = stack.enter_context(real_workers(job, options.bandwidth, asked.check))
-        if runner is None:
+    if options.simulated:
+        require_single_process("--simulate")
+    follows = os.environ.get("RANK", "0") != "0" and is_launched()  # rank 0 finds mistakes
+    if not follows:
+        asked.check()
+    runner: contextlib.AbstractContextManager[Runner]
+    if options.simulated:
+        runner = contextlib.nullcontext(_virtual_cluster(job, options))
+    else:
+        runner = real_workers(job, options.bandwidth)
+    with runner as entered:
+        if follows:
             return
+        if is_launched():
+            console.print(f"joined the {job.workers} processes that the launcher has started")
         if asked.folder is not None:
             require_writable("--output", asked.folder)
-        asked.run(runner)
+        asked.run(entered)
 
 
 @dataclass(frozen=True)
@@ -113,12 +119,15 @@ class _Comparison:
                 )
             first = [untuned(text) for text in with_ideal(first)]
         require_distinct(job, first)
-        require_folder("--output", options.output)
-        require_file("--records", None if job.log is None else Path(job.log))
-        if job.log is not None and not self.single:
-            raise ValueError(
-                "--records is for a single run: give one strategy, without --seeds and --tune"
-            )
+        output, log = options.output or Path(), Path(job.log or os.devnull)
+        is_file = output.is_file() or output.suffix == ".jsonl"
+        several = "--records is for a single run: give one strategy, without --seeds and --tune"
+        reasons = {
+            f"--output {output}: name a directory, not a file": is_file,
+            f"--records {log}: it is a directory; name a file": log.is_dir(),
+            several: job.log is not None and not self.single,
+        }
+        refuse("{}", reasons)
         task = None
         for text in first:
             if options.simulated:
@@ -157,20 +166,21 @@ class _Comparison:
             with writing(written["totals"]):
                 written["totals"].write_text(runner.last.to_json(), encoding="utf-8")
         for what, path in written.items():
-            print_path(f"{what:8}", path)
+            console.print(f"{what:8} {path}", highlight=False, soft_wrap=True)
 
 
 def _check_real(job: Job, options: CompareOptions) -> None:
     """Raise ValueError if real processes do not support the options."""
     require_no_simulator_options(job, options)
     scenario = Scenario.from_json(job.scenario)
-    refused = {
-        "start offbeat without a launcher, or add --simulate": is_launched(),
-        "ideal needs --step-time, as in 50ms": is_ideal(job.strategy) and job.step_seconds is None,
-    }
-    for reason, given in refused.items():
-        if scenario.elastic and given:
-            raise ValueError(f"--scenario with deaths or joins: {reason}")
+    if scenario.elastic:
+        reasons = {
+            "start offbeat without a launcher, or add --simulate": is_launched(),
+            "ideal needs --step-time, as in 50ms": (
+                is_ideal(job.strategy) and job.step_seconds is None
+            ),
+        }
+        refuse("--scenario with deaths or joins: {}", reasons)
     stragglers = job.jitter or job.slow or scenario.slowdowns(job.workers)
     if options.step_time is None and stragglers:
         raise ValueError(STRAGGLERS_NEED_STEP_TIME)
@@ -194,21 +204,37 @@ def _virtual_cluster(job: Job, options: CompareOptions) -> VirtualCluster:
     # Created before the slow measurement of the step time: the constructor finds mistakes.
     compute = planned_times(job, "1s" if options.step_time is None else options.step_time)
     if options.step_time is None:
-        _, step = measure_recipe(job.recipe, data=job.setup().data)
-        print_step_time(job.recipe, step)
-        compute = replace(compute, step=step.seconds)
+        compute = replace(compute, step=_measured_step(job))
     return VirtualCluster(network, compute)
 
 
+def _measured_step(job: Job) -> float:
+    """Return and print the step time of a recipe. Warn on standard error if its steps differ."""
+    low, seconds, high = measure_recipe(job.recipe, data=job.setup().data)
+    console.print(
+        f"a step of {job.recipe} takes {show_seconds(seconds)} here, as measured now; --step-time "
+        "sets another time",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if high > _MOST_SPREAD * low:
+        typer.echo(
+            f"warning: measured steps took {show_seconds(low)} to {show_seconds(high)} (10 % and "
+            "90 % quantiles), perhaps because other programs were running: set --step-time, or "
+            "measure again on an idle machine",
+            err=True,
+        )
+    return seconds
+
+
 def _print_results(results: list[Result], *, rest: str) -> None:
-    chosen, results = report.tuning(results), report.without_trials(results)
+    # With the ranges of the seeds, the tables would be too wide.
+    others, results = report.other_tables(results, ranges=False), report.without_trials(results)
     console.print()
-    if chosen is not None:
+    if (chosen := others.pop("Tuning", None)) is not None:
         print_narrow_table(chosen, labels=2, rest=rest)
-    # The ranges would be too wide.
     print_narrow_table(report.table(results, ranges=False), rest=rest)
     for note in report.notes(results):
         console.print(f"{note}\n", style="dim", highlight=False)
-    for table in (report.times_to_targets(results, ranges=False), report.differences(results)):
-        if table is not None and len(results) > 1:
-            print_narrow_table(table, rest=rest)
+    for other in others.values() if len(results) > 1 else ():
+        print_narrow_table(other, rest=rest)

@@ -5,28 +5,27 @@ means that a launcher has started this process as one of the workers.
 """
 
 import contextlib
-import importlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import timedelta
 
-import torch.distributed as dist
-
-from offbeat import OffbeatError
-from offbeat.extend import console, to_bandwidth
+from offbeat.extend import to_bandwidth
 from offbeat_lab.job import Job
-from offbeat_lab.launch.cores import share_cores
 from offbeat_lab.launch.runners import ExternalLauncher, Loopback, Runner, ShapedLinks
 from offbeat_lab.scenario import Scenario
-from offbeat_lab.train import choose_backend
 
 
 def is_launched() -> bool:
-    """Return True if a launcher has started this process as a worker."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Return True if a launcher has started this process as a worker.
+
+    Raises:
+        ValueError: only a part of the launcher's variables is set.
+    """
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if name in os.environ and other not in os.environ:
+            raise ValueError(f"{name} is set and {other} is not: set both, as torchrun, or neither")
+    return "RANK" in os.environ
 
 
 def require_single_process(what: str) -> None:
@@ -60,85 +59,25 @@ def command_line() -> str:
     return shlex.join([*program, *sys.argv[1:]])
 
 
-@contextlib.contextmanager
-def real_workers(
-    job: Job, bandwidth: str | None, check: Callable[[], object]
-) -> Iterator[Runner | None]:
-    """Provide a runner of jobs on real processes, as a context manager.
-
-    Under a launcher, rank 0 decides which jobs are run. Each other rank takes part in them while it
-    enters its context. It blocks there until rank 0 has left its own context.
+def real_workers(job: Job, bandwidth: str | None) -> contextlib.AbstractContextManager[Runner]:
+    """Return a context manager that provides a runner of jobs on real processes.
 
     Args:
-        job: Job with the number of workers and the time-out.
+        job: Job with the number of workers, the scenario and the time-out.
         bandwidth: Limit on the bandwidth of each worker's link. None: no limit.
-        check: Function that raises for mistakes. It is called before any process starts or
-            connects, under a launcher on rank 0 only.
-
-    Yields:
-        The runner, or None under a launcher on ranks other than 0.
 
     Raises:
-        ValueError: ``bandwidth`` is given under a launcher, or only a part of the launcher's
-            variables is set.
+        ValueError: ``bandwidth`` is given under a launcher.
     """
-    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
-        if name in os.environ and other not in os.environ:
-            raise ValueError(f"{name} is set and {other} is not: set both, as torchrun, or neither")
     # This variable is for scripts: the workers of this command would gather at that store.
     os.environ.pop("OFFBEAT_STORE", None)
     if is_launched():
         if bandwidth is not None:
             raise ValueError("--bandwidth shapes the links of processes that offbeat starts itself")
-        with _launched(job, check) as runner:
-            yield runner
-        return
-    check()
+        return ExternalLauncher(job.timeout_seconds)
     if bandwidth is None:
-        yield Loopback()
-    else:
-        scenario = Scenario.from_json(job.scenario)
-        changes = scenario.by_worker(scenario.bandwidths(job.workers), job.workers)
-        nodes = len({process.worker for process in scenario.processes(job.workers)})
-        with ShapedLinks(nodes, to_bandwidth(bandwidth), changes=changes) as links:
-            yield links
-
-
-def connect(backend: str, timeout_seconds: float, setting: str = "") -> None:
-    """Create the default process group of the launcher's workers. Raises OffbeatError if it fails.
-
-    ``timeout_seconds`` is also the time limit of the group's operations. Errors name it after the
-    option ``setting``.
-    """
-    try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
-    except dist.DistError as error:
-        raise OffbeatError(
-            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not connect to the "
-            f"others that the launcher has started, at {os.environ.get('MASTER_ADDR')}:"
-            f"{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT) within {setting}"
-            f"{timeout_seconds:g} s: {str(error).strip().splitlines()[0]}"
-        ) from None
-
-
-@contextlib.contextmanager
-def _launched(job: Job, check: Callable[[], object]) -> Iterator[Runner | None]:
-    if os.environ["RANK"] == "0":
-        check()
-    # Torch imports this module with the first optimizer. If the process group existed by then,
-    # default arguments in the module would keep it, so destroy_process_group would not end gloo's
-    # threads. One that frees a tensor while Python exits aborts the process.
-    importlib.import_module("torch.distributed.nn")
-    connect(choose_backend(), job.timeout_seconds, "--timeout ")
-    share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", job.workers)))
-    runner = ExternalLauncher()
-    try:
-        if dist.get_rank() > 0:
-            runner.follow()
-            yield None
-        else:
-            console.print(f"joined the {job.workers} processes that the launcher has started")
-            yield runner
-            runner.end()
-    finally:
-        dist.destroy_process_group()
+        return contextlib.nullcontext(Loopback())
+    scenario = Scenario.from_json(job.scenario)
+    changes = scenario.changes("bandwidth", job.workers)
+    nodes = len({process.worker for process in scenario.processes(job.workers)})
+    return ShapedLinks(nodes, to_bandwidth(bandwidth), changes=changes)

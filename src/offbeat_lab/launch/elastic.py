@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offbeat import Stats
 from offbeat.extend import Replica
-from offbeat_lab.evaluation import Snapshot, evaluation_of
+from offbeat_lab.evaluation import Snapshot, evaluate
 from offbeat_lab.events import End, Event, Waiting, stats_of
 from offbeat_lab.job import Job
 from offbeat_lab.recipes import find_recipe
@@ -63,7 +63,7 @@ def read_files(folder: str) -> tuple[list[Snapshot], list[Stats]]:
     )
 
 
-def evaluate(
+def evaluate_kept(
     job: Job, kept: Sequence[Snapshot], stats: Sequence[Stats], emit: Callable[[Event], None]
 ) -> None:
     """Evaluate the mean of the snapshots of each step, and emit the evaluations and ``End``.
@@ -85,8 +85,7 @@ def evaluate(
         combine = max if group is last else statistics.mean
         seconds = combine(one.seconds for one in group)
         replica.restore([*map(_combined, *(one.tensors for one in group))])
-        metrics = task.evaluate(task.model)
-        emit(evaluation_of(task.model, metrics, recipe.metric, step, seconds))
+        emit(evaluate(task, recipe.metric, step, seconds))
     emit(End(tuple(stats)))
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -23,7 +23,7 @@ from offbeat import OffbeatError
 from offbeat_lab.events import Event, Start, from_json
 from offbeat_lab.job import Job
 from offbeat_lab.launch.cluster import Cluster, run_cleanup
-from offbeat_lab.launch.elastic import evaluate, read_files
+from offbeat_lab.launch.elastic import evaluate_kept, read_files
 from offbeat_lab.launch.worker import WorkerProcess
 from offbeat_lab.scenario import Scenario
 
@@ -54,7 +54,7 @@ def run_job(
 
     Args:
         job: Configuration of the run.
-        on_event: Function that receives the events of rank 0; see ``train_worker``.
+        on_event: Function that receives the events of rank 0; see ``Worker``.
         cluster: Emulated network with a node for each worker. None: use the loopback interface.
         changes: Further changes during the training. Those after its end are not made.
 
@@ -67,47 +67,22 @@ def run_job(
         raise OffbeatError(
             "worker processes need Linux or macOS; on Windows use offbeat compare --simulate"
         )
-    elastic = Scenario.from_json(job.scenario).elastic
+    scenario = Scenario.from_json(job.scenario)
+    processes = [*enumerate(scenario.processes(job.workers))]
     with _temporary_folder() as folder:
         read, write = multiprocessing.Pipe(duplex=False)
         with read, write:
             run = _Run(job, read, on_event, folder, cluster)
             try:
-                if elastic:
-                    changes = [*changes, *_start_elastic(run, write)]
-                else:
-                    for rank in range(job.workers):
-                        run.start(rank, write if rank == 0 else None)
-                run.wait(changes)
+                for rank in range(job.workers):
+                    run.start(rank, write)
+                joins = [(p.start, partial(run.start, rank, write)) for rank, p in processes]
+                deaths = [(p.end, partial(run.end, rank)) for rank, p in processes]
+                run.wait([*changes, *joins[job.workers :], *deaths])
             finally:
                 run_cleanup(run.kill)
-        if elastic:
-            evaluate(job, *read_files(folder), on_event)
-
-
-def _start_elastic(run: "_Run", events: Connection) -> list[Change]:
-    """Start the first workers of a job whose workers die and join.
-
-    The workers gather at a store in a file. The worker that has rank 0 in the training writes its
-    events. After its death this is another one.
-
-    Returns the deaths and joins.
-    """
-    job = run.job
-    variables = {
-        "OFFBEAT_STORE": f"file://{run.folder}/store",
-        "OFFBEAT_WORKERS": str(job.workers),
-    }
-    processes = Scenario.from_json(job.scenario).processes(job.workers)
-
-    def start(rank: int) -> None:
-        run.start(rank, events, node=processes[rank].worker, variables=variables)
-
-    for rank in range(job.workers):
-        start(rank)
-    ranks = range(len(processes))
-    joins = [(processes[rank].start, partial(start, rank)) for rank in ranks[job.workers :]]
-    return [*joins, *((processes[rank].end, partial(run.end, rank)) for rank in ranks)]
+        if scenario.elastic:
+            evaluate_kept(job, *read_files(folder), on_event)
 
 
 @contextlib.contextmanager
@@ -143,29 +118,30 @@ class _Run:
         self._workers: list[BaseProcess] = []
         self._ended: set[int] = set()  # ranks of the workers that ``end`` has killed
         self._buffer = b""
+        scenario = Scenario.from_json(job.scenario)
+        self._elastic, self._processes = scenario.elastic, scenario.processes(job.workers)
         os.set_blocking(self._events, False)
 
-    def start(
-        self,
-        rank: int,
-        events: Connection | None,
-        *,
-        node: int | None = None,
-        variables: Mapping[str, str] = {},
-    ) -> None:
+    def start(self, rank: int, events: Connection) -> None:
         """Start the worker with the next rank, on the cluster if there is one.
 
-        ``node`` is by default ``rank``. ``variables`` are added to the environment of the worker.
+        The worker that has rank 0 in the training writes to ``events``. If workers die and join,
+        they gather at a store in a file, and after a death another one may have this rank.
         """
-        cluster = self._cluster
+        cluster, variables = self._cluster, {}
+        if self._elastic:
+            variables = {
+                "OFFBEAT_STORE": f"file://{self.folder}/store",
+                "OFFBEAT_WORKERS": str(self.job.workers),
+            }
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         interface = loopback if cluster is None else cluster.interface
         worker = WorkerProcess(
             self.job,
             rank,
             self.folder,
-            elastic=Scenario.from_json(self.job.scenario).elastic,
-            node=None if cluster is None else cluster.node(rank if node is None else node),
+            elastic=self._elastic,
+            node=None if cluster is None else cluster.node(self._processes[rank].worker),
             environment={**os.environ, **variables, "GLOO_SOCKET_IFNAME": interface},
             events=events,
         )

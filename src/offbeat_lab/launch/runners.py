@@ -1,30 +1,33 @@
 """Runners: ways to run a job's workers, on real processes or in the simulator."""
 
+import importlib
 import math
 import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from offbeat import Compute, Network, Simulation, simulate
+from offbeat import Compute, Network, OffbeatError, Simulation, simulate
 from offbeat.extend import Join, Kill, show_bandwidth, show_seconds
 from offbeat_lab.evaluation import Snapshot, gather
 from offbeat_lab.events import Event
 from offbeat_lab.job import LEASED, Job
 from offbeat_lab.launch.cluster import Cluster, require_shapable
-from offbeat_lab.launch.elastic import evaluate
+from offbeat_lab.launch.cores import share_cores
+from offbeat_lab.launch.elastic import evaluate_kept
 from offbeat_lab.launch.processes import run_job
 from offbeat_lab.methods.ideal import summed_speeds
 from offbeat_lab.methods.registry import is_ideal, require_virtual
 from offbeat_lab.scenario import Scenario
-from offbeat_lab.train import planned_times, train_worker, worker_device
+from offbeat_lab.train import Worker, choose_backend, planned_times, worker_device
 
 _IDEAL_NETWORK = Network(1e30, latency=0.0)
 
@@ -71,7 +74,7 @@ class Loopback(Runner):
 class ShapedLinks(Cluster, Loopback):
     """Runs each worker as a process on a node of an emulated ``Cluster`` with rate-limited links.
 
-    The baseline ``ideal`` runs over loopback instead, because its training time excludes
+    The reference ``ideal`` runs over loopback instead, because its training time excludes
     communication.
 
     Args:
@@ -113,9 +116,15 @@ class ShapedLinks(Cluster, Loopback):
 class ExternalLauncher(Runner):
     """Runs jobs on processes that torchrun or another launcher has started, this one included.
 
-    The default process group must exist. Rank 0 calls ``run`` for each job, then ``end``. Every
-    other rank calls ``follow`` once.
+    A context manager: entering connects the processes. Rank 0 decides which jobs are run. Each
+    other rank takes part in them while it enters its context, until rank 0 leaves its own.
+
+    Args:
+        timeout_seconds: Time limit of the connection, and of the operations between the processes.
     """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
 
     simulated = False
 
@@ -136,16 +145,38 @@ class ExternalLauncher(Runner):
     @override
     def run(self, job: Job, on_event: Callable[[Event], None]) -> None:
         _from_rank_0(asdict(job))
-        train_worker(job, on_event)
+        Worker(job, on_event).run()
 
-    def follow(self) -> None:
-        """Take part in the jobs that rank 0 runs, until it calls ``end``."""
-        while (values := _from_rank_0(None)) is not None:
-            train_worker(Job(**values), lambda event: None)
+    def __enter__(self) -> Self:
+        # Torch imports this module with the first optimizer. If the process group existed by then,
+        # default arguments in the module would keep it, so destroy_process_group would not end
+        # gloo's threads. One that frees a tensor while Python exits aborts the process.
+        importlib.import_module("torch.distributed.nn")
+        limit, environment = timedelta(seconds=self._timeout_seconds), os.environ
+        try:
+            dist.init_process_group(choose_backend(), timeout=limit)
+        except dist.DistError as error:
+            raise OffbeatError(
+                f"rank {environment['RANK']} of {environment['WORLD_SIZE']} could not connect to "
+                f"the others that the launcher has started, at {environment.get('MASTER_ADDR')}:"
+                f"{environment.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT) within --timeout "
+                f"{self._timeout_seconds:g} s: {str(error).strip().splitlines()[0]}"
+            ) from None
+        try:
+            share_cores(int(environment.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
+            while dist.get_rank() > 0 and (values := _from_rank_0(None)) is not None:
+                Worker(Job(**values), lambda event: None).run()
+        except BaseException:
+            dist.destroy_process_group()
+            raise
+        return self
 
-    def end(self) -> None:
-        """End ``follow`` on the other ranks. Must not be called after a failed job."""
-        _from_rank_0(None)
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            if dist.get_rank() == 0 and kind is None:
+                _from_rank_0(None)
+        finally:
+            dist.destroy_process_group()
 
 
 def _from_rank_0(value: Any) -> Any:
@@ -197,7 +228,7 @@ class VirtualCluster(Runner):
             arguments["ideal_steps"] = summed_speeds(compute, processes, job.seed)
             compute, workers = Compute(compute.step), 1
         self.last = simulate(
-            partial(train_worker, job, on_event, **arguments),
+            lambda: Worker(job, on_event, **arguments).run(),
             workers=workers,
             network=_IDEAL_NETWORK if ideal else self.network,
             compute=compute,
@@ -205,7 +236,7 @@ class VirtualCluster(Runner):
             faults=[*joins, *deaths] if elastic else [],
         )
         if elastic:
-            evaluate(job, kept, [*filter(None, self.last.stats)], on_event)
+            evaluate_kept(job, kept, [*filter(None, self.last.stats)], on_event)
 
 
 def describe_machine() -> str:

@@ -20,7 +20,7 @@ from offbeat_lab.job import Job
 from offbeat_lab.launch.cluster import enter_namespace
 from offbeat_lab.launch.cores import share_cores
 from offbeat_lab.launch.elastic import WorkerFiles
-from offbeat_lab.train import train_worker
+from offbeat_lab.train import Worker
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,8 @@ class WorkerProcess:
             timeout=timedelta(seconds=job.timeout_seconds),
         )
         share_cores(job.workers, rank)
-        train_worker(
-            job,
-            self._emit,
-            rank=rank,
-            keep=None if files is None else files.keep,
-            count=None if files is None else files.count,
-        )
+        keep, count = (None, None) if files is None else (files.keep, files.count)
+        Worker(job, self._emit, rank=rank, keep=keep, count=count).run()
 
     def _emit(self, event: Event) -> None:
         if self.events is not None:

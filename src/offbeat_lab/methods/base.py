@@ -1,8 +1,9 @@
 """Interface between the training loop of a run and the method that trains the model.
 
 A *task* is what one worker trains: model, optimizer, loss, data and schedule. A ``Method`` trains
-it. ``Attached`` is the method for strategies of this package. A *baseline* is another algorithm, to
-compare strategies with: ``Baseline`` has its settings and creates its ``Method``.
+it. ``Attached`` is the method for strategies of this package. A *reference* is ``ideal`` or a
+method of another package, to compare strategies with: ``Reference`` has its settings and creates
+its ``Method``.
 """
 
 from abc import ABC, abstractmethod
@@ -82,8 +83,8 @@ class Attached(Method):
 
     limited_clock: ClassVar[Clock] = "own"
 
-    def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
-        self._task, self._lr_scale, self.sync = task, lr_scale, sync
+    def __init__(self, task: Task, sync: Synchronizer) -> None:
+        self._task, self.sync = task, sync
         self.now = clock_of(sync)
 
     @property
@@ -115,7 +116,7 @@ class Attached(Method):
     def _optimize(self) -> None:
         """Take a step with the gradients."""
         task, sync = self._task, self.sync
-        with task.scaled_lr(self._lr_scale):
+        with task.scaled_lr():
             if task.clip_norm is not None:
                 sync.clip_grad_norm_(task.clip_norm)
             sync.record(loss=self.loss)
@@ -138,12 +139,11 @@ class Elastic(Attached):
 
     Args:
         task: The task.
-        lr_scale: Factor on the learning rate.
         sync: Synchronizer of elastic training.
     """
 
-    def __init__(self, task: Task, lr_scale: float, sync: Synchronizer) -> None:
-        super().__init__(task, lr_scale, sync)
+    def __init__(self, task: Task, sync: Synchronizer) -> None:
+        super().__init__(task, sync)
         self._start = self.now()
         sync.share_state(lambda: (self._start, task.position), self._load)
 
@@ -156,26 +156,25 @@ class Elastic(Attached):
         return self.now() - self._start
 
 
-class Baseline(ABC):
+class Reference(ABC):
     """Settings of an algorithm to compare strategies with. Subclasses are frozen dataclasses."""
 
     name: ClassVar[str]
     """Name on the command line, such as ``torch:ddp``."""
     simulated: ClassVar[bool]
-    """True if the baseline can also run in the simulator."""
+    """True if the reference can also run in the simulator."""
     refused: ClassVar[tuple[str, ...]] = ("wire", "adam_correction", "injection", "log")
-    """Fields of ``Job`` that the baseline does not support."""
+    """Fields of ``Job`` that the reference does not support."""
 
     @classmethod
     def require(cls) -> None:
-        """Raise ImportError unless the packages that the baseline needs are installed."""
+        """Raise ImportError unless the packages that the reference needs are installed."""
         return
 
     @abstractmethod
     def start(
         self,
         task: Task,
-        lr_scale: float,
         under: Callable[[Strategy], Synchronizer],
         batches: Callable[[], Iterable[Any]],
         timeout_seconds: float,
@@ -184,7 +183,6 @@ class Baseline(ABC):
 
         Args:
             task: The task, on its device.
-            lr_scale: Factor on the learning rate.
             under: Function that attaches a strategy to the task, for baselines based on a strategy.
             batches: Function that returns a new iterable over this worker's batches, from the
                 first, on the model's device.

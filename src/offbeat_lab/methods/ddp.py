@@ -1,4 +1,4 @@
-"""Methods of torch as baselines: DDP and post-local SGD."""
+"""Methods of torch as references: DDP and post-local SGD."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -45,7 +45,7 @@ class DDP(Peer):
                 raise ValueError(f"{self.name}: {name} needs hook=powersgd")
 
     @override
-    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
+    def loop(self, task: Task, timeout_seconds: float) -> TrainingLoop:
         # With several buckets, gloo mixes up the PowerSGD hook's collectives of different buckets.
         megabytes = _ONE_BUCKET_MB if self.hook == "powersgd" else None
         module = DistributedDataParallel(task.model, bucket_cap_mb=megabytes)
@@ -59,7 +59,7 @@ class DDP(Peer):
         elif self.hook is not None:
             half = default_hooks.fp16_compress_hook if self.hook == "fp16" else _bf16
             module.register_comm_hook(None, half)
-        return TrainingLoop(self.name, task, lr_scale, module)
+        return TrainingLoop(self.name, task, module)
 
 
 def _bf16(
@@ -91,7 +91,7 @@ class PostLocal(Peer):
     warmup_steps: int = setting(0, least=0)
 
     @override
-    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
+    def loop(self, task: Task, timeout_seconds: float) -> TrainingLoop:
         module = DistributedDataParallel(task.model)
         state = PostLocalSGDState(
             process_group=None,
@@ -103,4 +103,4 @@ class PostLocal(Peer):
         averager = PeriodicModelAverager(self.period, warmup_steps=self.warmup_steps)
         parameters = list(task.model.parameters())
         task.optimizer.register_step_post_hook(lambda *_: averager.average_parameters(parameters))
-        return TrainingLoop(self.name, task, lr_scale, module, differ=True)
+        return TrainingLoop(self.name, task, module, differ=True)

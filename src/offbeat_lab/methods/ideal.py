@@ -1,4 +1,4 @@
-"""The baseline ``ideal``: BSP timed as if communication took no time.
+"""The reference ``ideal``: BSP timed as if communication took no time.
 
 BSP (bulk synchronous parallel) averages the gradients of all workers in every step.
 """
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from offbeat import BSP, Compute, Stats, Strategy, Synchronizer
-from offbeat_lab.methods.base import Attached, Baseline, Method
+from offbeat_lab.methods.base import Attached, Method, Reference
 from offbeat_lab.recipes import Task
 from offbeat_lab.scenario import Process
 from offbeat_lab.timing.padding import PaddedLoss
@@ -24,7 +24,7 @@ IDEAL = "ideal"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ideal(Baseline):
+class Ideal(Reference):
     """BSP on an infinitely fast network, the speed-up limit that other methods are compared with.
 
     **Update**: that of BSP. The run really averages the gradients, but does not count the time of
@@ -50,7 +50,6 @@ class Ideal(Baseline):
     def start(
         self,
         task: Task,
-        lr_scale: float,
         under: Callable[[Strategy], Synchronizer],
         batches: Callable[[], Iterable[Any]],
         timeout_seconds: float,
@@ -58,27 +57,44 @@ class Ideal(Baseline):
         loss = task.loss
         if dist.get_backend() == "simulated":
             sync = under(BSP())
-            return _Timed(task, lr_scale, sync, lambda: sync.stats.compute_seconds)
+            return _Timed(task, sync, lambda: sync.stats.compute_seconds)
         if isinstance(loss, PaddedLoss):
-            return _Timed(task, lr_scale, under(BSP()), lambda: loss.planned_seconds)
-        local = LocalTraining(task, lr_scale, batches)
+            return _Timed(task, under(BSP()), lambda: loss.planned_seconds)
+        local = LocalTraining(task, batches)
         local.measure()
-        return _Measured(task, lr_scale, under(BSP()), local)
+        sync = under(BSP())
+        return _Timed(task, sync, lambda: sync.step * local.step_seconds, local)
 
 
 class _Timed(Attached):
     """BSP whose training seconds are those of ``clock``, without its waiting time.
 
-    The seconds differ between workers, which nevertheless must end at the same step.
+    The seconds differ between workers, which nevertheless must end at the same step. ``local``
+    measures the step time on real processes.
     """
 
     limited_clock: ClassVar[Clock] = "mean"
 
     def __init__(
-        self, task: Task, lr_scale: float, sync: Synchronizer, clock: Callable[[], float]
+        self,
+        task: Task,
+        sync: Synchronizer,
+        clock: Callable[[], float],
+        local: LocalTraining | None = None,
     ) -> None:
-        super().__init__(task, lr_scale, sync)
-        self._clock = clock
+        super().__init__(task, sync)
+        self._clock, self._local = clock, local
+
+    @property
+    @override
+    def step_seconds(self) -> float | None:
+        return None if self._local is None else self._local.step_seconds
+
+    @override
+    def finish(self) -> None:
+        super().finish()
+        if self._local is not None:
+            self._local.measure()
 
     @property
     @override
@@ -95,26 +111,6 @@ class _Timed(Attached):
         return replace(super().stats, wait_seconds=0.0, compute_seconds=self.seconds)
 
 
-class _Measured(_Timed):
-    """BSP on real processes, with a measured step time."""
-
-    def __init__(
-        self, task: Task, lr_scale: float, sync: Synchronizer, local: LocalTraining
-    ) -> None:
-        super().__init__(task, lr_scale, sync, lambda: sync.step * local.step_seconds)
-        self._local = local
-
-    @property
-    @override
-    def step_seconds(self) -> float:
-        return self._local.step_seconds
-
-    @override
-    def finish(self) -> None:
-        super().finish()
-        self._local.measure()
-
-
 class SharedIdeal(_Timed):
     """BSP of workers that share leased data, at the sum of their speeds. One worker computes it.
 
@@ -123,7 +119,6 @@ class SharedIdeal(_Timed):
 
     Args:
         task: The task. Its samples are leased by this worker alone.
-        lr_scale: Factor on the learning rate.
         sync: Synchronizer of this worker alone.
         workers: Number of workers at the start.
         steps: Time of the end of each step, in seconds, and its number of batches.
@@ -132,13 +127,12 @@ class SharedIdeal(_Timed):
     def __init__(
         self,
         task: Task,
-        lr_scale: float,
         sync: Synchronizer,
         *,
         workers: int,
         steps: Iterator[tuple[float, int]],
     ) -> None:
-        super().__init__(task, lr_scale, sync, lambda: self._ended)
+        super().__init__(task, sync, lambda: self._ended)
         self._workers, self._steps, self._ended = workers, steps, 0.0  # end of the last step
         self._done = self._pending = 0  # batches of completed steps, of the step in progress
         self._next: tuple[float, int] | None = None  # the step in progress

@@ -21,14 +21,14 @@ from typing_extensions import override
 from offbeat import OffbeatError, Stats, Strategy, Synchronizer
 from offbeat.extend import Replica, address_of, check_settings
 from offbeat_lab.evaluation import explain_failures
-from offbeat_lab.methods.base import Baseline, Method
+from offbeat_lab.methods.base import Method, Reference
 from offbeat_lab.recipes import Task
 from offbeat_lab.recipes.base import device_of
 from offbeat_lab.timing.step_time import now
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peer(Baseline):
+class Peer(Reference):
     """Settings of a method of torch or another package. It runs on real processes only."""
 
     simulated: ClassVar[bool] = False
@@ -53,7 +53,6 @@ class Peer(Baseline):
     def start(
         self,
         task: Task,
-        lr_scale: float,
         under: Callable[[Strategy], Synchronizer],
         batches: Callable[[], Iterable[Any]],
         timeout_seconds: float,
@@ -65,10 +64,10 @@ class Peer(Baseline):
                 "without torchrun, or leave it out"
             )
         with explain_failures(f"failed in the start of {self.name}"):
-            return self.loop(task, lr_scale, timeout_seconds)
+            return self.loop(task, timeout_seconds)
 
     @abstractmethod
-    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> "TrainingLoop":
+    def loop(self, task: Task, timeout_seconds: float) -> "TrainingLoop":
         """Create the training loop. A collective."""
 
 
@@ -78,17 +77,14 @@ class TrainingLoop(Method):
     Args:
         name: Name of the method, for error messages.
         task: The task.
-        lr_scale: Factor on the learning rate.
         module: The task's model, or a wrapper of it such as DDP.
         differ: True if the parameters may differ between workers. The training then ends with the
             mean of the parameters.
     """
 
-    def __init__(
-        self, name: str, task: Task, lr_scale: float, module: nn.Module, *, differ: bool = False
-    ) -> None:
+    def __init__(self, name: str, task: Task, module: nn.Module, *, differ: bool = False) -> None:
         self._differ = differ
-        self._name, self._task, self._lr_scale, self._module = name, task, lr_scale, module
+        self._name, self._task, self._module = name, task, module
         trainable = [p for p in task.model.parameters() if p.requires_grad]
         self._replica = Replica(task.model, trainable)
         self._step, self._seconds, self._began = 0, 0.0, self._now()
@@ -114,7 +110,7 @@ class TrainingLoop(Method):
         task = self._task
         with explain_failures(f"failed in batch {self._step + 1} of {self._name}"):
             task.loss(self._module, batch).backward()
-            with task.scaled_lr(self._lr_scale):
+            with task.scaled_lr():
                 if task.clip_norm is not None:
                     nn.utils.clip_grad_norm_(task.model.parameters(), task.clip_norm)
                 self._optimize()

@@ -1,11 +1,9 @@
-"""Parsing of methods: strategies such as ``local:period=8`` and baselines to compare with."""
+"""Parsing of methods: strategies such as ``local:period=8`` and references to compare with."""
 
-from torch.optim import Optimizer
-
-from offbeat import AttachError, Strategy, parse_strategy
-from offbeat.extend import CustomFlow, did_you_mean, read_settings, require_correctable
+from offbeat import Strategy, parse_strategy
+from offbeat.extend import CustomFlow, did_you_mean, read_settings
 from offbeat_lab.baselines import STRATEGIES
-from offbeat_lab.methods.base import Baseline
+from offbeat_lab.methods.base import Reference
 from offbeat_lab.methods.ddp import DDP, PostLocal
 from offbeat_lab.methods.ideal import IDEAL, Ideal
 from offbeat_lab.methods.peer import Peer
@@ -17,32 +15,32 @@ PEERS: tuple[type[Peer], ...] = (
     TorchftLocalSGD,
     TorchftDiLoCo,
 )
-BASELINES: dict[str, type[Baseline]] = {Ideal.name: Ideal, **{kind.name: kind for kind in PEERS}}
+REFERENCES: dict[str, type[Reference]] = {Ideal.name: Ideal, **{kind.name: kind for kind in PEERS}}
 PREFIXES = tuple(dict.fromkeys(kind.name.partition(":")[0] + ":" for kind in PEERS))
 """Prefixes of the names of peers, such as ``torch:``."""
 
 
-def parse_method(text: str) -> Strategy | Baseline:
-    """Return the strategy or baseline that ``text`` names, with its settings."""
-    if not is_baseline(text):
+def parse_method(text: str) -> Strategy | Reference:
+    """Return the strategy or reference that ``text`` names, with its settings."""
+    if not is_reference(text):
         return parse_strategy(text, STRATEGIES)
     name, _, settings = text.strip().partition(",")
-    if name not in BASELINES:
+    if name not in REFERENCES:
         raise ValueError(
-            f"unknown baseline {name!r}{did_you_mean(name, BASELINES)}; there are "
-            f"{', '.join(BASELINES)}, with settings as in torch:ddp,hook=bf16"
+            f"unknown reference {name!r}{did_you_mean(name, REFERENCES)}; there are "
+            f"{', '.join(REFERENCES)}, with settings as in torch:ddp,hook=bf16"
         )
-    kind = BASELINES[name]
+    kind = REFERENCES[name]
     return kind(**read_settings(kind, name, settings, text, separator=","))
 
 
-def is_baseline(text: str) -> bool:
-    """Return True if ``text`` names a baseline. Its settings may be invalid."""
+def is_reference(text: str) -> bool:
+    """Return True if ``text`` names a reference. Its settings may be invalid."""
     return is_ideal(text) or is_peer(text)
 
 
 def is_ideal(text: str) -> bool:
-    """Return True if ``text`` names the baseline ``ideal``. Its settings may be invalid."""
+    """Return True if ``text`` names the reference ``ideal``. Its settings may be invalid."""
     return text.strip().replace(":", ",").partition(",")[0] == IDEAL
 
 
@@ -57,36 +55,8 @@ def is_elastic(text: str) -> bool:
     return isinstance(method, Strategy) and not isinstance(method.averages(), CustomFlow)
 
 
-def check_run(
-    text: str,
-    workers: int,
-    optimizer: Optimizer,
-    *,
-    adam_correction: bool,
-    injection: bool,
-) -> None:
-    """Raise ValueError if the method that ``text`` names cannot train with these settings."""
-    method = parse_method(text)
-    if isinstance(method, Baseline):
-        return
-    averages = method.averages()
-    if injection and not averages.blocking:
-        raise ValueError(
-            f"data injection with {method}: its workers do not wait for each other, as data "
-            "injection requires in every step; use BSP, LocalSGD, SelSync, FedAvg, or DiLoCo "
-            "without overlap"
-        )
-    try:
-        if isinstance(averages, CustomFlow):
-            averages.check(workers)
-        if adam_correction:
-            require_correctable([optimizer])
-    except AttachError as error:
-        raise ValueError(str(error)) from None
-
-
 def require_virtual(text: str) -> None:
     """Raise ValueError unless the method that ``text`` names can run in the simulator."""
     method = parse_method(text)
-    if isinstance(method, Baseline) and not method.simulated:
+    if isinstance(method, Reference) and not method.simulated:
         raise ValueError(f"{text} runs its own code on real processes, not on simulated workers")

@@ -1,4 +1,4 @@
-"""LocalSGD and DiLoCo of the package torchft, as baselines.
+"""LocalSGD and DiLoCo of the package torchft, as references.
 
 torchft coordinates *replica groups* of workers. Each group has a *manager*. The *lighthouse*, a
 server, tells the managers which groups take part. Here every worker is a separate replica group.
@@ -35,12 +35,12 @@ class TorchftLocalSGD(Peer):
     period: int = setting(least=1)
 
     @override
-    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
+    def loop(self, task: Task, timeout_seconds: float) -> TrainingLoop:
         from torchft.local_sgd import LocalSGD
 
         group = Group(timeout_seconds)
         method = LocalSGD(group.manager, task.model, task.optimizer, self.period)
-        return _Managed(self.name, task, lr_scale, group, method)
+        return _Managed(self.name, task, group, method)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class TorchftDiLoCo(Peer):
     outer_momentum: float = setting(0.9, least=0, below=1)
 
     @override
-    def loop(self, task: Task, lr_scale: float, timeout_seconds: float) -> TrainingLoop:
+    def loop(self, task: Task, timeout_seconds: float) -> TrainingLoop:
         from torchft.local_sgd import DiLoCo
 
         group = Group(timeout_seconds)
@@ -80,7 +80,7 @@ class TorchftDiLoCo(Peer):
             sync_every=self.period,
             use_bucketization=True,  # one operation for all parameters, not one for each
         )
-        return _Managed(self.name, task, lr_scale, group, method)
+        return _Managed(self.name, task, group, method)
 
 
 class Group:
@@ -149,8 +149,8 @@ class Group:
 class _Managed(TrainingLoop):
     """Training loop of a torchft method, which acts in hooks of the optimizer's step."""
 
-    def __init__(self, name: str, task: Task, lr_scale: float, group: Group, method: Any) -> None:
-        super().__init__(name, task, lr_scale, task.model, differ=True)
+    def __init__(self, name: str, task: Task, group: Group, method: Any) -> None:
+        super().__init__(name, task, task.model, differ=True)
         self._group, self._method = group, method
         method.__enter__()
 

@@ -68,11 +68,10 @@ class Task:
             (optimizer, number of steps) → scheduler. None: the learning rate is constant.
         steps: Number of steps of each worker in the whole run. 0: computed from the epochs.
         clip_norm: Maximum norm of the gradient. None: no clipping.
-        readers: Number of processes that load batches ahead, if the model is on a GPU. On a CPU,
-            such processes would take cores from the training and are not started.
         position: Number of steps that each worker would have taken with equal shares of the data.
             It advances the schedule of a run whose workers lease their data; see ``lab.leased``.
             None: each worker counts its own steps.
+        lr_scale: Factor of the run on the learning rate.
 
     Raises:
         TypeError: ``evaluate`` is not a ``HeldOut``, or ``batch_size`` or ``steps`` is no integer.
@@ -88,8 +87,8 @@ class Task:
     scheduler: LRScheduler | Schedule | None = None
     steps: int = 0
     clip_norm: float | None = None
-    readers: int = 0
     position: int | None = None
+    lr_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.evaluate, HeldOut):
@@ -144,8 +143,8 @@ class Task:
         return steps if self.position is None else self.position
 
     @contextmanager
-    def scaled_lr(self, factor: float) -> Iterator[None]:
-        """Multiply every learning rate by ``factor`` inside the context, for one optimizer step.
+    def scaled_lr(self) -> Iterator[None]:
+        """Multiply every learning rate by ``lr_scale`` inside the context, for one optimizer step.
 
         Advance the scheduler outside the context, because some schedulers compute the next rate
         from the current one.
@@ -153,7 +152,7 @@ class Task:
         groups = self.optimizer.param_groups
         before = [group["lr"] for group in groups]
         for group, lr in zip(groups, before, strict=True):
-            group["lr"] = lr * factor
+            group["lr"] = lr * self.lr_scale
         try:
             yield
         finally:

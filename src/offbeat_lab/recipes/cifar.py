@@ -6,6 +6,7 @@
 import math
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,30 +38,23 @@ def read_archive(path: Path) -> tuple[Split, Split]:
     with path.open("rb") as opened:
         try:
             with np.load(opened, allow_pickle=False) as file:
-                arrays = {key: file[key] for key in ("x_train", "y_train", "x_test", "y_test")}
+                return _read_split(file, "train"), _read_split(file, "test")
         except Exception as error:  # a damaged archive can raise any exception
             text = " ".join(str(error).split())
-            raise ValueError(
-                f"{path} is not an .npz file with x_train, y_train, x_test, y_test: {text}"
-            ) from None
-    splits = []
-    for split in ("train", "test"):
-        images, labels = arrays[f"x_{split}"], arrays[f"y_{split}"]
-        if images.dtype != np.uint8 or images.shape[1:] != (32, 32, 3):
-            raise ValueError(
-                f"{path}: x_{split} must be bytes of shape n x 32 x 32 x 3, "
-                f"got {images.dtype} of {images.shape}"
-            )
-        if labels.dtype.kind not in "iu" or math.prod(labels.shape) != len(images):
-            raise ValueError(
-                f"{path}: y_{split} must be {len(images)} integers, "
-                f"got {labels.dtype} of {labels.shape}"
-            )
-        if len(labels) == 0 or labels.min() < 0 or labels.max() >= CLASSES:
-            raise ValueError(f"{path} must hold labels from 0 to {CLASSES - 1}, and at least one")
-        planes = torch.from_numpy(images.transpose(0, 3, 1, 2).copy(order="C"))
-        splits.append((planes, torch.from_numpy(labels.reshape(-1).astype(np.int64))))
-    return splits[0], splits[1]
+            names = "x_train, y_train, x_test, y_test"
+            raise ValueError(f"{path} is not an .npz file with {names}: {text}") from None
+
+
+def _read_split(file: Any, split: str) -> Split:
+    images, labels = file[f"x_{split}"], file[f"y_{split}"]
+    if images.dtype != np.uint8 or images.shape[1:] != (32, 32, 3):
+        raise ValueError(f"x_{split} must be bytes of shape n x 32 x 32 x 3, got {images.shape}")
+    if labels.dtype.kind not in "iu" or math.prod(labels.shape) != len(images) or not len(labels):
+        raise ValueError(f"y_{split} must be {len(images)} integers, and at least one")
+    if labels.min() < 0 or labels.max() >= CLASSES:
+        raise ValueError(f"y_{split} must hold labels from 0 to {CLASSES - 1}")
+    planes = torch.from_numpy(images.transpose(0, 3, 1, 2).copy(order="C"))
+    return planes, torch.from_numpy(labels.reshape(-1).astype(np.int64))
 
 
 @lru_cache(maxsize=1)  # simulated workers, which are threads of one process, share the tensors

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 Batch = tuple[Tensor, ...]
 
@@ -106,21 +106,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, tuple | list):
         return tuple(to_device(value, device) for value in batch)
     return batch
-
-
-def load_batches(dataset: Samples, batches: list[list[int]], readers: int = 0) -> DataLoader[Batch]:
-    """Return a loader of the given batches in order. It does not use torch's global generator.
-
-    ``batches`` has the sample indices of each batch. ``readers`` processes read batches ahead; 0:
-    the calling thread reads.
-    """
-    return DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=batches,
-        num_workers=readers,
-        generator=torch.Generator(),  # otherwise the loader draws from torch's global generator
-    )
 
 
 def shifted(images: Tensor, reach: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from offbeat_lab.recipes.datasets import Samples, as_samples, load_batches, to_device
+from offbeat_lab.recipes.datasets import Samples, as_samples, to_device
 
 Share = dict[str, list[float]]
 """Results of one worker: name of a score → one sum of the score for each batch of the worker."""
@@ -31,7 +31,6 @@ class HeldOut:
             score name to a tensor with one value per sample.
         batch_size: Maximum number of samples per batch. With N workers, a batch has at most
             ⌈samples/N⌉.
-        readers: Number of processes that read batches ahead. Used only if the model is on a GPU.
         metrics: Function from the means of the scores to the metrics, for example from the mean
             loss to the perplexity. Both are dictionaries by name. None: the means are the metrics.
     """
@@ -39,7 +38,6 @@ class HeldOut:
     dataset: Dataset[Any]
     scores: Callable[[nn.Module, Any], Mapping[str, Tensor]]
     batch_size: int = 500
-    readers: int = 0
     metrics: Callable[[dict[str, float]], dict[str, float]] | None = None
 
     @cached_property
@@ -59,13 +57,11 @@ class HeldOut:
         Training modes of the model's modules and torch's random state on the CPU do not change.
         """
         device = next(model.parameters()).device
-        chosen = self.batches(rank, size)
-        readers = self.readers if device.type == "cuda" else 0
         sums: Share = {}
         with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            loader = load_batches(self.samples, chosen, readers)
-            for indices, batch in zip(chosen, loader, strict=True):
-                for name, values in self.scores(model, to_device(batch, device)).items():
+            for indices in self.batches(rank, size):
+                batch = to_device(self.samples.batch(indices), device)
+                for name, values in self.scores(model, batch).items():
                     if values.shape != (len(indices),):
                         raise ValueError(
                             f"scores must return one value for each of the {len(indices)} samples "
@@ -104,16 +100,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def accuracy(
-    dataset: Dataset[Any], names: dict[str, int], *, batch_size: int = 1000, readers: int = 0
-) -> HeldOut:
+def accuracy(dataset: Dataset[Any], names: dict[str, int], *, batch_size: int = 1000) -> HeldOut:
     """Return a ``HeldOut`` whose metrics are top-k accuracies, for ``Task.evaluate``.
 
     Args:
         dataset: Pairs of an input and its label.
         names: Metric name → k, such as ``{"top-5 accuracy": 5}``.
         batch_size: Maximum number of inputs per batch.
-        readers: Number of processes that read batches ahead. Used only if the model is on a GPU.
     """
 
     def hits(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -123,4 +116,4 @@ def accuracy(
         right = likeliest == labels[:, None]
         return {name: right[:, :k].any(1) for name, k in names.items()}
 
-    return HeldOut(dataset, hits, batch_size, readers)
+    return HeldOut(dataset, hits, batch_size)

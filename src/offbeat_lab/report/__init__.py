@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat_lab.report.comparisons import differences, times_to_targets, tuning
+from offbeat_lab.report.comparisons import differences, other_tables, times_to_targets, tuning
 from offbeat_lab.report.figures import plot
 from offbeat_lab.report.page import page
 from offbeat_lab.report.tables import (
@@ -27,6 +27,7 @@ __all__ = [
     "markdown",
     "notes",
     "other_metrics",
+    "other_tables",
     "page",
     "plot",
     "table",
@@ -39,10 +40,9 @@ __all__ = [
 
 def markdown(results: Sequence[Result]) -> str:
     """Return the tables as Markdown, with captions, notes and the final values of other metrics."""
-    chosen, results = tuning(results), without_trials(results)
+    others, results = other_tables(results), without_trials(results)
     parts = [table(results).markdown(), *(f"{note}\n" for note in notes(results))]
-    more = (chosen, times_to_targets(results), differences(results))
-    parts += [extra.markdown() for extra in more if extra is not None]
+    parts += [other.markdown() for other in others.values()]
     lines = [f"- `{method}`: {values}\n" for method, values in other_metrics(results)]
     if lines:
         parts += ["At the end:\n", "".join(lines)]

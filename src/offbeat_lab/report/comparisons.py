@@ -1,6 +1,6 @@
 """The secondary tables of a comparison of methods: targets, differences and tuning.
 
-The *ideal* is the baseline ``ideal``: BSP timed without communication, the speed-up limit.
+The *ideal* is the reference ``ideal``: BSP timed without communication, the speed-up limit.
 """
 
 import math
@@ -20,7 +20,18 @@ from offbeat_lab.report.rows import (
 )
 from offbeat_lab.report.tables import SHARE, percent, spread
 from offbeat_lab.results import Result
-from offbeat_lab.tuning import choices
+from offbeat_lab.tuning import choices, without_trials
+
+
+def other_tables(results: Sequence[Result], *, ranges: bool = True) -> dict[str, Table]:
+    """Return the tables besides the main one by title. ``results`` include trials."""
+    runs = without_trials(results)
+    found = {
+        "Tuning": tuning(results),
+        "Time to shares of the ideal": times_to_targets(runs, ranges=ranges),
+        "Differences, seed by seed": differences(runs),
+    }
+    return {title: table for title, table in found.items() if table is not None}
 
 
 def times_to_targets(results: Sequence[Result], *, ranges: bool = True) -> Table | None:

@@ -1,6 +1,6 @@
 """Curves of the metric over training time, one for each row of a comparison.
 
-A *row* is a method (strategy or baseline) with its runs over the seeds.
+A *row* is a method (strategy or reference) with its runs over the seeds.
 """
 
 import statistics

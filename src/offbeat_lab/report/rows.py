@@ -1,6 +1,6 @@
 """Rows of tables and figures. A row is a method with its runs over the seeds.
 
-The *ideal* is the baseline ``ideal``: BSP timed without communication, the speed-up limit.
+The *ideal* is the reference ``ideal``: BSP timed without communication, the speed-up limit.
 """
 
 import statistics
@@ -21,10 +21,10 @@ DIVERGED, CHANCE_LEVEL, NO_PROGRESS = FAILURES
 
 @dataclass(frozen=True)
 class Row:
-    """A method (strategy or baseline) with its runs over the seeds.
+    """A method (strategy or reference) with its runs over the seeds.
 
     Attributes:
-        name: Strategy or baseline with its options, except the options that all rows share.
+        name: Strategy or reference with its options, except the options that all rows share.
         runs: Result of each seed.
     """
 

@@ -1,7 +1,7 @@
 """The main table of a comparison, its caption and its notes.
 
-The *ideal* is the baseline ``ideal``: BSP timed without communication. *LSSR* is the share of steps
-without synchronization. The *target* is a value of the metric, set by the recipe.
+The *ideal* is the reference ``ideal``: BSP timed without communication. *LSSR* is the share of
+steps without synchronization. The *target* is a value of the metric, set by the recipe.
 """
 
 import math

@@ -62,7 +62,7 @@ class PaddedLoss:
             batches: Function that returns a new iterable over this worker's batches.
         """
         measured = self._measured = list[tuple[float, float]]()
-        LocalTraining(task, 1.0, batches, PADDING).measure()
+        LocalTraining(task, batches, PADDING).measure()
         self._measured = None
         starts, forwards = zip(*measured[PADDING.warmup_steps :], strict=True)
         self._forward = statistics.mean(forwards)

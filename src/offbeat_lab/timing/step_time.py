@@ -1,6 +1,6 @@
 """Measurement of the *local step time*: the time of a training step without communication.
 
-The baseline ``ideal``, which is BSP timed without communication, takes this time for each step.
+The reference ``ideal``, which is BSP timed without communication, takes this time for each step.
 """
 
 import copy
@@ -59,7 +59,6 @@ class LocalTraining:
 
     Args:
         task: Task to train. ``measure`` restores model, optimizer and random states at its end.
-        lr_scale: Factor on the learning rate.
         batches: Function that returns a new iterator over this worker's batches.
         duration: Duration of each measurement; None: ``REFERENCE``.
 
@@ -71,11 +70,10 @@ class LocalTraining:
     def __init__(
         self,
         task: Task,
-        lr_scale: float,
         batches: Callable[[], Iterable[Any]],
         duration: Duration | None = None,
     ) -> None:
-        self._task, self._lr_scale, self._batches = task, lr_scale, batches
+        self._task, self._batches = task, batches
         self._duration = duration or REFERENCE
         self._device = device_of(task.model)
         self._steps: list[float] = []
@@ -94,7 +92,7 @@ class LocalTraining:
     def _train(self) -> None:
         duration, timed = self._duration, list[float]()
         batches = chain.from_iterable(self._batches() for _ in repeat(None))
-        for number, seconds in enumerate(_step_times(self._task, batches, self._lr_scale)):
+        for number, seconds in enumerate(_step_times(self._task, batches)):
             if number >= duration.warmup_steps:
                 timed.append(seconds)
             if len(timed) >= duration.least_steps and sum(timed) >= duration.least_seconds:
@@ -102,12 +100,12 @@ class LocalTraining:
         self._steps += timed
 
 
-def _step_times(task: Task, batches: Iterable[Any], lr_scale: float = 1.0) -> Iterator[float]:
+def _step_times(task: Task, batches: Iterable[Any]) -> Iterator[float]:
     """Train on ``batches`` without a strategy. Yield the duration of each step in seconds."""
     device = device_of(task.model)
     start = now(device)
     for batch in batches:
-        with task.scaled_lr(lr_scale):
+        with task.scaled_lr():
             _train_on(task, batch)
         # The scheduler is not advanced, because it has only as many steps as the run.
         task.optimizer.zero_grad()
@@ -143,31 +141,15 @@ def _state_restored(task: Task) -> Iterator[None]:
                 tensor.copy_(value)
 
 
-_ATTEMPTS, _WARMUP_STEPS, _TIMED_STEPS = 3, 5, 15
-_STEADY = 1.5  # ratio of the 90 % to the 10 % quantile up to which a measurement is accepted
+_WARMUP_STEPS, _TIMED_STEPS = 5, 30
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Duration of a training step, measured on several steps: quantiles in seconds.
+def measure_recipe(name: str, *, data: Path | None = None) -> tuple[float, float, float]:
+    """Return the time of a recipe's step on this machine: 10, 25 and 90 % quantiles, in seconds.
 
-    Attributes:
-        seconds: Lower quartile. Other programs lengthen steps and never shorten them.
-        low: 10 % quantile.
-        high: 90 % quantile.
-    """
-
-    seconds: float
-    low: float
-    high: float
-
-
-def measure_recipe(name: str, *, data: Path | None = None) -> tuple[nn.Module, StepTime]:
-    """Return the model of a recipe and its step time on this machine.
-
-    A step reads the batch and runs the forward pass, the backward pass and the optimizer. The
-    measurement uses torch's current number of threads. If the steps differ much, it is repeated up
-    to twice, and the fastest one counts.
+    A step reads the batch and runs the forward pass, the backward pass and the optimizer. Other
+    programs lengthen steps and never shorten them, so the 25 % quantile is the step time. The
+    measurement uses torch's current number of threads.
 
     ``name`` is the name of a recipe or the path of its file, and ``data`` the directory of its
     data, if it needs one.
@@ -180,14 +162,6 @@ def measure_recipe(name: str, *, data: Path | None = None) -> tuple[nn.Module, S
         batches = chain.from_iterable(
             Batches(task, make_sampler(task, 1, 0, seed=0)) for _ in repeat(None)
         )
-        times = _step_times(task, batches)
-        for _ in islice(times, _WARMUP_STEPS):
-            pass
-        attempts: list[StepTime] = []
-        for _ in range(_ATTEMPTS):
-            seconds = [*islice(times, _TIMED_STEPS)]
-            low, quarter, high = map(float, np.quantile(seconds, (0.1, 0.25, 0.9)))
-            attempts.append(StepTime(quarter, low, high))
-            if high <= _STEADY * low:
-                break
-    return task.model, min(attempts, key=lambda attempt: attempt.seconds)
+        steps = islice(_step_times(task, batches), _WARMUP_STEPS + _TIMED_STEPS)
+        low, quarter, high = np.quantile([*steps][_WARMUP_STEPS:], (0.1, 0.25, 0.9))
+    return float(low), float(quarter), float(high)

@@ -17,9 +17,9 @@ from offbeat_lab.compare import run_and_record
 from offbeat_lab.events import End, Evaluation, Event, Step
 from offbeat_lab.job import Job
 from offbeat_lab.launch.runners import Loopback
-from offbeat_lab.methods.registry import BASELINES, parse_method, require_virtual
+from offbeat_lab.methods.registry import REFERENCES, parse_method, require_virtual
 from offbeat_lab.timing import step_time
-from offbeat_lab.train import train_worker
+from offbeat_lab.train import Worker
 
 METHODS = (
     "bsp",
@@ -67,7 +67,7 @@ def train(text: str, size: int, evaluations: int = tiny.STEPS, **settings: Any) 
     job = Job("tiny", "bsp", size, **settings).under(text)
     events: list[Event] = []
     began = time.perf_counter()
-    train_worker(job, events.append)
+    Worker(job, events.append).run()
     taken = time.perf_counter() - began
     model = tiny.built[-1].model
     tensors = [[t.detach() for t in one] for one in (model.parameters(), model.buffers())]
@@ -218,7 +218,7 @@ def fail_in_the_middle(rank: int, size: int) -> str:
             raise KeyboardInterrupt
 
     try:
-        train_worker(job, stop)
+        Worker(job, stop).run()
     except CommunicationError as error:
         return str(error)
     except KeyboardInterrupt:  # rank 0
@@ -253,9 +253,15 @@ def test_unknown_values_are_null_in_a_result() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("torch:", "unknown baseline 'torch:'.*; there are ideal, torch:ddp, .*"),
-        ("torch:dpp", r"unknown baseline 'torch:dpp' \(did you mean 'torch:ddp'\?\); there are .*"),
-        ("torch:ddp:hook=fp16", "unknown baseline 'torch:ddp:hook=fp16'.*; .* torch:ddp,hook=bf16"),
+        ("torch:", "unknown reference 'torch:'.*; there are ideal, torch:ddp, .*"),
+        (
+            "torch:dpp",
+            r"unknown reference 'torch:dpp' \(did you mean 'torch:ddp'\?\); .*",
+        ),
+        (
+            "torch:ddp:hook=fp16",
+            "unknown reference 'torch:ddp:hook=fp16'.*; .*torch:ddp,hook=bf16",
+        ),
         ("torch:ddp,hook=int8", 'hook must be None, "fp16", "bf16" or "powersgd", got .*'),
         ("torch:ddp,hook", ".*'hook' is not of the form setting=value"),
         ("torch:ddp,rank=2", "torch:ddp: rank needs hook=powersgd"),
@@ -282,18 +288,18 @@ def test_invalid_settings_are_rejected(text: str, message: str) -> None:
     assert re.fullmatch(message, str(caught.value))
 
 
-def test_baselines_reject_records() -> None:
+def test_references_reject_records() -> None:
     for text in ("ideal", "torch:ddp"):
         with pytest.raises(ValueError, match=f"--records runs/a: {text} cannot honour it"):
             Job("digits", text, 2, log="runs/a").check_method()
 
 
-@pytest.mark.parametrize("name", BASELINES)
-def test_baselines_are_parsed_by_name(name: str) -> None:
+@pytest.mark.parametrize("name", REFERENCES)
+def test_references_are_parsed_by_name(name: str) -> None:
     """Only the ideal can be simulated."""
     needed = dict.fromkeys(("torch:postlocal", "torchft:localsgd", "torchft:diloco"), ",period=4")
     text = name + needed.get(name, "")
-    assert type(parse_method(text)) is BASELINES[name]
+    assert type(parse_method(text)) is REFERENCES[name]
     if name == "ideal":
         require_virtual(text)
     else:
