@@ -262,7 +262,7 @@ class Job:
         except AttachError as error:
             raise ValueError(str(error)) from None
 
-    def _check_refused(self, method: "Baseline") -> None:
+    def _check_refused(self, method: "Reference") -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in method.refused and value != field.default:

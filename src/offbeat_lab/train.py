@@ -29,7 +29,7 @@ from offbeat_lab.events import (
 from offbeat_lab.injection import Injection, injected_batch_size
 from offbeat_lab.job import LEASED, Job
 from offbeat_lab.leased import leased_batches
-from offbeat_lab.methods.base import Attached, Baseline, Elastic, Method
+from offbeat_lab.methods.base import Attached, Elastic, Method, Reference
 from offbeat_lab.methods.ideal import SharedIdeal
 from offbeat_lab.methods.registry import is_ideal, parse_method
 from offbeat_lab.recipes import find_recipe
@@ -198,7 +198,7 @@ class Worker:
             sync = attach_strategy(BSP())
             return SharedIdeal(task, sync, workers=job.workers, steps=self._ideal_steps)
         chosen = parse_method(job.strategy)
-        if isinstance(chosen, Baseline):
+        if isinstance(chosen, Reference):
             return chosen.start(task, attach_strategy, self._batches, job.timeout_seconds)
         sync = attach_strategy(chosen)
         if isinstance(task.scheduler, LRScheduler):

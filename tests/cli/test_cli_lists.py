@@ -10,7 +10,7 @@ from offbeat.arguments import range_of
 from offbeat.cli import view
 from offbeat.extend import STRATEGIES, console
 from offbeat_lab.baselines import PUBLISHED
-from offbeat_lab.methods.registry import BASELINES
+from offbeat_lab.methods.registry import REFERENCES
 from offbeat_lab.recipes import RECIPES
 
 

@@ -119,7 +119,7 @@ TO_TRAIN_WITH = [
         alone="diloco:period=1000",
     ),
 ]
-BASELINES = [
+REFERENCES = [
     Row("fedavg:period=3,fraction=0.67", alone="fedavg:period=3"),
     Row("ssp:staleness=0"),
     Row("ssp:staleness=2", timed=True),
@@ -140,7 +140,7 @@ BASELINES = [
     Row("powersgd:rank=2,start=5", partial(PowerSGD, rank=2, start=5)),
     Row("powersgd", PowerSGD),
 ]
-ROWS = [*TO_TRAIN_WITH, *BASELINES]
+ROWS = [*TO_TRAIN_WITH, *REFERENCES]
 
 
 def each(rows: Iterable[Row]) -> Any:

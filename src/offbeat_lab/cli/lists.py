@@ -4,7 +4,7 @@ from pathlib import Path
 
 from offbeat.extend import Table, console, print_kinds, print_table
 from offbeat_lab.baselines import PUBLISHED
-from offbeat_lab.methods.registry import BASELINES
+from offbeat_lab.methods.registry import REFERENCES
 from offbeat_lab.recipes import RECIPES
 from offbeat_lab.report import page
 from offbeat_lab.results import read_results, writing

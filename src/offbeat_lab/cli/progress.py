@@ -30,7 +30,7 @@ class Bar:
     A terminal shows a bar for the current run, and below it a clock and a line about the run. If
     the output is not a terminal, line and clock are printed together every 10 s, and a line for
     each evaluation. The line has rank 0's share of time spent waiting and its rate of sending since
-    the line before, except for baselines, which do not measure them. The clock has the number of
+    the line before, except for references, which do not measure them. The clock has the number of
     the run, the time since the beginning, and an estimate of the time left. Both times include
     evaluations. The estimate assumes that all runs take equally long, and that training continues
     at the mean speed since the first step.
@@ -64,7 +64,7 @@ class Bar:
     def start(self, job: Job) -> None:
         """Start the bar of the next run."""
         self._end_run()
-        self._measures = not is_baseline(job.strategy)
+        self._measures = not is_reference(job.strategy)
         self._limit = job.max_seconds or math.inf
         self._metric = find_recipe(job.recipe).metric
         self._name = f"{job.label} seed {job.seed}" if job.seed else job.label

@@ -183,7 +183,7 @@ class Reference(ABC):
 
         Args:
             task: The task, on its device.
-            under: Function that attaches a strategy to the task, for baselines based on a strategy.
+            under: Function that attaches a strategy to the task, for references based on one.
             batches: Function that returns a new iterable over this worker's batches, from the
                 first, on the model's device.
             timeout_seconds: Time limit of operations between workers.
