@@ -22,7 +22,7 @@ class GossipState:
 class GossipFlow(Flow):
     uses_gradients = False
 
-    def start(self, common=None):
+    def start(self):
         self.state = GossipState()
 
     @property

@@ -42,13 +42,11 @@ def restart(
 ) -> tuple[nn.Module, Any, Any]:
     """Save to a file, detach, and load the file into what another script attaches."""
     file = io.BytesIO()
-    torch.save([sync.state_dict(), model.state_dict(), optimizer.state_dict()], file)
+    torch.save(sync.state_dict(), file)
     sync.detach()
     saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     model, optimizer, sync = again()
-    model.load_state_dict(saved[1])
-    optimizer.load_state_dict(saved[2])
-    sync.load_state_dict(saved[0])
+    sync.load_state_dict(saved)
     return model, optimizer, sync
 
 

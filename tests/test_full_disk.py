@@ -39,7 +39,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_all(tmp_path: Path) -> Non
         results = simulated(save_twice, disk, workers=2)
     for kind, text, left, steps, found, same in results:
         assert kind == "CheckpointError"
-        assert text.startswith("rank 0 cannot save, so no worker does: ")
+        assert text.startswith("rank 0 cannot take part in offbeat.save(), so no worker does: ")
         assert "could not be written: [Errno 28] No space left on device" in text
         assert left == ["step-1.rank0.pt", "step-1.rank1.pt"]
         assert (steps, found, same) == (3, 1, True)

@@ -1,7 +1,7 @@
 """The synchronizer: the object that ``attach`` returns, with the public methods.
 
 ``training.assembly`` creates the components that do the work, and explains them.
-``checkpoint.synchronizer_state`` saves and loads the state.
+``checkpoint.worker_state`` collects and loads the state.
 """
 
 import contextlib
@@ -12,14 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offbeat.checkpoint.synchronizer_state import (
-    answer_of,
-    check_state,
-    consensus_of,
-    load_state,
-    require_all,
-    state_of,
-)
+from offbeat.checkpoint.worker_state import require_intact, sealed
 from offbeat.errors import AttachError, CheckpointError
 from offbeat.telemetry import Stats
 from offbeat.training.assembly import Components
@@ -117,8 +110,8 @@ class Synchronizer:
     def share_state(self, save: Callable[[], Any], load: Callable[[Any], object]) -> None:
         """Let workers that join receive a state of the script, such as that of a scheduler.
 
-        A worker that joins receives the model, the optimizers' state of each parameter, and
-        ``step``, but no other state. Call this method on every worker, after ``attach`` and before
+        A worker that joins receives the model, the optimizers and ``step``, but no other state.
+        Call this method on every worker, after ``attach`` and before
         the first step. If the script has several states, each worker calls it in the same order.
         If training is not elastic, no worker joins, and the method has no effect.
 
@@ -128,19 +121,18 @@ class Synchronizer:
         Args:
             save: Returns the state. Called now, and on one worker whenever another one joins:
                 inside ``optimizer.step()``, ``consensus()`` or ``finish()``, when ``step`` steps
-                are complete. ``torch.load`` must read the state with ``weights_only=True``:
-                numbers, strings, tensors, lists, tuples and dictionaries.
+                are complete. The state has numbers, text, tensors, lists, tuples and dictionaries.
             load: Called with that state, now, if this worker has joined. Tensors are on the CPU.
 
         Raises:
             AttachError: after ``finish`` or ``detach``, or after the first step of a worker.
-            pickle.UnpicklingError: the state has an object of another type.
+            CheckpointError: the state has an object of another type.
         """
         self._require_active("share_state()")
         if self._components.unfinished.steps:
             raise AttachError("share_state(): call it before the first step")
         if self._components.views is not None:
-            self._components.views.shared.add(save, load)
+            self._components.state.share(save, load)
 
     # -- consensus and the end of training ---------------------------------------------------
 
@@ -246,84 +238,101 @@ class Synchronizer:
 
     # -- checkpoints -------------------------------------------------------------------------
 
-    def _require_savable(self) -> None:
-        """Raise CheckpointError if the strategy's state cannot be saved and loaded."""
-        flow = self._iteration.flow
-        if not flow.can_save:
-            raise CheckpointError(
-                f"{flow.strategy} cannot be saved or resumed: save inside consensus(), and load "
-                "that model before attach()"
-            )
-
     def state_dict(self) -> dict[str, Any]:
-        """Return counters, totals and the strategy's state as plain values for ``torch.save``.
+        """Return the state of this worker as plain values for ``torch.save``.
 
-        Every worker calls this method at the same step, between two steps, and saves its result.
-        Only a worker of the same rank can load it. The result contains neither the model nor the
-        optimizer; ``offbeat.save`` saves these, too. This method first lands what is in flight, so
-        call it before ``model.state_dict()``.
+        It contains the model, the optimizers, the strategy's state and the totals. A collective:
+        every worker calls this method at the same step, between two steps, and saves its result,
+        which only a worker of the same rank can load. It first lands what is in flight. Tensors are
+        not copied, as in torch's ``state_dict``.
 
         Inside ``consensus`` and after ``finish`` the result is the *state of a consensus*: it has
-        the totals, but no state of the strategy. It can be loaded with any strategy, ``wire`` and
-        number of workers.
+        no state of the strategy. It can be loaded with any strategy, ``wire`` and number of
+        workers, and the call is not a collective.
 
         Raises:
-            CheckpointError: the strategy cannot be saved.
-            AttachError: after ``detach``, or in the middle of an iteration.
+            CheckpointError: the strategy cannot be saved, or a value cannot be saved.
+            AttachError: after ``detach``, or in the middle of an iteration. Or inside
+                ``consensus``, if ``fully_shard`` has divided the model.
         """
-        flow = self._iteration.flow
-        if self._finished or (self._active and self._iteration.shows_consensus):
-            return consensus_of(flow, self.stats)
-        self._require_active("state_dict()")
-        self._require_savable()
-        self._iteration.require_boundary("state_dict()")
-        self._iteration.require_known("state_dict()")
-        with self._iteration.guard:
-            self._consensus.before_save()
-        return state_of(self._iteration.flow, self.stats)
+        if self._finished:
+            return sealed(self._components.state.collect(whole=False))
+        with between_steps(self, "state_dict()") as components:
+            return sealed(components.state.collect(whole=not self._iteration.shows_consensus))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a result of ``state_dict``. Load model and optimizer first.
+        """Continue from a result of ``state_dict``.
 
         A collective. Either all workers load their states, or none does. The state of a consensus
         must be loaded before the first step. All workers then start from rank 0's model, and only
-        the totals of ``stats`` continue. The effect of what is in flight is discarded.
+        the totals of ``stats`` continue.
 
         Raises:
             CheckpointError: the state of a worker is damaged, or belongs to another strategy,
-                ``wire``, number of workers, rank, model or step; or the strategy cannot be saved.
-                Raised on every worker.
+                ``wire``, number of workers, rank, model, optimizer or step; or the strategy cannot
+                be saved. Raised on every worker.
             AttachError: after ``finish`` or ``detach``, inside ``consensus``, or in the middle of
                 an iteration.
         """
-        self._require_active("load_state_dict()")
-        self._require_savable()
-        self._iteration.require_own_model("load_state_dict()")
-        self._iteration.require_boundary("load_state_dict()")
-        flow, refused = self._iteration.flow, None
-        try:
-            check_state(state, flow, self.stats)
-        except CheckpointError as error:
-            refused = error
-        replica = self._worker.replica
-        with self._iteration.guard, self._team.account.paused():
-            # Complete all sums now: a mean that arrives later would change the loaded model.
-            loaded = replica.snapshot() if self._worker.step else None
-            self._consensus.complete_operations()
-            answers = self._team.everyone.gather_bytes(
-                answer_of(state, refused), what="load_state_dict()"
+        with between_steps(self, "load_state_dict()", loads=True) as components:
+            refused = None
+            try:
+                require_intact(state)
+                components.state.check(state)
+            except CheckpointError as error:
+                refused = str(error)
+            steps, _ = components.state.agree("load_state_dict()", refused, state)
+            components.state.load(state, steps)
+
+
+@contextlib.contextmanager
+def between_steps(sync: Synchronizer, what: str, *, loads: bool = False) -> Iterator[Components]:
+    """Return a context in which a state is saved or loaded, between two steps.
+
+    Unless the model is a consensus, what is in flight lands first, in a collective. ``stats``
+    counts neither time nor bytes of the context. ``what`` is the name of the caller in errors.
+    ``loads`` is True if the caller replaces the local model.
+
+    Raises:
+        AttachError: after ``finish`` or ``detach``, or in the middle of an iteration. Or inside
+            ``consensus``, if ``loads`` is set or ``fully_shard`` has divided the model.
+        CheckpointError: the strategy cannot be saved and loaded. Or inside ``consensus``, and
+            another worker has called ``finish``.
+    """
+    require_synchronizer(sync)
+    sync._require_active(what)
+    components = sync._components
+    iteration, consensus, recorder = components.iteration, components.consensus, sync._recorder
+    shown = iteration.shows_consensus
+    if components.shards is not None:
+        if shown:
+            raise AttachError(
+                f"{what} inside consensus() with a model that fully_shard has divided: no worker "
+                "would save all of it; save there with torch.distributed.checkpoint"
             )
-        if refused is not None:
-            raise refused
-        require_all(answers)
-        if loaded is not None:
-            replica.restore(loaded)
-        with self._iteration.guard, self._team.account.paused():
-            self._recorder.stats = load_state(state, flow)
-        if self._components.views is not None:
-            self._components.views.record()
-        self._recorder.restart()
-        self._consensus.note_start()
+        components.shards.reshard()
+    if loads:
+        iteration.require_own_model(what)
+    iteration.require_boundary(what)
+    consensus.require_complete(what)
+    if not shown and not iteration.flow.can_save:
+        raise CheckpointError(
+            f"{iteration.flow.strategy} cannot be saved or resumed: save inside consensus(), and "
+            "load that model before attach()"
+        )
+    if not shown and not loads:
+        iteration.require_known(what)
+    try:
+        with recorder.paused(), sync._team.account.paused():
+            if not shown:
+                with iteration.guard:
+                    consensus.before_save()
+            yield components
+            if loads and components.views is not None:
+                components.views.record()
+    finally:
+        if loads:
+            recorder.restart()
 
 
 def _normal_mode() -> torch.inference_mode:

@@ -3,8 +3,7 @@
 import json
 from dataclasses import dataclass, field
 
-from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
-from offbeat.checkpoint.state import save
+from offbeat.checkpoint.state import load, save
 from offbeat.strategies.base import common, local, transient
 
 
@@ -53,7 +52,7 @@ def fresh() -> State:
 
 def test_common_values_are_those_that_are_marked() -> None:
     """They are sent as JSON."""
-    values = json.loads(json.dumps(common_values(used(3))))
+    values = json.loads(json.dumps(save(used(3), "common")))
     assert values == {
         "gain": 4.5,
         "inner": {"shared": 7.5},
@@ -64,8 +63,8 @@ def test_common_values_are_those_that_are_marked() -> None:
 def test_local_values_stay_with_their_worker() -> None:
     """Common values are those of the most advanced worker. All others have their initial values."""
     state = fresh()
-    load_common_values(state, common_values(used(3)))
-    keep_local_values(state, used(2))
+    load(state, save(used(3), "common"), "common")
+    load(state, save(used(2), "local"), "local")
     assert state == State(
         gain=4.5,
         history=[2.0],
@@ -73,13 +72,6 @@ def test_local_values_stay_with_their_worker() -> None:
         controller=Controller(1.5, 3),
         change=Controller(0.5, 2),
     )
-
-
-def test_a_strategy_without_state_carries_nothing() -> None:
-    assert common_values(None) == {}
-    load_common_values(None, {})
-    keep_local_values(None, None)
-    keep_local_values(fresh(), None)
 
 
 def test_a_checkpoint_holds_all_but_transient_fields() -> None:

@@ -1,5 +1,6 @@
 """PowerSGD: values, error feedback, bytes and unusual gradients."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,7 @@ def observe(rank: int, size: int) -> list[dict[str, list[Tensor]]]:
         before = [p.detach().clone() for p in parameters]
         optimizer.step()
         moved = [(b - p.detach()) / 0.05 for b, p in zip(before, parameters, strict=True)]
-        state = sync.state_dict()["state"]
+        state = copy.deepcopy(sync.state_dict()["state"])
         means = [p.grad.clone() for p in parameters if p.grad is not None]
         seen.append({"moved": moved, "means": means, "q": state["q"], "errors": state["errors"]})
     sync.finish()
@@ -188,7 +189,7 @@ def pause(rank: int, size: int) -> dict[str, list[Tensor]]:
         optimizer.step()
 
     def look(name: str) -> None:
-        state = sync.state_dict()["state"]
+        state = copy.deepcopy(sync.state_dict()["state"])
         seen[name] = [*state["q"], *state["errors"]]
 
     step(0)

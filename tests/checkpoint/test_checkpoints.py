@@ -23,7 +23,8 @@ import offbeat
 import workers
 import worlds
 from loops import all_numbers, attach, error_of, sgd
-from offbeat.checkpoint import files
+from offbeat.checkpoint.files import Files, read
+from offbeat.checkpoint.worker_state import FORMAT, sealed
 from offbeat_lab.baselines import STRATEGIES
 from problems import loss_of, make_batch, make_model, make_wide, train_step
 from worlds import run
@@ -374,15 +375,10 @@ def refused(rank: int, size: int, folder: Path) -> Any:
     seen["file of one"] = error_of(lambda: training.load(one))
     seen["scheduler"] = error_of(lambda: offbeat.load(good, sync, scaler=training.scaler))
     other: Any = torch.optim.lr_scheduler.ConstantLR(sgd(make_model()))
-    seen["another scheduler"] = error_of(lambda: offbeat.load(good, sync, scheduler=other))
-    seen["scaler"] = error_of(lambda: offbeat.load(good, sync, scheduler=training.scheduler))
-    seen["optimizer"] = error_of(
-        lambda: offbeat.load(good, sync, optimizer=sgd(training.model), scheduler=other)
+    seen["another scheduler"] = error_of(
+        lambda: offbeat.load(good, sync, scheduler=other, scaler=training.scaler)
     )
-    groups = torch.optim.AdamW(training.model[0].parameters())
-    seen["groups"] = error_of(lambda: offbeat.load(good, sync, optimizer=groups, scheduler=other))
-    rest = {"scheduler": training.scheduler, "scaler": training.scaler}
-    seen["model"] = error_of(lambda: offbeat.load(good, sync, model=make_model(), **rest))
+    seen["scaler"] = error_of(lambda: offbeat.load(good, sync, scheduler=training.scheduler))
     with sync.consensus():
         seen["consensus"] = error_of(lambda: training.load(good))
     for _ in range(2):
@@ -399,31 +395,42 @@ def refused(rank: int, size: int, folder: Path) -> Any:
     bsp = Training(rank, "bsp")
     seen["strategy"] = error_of(lambda: bsp.load(good))
     bsp.sync.detach()
+    model, text = training.model, offbeat.LocalSGD(period=3)
+    wide = [*model[0].parameters()], [*model[2].parameters()]
+    adam = torch.optim.AdamW([{"params": each} for each in wide])
+    for name, module, optimizer in [
+        ("optimizer", model, sgd(model)),
+        ("groups", model, adam),
+        ("model", small := make_model(), torch.optim.AdamW(small.parameters())),
+    ]:
+        sync = offbeat.attach(module, optimizer, text)
+        seen[name] = error_of(lambda sync=sync: offbeat.load(good, sync))
+        sync.detach()
     return seen, result, sorted(path.name for path in good.iterdir())
 
 
 def test_wrong_arguments_are_refused_by_all_and_change_nothing(tmp_path: Path) -> None:
     expected = {
         "extra": (
-            r"rank 1 cannot save, so no worker does: the checkpoint\['extra'\]\[0\] is a function, "
-            "and a checkpoint holds numbers"
+            r"rank 1 cannot take part in offbeat.save\(\), so no worker does: the checkpoint"
+            r"\['extra'\]\[0\] is a function, and a checkpoint holds numbers"
         ),
-        "disk": "rank 1 cannot save, so no worker does: .*file/step-2-1.rank1.pt could not be writ",
+        "disk": "rank 1 cannot take part in offbeat.save.*file/step-2-1.rank1.pt could not be writ",
         "keep": "keep must be at least 1, got 0",
         "sync": "sync must be what offbeat.attach.. returned, got None",
         "file": "good/step-2.rank.*.pt is a file: name the directory of the checkpoints",
-        "file of one": "rank 1 cannot load, so no worker does: .*rank1.pt is a file: name the dir",
-        "scheduler": "step-2.rank.*.pt: it was saved with scheduler OneCycleLR, here is none: give",
-        "another scheduler": "with scheduler OneCycleLR, here is ConstantLR: give the same as to ",
-        "scaler": r"it was saved with a scaler, and load\(\) was called the other way",
-        "optimizer": "it was saved with optimizer AdamW, here is SGD: give the same as to save",
-        "groups": r"the AdamW was saved with groups of \[12\] parameters, here they are \[10\]",
-        "model": "for another model: '0.weight' has the shape none there, and \\(5, 4\\) here",
+        "file of one": "rank 1 cannot take part in offbeat.load.*rank1.pt is a file: name the dir",
+        "scheduler": "step-2.rank.*.pt: .* with scheduler 0: OneCycleLR, here is nothing more: ",
+        "another scheduler": "was saved with scheduler 0: OneCycleLR, here is scheduler 0: ",
+        "scaler": "the state was saved with an enabled scaler, here is no scaler: build, attach",
+        "optimizer": r"with optimizer 0: AdamW with groups of \[\d+\] .*, here is optimizer 0: SGD",
+        "groups": r"AdamW with groups of \[\d+\] parameters, here is .* of \[\d+, 2\] parameters",
+        "model": "of .* parameters, here is optimizer 0: AdamW with groups of .6. parameters",
         "consensus": r"offbeat.load\(\) inside consensus\(\)",
         "finish": r"offbeat.save\(\) after .* detach\(\): call it before, or inside consensus\(\)",
         "load after finish": r"offbeat.load\(\) after finish\(\) or detach\(\)",
         "later": "good holds a checkpoint of step 2, this is step 1: continue from it with offbe",
-        "strategy": r"the state was saved under LocalSGD\(period=3\), this is BSP\(\)",
+        "strategy": r"was saved with strategy LocalSGD\(period=3\), here is strategy BSP\(\): ",
     }
     plain = run(two_saves, [tmp_path / "other"] * 2, workers=2)
     for rank, (seen, course, names) in enumerate(run(refused, tmp_path, workers=2)):
@@ -448,8 +455,8 @@ def other_steps(rank: int, size: int, folder: Path) -> str:
 
 def test_all_save_at_the_same_step(tmp_path: Path) -> None:
     want = (
-        "rank 1 saves the state of a worker at step 2, rank 0 that of a worker at step 1: all "
-        "workers save at the same step"
+        "offbeat.save() on rank 1 has the state of a worker at step 2, on rank 0 that of a worker "
+        "at step 1: all workers save and load at the same step, or all in a consensus"
     )
     assert run(other_steps, tmp_path, workers=2) == [want] * 2
     assert not list(tmp_path.iterdir())
@@ -475,7 +482,7 @@ def from_consensus(rank: int, size: int, text: str, folder: Path, model: Any) ->
     net = nn.Sequential(make_wide(rank, norm=True), nn.Dropout(0.0), nn.Linear(1, 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=30)
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler("cpu")  # enabled, as in the saved run
     if model is not None:
         net.load_state_dict(model)
     sync = attach(net, optimizer, text, wire="int8")
@@ -486,7 +493,7 @@ def from_consensus(rank: int, size: int, text: str, folder: Path, model: Any) ->
         step = found.step
     else:
         own = torch.load(folder / f"step-4.rank{rank if rank < 3 else 0}.pt", weights_only=True)
-        optimizer.load_state_dict(own["optimizer"][0][1])
+        optimizer.load_state_dict(own["optimizer"][0])
     for i in range(3):
         optimizer.zero_grad()
         loss_of(net, make_batch(rank, i, dtype=torch.float32)).backward()
@@ -576,17 +583,17 @@ REFUSED = [frozenset({1}), defaultdict(int), Pair(1, 2), Color.RED, np.zeros(2),
 
 
 def test_a_checkpoint_accepts_only_what_can_be_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "step-1.rank0.pt"
-    files.write(path, {**files.with_digest({"extra": READABLE, "numpy": NUMPY}), "id": ""})
-    files.rename(path)
-    contents = files.read(path)
+    files = Files(tmp_path, 0)
+    files.write((1, 0), sealed({"format": FORMAT, "extra": READABLE, "numpy": NUMPY}))
+    files.rename((1, 0))
+    contents = read(files.path((1, 0)))
     assert contents["extra"] == READABLE
     assert [type(value) for value in contents["extra"]] == [type(value) for value in READABLE]
     assert contents["numpy"] == NUMPY
     assert {type(value) for value in contents["numpy"]} == {float, int, bool, str}
     for value in REFUSED:
         with pytest.raises(offbeat.CheckpointError, match="and a checkpoint holds numbers"):
-            files.with_digest({"extra": [value]})
+            sealed({"extra": [value]})
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -694,10 +701,11 @@ def test_a_file_is_on_the_disk_before_it_is_renamed(
 
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(Path, "replace", named)
-    files.write(path, {**files.with_digest({"a": torch.ones(3)}), "id": "x"})
-    files.rename(path)
+    files = Files(tmp_path, 0)
+    files.write((1, 0), sealed({"format": FORMAT, "a": torch.ones(3)}))
+    files.rename((1, 0))
     assert order == [(False, False), ("named", True), (True, True)]
-    assert torch.equal(files.read(path)["a"], torch.ones(3))
+    assert torch.equal(read(path)["a"], torch.ones(3))
 
 
 # -- unequal numbers of steps ----------------------------------------------------------------------
@@ -729,3 +737,24 @@ def test_saving_is_refused_after_another_worker_has_ended(text: str, tmp_path: P
     for kinds, error in found:
         assert "CheckpointError" in kinds, error
         assert "another worker has called finish()" in error
+
+
+# -- size ------------------------------------------------------------------------------------------
+
+
+def saved_bytes(rank: int, size: int, folder: Path) -> tuple[int, int]:
+    """Save a model of 1 MB in the default training. Returns the bytes of the model and the file."""
+    model = nn.Sequential(nn.Linear(512, 256), nn.Linear(256, 512))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    sync = offbeat.attach(model, optimizer)
+    for _ in range(3):
+        train_step(model, optimizer, (torch.randn(2, 512), torch.randn(2, 512)))
+    path = offbeat.save(folder, sync)
+    sync.finish()
+    return sum(p.nbytes for p in model.parameters()), path.stat().st_size
+
+
+def test_a_file_has_four_times_the_bytes_of_the_model(tmp_path: Path) -> None:
+    """The local model, its momentum, the shared model and its velocity; the rest is 20 KB."""
+    for model, file in run(saved_bytes, tmp_path, workers=2):
+        assert 4 * model < file < 4 * model + 20_000

@@ -3,6 +3,7 @@
 ``test_codecs.py`` tests their error bounds.
 """
 
+import copy
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_workers_with_and_without_numba_train_together(
         sync = offbeat.attach(model, optimizer, strategy, wire=wire)
         for step in range(12):
             wide_step(model, optimizer, rank, step)
-        state = sync.state_dict()["state"]
+        state = copy.deepcopy(sync.state_dict()["state"])
         sync.finish()
         return {"P": torch.cat(state["shared"]), "v": state["velocity"], "end": flat(model)}
 

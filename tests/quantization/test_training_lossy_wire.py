@@ -1,5 +1,6 @@
 """Training with a lossy wire (``attach(..., wire=…)``) and one strategy of each kind."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def train(
             with sync.consensus():
                 pass
     seen = {"own": in_order(model), "bytes": sync.stats.payload_bytes}
-    seen.update(sync.state_dict()["state"])
+    seen.update(copy.deepcopy(sync.state_dict()["state"]))
     sync.finish()
     return {**seen, "end": in_order(model)}
 
@@ -59,7 +60,7 @@ def test_blocking_strategies_keep_workers_together(text: str, wire: str) -> None
         with attach(model, optimizer, text, wire=wire) as sync:
             for step in range(8):
                 wide_step(model, optimizer, rank, step)
-                x, state = in_order(model), sync.state_dict()["state"]
+                x, state = in_order(model), copy.deepcopy(sync.state_dict()["state"])
                 trace.append((x, x if text == "bsp" else torch.cat(state["shared"])))
         return trace
 

@@ -3,6 +3,7 @@
 ``averaging/test_shared_model`` tests error feedback.
 """
 
+import copy
 import math
 from typing import Any
 
@@ -56,11 +57,11 @@ def weighted(wire: Wire, team: Team) -> Any:
         return wire.sum(x, stream="a", what="test", contribute=contribute).wait()
 
     total(0, 1, 2)
-    before = wire.state_dict()["a"]
+    before = vars(copy.deepcopy(wire.errors["a"]))
     nobody = total()
-    unmoved = wire.state_dict()["a"]
+    unmoved = vars(copy.deepcopy(wire.errors["a"]))
     some = total(0, 2)
-    return before, nobody, unmoved, some, wire.state_dict()["a"]
+    return before, nobody, unmoved, some, vars(copy.deepcopy(wire.errors["a"]))
 
 
 @both
@@ -135,14 +136,14 @@ def test_a_single_worker_does_not_quantize(precision: Any) -> None:
     assert wire.exact
     assert handle.done()
     assert torch.equal(handle.wait(), x)
-    assert wire.state_dict() == {}
+    assert wire.errors == {}
 
 
 def test_a_float32_wire_is_the_sum_of_the_communicator() -> None:
     def work(wire: Wire, team: Team) -> Any:
         x = values(team.rank, 4000)
         quiet = wire.sum(x.clone(), stream="a", what="test", contribute=team.rank > 0).wait()
-        return wire.sum(x, stream="a", what="test").wait(), quiet, wire.state_dict()
+        return wire.sum(x, stream="a", what="test").wait(), quiet, wire.errors
 
     for total, without, state in simulated(work, "float32"):
         assert torch.equal(total, values(0, 4000) + values(1, 4000) + values(2, 4000))

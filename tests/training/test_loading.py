@@ -50,7 +50,7 @@ def load_after_attach(rank: int, size: int, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["bsp", "diloco:period=3", "streaming"])
 def test_a_model_loaded_after_attach_is_refused(text: str) -> None:
-    """At the next step, because ``sync.load_state_dict`` may follow, which knows the values."""
+    """At the next step, because ``sync.load_state_dict`` may follow."""
     simulated(load_after_attach, text, workers=2)
 
 

@@ -30,13 +30,11 @@ Invariants:
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
 from offbeat.averaging.buffer_mean import BufferMean
-from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
 from offbeat.averaging.copies import Copies
 from offbeat.averaging.flat import (
     WHOLE,
@@ -125,16 +123,13 @@ class Averager(Flow):
         self._flying: list[Flight] = []  # the oldest first
 
     @override
-    def start(self, common: dict[str, Any] | None = None) -> None:
+    def start(self) -> None:
         worker = self.worker
         self._flying.clear()
         self._make_parts()
         view = worker.strategy_view()
         view.count = len(self.parts)
-        view.start_step = worker.step if common is None else common["step"]
         view.state = self.strategy.state(view)
-        if common is not None:
-            load_common_values(view.state, common["state"])
         self.state = AveragerState(
             [space.P for space in self.spaces if space.P is not None],
             [space.v for space in self.spaces if space.v is not None],
@@ -209,15 +204,6 @@ class Averager(Flow):
             return
         for part in self.parts:
             part.stream.make_errors()
-
-    @override
-    def keep_local(self, before: Flow) -> None:
-        assert isinstance(before, Averager)
-        keep_local_values(self.state.view.state, before.state.view.state)
-
-    @override
-    def common_values(self) -> dict[str, Any]:
-        return {"step": self.worker.step, "state": common_values(self.state.view.state)}
 
     @property
     @override

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from typing_extensions import override
@@ -47,8 +46,8 @@ class ClockedAverager(Averager):
         self.pace = Pace(shared.patience)
 
     @override
-    def start(self, common: dict[str, Any] | None = None) -> None:
-        super().start(common)
+    def start(self) -> None:
+        super().start()
         # Of the newest landed message: time from sending to arrival, and processor time of a part.
         self._flight_steps, self._cost = math.inf, 0.0
         numbers = (0.0,) * len(self.strategy.vote(self.view_of(stepping=False)))

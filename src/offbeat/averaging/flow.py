@@ -64,20 +64,13 @@ class Flow(ABC):
     # -- a view begins ---------------------------------------------------------------------------
 
     @abstractmethod
-    def start(self, common: dict[str, Any] | None = None) -> None:
+    def start(self) -> None:
         """Initialize the state, for example when a view begins. All workers have the same model.
 
-        Args:
-            common: Result of ``common_values`` of the most advanced worker in the previous view.
-                None: start without values of a previous view.
+        The caller may load fields afterwards: all from a checkpoint, or after a view change those
+        that are marked ``common()`` from the most advanced worker, and those marked ``local()``
+        from this worker's flow in the previous view.
         """
-
-    def keep_local(self, before: "Flow") -> None:  # noqa: B027
-        """Copy this worker's local values from ``before``, its flow in the previous view."""
-
-    def common_values(self) -> dict[str, Any]:
-        """Return the values that all workers receive in the next view, as plain values for JSON."""
-        return {}
 
     # -- events of the training loop -------------------------------------------------------------
 

@@ -8,12 +8,10 @@ example, whether a worker takes a step and whether its gradients are finite.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
-from offbeat.averaging.carried_state import common_values, keep_local_values, load_common_values
 from offbeat.averaging.flow import Flow
 from offbeat.averaging.gradients import GradientMean
 from offbeat.averaging.votes import Round, Vote
@@ -70,16 +68,13 @@ class GradientFlow(Flow):
         self._wanted = 0.0  # last return value of ``Strategy.due``
 
     @override
-    def start(self, common: dict[str, Any] | None = None) -> None:
+    def start(self) -> None:
         worker, strategy = self.worker, self.strategy
-        step = worker.step if common is None else common["step"]
         views = []
-        for index in range(len(worker.optimizers)):
+        for _ in worker.optimizers:
             view = worker.strategy_view()
-            view.start_step, view.stepping = step, False
+            view.stepping = False
             view.state = strategy.state(view)
-            if common is not None:
-                load_common_values(view.state, common["states"][index])
             views.append(view)
         slots = Vote.SLOTS + len(strategy.vote(views[0])) if self.every_step else 0
         means = [
@@ -105,17 +100,6 @@ class GradientFlow(Flow):
             slots=slots,
             overlap=self.every_step and worker.overlaps_backward,
         )
-
-    @override
-    def keep_local(self, before: Flow) -> None:
-        assert isinstance(before, GradientFlow)
-        for view, old in zip(self.state.views, before.state.views, strict=True):
-            keep_local_values(view.state, old.state)
-
-    @override
-    def common_values(self) -> dict[str, Any]:
-        states = [common_values(view.state) for view in self.state.views]
-        return {"step": self.worker.step, "states": states}
 
     @property
     @override

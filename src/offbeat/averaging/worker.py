@@ -64,6 +64,7 @@ class Worker:
         exact_mean: Averages whole models or their buffers without quantization.
         optimizer_state: Averages the optimizers' state, for strategies that request it.
         overlaps_backward: True if gradients may be averaged while backward still runs.
+        start_step: Number of local steps of the most advanced worker when the view began.
         step: Number of local steps, including the current one once all of its gradients are ready.
         touched: Set before a consensus, which replaces the model by the mean over the workers. True
             if the parameters have changed since the last step. For example, schedule-free
@@ -85,7 +86,7 @@ class Worker:
         self.team, self.replica, self.optimizers = team, replica, optimizers
         self.non_finite = non_finite
         self.overlaps_backward = False
-        self.step = 0
+        self.start_step = self.step = 0
         self.touched = self.also = self.scaled = False
         self.record: dict[str, Any] = {}
         self.details: dict[str, Any] = {}
@@ -106,7 +107,7 @@ class Worker:
             rank=self.rank,
             size=self.size,
             step=self.step,
-            start_step=self.step,
+            start_step=self.start_step,
             record=self.record,
             details=self.details,
         )

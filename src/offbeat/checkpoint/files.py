@@ -16,103 +16,97 @@ each worker.
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from offbeat.checkpoint.state import digest, without_numpy
+from offbeat.checkpoint.worker_state import require_intact
 from offbeat.errors import CheckpointError
 
-FORMAT = 1
-_NAME = re.compile(r"step-(\d+)(?:-(\d+))?\.rank(\d+)\.pt")
-_PARTIAL = re.compile(rf"\.{_NAME.pattern}\.partial")
+_NAME = re.compile(r"(\.?)step-(\d+)(?:-(\d+))?\.rank(\d+)\.pt((?:\.partial)?)")
 CheckpointKey = tuple[int, int]
 """Step of a checkpoint, and its number among the checkpoints of this step, from 0."""
 
 
-def path_of(folder: Path, key: CheckpointKey, rank: int) -> Path:
-    """Return the final path of the file of worker ``rank`` in checkpoint ``key``."""
-    step, repetition = key
-    return folder / f"step-{step}{f'-{repetition}' if repetition else ''}.rank{rank}.pt"
+class Files:
+    """The files of one worker in the directory of the checkpoints.
 
-
-def all_files(folder: Path) -> list[tuple[CheckpointKey, int, Path]]:
-    """Return key, rank and path of all files with final names."""
-    return list(_matching(folder, _NAME))
-
-
-def files_of(folder: Path, rank: int) -> dict[CheckpointKey, Path]:
-    """Return the files of worker ``rank`` with their final names, by checkpoint."""
-    return {key: path for key, owner, path in _matching(folder, _NAME) if owner == rank}
-
-
-def partial_files_of(folder: Path, rank: int) -> dict[CheckpointKey, Path]:
-    """Return the final paths of the files of ``rank`` with temporary names, by checkpoint."""
-    partial = _matching(folder, _PARTIAL)
-    return {key: path_of(folder, key, rank) for key, owner, _ in partial if owner == rank}
-
-
-def _matching(
-    folder: Path, pattern: "re.Pattern[str]"
-) -> Iterator[tuple[CheckpointKey, int, Path]]:
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if parts := pattern.fullmatch(path.name):
-            step, repetition, rank = parts.groups()
-            yield (int(step), int(repetition or 0)), int(rank), path
-
-
-def common_keys(lists: Iterable[Sequence[Sequence[int]]]) -> set[CheckpointKey]:
-    """Return the keys that all ``lists`` contain."""
-    sets = [{(step, repetition) for step, repetition in keys} for keys in lists]
-    return set.intersection(*sets) if sets else set()
-
-
-def with_digest(contents: dict[str, Any]) -> dict[str, Any]:
-    """Return ``contents`` with the version of the format and a checksum of all values added.
-
-    Scalars of numpy become Python's, for example a learning rate that a schedule computed with
-    numpy. Raises CheckpointError if a value cannot be saved.
+    Args:
+        folder: The directory.
+        rank: Rank of the worker.
     """
-    contents = without_numpy(contents)
-    return {"format": FORMAT, **contents, "digest": digest(contents, "the checkpoint")}
 
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
 
-def write(path: Path, contents: dict[str, Any]) -> None:
-    """Write ``contents`` to the disk under the temporary name of ``path``.
+    def path(self, key: CheckpointKey, rank: int | None = None) -> Path:
+        """Return the final path of this worker's file in a checkpoint, or that of ``rank``."""
+        step, repetition = key
+        number = f"-{repetition}" if repetition else ""
+        return self.folder / f"step-{step}{number}.rank{self.rank if rank is None else rank}.pt"
 
-    Removes the temporary file after an error.
-    """
-    partial = _partial(path)
-    try:
-        with partial.open("wb") as file:
-            torch.save(contents, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    def checkpoints(self, rank: int | None = None, *, partial: bool = False) -> set[CheckpointKey]:
+        """Return the checkpoints of which this worker, or ``rank``, has a file.
 
+        ``partial`` is True for the files with temporary names.
+        """
+        owner = self.rank if rank is None else rank
+        return {key for key, r, temporary in self._all() if (r, temporary) == (owner, partial)}
 
-def rename(path: Path) -> None:
-    """Give the temporary file its final name ``path``, and flush the directory to the disk."""
-    _partial(path).replace(path)
-    with contextlib.suppress(OSError):  # some systems cannot open directories
-        handle = os.open(path.parent, os.O_RDONLY)
+    def _all(self) -> Iterator[tuple[CheckpointKey, int, bool]]:
+        """Yield checkpoint and rank of each file, and whether its name is temporary."""
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if parts := _NAME.fullmatch(path.name):
+                dot, step, repetition, rank, partial = parts.groups()
+                if bool(dot) == bool(partial):
+                    yield (int(step), int(repetition or 0)), int(rank), bool(partial)
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def write(self, key: CheckpointKey, contents: dict[str, Any]) -> None:
+        """Write ``contents`` to the disk under a temporary name. Removes it after an error."""
         try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._partial(key).open("wb") as file:
+                torch.save(contents, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            self.discard(key)
+            raise
 
+    def discard(self, key: CheckpointKey) -> None:
+        """Delete the file with the temporary name, if it exists."""
+        with contextlib.suppress(OSError):
+            self._partial(key).unlink()
 
-def discard(path: Path) -> None:
-    """Delete the temporary file of ``path``."""
-    _partial(path).unlink(missing_ok=True)
+    def rename(self, key: CheckpointKey) -> None:
+        """Give the file with the temporary name its final name, and flush the directory."""
+        self._partial(key).replace(self.path(key))
+        with contextlib.suppress(OSError):  # some systems cannot open directories
+            handle = os.open(self.folder, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
 
+    def _partial(self, key: CheckpointKey) -> Path:
+        return self.folder / f".{self.path(key).name}.partial"
 
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
+    def prune(self, keep: set[CheckpointKey], size: int) -> None:
+        """Delete this worker's files of checkpoints not in ``keep``, and those of a crash.
+
+        Rank 0 also deletes the files that a run with more workers has left: those of ranks ≥
+        ``size`` in checkpoints not in ``keep``.
+        """
+        for key, owner, partial in list(self._all()):
+            left = owner == self.rank or (self.rank == 0 and owner >= size)
+            if partial and owner == self.rank:
+                self.discard(key)
+            elif left and not partial and key not in keep:
+                self.path(key, owner).unlink(missing_ok=True)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -122,30 +116,9 @@ def read(path: Path) -> dict[str, Any]:
         CheckpointError: the file is damaged, was not written by ``save``, or has another format.
     """
     try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
+        contents: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        require_intact(contents)
     except Exception as error:  # archive, pickle and disk raise errors of many types
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} cannot be read: {reason}") from None
-    if not isinstance(contents, dict) or not {"format", "digest", "id"} <= contents.keys():
-        raise CheckpointError(f"{path} was not written by offbeat.save()")
-    if contents["format"] != FORMAT:
-        raise CheckpointError(
-            f"{path} is in format {contents['format']}, this version reads {FORMAT}"
-        )
-    values = {k: value for k, value in contents.items() if k not in ("format", "digest", "id")}
-    if digest(values) != contents["digest"]:
-        raise CheckpointError(f"{path} is damaged: its values do not match their checksum")
     return contents
-
-
-def prune(folder: Path, keep: set[CheckpointKey], rank: int, size: int) -> None:
-    """Delete the temporary files of ``rank``, and its files of checkpoints not in ``keep``.
-
-    Rank 0 also deletes the files that a run with more workers has left: those of ranks ≥ ``size``
-    in checkpoints not in ``keep``.
-    """
-    for key, owner, path in all_files(folder):
-        if key not in keep and (owner == rank or (rank == 0 and owner >= size)):
-            path.unlink(missing_ok=True)
-    for path in folder.glob(f".step-*.rank{rank}.pt.partial"):  # left by a crash
-        path.unlink(missing_ok=True)

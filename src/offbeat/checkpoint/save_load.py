@@ -7,45 +7,39 @@ A checkpoint consists of one file per worker. Either all workers save (or load) 
 
 import logging
 import os
+import random
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from offbeat.arguments import require_integer
-from offbeat.checkpoint.contents import (
-    Stateful,
-    as_list,
-    random_states,
-    require_same_kinds,
-    require_same_tensors,
-    set_random_states,
-    states_of,
+from offbeat.checkpoint.files import CheckpointKey, Files, read
+from offbeat.checkpoint.worker_state import (
+    Values,
+    WorkerState,
+    require_equal,
+    sealed,
 )
-from offbeat.checkpoint.files import (
-    CheckpointKey,
-    common_keys,
-    discard,
-    files_of,
-    partial_files_of,
-    path_of,
-    prune,
-    read,
-    rename,
-    with_digest,
-    write,
-)
-from offbeat.checkpoint.step_boundary import StepBoundary, step_boundary
 from offbeat.errors import CheckpointError
-from offbeat.nodes.shards import local_parts, model_state, optimizer_state
-from offbeat.synchronizer import Synchronizer, has_joined
+from offbeat.synchronizer import Synchronizer, between_steps, has_joined
 
 logger = logging.getLogger("offbeat")
+_SAVE, _LOAD = "offbeat.save()", "offbeat.load()"
+
+
+class Stateful(Protocol):
+    """An object with a state, such as a learning rate schedule."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore a state that ``state_dict`` returned."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +61,6 @@ def save(
     directory: str | os.PathLike[str],
     sync: Synchronizer,
     *,
-    model: nn.Module | None = None,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     scheduler: Stateful | Sequence[Stateful] | None = None,
     scaler: torch.amp.GradScaler | None = None,
     extra: Any = None,
@@ -84,7 +76,8 @@ def save(
     The name of the file is ``step-STEP.rankRANK.pt``, or ``step-STEP-N.rankRANK.pt`` (N = 1, 2, …)
     if there is already a checkpoint of this step. The file contains
 
-    - the states of the model, the optimizers, the schedulers, the scaler and ``sync``,
+    - the state of this worker, as ``sync.state_dict()`` returns it, with model and optimizers,
+    - the states of the schedulers and the scaler,
     - the states of the random generators of torch, numpy, Python and this worker's GPU,
     - ``extra``, and a checksum of all values.
 
@@ -98,8 +91,6 @@ def save(
         directory: Directory of the checkpoints, created if it does not exist. The workers may share
             it, or each may have a directory of that name on its own disk.
         sync: The synchronizer that ``attach`` returned.
-        model: The model. None: the attached model.
-        optimizer: One or several optimizers. None: the attached optimizers.
         scheduler: One or several learning rate schedules. None: no schedule.
         scaler: The GradScaler. None: no scaler.
         extra: Further state of this worker, such as the state of its sampler: numbers, text,
@@ -118,60 +109,54 @@ def save(
             ``consensus``, if ``fully_shard`` has divided the model.
     """
     require_integer("keep", keep, least=1)
-    with step_boundary(sync, "offbeat.save()") as boundary:
-        state, folder, rank = sync.state_dict(), Path(directory), boundary.rank
-        refused, contents = None, {}
-        local: Callable[[Any], Any] = local_parts if boundary.sharded else lambda values: values
-        optimizers = boundary.optimizers if optimizer is None else optimizer
+    with between_steps(sync, _SAVE) as components:
+        state, files = components.state, Files(Path(directory), sync.rank)
+        refused, contents = None, Values()
         try:
-            contents = with_digest(
+            contents = sealed(
                 {
-                    "sync": state,
-                    "model": local(_module(model, boundary).state_dict()),
-                    "optimizer": local(states_of(optimizers)),
-                    "scheduler": states_of(scheduler),
+                    **state.collect(whole=not components.iteration.shows_consensus),
+                    "arguments": _kinds(scheduler, scaler),
+                    "scheduler": [each.state_dict() for each in _as_list(scheduler)],
                     "scaler": None if scaler is None else scaler.state_dict(),
-                    "random": random_states(boundary.device),
+                    "random": _random_states(components.device),
                     "extra": extra,
                 }
             )
         except CheckpointError as error:
             refused = str(error)
-        keys = sorted(files_of(folder, rank))
-        steps = [state["stats"]["steps"], state.get("step")]
-        answer = [refused, state["of"], steps, keys, secrets.token_hex(8)]
-        answers = boundary.gather(answer, "offbeat.save()")
-        _require_all("save", [refusal for refusal, *_ in answers])
-        all_keys = [keys for *_, keys, _ in answers]
+        own, token = sorted(files.checkpoints()), secrets.token_hex(8)
+        step, answers = state.agree(_SAVE, refused, contents, own, token)
+        all_keys = [_as_keys(keys) for keys, _ in answers]
         # A worker without files may be one that the earlier run did not have.
-        common = common_keys(filter(None, all_keys))
-        step = _common_step(folder, answers, common)
-        repetitions = [
-            repetition for keys in all_keys for saved_step, repetition in keys if saved_step == step
-        ]
+        common = set.intersection(*filter(None, all_keys)) if any(all_keys) else set()
+        later = max((saved_step for saved_step, _ in common), default=step)
+        if later > step:
+            raise CheckpointError(
+                f"{files.folder} holds a checkpoint of step {later}, this is step {step}: continue "
+                f"from it with {_LOAD}, or save to another directory"
+            )
+        repetitions = [n for keys in all_keys for saved_step, n in keys if saved_step == step]
         key = (step, max(repetitions, default=-1) + 1)
-        path = path_of(folder, key, rank)
-        contents["id"] = answers[0][-1]  # rank 0's token: the same in all files of this checkpoint
+        contents["id"] = answers[0][1]  # rank 0's token: the same in all files of this checkpoint
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write(path, contents)
+            files.write(key, contents)
         except (OSError, RuntimeError) as error:
-            refused = f"{path} could not be written: {error}"
-        refusals = boundary.gather(refused, "offbeat.save()")
-        if any(refusals) and refused is None:
-            discard(path)
-        _require_all("save", refusals)
-        rename(path)
-        prune(folder, {*sorted({*common, key})[-keep:]}, rank, boundary.size)
-        return path
+            refused = f"{files.path(key)} could not be written: {error}"
+        try:
+            state.require_all(_SAVE, refused)
+        except CheckpointError:
+            files.discard(key)
+            raise
+        files.rename(key)
+        files.prune({*sorted({*common, key})[-keep:]}, sync.size)
+        return files.path(key)
 
 
 def load(
     directory: str | os.PathLike[str],
     sync: Synchronizer,
     *,
-    model: nn.Module | None = None,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     scheduler: Stateful | Sequence[Stateful] | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Loaded | None:
@@ -188,8 +173,6 @@ def load(
     Args:
         directory: Directory of the checkpoints, as given to ``save``.
         sync: The synchronizer that ``attach`` returned.
-        model: The model. None: the attached model.
-        optimizer: The optimizers, as given to ``save``. None: the attached optimizers.
         scheduler: The learning rate schedules, as given to ``save``.
         scaler: The GradScaler, as given to ``save``.
 
@@ -206,175 +189,135 @@ def load(
     """
     if has_joined(sync):  # the other workers take steps
         return None
-    folder, refused = Path(directory), None
-    if folder.is_file():
-        refused = f"{folder} is a file: name the directory of the checkpoints"
-    with step_boundary(sync, "offbeat.load()", loads=True) as boundary:
-        rank = boundary.rank
-        _require_all("load", boundary.gather(refused, "offbeat.load()"))
-        # A worker without a file can load rank 0's file of a consensus.
-        paths = {**files_of(folder, 0), **files_of(folder, rank)}
-        all_keys = _exchange_keys(folder, paths, boundary)
+    with between_steps(sync, _LOAD, loads=True) as components:
+        state, files = components.state, Files(Path(directory), sync.rank)
+        all_keys = _exchange_keys(files, state)
         if not any(all_keys):
             return None
-        key, contents = _newest_complete(folder, paths, all_keys, boundary)
-        module = _module(model, boundary)
-        targets = {
-            "optimizer": as_list(boundary.optimizers if optimizer is None else optimizer),
-            "scheduler": as_list(scheduler),
-        }
+        key, path, contents = _newest_complete(files, all_keys, state)
+        refused = None
         try:
-            for name, objects in targets.items():
-                require_same_kinds(name, contents[name], objects)
-            if (contents["scaler"] is None) != (scaler is None):
-                raise CheckpointError(
-                    f"it was saved {'without' if contents['scaler'] is None else 'with'} a scaler, "
-                    "and load() was called the other way: give the same as to save()"
-                )
-            if scaler is not None and scaler.is_enabled() and not contents["scaler"]:
-                raise CheckpointError(
-                    "it was saved with a disabled scaler, and here the scaler is enabled: disable "
-                    "it, too"
-                )
-            present = module.state_dict()
-            require_same_tensors(
-                local_parts(present) if boundary.sharded else present, contents["model"]
-            )
-            boundary.check(contents["sync"])
+            state.check(contents)
+            require_equal(contents["arguments"], _kinds(scheduler, scaler))
         except CheckpointError as error:
-            refused = f"{paths[key]}: {error}"
-        _require_all("load", boundary.gather(refused, "offbeat.load()"))
-        if boundary.sharded:
-            contents["model"] = model_state(module, contents["model"])
-            pairs = zip(targets["optimizer"], contents["optimizer"], strict=True)
-            contents["optimizer"] = [
-                (kind, optimizer_state(o, values)) for o, (kind, values) in pairs
-            ]
-        module.load_state_dict(contents["model"])
-        for name, objects in targets.items():
-            for each, (_, values) in zip(objects, contents[name], strict=True):
-                each.load_state_dict(values)
+            refused = f"{path}: {error}"
+        state.load(contents, state.agree(_LOAD, refused, contents)[0])
+        for each, values in zip(_as_list(scheduler), contents["scheduler"], strict=True):
+            each.load_state_dict(values)
         if scaler is not None:
             scaler.load_state_dict(contents["scaler"])
-        sync.load_state_dict(contents["sync"])
-        if paths[key] in files_of(folder, rank).values():
+        if path == files.path(key):
             # Rank 0's file would give another worker the random numbers of rank 0.
-            set_random_states(contents["random"], boundary.device)
-        for later, path in files_of(folder, rank).items():
+            _set_random_states(contents["random"], components.device)
+        for later in files.checkpoints():
             # A newer checkpoint was skipped. Its remaining files could make save() fail, because
             # save() refuses a step before that of an existing checkpoint.
             if later > key:
-                path.rename(path.with_name(f"{path.name}.damaged"))
-        if rank == 0:
-            logger.info("training continues from step %d, saved in %s", key[0], folder)
-        return Loaded(key[0], paths[key], contents["extra"])
+                skipped = files.path(later)
+                skipped.rename(skipped.with_name(f"{skipped.name}.damaged"))
+        if files.rank == 0:
+            logger.info("training continues from step %d, saved in %s", key[0], files.folder)
+        return Loaded(key[0], path, contents["extra"])
 
 
-def _module(model: nn.Module | None, boundary: StepBoundary) -> nn.Module:
-    return boundary.model if model is None else model
+# -- choice of a checkpoint ------------------------------------------------------------------------
 
 
-def _require_all(what: str, refusals: Sequence[str | None]) -> None:
-    """Raise CheckpointError if a worker refuses. ``refusals`` are the workers' reasons or None."""
-    for rank, refused in enumerate(refusals):
-        if refused is not None:
-            raise CheckpointError(f"rank {rank} cannot {what}, so no worker does: {refused}")
-
-
-def _common_step(folder: Path, answers: Sequence[Any], common: set[CheckpointKey]) -> int:
-    """Return the step of a new checkpoint: the workers' common step, or the largest in a consensus.
-
-    The second and third entries of each worker's answer are the kind of its state ("worker" or
-    "consensus"), and its steps in the whole training and since ``attach``. ``common`` are the
-    checkpoints that all workers have.
-    """
-    first = answers[0][1:3]
-    for rank, (_, of, steps, *_) in enumerate(answers):
-        if [of, steps] != first and (of, first[0]) != ("consensus", "consensus"):
-            raise CheckpointError(
-                f"rank {rank} saves the state of a {of} at step {_text(*steps)}, rank 0 that of a "
-                f"{first[0]} at step {_text(*first[1])}: all workers save at the same step"
-            )
-    reached = max(int(steps[0]) for _, _, steps, *_ in answers)
-    later = [saved_step for saved_step, _ in common if saved_step > reached]
-    if later:
-        raise CheckpointError(
-            f"{folder} holds a checkpoint of step {max(later)}, this is step {reached}: continue "
-            "from it with offbeat.load(), or save to another directory"
-        )
-    return reached
-
-
-def _text(step: int, since_attach: int | None) -> str:
-    """Return a step of a worker as text, with its number since ``attach`` if that differs."""
-    same = since_attach in (None, step)
-    return f"{step}" if same else f"{step} ({since_attach} since attach)"
-
-
-def _exchange_keys(
-    folder: Path, paths: dict[CheckpointKey, Path], boundary: StepBoundary
-) -> list[list[CheckpointKey]]:
-    """Return the keys of the checkpoints that each worker has. Complete interrupted renames.
+def _exchange_keys(files: Files, state: WorkerState) -> list[set[CheckpointKey]]:
+    """Return the checkpoints that each worker has. Complete interrupted renames. A collective.
 
     A crash may have left this worker's file of a checkpoint under its temporary name. If another
     worker has renamed its file of this checkpoint, this worker's file is complete (see
-    ``checkpoint.files``). This function then renames it and adds it to ``paths``.
+    ``checkpoint.files``). This function then renames it.
     """
-    rank = boundary.rank
-    partial = partial_files_of(folder, rank)
-    answers = boundary.gather([sorted(paths), sorted(partial)], "offbeat.load()")
-    pairs = [[[(step, repeat) for step, repeat in keys] for keys in answer] for answer in answers]
-    renamed = {key for keys, _ in pairs for key in keys}
-    for key in renamed & (partial.keys() - files_of(folder, rank).keys()):
-        rename(partial[key])
-        paths[key] = partial[key]
-    return [sorted({*keys, *renamed.intersection(others)}) for keys, others in pairs]
+    refused = None
+    if files.folder.is_file():
+        refused = f"{files.folder} is a file: name the directory of the checkpoints"
+    # A worker without a file can load rank 0's file of a consensus.
+    partial, own = files.checkpoints(partial=True), files.checkpoints()
+    answers = state.require_all(_LOAD, refused, sorted(own | files.checkpoints(0)), sorted(partial))
+    pairs = [(_as_keys(keys), _as_keys(others)) for keys, others in answers]
+    renamed = set.union(*(keys for keys, _ in pairs))
+    for key in renamed & (partial - own):
+        files.rename(key)
+    return [keys | (renamed & others) for keys, others in pairs]
 
 
 def _newest_complete(
-    folder: Path,
-    paths: dict[CheckpointKey, Path],
-    all_keys: Sequence[Sequence[CheckpointKey]],
-    boundary: StepBoundary,
-) -> tuple[CheckpointKey, dict[str, Any]]:
-    """Return the key and the contents of the newest checkpoint that all workers can read.
+    files: Files, all_keys: Sequence[set[CheckpointKey]], state: WorkerState
+) -> tuple[CheckpointKey, Path, Values]:
+    """Return key, path and contents of the newest checkpoint that all workers can read.
 
-    A collective. ``paths`` contains the file that this worker can load, by checkpoint: its own
-    file, or else rank 0's. ``all_keys`` are the checkpoints that each worker has.
+    A collective. The file is this worker's, or else rank 0's. ``all_keys`` are the checkpoints that
+    each worker has.
     """
     reasons = [
-        f"rank {rank} has {', '.join(f'step {step}' for step, _ in keys) or 'none'}"
+        f"rank {rank} has {', '.join(f'step {step}' for step, _ in sorted(keys)) or 'none'}"
         for rank, keys in enumerate(all_keys)
     ]
-    common = common_keys(all_keys)
+    common, own = set.intersection(*all_keys), files.checkpoints()
     for key in sorted(common, reverse=True):
-        refused, contents = None, {}
+        path = files.path(key, None if key in own else 0)
+        refused, contents = None, Values()
         try:
-            contents = read(paths[key])
-            _require_own_file(contents["sync"], paths[key], folder, boundary.rank)
+            contents = read(path)
+            # Any worker can load rank 0's file of a consensus. For a rank that the saved run did
+            # not have, a later check reports the different number of workers.
+            if key not in own and contents["of"] == "worker" and files.rank < contents["size"]:
+                raise CheckpointError(f"there is no file of rank {files.rank} next to {path}")
         except CheckpointError as error:
             refused = str(error)
-        answers = boundary.gather([refused, contents.get("id")], "offbeat.load()")
+        answers = state.gather([refused, contents.get("id")], _LOAD)
         refusals = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(answers) if reason]
         if not refusals and any(token != answers[0][1] for _, token in answers):
             refusals = ["the workers' files were not saved together"]
         if not refusals:
-            return key, contents
+            return key, path, contents
         reasons = [f"step {key[0]}: {refusals[0]}", *(reasons if len(common) == 1 else ())]
-        if boundary.rank == 0:
+        if files.rank == 0:
             logger.warning("the checkpoint of step %d is skipped: %s", key[0], refusals[0])
     raise CheckpointError(
-        f"no checkpoint in {folder} is whole on all workers: {'; '.join(reasons)}. Restore the "
-        "files, or start again in another directory"
+        f"no checkpoint in {files.folder} is whole on all workers: {'; '.join(reasons)}. Restore "
+        "the files, or start again in another directory"
     )
 
 
-def _require_own_file(state: dict[str, Any], path: Path, folder: Path, rank: int) -> None:
-    """Raise CheckpointError if ``path`` is rank 0's file and this worker needs its own file.
+def _as_keys(lists: Sequence[Sequence[int]]) -> set[CheckpointKey]:
+    return {(step, repetition) for step, repetition in lists}
 
-    Any worker can load rank 0's file of a consensus. For a rank that the saved run did not have, a
-    later check reports the different number of workers.
-    """
-    own = files_of(folder, rank).values()
-    if path not in own and state["of"] == "worker" and rank < state["size"]:
-        raise CheckpointError(f"there is no file of rank {rank} next to {path}")
+
+# -- what only a file contains ---------------------------------------------------------------------
+
+
+def _as_list(objects: Any) -> list[Any]:
+    """Return ``objects`` as a list: the items of a sequence, one object, or nothing for None."""
+    if objects is None:
+        return []
+    return list(objects) if isinstance(objects, Sequence) else [objects]
+
+
+def _kinds(scheduler: Any, scaler: torch.amp.GradScaler | None) -> list[str]:
+    """Return lines that must be equal in ``save`` and ``load``."""
+    scaled = "no" if scaler is None else "an enabled" if scaler.is_enabled() else "a disabled"
+    kinds = [type(each).__name__ for each in _as_list(scheduler)]
+    return [f"{scaled} scaler", *(f"scheduler {i}: {kind}" for i, kind in enumerate(kinds))]
+
+
+def _random_states(device: torch.device) -> Values:
+    """Return the random states of torch, numpy, Python, and ``device`` if it is a CUDA device."""
+    state: Any = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": [state[0], state[1].tolist(), *state[2:]],
+        "python": random.getstate(),
+    }
+
+
+def _set_random_states(states: Values, device: torch.device) -> None:
+    """Restore the random states that ``_random_states`` returned; CUDA's only on a CUDA device."""
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+    np.random.set_state(tuple(states["numpy"]))
+    random.setstate(states["python"])

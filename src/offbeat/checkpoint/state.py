@@ -1,9 +1,9 @@
-"""Conversion of states to plain values and back, checks before loading, and a checksum.
+"""Conversion of states to plain values and back, and a checksum.
 
 A state is a dataclass, for example that of a strategy. *Plain values* are numbers, text, tensors,
-None, and lists and dictionaries of these. ``save`` converts a dataclass to plain values, without
-the fields that ``offbeat.strategies.base.transient`` declares. ``check`` compares their structure
-with that of a dataclass, and ``load`` writes them into it.
+None, and lists and dictionaries of these. ``save`` converts a dataclass to plain values, and
+``load`` writes them into it. The marks of ``offbeat.strategies.base`` select fields: ``transient``
+fields are never converted, and with an argument ``mark`` only the fields with this mark are.
 """
 
 import copy
@@ -20,74 +20,88 @@ from torch import Tensor
 from offbeat.errors import CheckpointError
 
 
-def saved_fields(state: Any) -> "list[dataclasses.Field[Any]]":
-    """Return the fields of a dataclass that a checkpoint contains."""
-    return [each for each in dataclasses.fields(state) if not each.metadata.get("transient")]
+def save(state: Any, mark: str | None = None) -> Any:
+    """Return a dataclass as plain values. Tensors are not copied.
 
-
-def save(state: Any) -> Any:
-    """Return a dataclass as plain values, without its transient fields. Copies all values."""
-    if dataclasses.is_dataclass(state):
-        return {each.name: save(getattr(state, each.name)) for each in saved_fields(state)}
-    if isinstance(state, list):
-        return [save(each) for each in state]
-    return state.clone() if isinstance(state, Tensor) else copy.deepcopy(state)
-
-
-def load(state: Any, saved: dict[str, Any] | None) -> None:
-    """Write plain values, the result of ``save``, into the fields of a dataclass.
-
-    Tensors in lists are overwritten in place, and nested dataclasses field by field. All other
-    values are replaced by copies. If ``saved`` is None, nothing is written.
+    Args:
+        state: The dataclass. It may contain further dataclasses, also in lists.
+        mark: "common" or "local". The result then has only the fields with this mark, at any depth.
+            None: all fields that are not transient.
     """
-    if saved is None:
-        return
-    for name, value in saved.items():
-        present = getattr(state, name)
-        if dataclasses.is_dataclass(present):
-            load(present, value)
-        elif isinstance(present, list) and present and dataclasses.is_dataclass(present[0]):
+    if dataclasses.is_dataclass(state):
+        return {
+            name: save(getattr(state, name), inner)
+            for name, inner in _selected(state, mark).items()
+        }
+    if isinstance(state, list):
+        return [save(each, mark) for each in state]
+    return state if isinstance(state, Tensor) else copy.deepcopy(state)
+
+
+def load(
+    state: Any,
+    saved: Any,
+    mark: str | None = None,
+    *,
+    where: str = "state",
+    check_only: bool = False,
+) -> None:
+    """Write plain values, the result of ``save`` with the same ``mark``, into a dataclass.
+
+    Tensors in lists are overwritten in place, and dataclasses field by field. All other values are
+    replaced by copies.
+
+    Args:
+        state: The dataclass.
+        saved: The plain values.
+        mark: As for ``save``.
+        where: Name of the values in errors.
+        check_only: True to write nothing. A check in advance makes the load all or nothing.
+
+    Raises:
+        CheckpointError: the dataclass has other fields, or a list of other tensors.
+    """
+    selected = _selected(state, mark)
+    found = saved.keys() if isinstance(saved, dict) else set()
+    if found != selected.keys():
+        wrong = ", ".join(sorted(found ^ selected.keys()))
+        raise CheckpointError(f"{where} was saved with other fields: {wrong}")
+    for name, inner in selected.items():
+        present, value, place = getattr(state, name), saved[name], f"{where}.{name}"
+        if _is_state(present):
+            load(present, value, inner, where=place, check_only=check_only)
+        elif isinstance(present, list) and present and isinstance(present[0], Tensor):
+            shapes = [[tuple(each.shape) for each in tensors] for tensors in (value, present)]
+            if shapes[0] != shapes[1]:
+                raise CheckpointError(f"{place} has the shapes {shapes[0]}, here {shapes[1]}")
             for target, source in zip(present, value, strict=True):
-                load(target, source)
-        elif isinstance(present, list) and present and value and isinstance(present[0], Tensor):
-            for target, source in zip(present, value, strict=True):
-                target.copy_(source)
-        else:
+                if not check_only:
+                    target.copy_(source)
+        elif isinstance(present, list) and present and _is_state(present[0]):
+            for i, (target, source) in enumerate(zip(present, value, strict=True)):
+                load(target, source, inner, where=f"{place}[{i}]", check_only=check_only)
+        elif not check_only:
             setattr(state, name, copy.deepcopy(value))
 
 
-# -- checks ----------------------------------------------------------------------------------------
+def _selected(state: Any, mark: str | None) -> dict[str, str | None]:
+    """Return the names of the selected fields. Each value is the mark for what the field holds."""
+    selected: dict[str, str | None] = {}
+    for field in dataclasses.fields(state):
+        value = getattr(state, field.name)
+        if field.metadata.get("transient"):
+            continue
+        if mark is None or field.metadata.get(mark):
+            selected[field.name] = None
+        elif not field.metadata and any(
+            map(_is_state, value if isinstance(value, list) else [value])
+        ):
+            selected[field.name] = mark
+    return selected
 
 
-def check(state: Any, saved: Any, where: str) -> None:
-    """Raise CheckpointError unless ``saved`` has the structure of ``state``.
-
-    Dataclasses must have the same fields, and tensors the same shapes. Other values are not
-    checked, because the checksum of a checkpoint has shown that they are those that were saved.
-    ``where`` is the name of the values in the error.
-    """
-    if dataclasses.is_dataclass(state):
-        names = {each.name for each in saved_fields(state)}
-        found = saved.keys() if isinstance(saved, dict) else set()
-        if found != names:
-            wrong = ", ".join(sorted(found ^ names))
-            raise CheckpointError(f"{where} was saved with other fields: {wrong}")
-        for name in names:
-            check(getattr(state, name), saved[name], f"{where}.{name}")
-    elif isinstance(state, Tensor):
-        shape = tuple(saved.shape) if isinstance(saved, Tensor) else "none"
-        if shape != tuple(state.shape):
-            raise CheckpointError(f"{where} has the shape {shape}, here {tuple(state.shape)}")
-    elif isinstance(state, list) and state and _has_structure(state[0]):
-        # A list of tensors may be empty: the saved or the present state may have no sums in flight.
-        if len(saved) != len(state) and (saved or not isinstance(state[0], Tensor)):
-            raise CheckpointError(f"{where} has {len(saved)} entries, here {len(state)}")
-        for i, (target, source) in enumerate(zip(state, saved, strict=False)):
-            check(target, source, f"{where}[{i}]")
-
-
-def _has_structure(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) or isinstance(value, Tensor)
+def _is_state(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 # -- digest ----------------------------------------------------------------------------------------
@@ -154,11 +168,6 @@ def _tensor_bytes(value: Tensor) -> Iterator[Any]:
         value = value.to_dense()
     value = value.resolve_conj()
     flat = (torch.view_as_real(value) if value.is_complex() else value).resolve_neg()
-    yield as_bytes(flat).numpy()
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a dense tensor, as a 1-D uint8 tensor on the CPU."""
-    dense = tensor.detach().cpu().contiguous()
+    dense = flat.cpu().contiguous()
     # Unlike ``reshape(-1)``, this also works for a single element with another stride than 1.
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    yield dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()

@@ -21,21 +21,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from offbeat.averaging import Worker, flow_of
 from offbeat.averaging.exact_mean import ExactMean
-from offbeat.elastic.state_transfer import (
-    SharedStates,
-    load_optimizer_values,
-    optimizer_values,
-    receive_values,
-    send_values,
-)
+from offbeat.checkpoint.state import load, save
+from offbeat.checkpoint.worker_state import WorkerState
 from offbeat.errors import CommunicationError, MismatchError
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Strategy
-from offbeat.telemetry import Stats
 from offbeat.training.checks.consistency import difference, versioned
 from offbeat.training.iteration import Iteration
 from offbeat.transport.membership import ModelLostError
@@ -54,18 +46,16 @@ class _Report:
             parameters, which are replicated, contain further steps. Workers with the largest
             progress have the newest model.
         contributes: True if the worker's model may differ from the last mean.
-        steps: Number of local steps.
-        syncs: Number of local steps that synchronized.
         settings: Settings that must be equal on all workers, one per line of text.
-        carried: State that is equal on all workers and survives view changes. Empty if ``fresh``.
+        step: Number of local steps since ``attach`` or a loaded consensus.
+        carried: Fields of the flow's state that are marked ``common()``. Empty if ``fresh``.
     """
 
     fresh: bool
     progress: list[int]
     contributes: bool
-    steps: int
-    syncs: int
     settings: str
+    step: int
     carried: dict[str, Any]
 
 
@@ -115,8 +105,8 @@ class Views:
     Args:
         strategy: Strategy of the training.
         worker: Model, optimizers and communication of this worker.
+        state: State of this worker, which workers receive when they join.
         precision: ``wire`` argument of ``attach``.
-        stats: Function that returns the totals of this worker.
         lines: Settings that must be equal on all workers, one per line of text.
         min_workers: Least number of workers with which training continues (≥ 1).
 
@@ -124,25 +114,23 @@ class Views:
         iteration: The step loop of this worker, which contains the current flow. The caller sets
             it before the first view begins.
         report_seconds: Function to call with the duration of each view change.
-        shared: States of the training script that workers receive when they join.
     """
 
     def __init__(
         self,
         strategy: Strategy,
         worker: Worker,
+        state: WorkerState,
         precision: Precision,
-        stats: Callable[[], Stats],
         lines: Sequence[str],
         *,
         min_workers: int,
     ) -> None:
         self._strategy, self._worker, self._precision = strategy, worker, precision
-        self._stats, self._min_workers = stats, min_workers
+        self._state, self._min_workers = state, min_workers
         self._settings = "\n".join(versioned(lines))
         self.iteration: Iteration | None = None
         self.report_seconds: Callable[[float], None] = lambda seconds: None
-        self.shared = SharedStates()
         self._fresh = False  # True if this worker has joined and does not have the model yet
         # See _Report; values of the flow that has ended.
         self._progress, self._contributes = [worker.team.view, 0, 0], False
@@ -219,7 +207,7 @@ class Views:
             assert membership is not None
             logger.info("rank %d leaves view %d: %s", team.rank, team.view, error)
             team.close()
-            team.enter(membership.next_view(step=self._stats().steps))
+            team.enter(membership.next_view(step=self._state.stats.steps))
             if team.size < self._min_workers:
                 self._give_up()
             try:
@@ -245,11 +233,13 @@ class Views:
             ExactMean(team, worker.replica).average(weight, total, what=what)
         self._progress, self._contributes = [team.view, 0, 0], False
         worker.open_view(Wire(team, self._precision))
+        worker.start_step = reports[plan.source].step
         iteration.choose_overlap()
         flow = flow_of(self._strategy, worker)
-        flow.start(reports[plan.source].carried)
+        flow.start()
+        load(flow.state, reports[plan.source].carried, "common")
         if not self._fresh:
-            flow.keep_local(old_flow)
+            load(flow.state, save(old_flow.state, "local"), "local")
         self._fresh = False  # only now: after an earlier failure this worker lacks the model
         worker.barrier(f"the beginning of view {team.view}")
         iteration.begin_view(flow)
@@ -273,16 +263,15 @@ class Views:
             CommunicationError: A worker that has joined has other settings than the others.
             MismatchError: This worker has joined and has other settings than the others.
         """
-        worker, stats, iteration = self._worker, self._stats(), self.iteration
+        worker, iteration = self._worker, self.iteration
         assert iteration is not None
         report = _Report(
             self._fresh,
             self._progress,
             self._contributes,
-            stats.steps,
-            stats.syncs,
             self._settings,
-            {} if self._fresh else iteration.flow.common_values(),
+            worker.step,
+            {} if self._fresh else save(iteration.flow.state, "common"),
         )
         communicator, what = worker.team.communicator, "reports at the beginning of a view"
         payload = json.dumps(vars(report)).encode()
@@ -304,31 +293,16 @@ class Views:
         return reports
 
     def _copy(self, plan: _Plan, reports: Sequence[_Report]) -> None:
-        """Copy model, optimizer state and counters from ``plan.source`` to ``plan.behind``."""
+        """Copy the state of ``plan.source`` to the workers ``plan.behind``."""
         worker, communicator = self._worker, self._worker.team.communicator
-        tensors = worker.replica.everything()
         if communicator.rank == plan.source and plan.behind:
-            values = {
-                "model": [tensor.detach() for tensor in tensors],
-                "optimizers": [
-                    optimizer_values(one.optimizer, one.parameters) for one in worker.optimizers
-                ],
-                "shared": self.shared.values(),
-            }
-            send_values(communicator, values, plan.behind)
+            self._state.send(communicator, plan.behind)
         if communicator.rank not in plan.behind:
             return
-        values = receive_values(communicator, plan.source)
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values["model"], strict=True):
-                tensor.detach().copy_(value)
-        for one, saved in zip(worker.optimizers, values["optimizers"], strict=True):
-            load_optimizer_values(one.optimizer, one.parameters, saved)
-        source, stats = reports[plan.source], self._stats()
+        self._state.receive(communicator, plan.source, fresh=self._fresh)
+        source = reports[plan.source]
         if self._fresh:
-            worker.step = source.carried["step"]  # without the steps before a loaded consensus
-            stats.steps, stats.syncs = source.steps, source.syncs
-            self.shared.receive(values["shared"])
+            worker.step = source.step
         else:
             self._overtaken = True
             self._progress, self._contributes = source.progress, source.contributes

@@ -5,7 +5,8 @@ tensor. The wire stores the errors of gradients. Those of models stay in the mod
 (``message.py``).
 """
 
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ def require_precision(precision: object) -> None:
     require_choice("wire", precision, get_args(Precision))
 
 
+@dataclass
 class ErrorFeedback:
     """Quantization errors of one stream, which the next sum adds.
 
@@ -34,9 +36,8 @@ class ErrorFeedback:
         summed: Errors of the second stage, in this worker's chunk: float32, 1-D.
     """
 
-    def __init__(self, workers: int, chunk: int, device: torch.device) -> None:
-        self.sent = torch.zeros(workers, chunk, dtype=torch.float32, device=device)
-        self.summed = torch.zeros(chunk, dtype=torch.float32, device=device)
+    sent: Tensor
+    summed: Tensor
 
 
 class Wire:
@@ -52,12 +53,13 @@ class Wire:
     Attributes:
         precision: The precision.
         twin: Communicator of second stages, without accounting. None if the wire is exact.
+        errors: The quantization errors of each stream.
     """
 
     def __init__(self, team: Team, precision: Precision = "float32") -> None:
         require_precision(precision)
         self._team, self.precision = team, precision
-        self._streams: dict[str, ErrorFeedback] = {}
+        self.errors: dict[str, ErrorFeedback] = {}
         self.twin: Communicator | None = None
         if not self.exact:
             kernels()  # compile now, not in the first step
@@ -142,9 +144,10 @@ class Wire:
 
     def _errors_of(self, stream: str, tensor: Tensor) -> ErrorFeedback:
         shape = self._team.size, self._chunk_blocks(tensor.numel()) * BLOCK
-        errors, device = self._streams.get(stream), tensor.device
+        errors, device = self.errors.get(stream), tensor.device
         if errors is None:
-            errors = self._streams[stream] = ErrorFeedback(*shape, device)
+            sent = torch.zeros(shape, dtype=torch.float32, device=device)
+            errors = self.errors[stream] = ErrorFeedback(sent, torch.zeros_like(sent[0]))
         elif errors.sent.device != device:  # loaded from a checkpoint
             errors.sent, errors.summed = errors.sent.to(device), errors.summed.to(device)
         if errors.sent.shape != shape:
@@ -154,20 +157,3 @@ class Wire:
                 f"{shape}: use one stream per tensor, and resume with the same number of workers"
             )
         return errors
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of the errors of all streams. No sum may be in progress."""
-        return {
-            stream: {"sent": errors.sent.clone(), "summed": errors.summed.clone()}
-            for stream, errors in self._streams.items()
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the errors of all streams by those in a result of ``state_dict()``."""
-        self._streams = {}
-        for stream, saved in state.items():
-            workers, chunk = saved["sent"].shape
-            errors = ErrorFeedback(workers, chunk, saved["sent"].device)
-            errors.sent.copy_(saved["sent"])
-            errors.summed.copy_(saved["summed"])
-            self._streams[stream] = errors

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import SGD
 
 from offbeat.averaging import AttachedOptimizer, NonFinite, Replica, Worker, flow_of
+from offbeat.checkpoint.worker_state import WorkerState
 from offbeat.elastic.views import Views
 from offbeat.nodes.gradients import NodeBuffers, NodeMean
 from offbeat.nodes.shards import Shards
@@ -59,8 +60,10 @@ class Components:
 
     Attributes:
         joined: True if this worker has joined a running training.
+        state: The state of this worker, for checkpoints and workers that join.
         views: The view changes of elastic training; None if training is not elastic.
         objects: The model, followed by the torch optimizers.
+        device: Device of the trained parameters.
         leased_samplers: Number of ``LeasedSampler`` objects of this training.
     """
 
@@ -104,12 +107,16 @@ class Components:
         node = self._open_node(model)
         self.iteration = Iteration(flow, worker, self._completed, node, ddp)
         self.consensus = Consensus(worker, self.iteration, shards)
+        self.state = WorkerState(
+            model, self.iteration, self.consensus, self.recorder, sharded=shards is not None
+        )
         self.views: Views | None = None
         if not self.joined:
             flow.start()
         if min_workers is not None:
             self._make_elastic(wire, lines, min_workers)
         self.iteration.watch_backward()
+        self.device = optimizers[0].parameters[0].device
         self.hooks: list[Removable] = [ddp, LoadHooks(model, self.iteration)]
         self._hook_optimizers(adam_correction=adam_correction)
         if scaler is not None:
@@ -139,9 +146,7 @@ class Components:
         ``lines`` describe model and settings, and must be equal on all workers.
         """
         views = self.views = Views(
-            *(self.strategy, self.worker, wire),
-            *(lambda: self.recorder.stats, lines),
-            min_workers=min_workers,
+            *(self.strategy, self.worker, self.state, wire, lines), min_workers=min_workers
         )
         views.iteration, views.report_seconds = self.iteration, self.recorder.exclude_time
         self.consensus.change_view = self.iteration.recover = views

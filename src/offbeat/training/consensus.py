@@ -157,13 +157,11 @@ class Consensus:
             self._worker.also = False
 
     def before_save(self) -> None:
-        """Call ``complete_operations``. In elastic training call it again after a failure."""
-        self._retry(self.complete_operations)
-
-    def complete_operations(self) -> None:
-        """Wait for all operations of the strategy, so that its state can be saved. A collective."""
-        flow = self._iteration.flow
-        flow.before_save(lambda: self._iteration.wait_for_all(finishing=False))
+        """Land what is in flight, so that the state can be saved or replaced. A collective."""
+        iteration = self._iteration
+        self._retry(
+            lambda: iteration.flow.before_save(lambda: iteration.wait_for_all(finishing=False))
+        )
 
     def replace_by_mean(self, also: Replica) -> Snapshot:
         """Replace the model and ``also`` by their mean over all workers. A collective. Blocks.

@@ -434,7 +434,7 @@ class Iteration:
             raise AttachError(
                 f"rank {self._worker.rank}: {what} after model.load_state_dict() on an attached "
                 "model: the strategy does not know the loaded values. To train from them, load "
-                "before attach(), use offbeat.load(), or call sync.load_state_dict() after it; to "
+                "before attach(), or use offbeat.load() or sync.load_state_dict(); to "
                 "evaluate them, load inside consensus() or after finish()"
             )
 

@@ -74,8 +74,8 @@ class DownpourFlow(ServerFlow):
     push_due = fetch_due = fetching = False
 
     @override
-    def start(self, common: dict[str, Any] | None = None) -> None:
-        super().start(common)
+    def start(self) -> None:
+        super().start()
         self.requested = self.server.vector.clone()
         self.gradients = torch.zeros_like(self.requested)
         self._decayed: set[int] = set()  # indices of optimizers whose λx was added in this step

@@ -8,7 +8,7 @@ parameter has at least two dimensions and (n + m)·r < n·m. All other gradients
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -148,8 +148,8 @@ class PowerSGDFlow(GradientFlow):
         super().__init__(strategy, worker, Gradients())
 
     @override
-    def start(self, common: dict[str, Any] | None = None) -> None:
-        super().start(common)
+    def start(self) -> None:
+        super().start()
         state = self.state = PowerSGDState(**vars(self.state))
         for mean in state.means:
             assert isinstance(mean, LowRankMean)

@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ class ServerFlow(Flow):
     # -- start, end and consensus ----------------------------------------------------------------
 
     @override
-    def start(self, common: dict[str, Any] | None = None) -> None:
+    def start(self) -> None:
         """Create the parameter server with this worker's model, which is equal on all workers."""
         worker, strategy = self.worker, self.strategy
         assert isinstance(strategy, ServerStrategy)

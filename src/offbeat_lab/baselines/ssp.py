@@ -7,7 +7,7 @@ f if it contains the first f updates of every worker.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,8 +35,8 @@ class SSPFlow(ServerFlow):
     pulling = False
 
     @override
-    def start(self, common: dict[str, Any] | None = None) -> None:
-        super().start(common)
+    def start(self) -> None:
+        super().start()
         self.cache = self.server.vector.clone()
         self.updates = torch.zeros_like(self.cache)
 

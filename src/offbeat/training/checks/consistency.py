@@ -21,7 +21,7 @@ from offbeat.transport.team import Team
 
 logger = logging.getLogger("offbeat")
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the messages between workers. A release that changes messages increases it."""
 
 Settings = Mapping[str, str]
@@ -29,19 +29,23 @@ _SHOWN = 4  # largest number of differences in one warning
 
 
 def describe(
-    strategy: Strategy, replica: Replica, optimizers: Sequence[AttachedOptimizer]
+    strategy: Strategy | None, replica: Replica, optimizers: Sequence[AttachedOptimizer]
 ) -> list[str]:
     """Describe strategy, optimizers and model in lines that must be equal on all workers.
 
-    Tensors are described by name, shape and dtype, not by their values. Their order in memory must
-    be equal only if the strategy may divide a parameter between two parts.
+    A checkpoint contains these lines, too. Tensors are described by name, shape and dtype, not by
+    their values. Their order in memory must be equal only if the strategy may divide a parameter
+    between two parts. Without a strategy, the lines are those of optimizers and model.
     """
-    lines = [
-        f"optimizer {each.index}: {type(each.optimizer).__name__} with {len(each.parameters)} "
-        "parameters"
-        for each in optimizers
-    ]
-    lines = [f"strategy {strategy!r}", *lines, *replica.describe()]
+    lines = []
+    for each in optimizers:
+        groups = [len(group["params"]) for group in each.optimizer.param_groups]
+        kind = type(each.optimizer).__name__
+        lines.append(f"optimizer {each.index}: {kind} with groups of {groups} parameters")
+    lines += replica.describe()
+    if strategy is None:
+        return lines
+    lines.insert(0, f"strategy {strategy!r}")
     averages = strategy.averages()
     if isinstance(averages, SharedModel) and averages.error_feedback:
         # ``cut_by_bytes`` does not divide these parameters, so the parts depend on them.
@@ -56,14 +60,13 @@ def describe(
 def settings_of(model: nn.Module, optimizers: Sequence[AttachedOptimizer]) -> Settings:
     """Return settings, by name, that should be equal on all workers. Unequal ones cause a warning.
 
-    They are the versions of offbeat and torch, the size of each parameter group and those of its
-    hyper-parameters that are plain values, and the mode of each module (``train()`` or ``eval()``).
+    They are the versions of offbeat and torch, the hyper-parameters of each parameter group that
+    are plain values, and the mode of each module (``train()`` or ``eval()``).
     """
     settings = {"the version of offbeat": _own_version(), "the version of torch": torch.__version__}
     for each in optimizers:
         for i, group in enumerate(each.optimizer.param_groups):
             where = f"optimizer {each.index}, group {i}"
-            settings[f"the number of parameters of {where}"] = str(len(group["params"]))
             for name, value in group.items():
                 if name != "params" and _is_plain(value):
                     settings[f"{name} of {where}"] = value_text(value)
@@ -143,15 +146,21 @@ def difference(lines: Sequence[Sequence[str]], rank: int, first: int) -> str:
     ``lines`` has the ``versioned`` lines of every worker, in rank order. The result is empty if
     there is no difference.
     """
-    pairs = itertools.zip_longest(lines[rank], lines[first], fillvalue="nothing more")
-    for i, (other, reference) in enumerate(pairs):
-        if other != reference:
-            advice = "; install the same version of offbeat everywhere" if i == 0 else ""
-            return (
-                f"rank {rank} differs from rank {first}: rank {rank} has {other}; rank {first} "
-                f"has {reference}{advice}"
-            )
-    return ""
+    found = first_difference(lines[rank], lines[first])
+    if found is None:
+        return ""
+    protocols = lines[rank][0] != lines[first][0]
+    advice = "; install the same version of offbeat everywhere" if protocols else ""
+    return (
+        f"rank {rank} differs from rank {first}: rank {rank} has {found[0]}; rank {first} has "
+        f"{found[1]}{advice}"
+    )
+
+
+def first_difference(lines: Sequence[str], reference: Sequence[str]) -> tuple[str, str] | None:
+    """Return the first line that differs, and that of the reference. None: all are equal."""
+    pairs = itertools.zip_longest(lines, reference, fillvalue="nothing more")
+    return next((pair for pair in pairs if pair[0] != pair[1]), None)
 
 
 def differences(settings: Mapping[int, Settings]) -> str:

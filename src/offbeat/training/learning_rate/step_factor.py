@@ -30,6 +30,7 @@ class StepFactor(ABC):
         self._hooks = [
             optimizer.register_step_pre_hook(untraced(self._before)),
             optimizer.register_step_post_hook(untraced(self._after)),
+            optimizer.register_state_dict_post_hook(self._without_factors),
         ]
         # Before all other hooks: a scheduler in a hook, or a sink, must not see changed rates.
         hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
@@ -58,6 +59,13 @@ class StepFactor(ABC):
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore()
         self.stepped()
+
+    def _without_factors(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Restore the values in a state, which a worker that joins may get inside ``step()``."""
+        for changed, name, value in self._changed:
+            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                if group is changed:
+                    saved[name] = value
 
     def _multiply(self, group: dict[str, Any], name: str, factor: float) -> None:
         # Not in place: by default all groups share the tensor of a learning rate.

@@ -1,0 +1,316 @@
+"""The state of one worker: the same values for a checkpoint and for a worker that joins.
+
+A state has plain values only. There are two kinds. Both contain the model, the optimizers, the
+totals, and a description of what they belong to.
+
+The state of a *worker* also contains the state of the strategy, such as the shared model and its
+velocity, the quantization errors, and the number of steps. Nothing is in flight in it. Only a
+worker with the same strategy, wire, rank and number of workers can load it.
+
+The state of a *consensus* contains nothing else. It is saved while every worker holds the mean of
+the models: inside ``Synchronizer.consensus`` or after ``finish``. It can be loaded with any
+strategy and any number of workers. Training then starts again from that mean, and only the totals
+(``Stats``) continue. A worker that joins receives such a state, and the states of the script.
+"""
+
+import copy
+import dataclasses
+import io
+import json
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offbeat.checkpoint.state import digest, load, save, without_numpy
+from offbeat.errors import CheckpointError
+from offbeat.nodes.shards import local_parts, model_state, optimizer_state
+from offbeat.quantization.wire import ErrorFeedback
+from offbeat.telemetry import Stats
+from offbeat.training.checks.consistency import copy_rank_0, describe, first_difference
+from offbeat.training.consensus import Consensus
+from offbeat.training.iteration import Iteration
+from offbeat.training.stats_recorder import StatsRecorder
+from offbeat.transport.communicator import Communicator
+
+FORMAT = 6
+"""Version of the states. A release that changes them increases it."""
+
+Values = dict[str, Any]
+_TAG = 0  # of both messages of a transfer, during which no other messages are sent
+
+
+class WorkerState:
+    """Collects, checks and loads the state of one worker.
+
+    Args:
+        model: The attached model.
+        iteration: The step loop of this worker, which contains the flow.
+        consensus: The consensus of this worker.
+        recorder: Holds the totals.
+        sharded: True if ``fully_shard`` has divided the model. A state then has the local shards.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        iteration: Iteration,
+        consensus: Consensus,
+        recorder: StatsRecorder,
+        *,
+        sharded: bool,
+    ) -> None:
+        self._model, self._iteration, self._consensus = model, iteration, consensus
+        self._recorder, self._sharded = recorder, sharded
+        self._shared: list[Callable[[], Any]] = []  # functions that return states of the script
+        self._received: list[Any] = []  # states of the script of another worker
+
+    @property
+    def stats(self) -> Stats:
+        """The totals of this worker."""
+        return self._recorder.stats
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def collect(self, *, whole: bool) -> Values:
+        """Return the state of this worker, or that of a consensus if not ``whole``.
+
+        Tensors are not copied. Nothing may be in flight.
+        """
+        flow, worker = self._iteration.flow, self._iteration.flow.worker
+        local: Callable[[Any], Any] = local_parts if self._sharded else lambda values: values
+        values = {
+            "format": FORMAT,
+            "of": "worker" if whole else "consensus",
+            "size": worker.team.everyone.size,
+            "description": self._description(whole),
+            "model": local(self._model.state_dict()),
+            "optimizer": [local(each.optimizer.state_dict()) for each in worker.optimizers],
+            "stats": dataclasses.asdict(self.stats),
+        }
+        if whole:
+            errors = {name: [each.sent, each.summed] for name, each in worker.wire.errors.items()}
+            values |= {"step": worker.step, "state": save(flow.state), "errors": errors}
+        else:
+            values["stats"]["details"] = {}  # they belong to the strategy
+        return values
+
+    def _description(self, whole: bool) -> list[str]:
+        """Return lines that must be equal where a state is loaded."""
+        flow, worker = self._iteration.flow, self._iteration.flow.worker
+        everyone = worker.team.everyone  # also the other processes of a node, with other shards
+        lines = describe(flow.strategy if whole else None, worker.replica, worker.optimizers)
+        if whole:
+            lines.insert(1, f"wire {worker.wire.precision!r}")
+            lines.insert(2, f"rank {everyone.rank} of {everyone.size} workers")
+        return lines
+
+    # -- loading -----------------------------------------------------------------------------------
+
+    def check(self, values: Values) -> None:
+        """Raise CheckpointError unless this worker can load ``values``, which are intact.
+
+        The state of a consensus can be loaded before the first step only.
+        """
+        flow, whole = self._iteration.flow, values["of"] == "worker"
+        steps = max(self.stats.steps, flow.worker.step)
+        if steps and not whole:
+            raise CheckpointError(
+                "the state is that of a consensus, from which training starts again, and "
+                f"{steps} steps were taken here: load it before the first step, or detach() and "
+                "attach again"
+            )
+        require_equal(values["description"], self._description(whole))
+        if whole:
+            load(flow.state, values["state"], check_only=True)
+
+    def agree(
+        self, what: str, refused: str | None, values: Values, *more: Any
+    ) -> tuple[int, list[list[Any]]]:
+        """Return the largest number of steps of all workers, and ``more`` of each. A collective.
+
+        Args:
+            what: Name of the caller.
+            refused: Reason for which this worker cannot save or load ``values``.
+            values: The state.
+            more: Further values for the other workers, for JSON.
+
+        Raises:
+            CheckpointError: a worker has refused. Or the states are neither all of a consensus,
+                nor all of workers at the same step. Raised on every worker.
+        """
+        position, steps = "", 0
+        if refused is None:
+            steps = values["stats"]["steps"]
+            position = "a consensus" if values["of"] == "consensus" else f"a worker at step {steps}"
+        answers = self.require_all(what, refused, position, steps, *more)
+        first = answers[0][0]
+        for rank, (other, *_) in enumerate(answers):
+            if other != first:
+                raise CheckpointError(
+                    f"{what} on rank {rank} has the state of {other}, on rank 0 that of {first}: "
+                    "all workers save and load at the same step, or all in a consensus"
+                )
+        return max(steps for _, steps, *_ in answers), [others for _, _, *others in answers]
+
+    def require_all(self, what: str, refused: str | None, *more: Any) -> list[list[Any]]:
+        """Return ``more`` of every worker. A collective.
+
+        Raises CheckpointError on every worker if one has ``refused``, which is the reason.
+        """
+        answers = self.gather([refused, *more], what)
+        for rank, (reason, *_) in enumerate(answers):
+            if reason is not None:
+                raise CheckpointError(
+                    f"rank {rank} cannot take part in {what}, so no worker does: {reason}"
+                )
+        return [rest for _, *rest in answers]
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Return the ``value`` of every worker, in rank order. A collective."""
+        everyone = self._iteration.flow.worker.team.everyone
+        with self._iteration.guard:
+            payloads = everyone.gather_bytes(json.dumps(value).encode(), what=what)
+        return [json.loads(each) for each in payloads]
+
+    def load(self, values: Values, steps: int) -> None:
+        """Load a state that was checked. A collective for that of a consensus.
+
+        ``steps`` is the largest number of steps of all workers, from which all continue to count.
+        """
+        flow, worker = self._iteration.flow, self._iteration.flow.worker
+        self._load_tensors(values)
+        totals = copy.deepcopy(values["stats"])
+        worker.details.clear()
+        worker.details.update(totals.pop("details"))
+        if values["of"] == "worker":
+            worker.wire.errors = {
+                name: ErrorFeedback(*(each.clone() for each in pair))
+                for name, pair in values["errors"].items()
+            }
+            worker.step = values["step"]
+            load(flow.state, values["state"])
+            flow.after_load()
+        else:
+            totals["steps"] = steps
+            with self._iteration.guard:
+                copy_rank_0(worker.team, worker.replica.everything())
+                flow.start()
+                worker.barrier("the start from a consensus")
+        self._recorder.stats = Stats(**totals, details=worker.details)
+        self._consensus.note_start()
+
+    def _load_tensors(self, values: Values) -> None:
+        """Load model and optimizers."""
+        optimizers = [each.optimizer for each in self._iteration.flow.worker.optimizers]
+        model, saved = values["model"], values["optimizer"]
+        if self._sharded:
+            model = model_state(self._model, model)
+            saved = [optimizer_state(*each) for each in zip(optimizers, saved, strict=True)]
+        self._model.load_state_dict(model)
+        self._iteration.loaded = False  # set by hooks of the model
+        for optimizer, each in zip(optimizers, saved, strict=True):
+            optimizer.load_state_dict(each)
+
+    # -- workers that join -------------------------------------------------------------------------
+
+    def share(self, save: Callable[[], Any], load: Callable[[Any], object]) -> None:
+        """Add a state of the script; see ``Synchronizer.share_state``."""
+        digest(save(), "the shared state")  # raises here rather than when a worker joins
+        self._shared.append(save)
+        if len(self._shared) <= len(self._received):
+            load(self._received[len(self._shared) - 1])
+
+    def send(self, communicator: Communicator, destinations: Sequence[int]) -> None:
+        """Send the state to the ranks ``destinations``, which call ``receive``. Blocks.
+
+        A transfer consists of two messages: the number of bytes, and what ``torch.save`` wrote.
+        """
+        values = self.collect(whole=False)
+        # With those that ``state_dict`` leaves out. ``torch.save`` stores the others once.
+        values["buffers"] = [buffer.detach() for buffer in self._model.buffers()]
+        values["shared"] = [save() for save in self._shared]
+        file = io.BytesIO()
+        torch.save(without_numpy(values), file)
+        payload = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        messages = torch.tensor([payload.numel()], device="cpu"), payload
+        what = "state for a worker that lacks it"
+        for handle in [
+            communicator.send(message, destination=rank, tag=_TAG, what=what)
+            for rank in destinations
+            for message in messages
+        ]:
+            handle.wait()
+
+    def receive(self, communicator: Communicator, source: int, *, fresh: bool) -> None:
+        """Receive and load the state that rank ``source`` sends. Blocks.
+
+        ``fresh`` is True if this worker has just joined. It then receives the number of steps and
+        the states of the script, too.
+        """
+        what = f"state from rank {source}"
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
+        communicator.receive(length, source=source, tag=_TAG, what=what).wait()
+        payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+        communicator.receive(payload, source=source, tag=_TAG, what=what).wait()
+        file = io.BytesIO(payload.numpy().data)
+        try:
+            values = torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            raise CheckpointError(
+                f"rank {communicator.rank} cannot read the {what}: an optimizer keeps objects that "
+                "are not numbers, text or tensors; use another optimizer"
+            ) from None
+        self._load_tensors(values)
+        with torch.no_grad():
+            for buffer, value in zip(self._model.buffers(), values["buffers"], strict=True):
+                buffer.copy_(value)
+        if fresh:
+            self.stats.steps = values["stats"]["steps"]
+            self.stats.syncs = values["stats"]["syncs"]
+            self._received = values["shared"]
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def sealed(values: Values) -> Values:
+    """Return ``values`` with a checksum of all of them, and with numpy's scalars as Python's.
+
+    For example, a schedule may have computed a learning rate with numpy. Raises CheckpointError if
+    a value is not plain.
+    """
+    values = without_numpy(values)
+    return {**values, "digest": digest(values, "the checkpoint")}
+
+
+def require_intact(values: Any) -> None:
+    """Raise CheckpointError unless ``values`` are a state of this format with its checksum."""
+    if not isinstance(values, dict) or "format" not in values:
+        raise CheckpointError(
+            "this is not a state that sync.state_dict() or offbeat.save() has returned or written: "
+            "give such a state, or load the model alone and start again"
+        )
+    if values["format"] != FORMAT:
+        raise CheckpointError(
+            f"the state was saved in format {values['format']}, this version reads {FORMAT}: "
+            "resume with the version that saved it"
+        )
+    rest = {name: value for name, value in values.items() if name not in ("digest", "id")}
+    if digest(rest, "the state") != values.get("digest"):
+        raise CheckpointError(
+            "the state does not match its checksum: it is damaged, or training has changed its "
+            "tensors since; load another one, or keep a copy.deepcopy while training continues"
+        )
+
+
+def require_equal(saved: Sequence[str], present: Sequence[str]) -> None:
+    """Raise CheckpointError with the first difference between two descriptions."""
+    if found := first_difference(saved, present):
+        raise CheckpointError(
+            f"the state was saved with {found[0]}, here is {found[1]}: build, attach and load as "
+            "in the saved run, or load a state that was saved inside consensus(), which fits any "
+            "strategy and number of workers"
+        )
