@@ -34,8 +34,8 @@ def describe(
     """Describe strategy, optimizers and model in lines that must be equal on all workers.
 
     A checkpoint contains these lines, too. Tensors are described by name, shape and dtype, not by
-    their values. Their order in memory must be equal only if the strategy may divide a parameter
-    between two parts. Without a strategy, the lines are those of optimizers and model.
+    their values. Their order in memory must be equal if the strategy averages models, because the
+    numbers are sent in this order. Without a strategy, the lines are those of optimizers and model.
     """
     lines = []
     for each in optimizers:
@@ -46,11 +46,9 @@ def describe(
     if strategy is None:
         return lines
     lines.insert(0, f"strategy {strategy!r}")
-    averages = strategy.averages()
-    if isinstance(averages, SharedModel) and averages.error_feedback:
-        # ``cut_by_bytes`` does not divide these parameters, so the parts depend on them.
+    if isinstance(strategy.averages(), SharedModel):
         lines += [
-            f"parameter {name!r} not contiguous (as with memory_format=torch.channels_last)"
+            f"parameter {name!r} with the strides {p.stride()} in memory, as channels_last has"
             for name, p in replica.parameters
             if not p.is_contiguous()
         ]
