@@ -48,7 +48,6 @@ from offbeat.averaging.flat import (
 )
 from offbeat.averaging.flight import Flight, Part, Step
 from offbeat.averaging.flow import Flow
-from offbeat.averaging.landing import land
 from offbeat.averaging.pace import Sizer
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
@@ -339,8 +338,7 @@ class Averager(Flow):
         """Average the optimizers' state with the last part, if the strategy asks for it."""
         last = self.parts[-1] in flight.parts
         if last and self.shared.optimizer_state and flight.total():
-            state = self.worker.optimizer_state
-            land(state.launch(flight.weight, flight.total()), self.worker.team.host)
+            self.worker.optimizer_state.average(flight.weight, flight.total())
 
     def landed(self, flight: Flight, *, take: bool = True) -> None:
         """Complete a landing: write the buffers, and update the counters."""
