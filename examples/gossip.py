@@ -36,16 +36,8 @@ class GossipFlow(Flow):
 
     def vote(self, optimizer, *, stepping, finishing=False):
         finite = self.check_finite(stepping=stepping)
-        return self.rounds.send(
-            self.rounds.vote(
-                weight=1.0,
-                stepping=stepping,
-                finishing=finishing,
-                wanted=0.0,
-                finite=finite,
-                numbers=(),
-            )
-        )
+        vote = self.rounds.vote(weight=1.0, stepping=stepping, finishing=finishing, finite=finite)
+        return self.rounds.send(vote)
 
     def is_finite(self, optimizer, *, stepping):
         return self.worker.finite_model()

@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from offbeat.averaging.finite import NonFiniteCheck
-from offbeat.averaging.rounds import Rounds, WaitingWarning
+from offbeat.averaging.rounds import NonFiniteCheck, Rounds, WaitingWarning
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
 from offbeat.strategies.base import Strategy
