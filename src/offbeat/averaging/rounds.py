@@ -69,11 +69,14 @@ class Rounds:
     """Makes and sends the votes of one worker, and numbers the rounds.
 
     The numbers start at 0 in each view, that is, for each composition of the group of workers.
-    ``check`` applies the policy for non-finite values to each tally.
+
+    Attributes:
+        check: Applies the policy for non-finite contributions to each tally.
     """
 
-    def __init__(self, worker: Worker, check: NonFiniteCheck) -> None:
-        self._worker, self._check, self._next = worker, check, 0
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self._next = worker, 0
+        self.check = NonFiniteCheck(worker.rank, worker.non_finite)
 
     def vote(
         self,
@@ -113,7 +116,7 @@ class Rounds:
         # A sum would take 2(N−1) messages in sequence.
         handle = communicator.gather(tensor, what=f"votes at step {worker.step}")
         # The lambda does not capture ``self``: a pending round must not keep the worker alive.
-        check, step = self._check, worker.step
+        check, step = self.check, worker.step
         sums = handle.then(lambda votes: check(vote.tally(_sum(votes), size), step))
         return Round(optimizer, vote, sums)
 
@@ -122,7 +125,7 @@ class Rounds:
 
         ``sums`` are the elementwise sums of the encoded votes of all workers.
         """
-        tally = self._check(vote.tally(sums, self._worker.size), self._worker.step)
+        tally = self.check(vote.tally(sums, self._worker.size), self._worker.step)
         return Round(optimizer, vote, Completed(tally))
 
 
