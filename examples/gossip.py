@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import offbeat
 from offbeat import Strategy
-from offbeat.extend import CustomFlow, Flow, setting
+from offbeat.extend import CustomFlow, Flow, group_tensors, setting, unpack
 
 
 @dataclass
@@ -36,16 +36,8 @@ class GossipFlow(Flow):
 
     def vote(self, optimizer, *, stepping, finishing=False):
         finite = self.check_finite(stepping=stepping)
-        return self.rounds.send(
-            self.rounds.vote(
-                weight=1.0,
-                stepping=stepping,
-                finishing=finishing,
-                wanted=0.0,
-                finite=finite,
-                numbers=(),
-            )
-        )
+        vote = self.rounds.vote(weight=1.0, stepping=stepping, finishing=finishing, finite=finite)
+        return self.rounds.send(vote)
 
     def is_finite(self, optimizer, *, stepping):
         return self.worker.finite_model()
@@ -60,14 +52,13 @@ class GossipFlow(Flow):
         if worker.size == 1:
             return False
         right, left = (worker.rank + 1) % worker.size, (worker.rank - 1) % worker.size
-        for bucket in worker.replica.buckets("parameters"):
-            own = bucket.pack().clone()
+        for group in group_tensors(p for _, p in worker.replica.parameters):
+            own = torch.cat([p.detach().reshape(-1) for p in group])
             sending = team.communicator.send(own, destination=right, what="gossip")
             other = torch.empty_like(own)
             team.communicator.receive(other, source=left, what="gossip").wait()
             sending.wait()
-            bucket.flat.copy_(own.lerp(other, self.strategy.share))
-            bucket.unpack()
+            unpack(own.lerp(other, self.strategy.share), group)
         self.state.exchanges += 1
         return True
 

@@ -11,17 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from loops import bits
-from offbeat.averaging import buckets
 from offbeat.averaging.buckets import (
     BUCKET_BYTES,
     Bucket,
     add_clamped,
     add_to,
-    as_real,
     make_buckets,
     staging_dtype,
-    swap,
     unpack,
 )
 
@@ -113,94 +109,14 @@ def test_pack_and_unpack_are_inverse(tensors: list[Tensor]) -> None:
     assert [(t.data_ptr(), t.stride()) for t in tensors] == layout
 
 
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "_PIECE", 16)
-
-
-def swapped() -> list[Tensor]:
-    """Return tensors of several pieces, of a partial piece, and with strides."""
-    generator = torch.Generator().manual_seed(4)
-    many = 2 * 16 + 5
-    return [
-        torch.randn(many, generator=generator),
-        torch.randn(3, generator=generator)[0],
-        torch.tensor([float("inf"), -0.0, 6e-8, 1e-45]),
-        torch.randn(2 * many, generator=generator)[::2],
-        torch.randn(7, 8, generator=generator).t(),
-        torch.randn(4, 3, 2, 2, generator=generator).to(memory_format=torch.channels_last),
-    ]
-
-
-SWAPPED = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
-
-
 @pytest.mark.parametrize("divisor", [3, 5, 7])
 def test_a_sum_is_multiplied_by_the_rounded_reciprocal(divisor: int) -> None:
     """CUDA divides by a number in this way."""
     sums = torch.randn(1000, generator=torch.Generator().manual_seed(divisor))
-    unpacked, swapped = torch.empty(1000), torch.empty(1000)
+    unpacked = torch.empty(1000)
     unpack(sums, [unpacked], divisor)
-    swap(sums.clone(), [swapped], divisor)
     expected = sums.numpy() * (np.float32(1) / np.float32(divisor))
-    assert unpacked.tolist() == swapped.tolist() == expected.tolist()
-
-
-@pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("dtype", SWAPPED, ids=str)
-@pytest.mark.parametrize("divisor", [1.0, 3.0])
-def test_swap_is_unpack_and_unpack_brings_back(dtype: torch.dtype, divisor: float) -> None:
-    """The tensors become flat / divisor in place, and ``unpack`` restores them bit for bit."""
-    tensors = [t.to(dtype) for t in swapped()]
-    strides, addresses = [t.stride() for t in tensors], [t.data_ptr() for t in tensors]
-    before, want = [t.clone() for t in tensors], [t.clone() for t in tensors]
-    sums = torch.cat([2 * as_real(t).reshape(-1).to(staging_dtype(t)) + 1 for t in tensors])
-    unpack(sums, want, divisor)
-    flat = sums.clone()
-    swap(flat, tensors, divisor)
-    for tensor, new in zip(tensors, want, strict=True):
-        assert torch.equal(bits(tensor), bits(new))
-    kept = torch.cat([as_real(t).reshape(-1).to(flat.dtype) for t in before])
-    assert torch.equal(bits(flat), bits(kept))
-    unpack(flat, tensors)
-    for tensor, old in zip(tensors, before, strict=True):
-        assert torch.equal(bits(tensor), bits(old))
-    assert [t.stride() for t in tensors] == strides
-    assert [t.data_ptr() for t in tensors] == addresses
-
-
-@pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupted_swap_leaves_the_tensors_as_they_were(
-    when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A Ctrl-C may happen before or after any of the writes."""
-    multiply, pieces = torch.mul, 3 + 1 + 1 + 1 + 1 + 1
-    count = 0
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count -= 1
-        if count == 0 and when == "before":
-            raise KeyboardInterrupt
-        result = multiply(*args, **kwargs)
-        if count == 0:
-            raise KeyboardInterrupt
-        return result
-
-    monkeypatch.setattr(torch, "mul", interrupted)
-    tensors = swapped()
-    before = [t.clone() for t in tensors]
-    sums = torch.cat([2 * t.reshape(-1) + 1 for t in tensors])
-    for place in range(1, pieces + 1):
-        count = place
-        with pytest.raises(KeyboardInterrupt):
-            swap(sums.clone(), tensors, 3.0)
-        for tensor, old in zip(tensors, before, strict=True):
-            assert torch.equal(bits(tensor), bits(old)), place
-    count = pieces + 1
-    swap(sums.clone(), tensors, 3.0)
-    assert count == 1, "so many pieces there are"
+    assert unpacked.tolist() == expected.tolist()
 
 
 # -- in-place updates -----------------------------------------------------------------------------

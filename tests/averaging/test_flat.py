@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from offbeat.averaging.flat import Flat, Slice, Space, cut, cut_by_tensors, make_spaces, model_bytes
+from offbeat.averaging.buckets import staged_bytes
+from offbeat.averaging.flat import Flat, Slice, Space, cut, cut_by_tensors, make_spaces
 from problems import flat, make_wide
 
 # -- cuts -----------------------------------------------------------------------------------------
@@ -21,7 +22,7 @@ def spaces_of(tensors: list[Tensor]) -> list[Space]:
 
 
 def by_tensors(tensors: list[Tensor], parts: int) -> list[list[Slice]]:
-    return cut_by_tensors(spaces_of(tensors), tensors, parts, model_bytes(tensors))
+    return cut_by_tensors(spaces_of(tensors), tensors, parts, [*map(staged_bytes, tensors)])
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.data())

@@ -12,16 +12,10 @@ import offbeat
 import worlds
 from faults import Fault
 from loops import Faulty, attach, bits
-from offbeat.averaging import Replica, buckets, gradients, landing, worker
+from offbeat.averaging import Replica, worker
 from offbeat.averaging.averager import Averager
-from offbeat.averaging.buckets import Bucket
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.gradients import gradient_buckets
-from offbeat.averaging.landing import bucket_landing, land
-from offbeat.transport.communicator import Wrapper
-from offbeat.transport.handle import Completed, Handle
-from offbeat.transport.host import Host, ThreadHost
-from offbeat.transport.operation import Operation
 from offbeat.transport.team import Team
 from offbeat_lab.baselines.powersgd import PowerSGDFlow
 
@@ -62,63 +56,6 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer, sync: Any) ->
     return {name: bits(tensor) for name, tensor in found.items()}
 
 
-class Hesitant(Wrapper):
-    """A communicator whose operations are never done before they are waited for."""
-
-    def start(self, operation: Operation[Any]) -> Handle[Any]:
-        return _Late(self.inner.start(operation), self.host)
-
-    def twin(self) -> "Hesitant":
-        return Hesitant(self.inner.twin())
-
-
-class _Late(Handle[Any]):
-    def __init__(self, handle: Handle[Any], host: Host) -> None:
-        self._handle, self._host, self._ended = handle, host, False
-
-    def done(self) -> bool:
-        return self._ended
-
-    def wait(self) -> Any:
-        result = self._handle.wait()
-        self._host.sleep(1e-6, "a late message")
-        self._ended = True
-        return result
-
-
-class Slow(Faulty):
-    def make_communicator(self, timeout_seconds: float) -> Any:
-        return Hesitant(super().make_communicator(timeout_seconds))
-
-
-def test_an_interruption_while_writing_early_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a Ctrl-C in the middle of a bucket all buckets have their previous values."""
-    monkeypatch.setattr(landing, "_SLOW_BYTES_PER_SECOND", float("inf"))
-    monkeypatch.setattr(buckets, "_PIECE", 16)
-    tensors = [torch.full((64,), i + 1.0) for i in range(4)]
-    landings = []
-    for tensor in tensors:
-        bucket = Bucket([tensor])
-        bucket.pack().fill_(10.0)
-        landings.append(bucket_landing(_Late(Completed(bucket.flat), ThreadHost()), bucket, 2.0))
-    multiply, calls = torch.mul, [0]
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 64 // 16 + 3:  # in the second bucket
-            raise KeyboardInterrupt
-        return multiply(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "mul", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        land(landings, ThreadHost())
-    for i, tensor in enumerate(tensors):
-        assert (tensor == i + 1).all()
-
-
-swaps = [0]  # buckets that were written early, by this process
-
-
 def attempt(rank: int, text: str, options: dict[str, Any], faults: list[Fault]) -> dict[str, Any]:
     """Three steps of training; what was there just before an operation failed, and after that."""
     model = Everything(rank)
@@ -132,7 +69,7 @@ def attempt(rank: int, text: str, options: dict[str, Any], faults: list[Fault]) 
 
     optimizer.register_step_pre_hook(look)
     optimizer.register_step_post_hook(look)
-    transport = Slow(faults)
+    transport = Faulty(faults)
     dist.barrier()
     sync = attach(model, optimizer, text, group=transport, timeout_seconds=5, **options)
     counts, error = [transport.made.counts], ""
@@ -168,7 +105,7 @@ def every_operation(rank: int, size: int, text: str, options: dict[str, Any], ki
             faults = [Fault(kind, one, operation, background=bool(background)) for one in broken]  # type: ignore[arg-type]
             what = f"{'background ' * background}{operation - first}"
             seen.append((what, attempt(rank, text, options, faults)))
-    return plain, seen, swaps[0]
+    return plain, seen
 
 
 INT8 = {"wire": "int8"}
@@ -186,44 +123,22 @@ MEANS = [
 ]
 
 
-@pytest.fixture
-def written(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """When buckets are written."""
-    moment: str = request.param
-    limit = float("inf") if moment == "early" else 0.0
-    monkeypatch.setattr(landing, "_SLOW_BYTES_PER_SECOND", limit)
-    monkeypatch.setitem(globals(), "swaps", [0])
-    swap = buckets.swap
-
-    def counted(*args: Any) -> None:
-        swaps[0] += 1
-        swap(*args)
-
-    monkeypatch.setattr(buckets, "swap", counted)
-    monkeypatch.setattr(gradients, "swap", counted)
-    monkeypatch.setattr(worker, "gradient_buckets", partial(gradient_buckets, bucket_bytes=2048))
-    return moment
-
-
 @pytest.mark.sampled
-@pytest.mark.parametrize("written", ["at the end", "early"], indirect=True)
 @pytest.mark.parametrize(("text", "options"), MEANS, ids=str)
 def test_a_mean_is_written_as_a_whole_or_not_at_all(
-    text: str, options: dict[str, Any], written: str
+    text: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If any operation of a step fails, every bit is as before the mean."""
-    results = worlds.run(every_operation, text, options, "fail", workers=2)
-    check(results, broken=1)
-    # Only means of gradients and of the optimizers' state are written early.
-    early = written == "early" and ("bsp" in text or "optimizer_state" in text)
-    assert (sum(count for _, _, count in results) > 0) == early
+    small = partial(gradient_buckets, bucket_bytes=2048)
+    monkeypatch.setattr(worker, "gradient_buckets", small)
+    check(worlds.run(every_operation, text, options, "fail", workers=2), broken=1)
 
 
 def final_mean(rank: int, size: int, operation: int) -> tuple[str, bool, int]:
     """Differing models, whose exact mean fails at this operation."""
     model = Everything(rank)
     faults = [Fault("fail", rank=one, operation=operation) for one in range(size)]
-    transport = Slow(faults)
+    transport = Faulty(faults)
     comm = transport.make_communicator(5)
     mean = ExactMean(Team(comm), Replica(model, model.parameters()))
     before = [bits(tensor) for tensor in (*model.parameters(), *model.buffers())]
@@ -236,8 +151,6 @@ def final_mean(rank: int, size: int, operation: int) -> tuple[str, bool, int]:
     return error, all(map(torch.equal, before, after)), transport.made.counts[0]
 
 
-@pytest.mark.usefixtures("written")
-@pytest.mark.parametrize("written", ["at the end", "early"], indirect=True)
 def test_the_exact_mean_is_written_as_a_whole_or_not_at_all() -> None:
     """Tests the means of a consensus and of the end: three buckets and the counters."""
     for error, unchanged, count in worlds.simulated(final_mean, 99, workers=2):
@@ -250,7 +163,7 @@ def test_the_exact_mean_is_written_as_a_whole_or_not_at_all() -> None:
 
 def check(results: list[Any], broken: int) -> None:
     assert len(results[0][1]) >= 3, "there are operations to break"
-    for rank, (plain, seen, _) in enumerate(results):
+    for rank, (plain, seen) in enumerate(results):
         assert plain["error"] == ""
         for operation, one in seen:
             assert one["error"] or rank != broken, ("nothing was raised", operation)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat import OffbeatError
-from offbeat.averaging.finite import NonFiniteCheck
+from offbeat.averaging.rounds import NonFiniteCheck
 from offbeat.averaging.votes import Sums, Vote
 
 VOTE = Vote(1.0, True, False, 1.0, 0, 0, True, 0)

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from typing_extensions import override
 
+from offbeat.averaging.buckets import staged_bytes
 from offbeat.averaging.buffer_mean import BufferMean
 from offbeat.averaging.copies import Copies
 from offbeat.averaging.flat import (
@@ -44,11 +45,9 @@ from offbeat.averaging.flat import (
     cut,
     cut_by_tensors,
     make_spaces,
-    model_bytes,
 )
 from offbeat.averaging.flight import Flight, Part, Step
 from offbeat.averaging.flow import Flow
-from offbeat.averaging.landing import land
 from offbeat.averaging.pace import Sizer
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
@@ -160,7 +159,7 @@ class Averager(Flow):
             for mine, s in ((index == place, share) for index, share in enumerate(shares))
         ]
         self.spaces = spaces[place]
-        sizes = team.over_shards(*model_bytes(tensors))
+        sizes = team.over_shards(*map(staged_bytes, tensors))
         slices_of = [self._cut(each, tensors, sizes) for each in spaces]
         # The processes of a node start the sum of each part together.
         number = int(team.agree(max(map(len, slices_of)))[0])
@@ -328,19 +327,13 @@ class Averager(Flow):
             flight.buffers.wait()
         if flight.arrived_seconds is None:
             flight.arrived_seconds = worker.team.host.now()
-        self._land_optimizer_state(flight)
+        if self.shared.optimizer_state and self.sends_buffers(flight) and flight.total():
+            worker.optimizer_state.average(flight.weight, flight.total())
         if take and flight.total() > 0:
             # Without local steps since the launch x ← P, with the same bits on all workers.
             unmoved = self.shared.blocking or worker.model_version <= flight.step
             flight.move_and_add(overwrite=unmoved)
         self.landed(flight, take=take)
-
-    def _land_optimizer_state(self, flight: Flight) -> None:
-        """Average the optimizers' state with the last part, if the strategy asks for it."""
-        last = self.parts[-1] in flight.parts
-        if last and self.shared.optimizer_state and flight.total():
-            state = self.worker.optimizer_state
-            land(state.launch(flight.weight, flight.total()), self.worker.team.host)
 
     def landed(self, flight: Flight, *, take: bool = True) -> None:
         """Complete a landing: write the buffers, and update the counters."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 BUCKET_BYTES = 8 * 2**20  # default limit for the size of a bucket
-_PIECE = 2**16  # elements that ``swap`` exchanges at a time, few enough for the processor's cache
 
 
 # -- tensors and their flat copy -------------------------------------------------------------------
@@ -88,30 +87,6 @@ def add_to(tensors: Sequence[Tensor], flat: Tensor, scale: float) -> None:
                 tensor.copy_(tensor.to(part.dtype).add_(part, alpha=scale))
 
 
-def swap(flat: Tensor, tensors: Sequence[Tensor], divisor: float = 1.0) -> None:
-    """tensors ← flat / divisor, and flat ← the previous values of the floating-point tensors.
-
-    ``unpack(flat, tensors)`` undoes the swap. If an exception such as KeyboardInterrupt interrupts
-    the swap, the tensors get their previous values back, and ``flat`` is undefined.
-    """
-    previous: list[tuple[Tensor, Tensor]] = []  # (piece of a tensor, its previous values)
-    with torch.no_grad():
-        scratch = flat.new_empty(min(_PIECE, flat.numel()))
-        try:
-            for target, new in _pieces(flat, tensors):
-                fits = target.numel() <= scratch.numel()
-                copy = (
-                    scratch[: target.numel()].view(target.shape) if fits else torch.empty_like(new)
-                )
-                previous.append((target, copy.copy_(target)))
-                torch.mul(new, 1 / divisor, out=target)
-                previous[-1] = (target, new.copy_(copy))
-        except BaseException:
-            for target, values in previous:
-                target.copy_(values)
-            raise
-
-
 def add_clamped(tensors: Sequence[Tensor], mean: Tensor, sent: Tensor) -> None:
     """tensors ← tensors + (mean − sent), but no element moves beyond its mean or away from it.
 
@@ -143,15 +118,6 @@ def _with_parts(tensors: Sequence[Tensor], flat: Tensor) -> Iterator[tuple[Tenso
         target = as_real(tensor.detach())
         yield target, flat[offset : offset + target.numel()].view(target.shape)
         offset += target.numel()
-
-
-def _pieces(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pieces of the tensors and of ``flat``. A non-contiguous tensor is a single piece."""
-    for target, part in _with_parts(tensors, flat):
-        if target.is_contiguous():
-            yield from zip(target.view(-1).split(_PIECE), part.view(-1).split(_PIECE), strict=True)
-        else:
-            yield target, part
 
 
 # -- buckets ---------------------------------------------------------------------------------------
@@ -202,13 +168,6 @@ class Bucket:
     def unpack(self, divisor: float = 1.0) -> None:
         """Write the staged values divided by ``divisor`` into the tensors, in place."""
         unpack(self.body, self.tensors, divisor)
-
-    def swap(self, divisor: float = 1.0) -> None:
-        """Exchange the tensors with the staged values divided by ``divisor``.
-
-        ``unpack()`` then restores the tensors.
-        """
-        swap(self.body, self.tensors, divisor)
 
     def release(self) -> None:
         """Free the staging tensor. The next use allocates it again."""

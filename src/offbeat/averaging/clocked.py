@@ -39,8 +39,6 @@ class ClockedAverager(Averager):
     staleness. A background thread adds up the updates and moves P and v.
     """
 
-    votes_between_steps = True
-
     def __init__(self, strategy: Strategy, worker: Worker, shared: SharedModel) -> None:
         super().__init__(strategy, worker, shared)
         self.pace = Pace(shared.patience)
@@ -185,7 +183,7 @@ class ClockedAverager(Averager):
         self.send(flight, [*vote.encode(), self._cost])
         assert flight.handle is not None
         # The thread that waits for the message must not keep this object or the worker.
-        check, step, size, host = self.check, worker.step, worker.size, team.host
+        check, step, size, host = self.rounds.check, worker.step, worker.size, team.host
 
         def move(_: object) -> Handle[None]:
             flight.arrived_seconds, began = host.now(), host.processor_seconds()

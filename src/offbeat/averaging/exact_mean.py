@@ -4,11 +4,14 @@ It is used for a *consensus*, which replaces each local model by the mean, tempo
 of training. It is also used when workers join or are lost, and between the workers of one node.
 """
 
-import torch
+from collections.abc import Iterable
 
-from offbeat.averaging.buckets import Bucket
-from offbeat.averaging.landing import Landing, bucket_landing, land
-from offbeat.averaging.replica import Contents, Replica
+import torch
+from torch import Tensor
+
+from offbeat.averaging.buckets import Bucket, make_buckets, pack_mixed, unpack
+from offbeat.averaging.replica import Replica
+from offbeat.transport.handle import Completed, Handle
 from offbeat.transport.team import Team
 
 
@@ -44,21 +47,41 @@ class ExactMean:
         else:
             self.show(weight, total, what=what)
 
-    def average(
-        self, weight: float, total: float, *, what: str, kind: Contents = "averaged"
-    ) -> None:
+    def average(self, weight: float, total: float, *, what: str) -> None:
         """Replace the model by the mean."""
-        buckets = self._replica.buckets(kind)
-        landings = [self._launch(bucket, weight, total, what) for bucket in buckets]
-        land([*landings, *self._launch_integers(what)], self._team.host)
+        self.average_tensors(self._replica.averaged(), weight, total, what=what, integers=True)
 
     def average_buffers(self, weight: float, total: float, *, what: str) -> None:
         """Replace the buffers as ``average`` does, but leave the parameters unchanged."""
-        self.average(weight, total, what=what, kind="buffers")
+        self.average_tensors(self._replica.float_buffers(), weight, total, what=what, integers=True)
 
     def average_integers(self, *, what: str) -> None:
         """Replace the signed integer buffers by their maximum."""
-        land(self._launch_integers(what), self._team.host)
+        self.average_tensors([], 0.0, 1.0, what=what, integers=True)
+
+    def average_tensors(
+        self,
+        tensors: Iterable[Tensor],
+        weight: float,
+        total: float,
+        *,
+        what: str,
+        integers: bool = False,
+    ) -> None:
+        """Replace any floating-point or complex tensors by their mean.
+
+        ``integers`` True also replaces the signed integer buffers by their maximum.
+        """
+        buckets = make_buckets(tensors)
+        handles = [self._start(bucket, weight, what) for bucket in buckets]
+        counters = self._replica.integer_buffers() if integers else []
+        maximum = self._start_maximum(counters, what)
+        # The results are written after the last operation has succeeded.
+        for handle in (*handles, maximum):
+            handle.wait()
+        for bucket in buckets:
+            bucket.unpack(total * self._copies)
+        unpack(maximum.wait(), counters)
 
     def show(self, weight: float, total: float, *, what: str) -> None:
         """Replace the model by the mean. The caller restores the model afterwards.
@@ -66,31 +89,24 @@ class ExactMean:
         Stages only two buckets at a time, to save memory. A failure may leave only some tensors
         averaged, so the caller must hold a snapshot of the model.
         """
-        pending: list[tuple[Bucket, Landing]] = []
-        buckets = self._replica.buckets("averaged")
-        for bucket in [*buckets, None, None]:
+        pending: list[tuple[Bucket, Handle[Tensor]]] = []
+        for bucket in [*make_buckets(self._replica.averaged()), None, None]:
             if len(pending) == 2 or (bucket is None and pending):
-                oldest, landing = pending.pop(0)
-                land([landing], self._team.host)
+                oldest, handle = pending.pop(0)
+                handle.wait()
+                oldest.unpack(total * self._copies)
                 oldest.release()
             if bucket is not None:
-                pending.append((bucket, self._launch(bucket, weight, total, what)))
+                pending.append((bucket, self._start(bucket, weight, what)))
         self.average_integers(what=what)
 
-    def _launch(self, bucket: Bucket, weight: float, total: float, what: str) -> Landing:
-        handle = self._team.communicator.sum(bucket.pack(weight), what=what)
-        return bucket_landing(handle, bucket, total * self._copies)
+    def _start(self, bucket: Bucket, weight: float, what: str) -> Handle[Tensor]:
+        return self._team.communicator.sum(bucket.pack(weight), what=what)
 
-    def _launch_integers(self, what: str) -> list[Landing]:
-        integers = self._replica.integer_buffers()
-        if not integers:
-            return []
+    def _start_maximum(self, counters: list[Tensor], what: str) -> Handle[Tensor]:
         device = self._team.communicator.control_device
-        flat = torch.cat([t.detach().reshape(-1).to(device, torch.int64) for t in integers])
-
-        def write() -> None:
-            parts = flat.split([t.numel() for t in integers])
-            for tensor, part in zip(integers, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
-
-        return [Landing(self._team.communicator.maximum(flat, what=what), write)]
+        flat = torch.empty(sum(t.numel() for t in counters), dtype=torch.int64, device=device)
+        pack_mixed(counters, flat)
+        if not counters:
+            return Completed(flat)
+        return self._team.communicator.maximum(flat, what=what)

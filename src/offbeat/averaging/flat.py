@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offbeat.averaging.buckets import as_real, staged_bytes, staging_dtype
+from offbeat.averaging.buckets import as_real, staging_dtype
 
 PIECE = 2**17  # numbers that are processed at a time on a CPU, few enough for its cache
 
@@ -272,8 +272,3 @@ def cut_by_tensors(
                 mine.append(Slice(space, start, stop))
             start = stop
     return slices
-
-
-def model_bytes(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the bytes of each tensor in a message of float32 or wider numbers."""
-    return [float(staged_bytes(tensor)) for tensor in tensors]

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.rounds import Rounds, WaitingWarning
 from offbeat.averaging.votes import Round
 from offbeat.averaging.worker import AttachedOptimizer, Worker
@@ -34,7 +33,6 @@ class Flow(ABC):
     Attributes:
         state: State of the flow that a checkpoint contains: a dataclass.
         syncs: Number of rounds of this view that synchronized this worker.
-        check: Policy for non-finite contributions.
         rounds: Makes, sends and numbers this worker's votes.
         uses_gradients: True if ``gradients_ready`` reads or changes the gradients. It is then
             called at the end of backward, and otherwise before the optimizer's step.
@@ -58,8 +56,7 @@ class Flow(ABC):
         self.strategy, self.worker = strategy, worker
         self.syncs = 0
         self._pending: Round | None = None  # started and not decided
-        self.check = NonFiniteCheck(worker.rank, worker.non_finite)
-        self.rounds = Rounds(worker, self.check)
+        self.rounds = Rounds(worker)
 
     # -- a view begins ---------------------------------------------------------------------------
 

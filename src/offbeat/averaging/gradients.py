@@ -26,8 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from offbeat.averaging.buckets import BUCKET_BYTES, Bucket, group_tensors, pack, swap, unpack
-from offbeat.averaging.landing import Landing, land
+from offbeat.averaging.buckets import BUCKET_BYTES, Bucket, group_tensors, pack, unpack
 from offbeat.errors import OffbeatError
 from offbeat.quantization.wire import Wire
 from offbeat.transport.handle import Completed, Handle
@@ -83,8 +82,8 @@ class _GradientBucket(Bucket):
         pack([g.to_dense() if g.is_sparse else g for g in gradients], self.body, weight)
         return self.flat
 
-    def landing(self, divisor: float, layouts: list[_Layout]) -> Landing:
-        """Return the sum, with functions that replace the gradients by sum / ``divisor``.
+    def write(self, divisor: float, layouts: Sequence[_Layout]) -> None:
+        """Replace the gradients by the sum / ``divisor``.
 
         ``layouts`` has the layout of the mean for each parameter. "none": no worker contributes a
         gradient, so a ``grad`` of None stays None.
@@ -99,26 +98,9 @@ class _GradientBucket(Bucket):
                 if layout != "none":
                     assigned.append((parameter, gradient, layout))
             targets.append(gradient)
-        before = [(parameter, parameter.grad) for parameter, _, _ in assigned]
-
-        def assign() -> None:
-            for parameter, gradient, layout in assigned:
-                parameter.grad = _to_sparse(gradient) if layout == "sparse" else gradient
-
-        def write() -> None:
-            unpack(self.body, targets, divisor)
-            assign()
-
-        def exchange() -> None:
-            swap(self.body, targets, divisor)
-            assign()
-
-        def undo() -> None:
-            unpack(self.body, targets)
-            for parameter, gradient in before:
-                parameter.grad = gradient
-
-        return Landing(self.handle, write, exchange, undo)
+        unpack(self.body, targets, divisor)
+        for parameter, gradient, layout in assigned:
+            parameter.grad = _to_sparse(gradient) if layout == "sparse" else gradient
 
 
 def _to_sparse(dense: Tensor) -> Tensor:
@@ -238,14 +220,12 @@ class GradientMean:
         ``counts`` are the sums of ``_presence`` over the workers. With ``divisor`` 0 nothing is
         written.
         """
-        landings, layouts = [], iter([_layout(count) for count in counts])
         for bucket in self._buckets:
-            if divisor:
-                own = list(itertools.islice(layouts, len(bucket.parameters)))
-                landings.append(bucket.landing(divisor, own))
-            else:
-                landings.append(Landing(bucket.handle, write=lambda: None))
-        land(landings, self._team.host)
+            bucket.handle.wait()
+        if divisor:
+            layouts = iter([_layout(count) for count in counts])
+            for bucket in self._buckets:
+                bucket.write(divisor, list(itertools.islice(layouts, len(bucket.parameters))))
 
     def _agree(self, numbers: list[float], contribute: bool) -> Handle[Tensor]:
         """Send the last bucket, and sum ``numbers`` over the workers."""

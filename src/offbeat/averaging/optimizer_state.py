@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from offbeat.averaging.buckets import Bucket, make_buckets
-from offbeat.averaging.landing import Landing, bucket_landing
+from offbeat.averaging.exact_mean import ExactMean
 from offbeat.errors import AttachError
 from offbeat.transport.team import Team
 
@@ -32,32 +31,27 @@ class OptimizerState:
     def __init__(
         self,
         team: Team,
+        mean: ExactMean,
         parameters: Sequence[tuple[str, Tensor]],
         optimizers: Sequence[Optimizer],
     ) -> None:
-        self._team, self._copies = team.of_models, team.copies
+        self._team, self._mean = team.of_models, mean
         self._optimizers = optimizers
         self._names = {id(tensor): name for name, tensor in parameters}
 
-    def launch(self, weight: float, total: float) -> list[Landing]:
-        """Start state ← Σ w·state / Σ w. Blocks while the workers compare lists of their tensors.
+    def average(self, weight: float, total: float) -> None:
+        """state ← Σ w·state / Σ w. A collective. Blocks.
 
-        *Communication*: sums of the state, never quantized, and 16 bytes for the comparison. If the
-        lists differ, the workers also exchange the lists.
+        *Communication*: sums of the state, never quantized, and 16 bytes for a comparison of the
+        lists of tensors. If the lists differ, the workers also exchange the lists.
 
         Args:
             weight: Weight w of this worker (≥ 0).
             total: Sum of w over the workers, > 0.
         """
         tensors = self._tensors()
-        common = self._common(sorted(tensors))
-        what = "mean of the optimizer's state"
-
-        def start(bucket: Bucket) -> Landing:
-            handle = self._team.communicator.sum(bucket.pack(weight), what=what)
-            return bucket_landing(handle, bucket, total * self._copies)
-
-        return [start(bucket) for bucket in make_buckets(tensors[line] for line in common)]
+        common = [tensors[line] for line in self._common(sorted(tensors))]
+        self._mean.average_tensors(common, weight, total, what="mean of the optimizer's state")
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the state tensors of this worker, by a line of text that describes the tensor."""

@@ -12,15 +12,10 @@ Strategies that average models apply only the first rule during training.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from offbeat.averaging.buckets import Bucket, make_buckets
-
-Contents = Literal["averaged", "parameters", "buffers"]
-"""Kind of tensors in a bucket; see ``Replica.buckets``."""
 _COUNTERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -127,14 +122,7 @@ class Replica:
     def _synchronized(self) -> list[Tensor]:
         return [*self.averaged(), *self.integer_buffers(), *self.other_buffers()]
 
-    # -- buckets and snapshots -------------------------------------------------------------------
-
-    def buckets(self, kind: Contents = "averaged") -> list[Bucket]:
-        """Return the averaged tensors in new buckets: parameters, buffers, or both ("averaged")."""
-        tensors: list[Tensor] = [] if kind == "buffers" else [p for _, p in self.parameters]
-        if kind != "parameters":
-            tensors += self.float_buffers()
-        return make_buckets(tensors)
+    # -- snapshots -------------------------------------------------------------------------------
 
     def snapshot(self, device: torch.device | str | None = None) -> list[Tensor]:
         """Return copies of all tensors that a consensus may change, the averaged parameters first.

@@ -12,25 +12,71 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offbeat.averaging.finite import NonFiniteCheck
 from offbeat.averaging.votes import Round, Sums, Vote
-from offbeat.averaging.worker import Worker
-from offbeat.transport.handle import Completed, Handle
+from offbeat.averaging.worker import NonFinite, Worker
+from offbeat.errors import OffbeatError
+from offbeat.transport.handle import Completed
 
 logger = logging.getLogger("offbeat")
 _SECONDS = 5.0  # wait before the first warning; doubled for each further warning
 _STEPS = 10  # smallest number of steps by the other workers together before a warning
 
 
+class NonFiniteCheck:
+    """Applies the policy for non-finite contributions to the tally of each round, on all workers.
+
+    Args:
+        rank: Rank of this worker.
+        policy: Argument ``non_finite`` of ``attach``.
+    """
+
+    # Holds neither the flow nor the worker, because a round in progress holds this object and must
+    # not keep them alive.
+
+    def __init__(self, rank: int, policy: NonFinite) -> None:
+        self._rank, self._policy, self._logged = rank, policy, False
+
+    def __call__(self, sums: Sums, step: int) -> Sums:
+        """Apply the policy to ``sums``, the tally of a round, and return ``sums`` unchanged.
+
+        With "warn" only the first case is logged. ``step`` is used in messages.
+
+        Raises:
+            OffbeatError: the policy is "raise", and a worker reports non-finite values.
+        """
+        if not sums.non_finite:
+            return sums
+        name = f"{sums.non_finite} workers"
+        if sums.non_finite_rank is not None:
+            name = f"rank {sums.non_finite_rank}"
+        message = f"{name} would contribute NaN or infinity to the mean at step {step}"
+        if self._policy == "raise":
+            raise OffbeatError(
+                f'{message}; no other model has received it (non_finite="raise"). Check the data '
+                "and the learning rate there, and continue from the last checkpoint"
+            )
+        if not self._logged:
+            self._logged = True
+            logger.warning(
+                'rank %d: %s: all workers receive it; non_finite="raise" prevents that',
+                self._rank,
+                message,
+            )
+        return sums
+
+
 class Rounds:
     """Makes and sends the votes of one worker, and numbers the rounds.
 
     The numbers start at 0 in each view, that is, for each composition of the group of workers.
-    ``check`` applies the policy for non-finite values to each tally.
+
+    Attributes:
+        check: Applies the policy for non-finite contributions to each tally.
     """
 
-    def __init__(self, worker: Worker, check: NonFiniteCheck) -> None:
-        self._worker, self._check, self._next = worker, check, 0
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self._next = worker, 0
+        self.check = NonFiniteCheck(worker.rank, worker.non_finite)
 
     def vote(
         self,
@@ -38,9 +84,9 @@ class Rounds:
         weight: float,
         stepping: bool,
         finishing: bool,
-        wanted: float,
-        finite: bool,
-        numbers: tuple[float, ...],
+        wanted: float = 0.0,
+        finite: bool = True,
+        numbers: tuple[float, ...] = (),
     ) -> Vote:
         """Return this worker's vote for the next round, without sending it; see ``Vote``."""
         worker = self._worker
@@ -69,21 +115,18 @@ class Rounds:
         tensor = torch.tensor(values, dtype=torch.float64, device=communicator.control_device)
         # A sum would take 2(N−1) messages in sequence.
         handle = communicator.gather(tensor, what=f"votes at step {worker.step}")
-        sums = handle.then(lambda votes: vote.tally(_sum(votes), size))
-        return Round(optimizer, vote, self._checked(sums))
+        # The lambda does not capture ``self``: a pending round must not keep the worker alive.
+        check, step = self.check, worker.step
+        sums = handle.then(lambda votes: check(vote.tally(_sum(votes), size), step))
+        return Round(optimizer, vote, sums)
 
     def from_sums(self, vote: Vote, sums: Sequence[float], optimizer: int) -> Round:
         """Return a round whose votes were summed elsewhere, for example together with gradients.
 
         ``sums`` are the elementwise sums of the encoded votes of all workers.
         """
-        tally = Completed(vote.tally(sums, self._worker.size))
-        return Round(optimizer, vote, self._checked(tally))
-
-    def _checked(self, sums: Handle[Sums]) -> Handle[Sums]:
-        # The lambda does not capture ``self``: a pending round must not keep the worker alive.
-        check, step = self._check, self._worker.step
-        return sums.then(lambda tally: check(tally, step))
+        tally = self.check(vote.tally(sums, self._worker.size), self._worker.step)
+        return Round(optimizer, vote, Completed(tally))
 
 
 def _sum(votes: Sequence[Tensor]) -> list[float]:

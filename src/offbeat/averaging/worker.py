@@ -99,7 +99,9 @@ class Worker:
         self.wire = wire
         self.exact_mean = ExactMean(self.team, self.replica)
         torch_optimizers = [attached.optimizer for attached in self.optimizers]
-        self.optimizer_state = OptimizerState(self.team, self.replica.parameters, torch_optimizers)
+        self.optimizer_state = OptimizerState(
+            self.team, self.exact_mean, self.replica.parameters, torch_optimizers
+        )
 
     def strategy_view(self) -> WorkerView:
         """Return a new ``WorkerView``, the data that the strategy reads. The flow updates it."""

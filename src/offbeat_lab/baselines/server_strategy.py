@@ -179,9 +179,7 @@ class ServerFlow(Flow):
     @override
     def vote(self, optimizer: int, *, stepping: bool, finishing: bool = False) -> Round:
         """Report to all workers that this worker takes no step (``stepping`` is False here)."""
-        vote = self.rounds.vote(
-            weight=0.0, stepping=False, finishing=finishing, wanted=0.0, finite=True, numbers=()
-        )
+        vote = self.rounds.vote(weight=0.0, stepping=False, finishing=finishing)
         return self.rounds.send(vote)
 
     @override
