@@ -115,8 +115,8 @@ class Iteration:
         buckets in a different order on each worker, but all workers must send in the same order.
         """
         worker = self._worker
-        alone = self.node is None and not self._ddp.active
-        worker.overlaps_backward = worker.size > 1 and len(worker.optimizers) == 1 and alone
+        single = len(worker.optimizers) == 1
+        worker.overlaps_backward = worker.size > 1 and single and self.node is None
 
     def watch_backward(self) -> None:
         """Install hooks on the parameters, if gradients are averaged or measured."""

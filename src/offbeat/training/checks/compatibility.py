@@ -95,14 +95,6 @@ def require_abilities(
         )
 
 
-def repeatable(strategy: Strategy) -> bool:
-    """Return True if results do not depend on when messages arrive. False for a ``CustomFlow``."""
-    averages = strategy.averages()
-    if isinstance(averages, CustomFlow):
-        return False
-    return isinstance(averages, Gradients) or not averages.eager
-
-
 def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
     """Raise unless ``seconds`` can be the time-out of an operation: 1 ms to 365 days.
 
