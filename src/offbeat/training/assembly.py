@@ -22,12 +22,7 @@ from offbeat.nodes.gradients import NodeBuffers, NodeMean
 from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Gradients, Strategy
-from offbeat.training.checks.consistency import (
-    copy_rank_0,
-    describe,
-    require_consistency,
-    settings_of,
-)
+from offbeat.training.checks.consistency import copy_rank_0, describe, require_consistency
 from offbeat.training.checks.loading import LoadHooks
 from offbeat.training.checks.unfinished import UnfinishedWarning
 from offbeat.training.consensus import Consensus
@@ -97,7 +92,7 @@ class Components:
         opened = Wire(senders)  # an exact wire, until ``views.join`` opens that of the others
         with team.account.paused():
             if not self.joined:
-                require_consistency(team.everyone, lines, settings_of(model, optimizers))
+                require_consistency(team.everyone, lines)
                 copy_rank_0(team, replica.everything())
                 opened = Wire(senders, wire)
         worker = self.worker = Worker(team, replica, optimizers, opened, non_finite)
