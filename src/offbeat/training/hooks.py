@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from offbeat.averaging import AttachedOptimizer
 from offbeat.errors import AttachError
 from offbeat.training.iteration import Iteration
-from offbeat.training.optimizers import StepHooksEnabled, inner_optimizers
+from offbeat.training.optimizers import enable_step_hooks, inner_optimizers
 
 
 class Removable(Protocol):
@@ -84,8 +84,8 @@ def hook_optimizer(
 
     # A training step under torch.compile would otherwise trace into the communication.
     untraced: Callable[[Any], Any] = torch.compiler.disable
+    enable_step_hooks(optimizer)
     return [
-        StepHooksEnabled(optimizer),
         optimizer.register_step_pre_hook(untraced(before)),
         optimizer.register_step_post_hook(untraced(after)),
         *(
