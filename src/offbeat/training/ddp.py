@@ -2,7 +2,7 @@
 
 Frameworks such as Lightning wrap a model in DDP, which averages all gradients in every step. Under
 a strategy this communication is switched off, or the strategy would save nothing. ``attach`` knows
-only wrappers in the given model: of ``attach(wrapper.module, ...)`` the wrapper stays active.
+only wrappers in the given model: a wrapper around it, or one that is made later, stays active.
 """
 
 import logging
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -32,8 +31,7 @@ class DDPSuppressor:
     """Switches off each DistributedDataParallel in ``model``, until ``remove``.
 
     ``model`` is what the user has given to ``attach``: a wrapper, a model that contains wrappers,
-    or a plain model. Until ``remove``, a new wrapper around the model raises an AttachError where
-    it is made.
+    or a plain model.
 
     Raises:
         AttachError: a wrapper cannot be switched off, or averages over other workers than
@@ -41,7 +39,6 @@ class DDPSuppressor:
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | Transport | None) -> None:
-        self._parameters = {id(p) for p in model.parameters()}
         self._hooks: list[RemovableHandle] = []
         self._wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -53,17 +50,6 @@ class DDPSuppressor:
             _require_suppressible(wrapper, dist.get_process_group_ranks(attach_group))
         for wrapper in self._wrappers:
             self._suppress(wrapper)
-        self._hooks.append(register_module_module_registration_hook(self._registered))
-
-    def _registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        """Refuse a new wrapper. Torch calls this whenever any module registers a submodule."""
-        if not isinstance(module, DistributedDataParallel) or submodule is None:
-            return
-        if not self._parameters.isdisjoint(map(id, submodule.parameters())):
-            raise AttachError(
-                "DistributedDataParallel around an attached model would average all gradients in "
-                "every step: wrap the model before attach(), and give attach() the wrapper"
-            )
 
     def _suppress(self, wrapper: DistributedDataParallel) -> None:
         logger.info("DistributedDataParallel around the attached model is switched off")
@@ -78,7 +64,7 @@ class DDPSuppressor:
         return not all(wrapper.require_backward_grad_sync for wrapper in self._wrappers)
 
     def remove(self) -> None:
-        """Switch the wrappers on again, and ignore new wrappers from now on."""
+        """Switch the wrappers on again."""
         for hook in self._hooks:
             hook.remove()
         for wrapper in self._wrappers:
