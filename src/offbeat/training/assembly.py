@@ -9,6 +9,7 @@
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from offbeat.training.ddp import DDPSuppressor
 from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
 from offbeat.training.learning_rate.adam_correction import AdamCorrection
-from offbeat.training.learning_rate.step_factor import SGDStepFactor
+from offbeat.training.learning_rate.step_factor import StepFactor
 from offbeat.training.stats_recorder import StatsRecorder
 from offbeat.transport.team import Team
 
@@ -156,10 +157,16 @@ class Components:
         record_loss = self.recorder.record_loss
         for each in self.worker.optimizers:
             self.hooks += hook_optimizer(each, self.iteration, record_loss)
+            optimizer = each.optimizer
             if adam_correction:
-                self.hooks.append(AdamCorrection(self.worker, each))
-            elif isinstance(each.optimizer, SGD):
-                self.hooks.append(SGDStepFactor(each.optimizer, self.iteration))
+                correction = AdamCorrection(self.worker, each)
+                self.hooks.append(StepFactor(optimizer, correction.factors, correction.stepped))
+            elif isinstance(optimizer, SGD):
+                self.hooks.append(StepFactor(optimizer, partial(self._sgd_factors, optimizer)))
+
+    def _sgd_factors(self, optimizer: SGD) -> list[float]:
+        """Return 1s, except under streaming averaging with an automatic outer gain."""
+        return [self.iteration.flow.lr_factor] * len(optimizer.param_groups)
 
     def _completed(self, synced: bool) -> None:
         """Update the totals after an iteration. ``synced``: a mean has changed the model in it."""
