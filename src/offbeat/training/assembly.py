@@ -154,9 +154,8 @@ class Components:
             views.record()
 
     def _hook_optimizers(self, *, adam_correction: bool) -> None:
-        record_loss = self.recorder.record_loss
         for each in self.worker.optimizers:
-            self.hooks += hook_optimizer(each, self.iteration, record_loss)
+            self.hooks += hook_optimizer(each, self.iteration)
             optimizer = each.optimizer
             if adam_correction:
                 correction = AdamCorrection(self.worker, each)
