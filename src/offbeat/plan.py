@@ -230,7 +230,7 @@ def percent(share: float) -> str:
 BUCKET_BYTES = 8 * 2**20  # ``averaging/buckets.py``
 FIRST_BUCKET_BYTES = 2**20  # ``averaging/gradients.py``
 BLOCK = 512  # numbers that are quantized together
-BLOCK_BYTES = {"bfloat16": 1024, "int8": 516, "int4": 260, "int2": 132}  # of one encoded block
+BLOCK_BYTES = {"bfloat16": 1024, "int8": 516, "int4": 260, "int2": 108}  # of one encoded block
 _SINGLE_STAGE_WORKERS = 2  # ``quantization/precision.py``
 _FORWARD_SHARE = 1 / 3  # ``training/backward_hooks.py``
 _VOTE_BYTES = 8 * 7  # without the numbers of a strategy

@@ -312,7 +312,7 @@ def test_mistakes_are_named() -> None:
 def test_nodes_are_refused() -> None:
     def worker() -> None:
         model = make_model()
-        sync = offbeat.attach(model, sgd(model), offbeat.BSP(), node_group="auto")
+        sync = offbeat.attach(model, sgd(model), offbeat.LocalSGD(period=1), node_group="auto")
         with pytest.raises(AttachError, match="LeasedSampler with node_group"):
             LeasedSampler(dataset(), 4, sync=sync)
         sync.detach()

@@ -28,7 +28,7 @@ def one(strategy: str, **changes: Any) -> Forecast:
 
 QUANTIZED = 12 * 2**21 // (4 * 512) * 516  # a chunk of 12,288 blocks
 ASYNC = VOTES + 3 * 8 / 125e6 + MEAN  # a mean takes 12.1 steps
-CHUNK = 768 * 132  # of one of 16 parts of 6 MiB
+CHUNK = 768 * 108  # of one of 16 parts of 6 MiB
 ROWS: list[tuple[str, dict[str, Any], float, float, float]] = [
     # (H·t + votes + mean)/H a step
     ("local:period=8", {}, 0.1 + (MEAN + VOTES) / 8, (SIZE + 56) / 8, 8),
@@ -54,14 +54,14 @@ ROWS: list[tuple[str, dict[str, Any], float, float, float]] = [
     ("diloco:period=20,overlap=13", {}, 0.1, (SIZE + 56) / 20, 20),
     # Votes of streaming averaging have 10 or 11 numbers.
     ("streaming:schedule=cyclic,staleness=32", {}, 0.1, (SIZE + 16 * 80) / 16, 16),
-    # A message of m parts takes about 0.24·m steps. A worker's knowledge is youngest with 3 parts
-    # in one step: 1 + 16/6 steps.
-    ("streaming", {"bandwidth": "200Mbit/s"}, 0.1, 4 * (3 * CHUNK + 88) + 3 * CHUNK, 16 / 3),
+    # A message of m parts takes about 0.2·m steps. A worker's knowledge is youngest with 4 parts in
+    # one step: 1 + 16/8 steps.
+    ("streaming", {"bandwidth": "200Mbit/s"}, 0.1, 4 * (4 * CHUNK + 88) + 4 * CHUNK, 16 / 4),
     # One part takes 24.3 steps, and 0.3 steps of waiting are less than 5 % of them.
     (
         "streaming",
-        {"bandwidth": "2Mbit/s"},
-        (2e-4 + 3 * (2 * CHUNK + 88) / 250e3) / 24,
+        {"bandwidth": "1.64Mbit/s"},
+        (2e-4 + 3 * (2 * CHUNK + 88) / 205e3) / 24,
         (5 * CHUNK + 4 * 88) / 24,
         16 * 24,
     ),

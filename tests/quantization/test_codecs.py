@@ -72,9 +72,13 @@ def unpacked(rows: Tensor, bits: int) -> npt.NDArray[np.float32]:
     """Return the numbers in rows of integers, read with numpy from the documented layout."""
     data = rows.numpy()
     scales, packed = data[:, :4].copy().view("<f4"), data[:, 4:]
-    fields = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
-    integers = np.concatenate(fields, axis=1).astype(np.int64)
-    integers -= (integers >= 2 ** (bits - 1)) * 2**bits
+    if bits == 2:  # f/256 is a fraction in base 3
+        fields = [packed.astype(np.int64) * 3**k // 256 % 3 for k in range(1, 6)]
+        integers = np.concatenate(fields, axis=1)[:, :BLOCK] - 1
+    else:
+        fields = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+        integers = np.concatenate(fields, axis=1).astype(np.int64)
+        integers -= (integers >= 2 ** (bits - 1)) * 2**bits
     return (integers * scales).astype(np.float32)
 
 

@@ -28,7 +28,7 @@ Slices = dict[tuple[int, int], Tensor]
 CPU = torch.device("cpu")
 LENGTHS = {(0, 0): 700, (0, 1): 5, (0, 2): 1300, (1, 0): 3 * BLOCK, (2, 0): 1, (2, 1): 2900}
 BLOCKS = [2 + 1 + 3, 3, 1 + 6]  # of each part
-BLOCK_BYTES = {"int8": 516, "int4": 260, "int2": 132, "bfloat16": 1024}
+BLOCK_BYTES = {"int8": 516, "int4": 260, "int2": 108, "bfloat16": 1024}
 MESSAGES: list[tuple[str | None, tuple[int, ...]]] = [
     ("int4", (0, 1, 2)),
     ("int2", (0, 1, 2)),

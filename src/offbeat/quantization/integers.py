@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from offbeat.quantization.base import Codec, pieces
-from offbeat.quantization.kernels import BLOCK, SMALLEST_SCALE, THRESHOLD, kernels_for
+from offbeat.quantization.kernels import BLOCK, SMALLEST_SCALE, TERNARY, THRESHOLD, kernels_for
 
 _ROUNDING = 1.5 * 2.0**23
 """Adding this to a small float32 rounds it to an integer, because the sum has no fraction bits.
@@ -36,15 +36,19 @@ class IntegerCodec(Codec):
     - A block whose scale would be below ``SMALLEST_SCALE`` gets the scale 0. It decodes to zeros,
       and its errors are the numbers themselves.
 
-    A row contains the scale and then the integers, packed in two's complement. If the integers take
-    B bytes, byte j of them holds the numbers j, j + B, j + 2·B, …, from the lowest bits up. So
-    packing works on contiguous memory.
+    A row contains the scale and then the integers. If the integers take B bytes, byte j of them
+    holds the numbers j, j + B, j + 2·B, …, so packing works on contiguous memory. With 8 and 4 bits
+    they are packed in two's complement, from the lowest bits up.
+
+    With 2 bits a byte holds five integers, increased by 1, as the digits of a number d < 3⁵, the
+    highest digit first. The byte is f = d·256/243, rounded up. So f/256 is the fraction 0.d₀d₁d₂…
+    in base 3, and digit k is ⌊3·(3ᵏ·f mod 256)/256⌋, which needs no division.
 
     The compiled loops of ``kernels.py`` process contiguous float32 tensors on the CPU, if numba is
     installed. Torch operations process all others. Both decode a row to the same bits.
 
     Attributes:
-        bits: Bits of an integer: 8, 4 or 2.
+        bits: Bits of an integer: 8, 4, or 2 for −1, 0 and 1.
         block_bytes: Bytes of a row: a scale of 4 bytes and the packed integers.
     """
 
@@ -151,6 +155,15 @@ class IntegerCodec(Codec):
         if self.bits == 8:
             packed.copy_(integers)
             return
+        if self.bits == 2:
+            digits = torch.zeros_like(packed, dtype=torch.int16)
+            for k, column in enumerate((integers + 1).split(TERNARY, dim=-1)):
+                digits[..., : column.shape[-1]] += column.to(torch.int16) * 3 ** (4 - k)
+            # The product with 256 does not fit into 16 bits.
+            packed.view(torch.uint8).copy_(
+                digits + (digits * 13 + 242).to(torch.int32) * 135 // 2**15
+            )
+            return
         words, mask, device = packed.view(torch.int32), 2**self.bits - 1, packed.device
         first, *others = integers.view(torch.int32).chunk(8 // self.bits, dim=-1)
         torch.bitwise_and(first, _in_each_byte(mask, device), out=words)
@@ -164,13 +177,17 @@ class IntegerCodec(Codec):
         scale, packed = self._split(rows)
         # ``unit`` removes the factor of ``_unpack``. ``scale * unit`` is exact: ``unit`` is a power
         # of two, and a scale is never so small that the product loses bits (SMALLEST_SCALE).
-        unit = 2.0 ** (self.bits - 8)
+        unit = 1.0 if self.bits == 2 else 2.0 ** (self.bits - 8)
         values.view(-1, BLOCK).copy_(self._unpack(packed)).mul_(scale * unit)
 
     def _unpack(self, packed: Tensor) -> Tensor:
-        """Return the integers times 2^(8 − bits): as int8, each in the highest bits of its byte."""
+        """Return the integers. Those of 4 bits are in the highest bits of their bytes, times 16."""
         if self.bits == 8:
             return packed
+        if self.bits == 2:
+            fields = packed.view(torch.uint8).to(torch.int16)
+            columns = [(fields * 3**k & 255) * 3 // 256 - 1 for k in range(5)]
+            return torch.cat(columns, dim=-1)[..., :BLOCK]
         words, highest, device = packed.view(torch.int32), 8 - self.bits, packed.device
         mask = _in_each_byte(2**self.bits - 1 << highest, device)
         integers = torch.empty(len(packed), BLOCK, dtype=torch.int8, device=device)
@@ -228,4 +245,4 @@ class Int2(IntegerCodec):
     """The integers −1, 0 and 1."""
 
     bits = 2
-    block_bytes = BLOCK // 4 + 4
+    block_bytes = TERNARY + 4

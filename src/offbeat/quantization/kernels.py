@@ -29,6 +29,8 @@ SMALLEST_SCALE = 2.0**-100
 """A smaller scale is replaced by 0, because the inverses of the smallest float32 overflow."""
 THRESHOLD = 0.75
 """With 2 bits, numbers below 0.75 times the mean absolute value of their block become 0."""
+TERNARY = 104
+"""Bytes of the integers of a block with 2 bits: five of them share a byte, because 3⁵ < 2⁸."""
 _LANES = 16
 """Number of partial sums when the squares of a block are added.
 
@@ -49,7 +51,8 @@ def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
         keep_error: True replaces ``values`` by the quantization errors. False does not change them.
     """
     levels, mask = np.float32(2 ** (bits - 1) - 1), 2**bits - 1
-    count, width = 8 // bits, BLOCK * bits // 8
+    count, width = (5, TERNARY) if bits == 2 else (8 // bits, BLOCK * bits // 8)
+    digits = np.empty(TERNARY, np.int32)
     raw = values.view(np.int32)
     shifted = np.empty(BLOCK, np.float32)
     integers = shifted.view(np.int32)
@@ -105,12 +108,27 @@ def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
             for i in range(BLOCK):
                 shifted[i] = values[start + i] * inverse + _ROUNDING
         fields = row[4 : 4 + width]
-        for j in range(width):
-            fields[j] = np.uint8(integers[j] & mask)
-        for k in range(1, count):
-            part, up = integers[k * width : (k + 1) * width], k * bits
+        if bits == 2:
             for j in range(width):
-                fields[j] |= np.uint8((part[j] & mask) << up)
+                digits[j] = integers[j] + np.int32(1)
+            for k in range(1, count):
+                part = integers[k * width : (k + 1) * width]  # the last one is shorter
+                for j in range(width):
+                    digits[j] *= np.int32(3)
+                for j in range(part.size):
+                    digits[j] += part[j] + np.int32(1)
+            for j in range(width):
+                # d·256/243, rounded up: see ``integers.py``. 135/2¹⁵ is 1/243, exact enough here.
+                d = digits[j]
+                more = (d * np.int32(13) + np.int32(242)) * np.int32(135) >> np.int32(15)
+                fields[j] = np.uint8(d + more)
+        else:
+            for j in range(width):
+                fields[j] = np.uint8(integers[j] & mask)
+            for k in range(1, count):
+                part, up = integers[k * width : (k + 1) * width], k * bits
+                for j in range(width):
+                    fields[j] |= np.uint8((part[j] & mask) << up)
         if not keep_error:
             continue
         if not finite:
@@ -133,19 +151,25 @@ def decode(values: Floats, rows: Rows, bits: int, add: bool) -> None:
         bits: Bits of an integer: 8, 4 or 2.
         add: True adds the numbers to ``values``. False replaces ``values``.
     """
-    count, width = 8 // bits, BLOCK * bits // 8
+    ternary = bits == 2
+    count, width = (5, TERNARY) if ternary else (8 // bits, BLOCK * bits // 8)
     # Each integer is shifted to the highest bits of a byte, which gives the byte its sign. ``unit``
     # removes the factor 2^(8 − bits) of this shift.
     highest = 0xFF << (8 - bits) & 0xFF
-    unit = np.float32(2.0 ** (bits - 8))
+    unit = np.float32(1 if ternary else 2.0 ** (bits - 8))
     for block in range(rows.shape[0]):
-        row = rows[block]
+        row, end = rows[block], min(values.size, (block + 1) * BLOCK)
         step, packed = row[:4].view(np.float32)[0] * unit, row[4 : 4 + width]
         for k in range(count):
-            up, start = 8 - bits - k * bits, block * BLOCK + k * width
-            length = min(width, max(0, values.size - start))
+            up, power, start = 8 - bits - k * bits, np.int32(3**k), block * BLOCK + k * width
+            length = min(width, max(0, end - start))
             part, fields = values[start : start + length], packed[:length]
-            if add:
+            if ternary:
+                for j in range(length):
+                    digit = (fields[j] * power & np.int32(255)) * np.int32(3) >> np.int32(8)
+                    number = np.float32(digit - np.int32(1)) * step
+                    part[j] = part[j] + number if add else number
+            elif add:
                 for j in range(length):
                     part[j] += np.float32(np.int8(fields[j] << up & highest)) * step
             else:
@@ -193,7 +217,9 @@ def land(
     inverse = np.float32(1.0 / weight)
     mean, own = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     folded = np.empty(BLOCK, np.float32)
-    rows, width, highest = sums.shape[0], BLOCK * bits // 8, 0xFF << (8 - bits) & 0xFF
+    ternary, rows, highest = bits == 2, sums.shape[0], 0xFF << (8 - bits) & 0xFF
+    count, width = (5, TERNARY) if ternary else (8 // bits, BLOCK * bits // 8)
+    unit = np.float32(1 if ternary else 2.0 ** (bits - 8))
     for start in range(0, shift.size, BLOCK):
         length, block = min(BLOCK, shift.size - start), start // BLOCK
         for row in range(rows + 1):
@@ -202,12 +228,17 @@ def land(
             values = mean if row < rows else own
             place = first + block * (4 + width)
             scale = raw[place : place + 4].view(np.float32)[0]
-            step = scale * np.float32(2.0 ** (bits - 8))
+            step = scale * unit
             fields = raw[place + 4 : place + 4 + width]
-            for k in range(8 // bits):
-                up = 8 - bits - k * bits
-                part = values[k * width : (k + 1) * width]
-                if 0 < row < rows:
+            for k in range(count):
+                up, power = 8 - bits - k * bits, np.int32(3**k)
+                part, add = values[k * width : (k + 1) * width], 0 < row < rows
+                if ternary:
+                    for j in range(part.size):
+                        digit = (fields[j] * power & np.int32(255)) * np.int32(3) >> np.int32(8)
+                        number = np.float32(digit - np.int32(1)) * step
+                        part[j] = part[j] + number if add else number
+                elif add:
                     for j in range(width):
                         part[j] += np.float32(np.int8(fields[j] << up & highest)) * step
                 else:
