@@ -164,8 +164,7 @@ class Synchronizer:
                 parameter of the model was replaced by another one, or the model's
                 ``load_state_dict`` was called after ``attach``. Or ``also`` was given and
                 ``fully_shard`` has divided the model, or a module shares tensors with the model.
-            MismatchError: another worker has trained to its end and never called this, or has given
-                other modules as ``also``.
+            MismatchError: another worker has given other modules as ``also``.
             TypeError: ``also`` is not a list of modules.
         """
         self._require_active("consensus()")

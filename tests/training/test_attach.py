@@ -93,6 +93,7 @@ def of_inference() -> torch.Tensor:
         (torch.ones(1).expand(3), "buffer 'odd' .* expanded"),
         (nn.Parameter(torch.ones(5).as_strided((3, 3), (1, 1))), "overlapping view"),
         (nn.Parameter(torch.ones(9).as_strided((2, 3, 2), (2, 2, 1))), "overlapping view"),
+        (torch.ones(9).as_strided((3, 2), (2, 3)), "may be the same memory"),  # interleaved
         (torch.ones(3).to_sparse(), "buffer 'odd' .*sparse.*to_dense"),
     ],
 )
@@ -117,11 +118,11 @@ def test_tensors_that_cannot_be_written_are_refused(tensor: torch.Tensor, why: s
         torch.ones(0, 1).expand(0, 5),
         torch.ones(()),
         torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.ones(20).as_strided((3, 4), (2, 5)),  # interleaved: no place is met twice
+        torch.ones(20).as_strided((3, 4), (2, 5)),
     ],
 )
 def test_other_strides_are_accepted(tensor: torch.Tensor) -> None:
-    """Transposed, strided, channels-last, empty and interleaved tensors can be written in place."""
+    """Transposed, strided, channels-last and empty tensors can be written in place."""
     require_usable(Holds(tensor))
     require_usable(Holds(nn.Parameter(tensor)))
 

@@ -1,11 +1,8 @@
 """Comparison of the workers at ``attach``, and the copy of rank 0's model."""
 
 import re
-import warnings
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,8 +12,8 @@ from offbeat.strategies.base import Strategy
 from offbeat.training.checks import consistency
 from offbeat.training.checks.consistency import require_consistency
 from offbeat.transport.connect import open_communicator
-from problems import flat, make_batch, make_model, train_step
-from worlds import real, run, simulated
+from problems import make_batch, make_model, train_step
+from worlds import real, run
 
 
 class Mixed(nn.Module):
@@ -123,79 +120,6 @@ def test_unequal_workers_are_refused_everywhere_with_the_first_difference() -> N
             assert kinds[:2] == ["MismatchError", "AttachError"], (name, text)
             pattern = f"rank 1 differs from rank 0: rank 1 has {theirs}.*; rank 0 has {ours}"
             assert re.match(pattern, text), (name, text)
-
-
-def warnings_of(attempt: Callable[[], Any]) -> tuple[list[str], Any]:
-    """Return the warnings that ``attempt`` gives, and its result. Threads share one list."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = attempt()
-    return sorted({str(one.message) for one in caught if one.category is UserWarning}), result
-
-
-def different_settings(rank: int, size: int) -> Tensor:
-    model = make_model(rank)
-    model[1].train(rank != 2)
-    groups = [
-        {"params": model[0].parameters(), "lr": 0.05},
-        {"params": model[2:].parameters(), "lr": 0.1 * (1 + (rank == 1)), "momentum": 0.9 * rank},
-    ]
-    optimizer = torch.optim.SGD(groups, lr=0.05)
-    sync = attach(model, optimizer, offbeat.BSP())
-    train_step(model, optimizer, make_batch(rank, 0))
-    sync.finish()
-    return flat(model)
-
-
-def test_different_settings_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    """The warning names learning rate, momentum and mode with their ranks; training continues."""
-    want = (
-        "the workers differ, but training continues: "
-        "lr of optimizer 0, group 1 is 0.1 on rank 0, 2 and 0.2 on rank 1; "
-        "momentum of optimizer 0, group 1 is 0 on rank 0 and 0.9 on rank 1 and 1.8 on rank 2; "
-        "the mode of module '1' is train() on rank 0, 1 and eval() on rank 2"
-    )
-    warned, models = warnings_of(lambda: simulated(different_settings, workers=3))
-    assert warned == [want]
-    logged = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert logged[0] == want
-    assert all("learning rate" in text or "final model" in text for text in logged[1:])
-    assert not torch.equal(models[0], models[1]), "one learning rate is the double of the other"
-
-
-def alike(rank: int, size: int) -> None:
-    model = make_model(rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), betas=(0.8, 0.9))
-    attach(model, optimizer, offbeat.BSP()).detach()
-
-
-def test_equal_settings_give_no_warning() -> None:
-    """Tensors and tuples are compared by value."""
-    assert warnings_of(lambda: simulated(alike, workers=3)) == ([], [None] * 3)
-
-
-def of_versions(rank: int, size: int) -> str:
-    communicator = open_communicator(None, 20, what="a test")
-    try:
-        require_consistency(communicator, ["strategy"], {"the version of torch": f"2.{rank}"})
-        many = {f"the mode of module '{i}'": str(rank) for i in range(6)}
-        require_consistency(communicator, ["strategy"], many)
-        text = error_of(lambda: require_consistency(communicator, [f"wire {rank}"], many))[1]
-    finally:
-        communicator.close()
-    return text
-
-
-def test_versions_are_compared_and_long_lists_are_cut() -> None:
-    """Of six differences the warning shows four and a number. An error comes before a warning."""
-    warned, texts = warnings_of(lambda: simulated(of_versions, workers=2))
-    begins = "the workers differ, but training continues: the "
-    modes = "; the ".join(f"mode of module '{i}' is 0 on rank 0 and 1 on rank 1" for i in range(4))
-    assert warned == [
-        f"{begins}{modes}; and 2 more",
-        f"{begins}version of torch is 2.0 on rank 0 and 2.1 on rank 1",
-    ]
-    assert texts == ["rank 1 differs from rank 0: rank 1 has wire 1; rank 0 has wire 0"] * 2
 
 
 def another_protocol(rank: int, size: int, protocols: list[int]) -> tuple[list[str], str]:

@@ -1,6 +1,7 @@
-"""DistributedDataParallel around an attached model: switched off, active in a node, or refused."""
+"""DistributedDataParallel around an attached model: switched off or refused."""
 
 import contextlib
+import re
 import sys
 import types
 import warnings
@@ -18,10 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offbeat
 from loops import attach, error_of, everything, sgd
 from offbeat.strategies.base import Strategy
-from offbeat.training.checks.compatibility import repeatable
-from offbeat_lab.baselines import STRATEGIES
-from pages import code_on
-from problems import Simulated, gradients, loss_of, make_batch, make_model, train_step
+from problems import loss_of, make_batch, make_model
 from workers import run
 
 STEPS = 7
@@ -122,6 +120,30 @@ def test_a_wrapper_changes_nothing() -> None:
     assert not torch.equal(local[0][0][0], other_local[0][0][0]), "between two means they differ"
 
 
+def in_nodes(rank: int, size: int) -> Any:
+    """Train with and without a wrapper over all workers, in two nodes of two."""
+    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+
+    def bare(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]:
+        return attach(model, sgd(model), strategy, node_group=nodes[rank // 2]), model
+
+    def wrapped(model: nn.Module, strategy: Strategy) -> tuple[Any, nn.Module]:
+        wrapper = DistributedDataParallel(model)
+        return attach(wrapper, sgd(model), strategy, node_group=nodes[rank // 2]), wrapper
+
+    return [trained(rank, way, offbeat.LocalSGD(period=3)) for way in (bare, wrapped)]
+
+
+def test_a_wrapper_changes_nothing_in_nodes() -> None:
+    """The workers of a node average their gradients, and the wrapper over all workers is off."""
+    results = run(in_nodes, workers=4)
+    for (before, sent, after), (wrapped_before, wrapped_sent, wrapped_after) in results:
+        assert wrapped_sent == sent
+        for one, other in zip(before + after, wrapped_before + wrapped_after, strict=True):
+            assert torch.equal(one, other)
+    assert not torch.equal(results[0][0][0][0], results[2][0][0][0]), "the nodes differ"
+
+
 def by_callbacks(rank: int, size: int) -> Any:
     """Train under both callbacks, with stand-ins for the frameworks. Twice under the first one."""
     transformers = types.ModuleType("transformers")
@@ -196,7 +218,6 @@ def life(rank: int, size: int) -> Any:
     found = [reduces(rank, wrapper)]
     sync = attach(wrapper, sgd(model), offbeat.LocalSGD(period=3))
     found.append(reduces(rank, wrapper))
-    late = error_of(lambda: DistributedDataParallel(model))
     sync.finish()
     found.append(reduces(rank, wrapper))
     found.append(reduces(rank, DistributedDataParallel(make_model(rank))))
@@ -214,116 +235,24 @@ def life(rank: int, size: int) -> Any:
     found += [reduces(rank, several[i]) for i in (0, 2)]
     alone = dist.new_group([rank], use_local_synchronization=True)
     for group, inner in ((alone, None), (None, alone)):
-        model = make_model(rank)
-        wrapper = DistributedDataParallel(model, process_group=inner)
+        wrapper = DistributedDataParallel(make_model(rank), process_group=inner)
         try:
-            sync = attach(wrapper, sgd(model), offbeat.LocalSGD(period=3), group=group)
+            attach(wrapper, sgd(wrapper), offbeat.LocalSGD(period=3), group=group)
         except offbeat.AttachError as error:
             errors.append((["AttachError"], str(error)))
-            continue
-        errors.append(error_of(lambda wrapper=wrapper: reduces(rank, wrapper)))
-        sync.finish()
-    return found, late, errors
+    return found, errors
 
 
 def test_a_wrapper_reduces_again_after_the_end() -> None:
     """Wrappers of other models reduce all the time, and those of a model that attach refuses.
 
-    Options that cannot be switched off are refused on every worker.
+    Options that cannot be switched off, and wrappers over other ranks, are refused on every worker.
     """
-    for found, late, errors in run(life, workers=2):
+    for found, errors in run(life, workers=2):
         assert found == [True, False, True, True, True, True]
-        assert late[0][0] == "AttachError"
-        assert "wrap the model before attach(), and give attach() the wrapper" in late[1]
         assert "it is a DTensor, divided among workers" in errors[0][1]
         for _, text in errors[1:3]:
             assert "communicates in its step by itself" in text
         assert all("static_graph" in text for _, text in errors[3:5])
-        assert [text for _, text in errors[5:]] == ["nothing was raised"] * 2
-
-
-def documented(rank: int, size: int) -> Any:
-    """Make the groups that the page shows."""
-    names: dict[str, Any] = {"nodes": 2, "gpus": 2, "dist": dist, "offbeat": offbeat}
-    names |= {"DistributedDataParallel": DistributedDataParallel, "model": make_model(rank)}
-    names["optimizer"] = sgd(names["model"])
-    exec(code_on("coming-from-ddp", "across"), names)
-    names["sync"].finish()
-    model = DistributedDataParallel(make_model(rank))
-    error = error_of(lambda: attach(model, sgd(model), offbeat.BSP(), group=names["node"]))
-    assert "over ranks 0, 1, 2, 3, and attach() trains it over ranks" in error[1]
-    dist.barrier()  # rank 0, which keeps the store, must not leave before the others have attached
-    return [dist.get_process_group_ranks(names[one]) for one in ("node", "across")]
-
-
-def node_of_two(rank: int, size: int, text: str) -> Any:
-    """Ranks 0, 1 and 2, 3 are nodes with DDP inside; 0, 2 and 1, 3 train together."""
-    nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    model = make_model(rank)
-    wrapper = DistributedDataParallel(model, process_group=nodes[rank // 2])
-    optimizer = sgd(model)
-    try:
-        sync = attach(wrapper, optimizer, text, group=groups[rank % 2])
-    except offbeat.AttachError as error:
-        return str(error)
-    for step in range(STEPS):
-        train_step(wrapper, optimizer, make_batch(rank, step))
-    own = everything(model)
-    sync.finish()
-    return own, everything(model)
-
-
-def node_reference(period: int) -> list[Tensor]:
-    """Train two workers with the mean gradient of a node. Returns the first one before the end."""
-    nodes = Simulated.start(2, "sgd")
-    for step in range(1, STEPS + 1):
-        for node, model in enumerate(nodes.models):
-            each = [gradients(model, make_batch(2 * node + i, step - 1)) for i in (0, 1)]
-            for p, one, other in zip(model.parameters(), *each, strict=True):
-                p.grad = (one + other) / 2
-            nodes.optimizers[node].step()
-        if step % period == 0:
-            nodes.average()
-    return [p.detach() for p in nodes.models[0].parameters()]
-
-
-def test_a_node_shares_one_model_under_a_strategy_across_nodes() -> None:
-    """DDP stays active inside the node, and both workers of a node always hold the same model."""
-    results = run(node_of_two, "local:period=3", workers=4)
-    expected = node_reference(3)
-    for rank, (own, final) in enumerate(results):
-        for one, other in zip(own, results[rank // 2 * 2][0], strict=True):
-            assert torch.equal(one, other)
-        for one, other in zip(final, results[0][1], strict=True):
-            assert torch.equal(one, other)
-    for one, other in zip(results[0][0], expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-
-
-TEXTS = ["easgd", "ssp:staleness=3", "downpour", "async:schedule=eager", "streaming"]
-
-
-def test_the_groups_of_the_page_are_nodes_and_counterparts() -> None:
-    assert run(documented, workers=4) == [
-        [[0, 1], [0, 2]],
-        [[0, 1], [1, 3]],
-        [[2, 3], [0, 2]],
-        [[2, 3], [1, 3]],
-    ]
-
-
-def test_a_node_is_refused_if_timing_decides() -> None:
-    """The workers of a node would get different models: all workers raise at once."""
-    for message in run(node_of_two, "streaming", workers=4):
-        assert "the workers of a node would get different models" in message
-
-
-@pytest.mark.parametrize(
-    ("text", "fixed"),
-    [("bsp", True), ("local:period=2", True), ("selsync", True), ("diloco:period=4", True)]
-    + [("async", True), ("streaming:schedule=cyclic", True)]
-    + [(text, False) for text in TEXTS],
-)
-def test_which_strategies_are_repeatable(text: str, fixed: bool) -> None:
-    assert repeatable(offbeat.parse_strategy(text, STRATEGIES)) is fixed
+        for ranks, (_, text) in zip(["0, 1", "."], errors[5:], strict=True):
+            assert re.search(f"over ranks {ranks}, and attach.* over ranks .*node_group", text)

@@ -53,15 +53,12 @@ def slowly(*args: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("text", STRATEGIES)
-def test_a_consensus_on_one_rank_warns_and_then_fails(
-    text: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Warnings come at doubling intervals. The end of the others without a consensus is proof."""
-    for (kinds, error), _ in slowly(text, 45, 3, False):
-        assert kinds[:1] == ["MismatchError"], error
-        assert (
-            "rank 0 called consensus() after 3 steps, and rank 1 called finish() after 45" in error
-        )
+def test_a_consensus_on_one_rank_warns(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Warnings come at doubling intervals. The others enter with ``finish``, and wait there."""
+    results = slowly(text, 45, 3, False)
+    for (kinds, error), model in results:
+        assert kinds == [], error
+        assert torch.equal(model, results[0][1])
     texts = logged(caplog, "rank 0 has waited")
     found = [re.search(r"for (\d+) s; the other workers have taken (\d+) steps", t) for t in texts]
     numbers = [(int(m[1]), int(m[2])) for m in found if m is not None]
@@ -86,9 +83,7 @@ def test_workers_that_all_enter_are_warned_but_not_stopped(
     results = slowly(text, 20, 20, False)  # equal steps: ranks 1 and 2 are in finish() by then
     assert [kinds for (kinds, _), _ in results] == [[]] * 3
     assert not logged(caplog, "")
-    results += slowly(text, 5, 3, False)  # the others stop early: less than twice the steps
-    assert [kinds for (kinds, _), _ in results] == [[]] * 6
-    for _, model in results[:3]:
+    for _, model in results:
         assert torch.equal(model, results[0][1])
 
 

@@ -63,7 +63,6 @@ class Worker:
     Attributes:
         exact_mean: Averages whole models or their buffers without quantization.
         optimizer_state: Averages the optimizers' state, for strategies that request it.
-        overlaps_backward: True if gradients may be averaged while backward still runs.
         start_step: Number of local steps of the most advanced worker when the view began.
         step: Number of local steps, including the current one once all of its gradients are ready.
         touched: Set before a consensus, which replaces the model by the mean over the workers. True
@@ -85,7 +84,6 @@ class Worker:
     ) -> None:
         self.team, self.replica, self.optimizers = team, replica, optimizers
         self.non_finite = non_finite
-        self.overlaps_backward = False
         self.start_step = self.step = 0
         self.touched = self.also = self.scaled = False
         self.record: dict[str, Any] = {}
@@ -123,6 +121,16 @@ class Worker:
     def size(self) -> int:
         """Number of workers."""
         return self.team.size
+
+    @property
+    def overlaps_backward(self) -> bool:
+        """True if the flow may average gradients while backward still runs.
+
+        False in a node: the flow averages the node's mean gradients, which exist only after
+        backward. False with several optimizers: backward might complete their buckets in a
+        different order on each worker, but all workers must send in the same order.
+        """
+        return self.size > 1 and len(self.optimizers) == 1 and self.team.node is None
 
     @property
     def model_version(self) -> int:

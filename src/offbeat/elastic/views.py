@@ -234,7 +234,6 @@ class Views:
         self._progress, self._contributes = [team.view, 0, 0], False
         worker.open_view(Wire(team, self._precision))
         worker.start_step = reports[plan.source].step
-        iteration.choose_overlap()
         flow = flow_of(self._strategy, worker)
         flow.start()
         load(flow.state, reports[plan.source].carried, "common")

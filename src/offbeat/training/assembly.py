@@ -9,6 +9,7 @@
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,7 @@ from offbeat.nodes.gradients import NodeBuffers, NodeMean
 from offbeat.nodes.shards import Shards
 from offbeat.quantization.wire import Precision, Wire
 from offbeat.strategies.base import Gradients, Strategy
-from offbeat.training.checks.consistency import (
-    copy_rank_0,
-    describe,
-    require_consistency,
-    settings_of,
-)
+from offbeat.training.checks.consistency import copy_rank_0, describe, require_consistency
 from offbeat.training.checks.loading import LoadHooks
 from offbeat.training.checks.unfinished import UnfinishedWarning
 from offbeat.training.consensus import Consensus
@@ -35,7 +31,7 @@ from offbeat.training.ddp import DDPSuppressor
 from offbeat.training.hooks import Removable, ScalerHooks, hook_optimizer
 from offbeat.training.iteration import Iteration
 from offbeat.training.learning_rate.adam_correction import AdamCorrection
-from offbeat.training.learning_rate.step_factor import SGDStepFactor
+from offbeat.training.learning_rate.step_factor import StepFactor
 from offbeat.training.stats_recorder import StatsRecorder
 from offbeat.transport.team import Team
 
@@ -97,7 +93,7 @@ class Components:
         opened = Wire(senders)  # an exact wire, until ``views.join`` opens that of the others
         with team.account.paused():
             if not self.joined:
-                require_consistency(team.everyone, lines, settings_of(model, optimizers))
+                require_consistency(team.everyone, lines)
                 copy_rank_0(team, replica.everything())
                 opened = Wire(senders, wire)
         worker = self.worker = Worker(team, replica, optimizers, opened, non_finite)
@@ -158,13 +154,18 @@ class Components:
             views.record()
 
     def _hook_optimizers(self, *, adam_correction: bool) -> None:
-        record_loss = self.recorder.record_loss
         for each in self.worker.optimizers:
-            self.hooks += hook_optimizer(each, self.iteration, record_loss)
+            self.hooks += hook_optimizer(each, self.iteration)
+            optimizer = each.optimizer
             if adam_correction:
-                self.hooks.append(AdamCorrection(self.worker, each))
-            elif isinstance(each.optimizer, SGD):
-                self.hooks.append(SGDStepFactor(each.optimizer, self.iteration))
+                correction = AdamCorrection(self.worker, each)
+                self.hooks.append(StepFactor(optimizer, correction.factors, correction.stepped))
+            elif isinstance(optimizer, SGD):
+                self.hooks.append(StepFactor(optimizer, partial(self._sgd_factors, optimizer)))
+
+    def _sgd_factors(self, optimizer: SGD) -> list[float]:
+        """Return 1s, except under streaming averaging with an automatic outer gain."""
+        return [self.iteration.flow.lr_factor] * len(optimizer.param_groups)
 
     def _completed(self, synced: bool) -> None:
         """Update the totals after an iteration. ``synced``: a mean has changed the model in it."""

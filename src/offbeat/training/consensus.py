@@ -22,9 +22,9 @@ from offbeat.averaging.exact_mean import ExactMean
 from offbeat.averaging.votes import Round
 from offbeat.errors import AttachError, CheckpointError, CommunicationError, EndedError
 from offbeat.nodes.shards import Shards
+from offbeat.training.checks.comparison import Comparison
 from offbeat.training.checks.compatibility import require_usable
 from offbeat.training.checks.consistency import copy_rank_0
-from offbeat.training.checks.progress import Progress
 from offbeat.training.iteration import Iteration
 
 logger = logging.getLogger("offbeat")
@@ -51,7 +51,7 @@ class Consensus:
         shards: Shards | None,
     ) -> None:
         self._worker, self._iteration, self._shards = worker, iteration, shards
-        self._progress = Progress(worker, iteration.flow.strategy)
+        self._comparison = Comparison(worker, iteration.flow.strategy)
         self.change_view: Callable[[CommunicationError], object] | None = None
         self.ended = False
         self.complete = True
@@ -77,7 +77,7 @@ class Consensus:
     def note_start(self) -> None:
         """Handle a model from which training starts or continues, equal on all workers."""
         self._iteration.loaded = False
-        self._progress.note_start()
+        self._comparison.note_start()
         self.note_parameters()
 
     def note_parameters(self) -> None:
@@ -168,12 +168,10 @@ class Consensus:
 
         Returns the local values, for ``restore``.
         """
-        self._progress.called = True
         return self._retry(lambda: self._show(self._wait_for_all(also, finishing=False), also))
 
     def _show(self, last: Round, also: Replica, *, finishing: bool = False) -> Snapshot:
-        self._progress.compare(last.wait(), finishing=finishing)
-        averages_also = self._progress.compare_modules(last.wait(), also, finishing=finishing)
+        averages_also = self._comparison.compare_modules(last.wait(), also, finishing=finishing)
         self.complete = not last.wait().finishing
         local = self._worker.replica.snapshot(), also.snapshot()
         try:
@@ -218,7 +216,7 @@ class Consensus:
 
     def finish(self, also: Replica) -> None:
         """Replace the model and ``also`` by the mean permanently. A collective."""
-        self._progress.warn_if_not_counted()
+        self._comparison.warn_if_not_counted()
         local = also.snapshot()
         try:
             self._retry(lambda: self._finish(also, local))
@@ -238,7 +236,7 @@ class Consensus:
                 self.restore(self._show(last, also, finishing=True), also)
             last = self._wait_for_all(also, finishing=True)
         with team.account.paused():
-            averages_also = self._progress.compare_modules(last.wait(), also, finishing=True)
+            averages_also = self._comparison.compare_modules(last.wait(), also, finishing=True)
         self._average(last, final=True)
         if averages_also:
             self._average_also(also)
@@ -247,4 +245,4 @@ class Consensus:
         # others of an elastic training compute the mean again in a new view.
         lost = () if self.change_view is not None else (CommunicationError,)
         with contextlib.suppress(*lost), team.account.paused():
-            self._progress.compare_final()
+            self._comparison.compare_final()

@@ -2,30 +2,22 @@
 
 Frameworks such as Lightning wrap a model in DDP, which averages all gradients in every step. Under
 a strategy this communication is switched off, or the strategy would save nothing. ``attach`` knows
-only wrappers in the given model: of ``attach(wrapper.module, ...)`` the wrapper stays active.
-
-DDP stays active if it runs inside one machine and ``attach`` runs across machines. For example,
-DDP runs over ranks 0, 1 on the first machine and over ranks 2, 3 on the second machine, and
-``attach`` runs over ranks 0, 2 and over ranks 1, 3.
+only wrappers in the given model: a wrapper around it, or one that is made later, stays active.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import AttachError
-from offbeat.strategies.base import Strategy
-from offbeat.training.checks.compatibility import repeatable
 from offbeat.transport.communicator import Transport
 
 logger = logging.getLogger("offbeat")
 _FLAG = "_offbeat_backward_grad_sync"  # attribute with the flag of a wrapper during forward
-_ADVICE = "or let one group hold all workers, without DistributedDataParallel"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -39,86 +31,28 @@ class DDPSuppressor:
     """Switches off each DistributedDataParallel in ``model``, until ``remove``.
 
     ``model`` is what the user has given to ``attach``: a wrapper, a model that contains wrappers,
-    or a plain model. A wrapper stays active if its process group has only this worker in common
-    with the ``group`` of ``attach``. In the example above, ranks 0 and 1 then need equal models,
-    although they average in different groups. Therefore the strategy must pass
-    ``require_repeatable``. Until ``remove``, a new wrapper around the model raises an AttachError
-    where it is made.
-
-    Attributes:
-        active: True if a wrapper over several workers stays active.
+    or a plain model.
 
     Raises:
-        AttachError: a wrapper can neither be switched off nor stay active.
+        AttachError: a wrapper cannot be switched off, or averages over other workers than
+            ``group``, that of ``attach``.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        group: dist.ProcessGroup | Transport | None,
-        strategy: Strategy,
-    ) -> None:
-        self._parameters = {id(p) for p in model.parameters()}
-        self._strategy = strategy
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | Transport | None) -> None:
         self._hooks: list[RemovableHandle] = []
-        self._suppressed: list[DistributedDataParallel] = []
         self._wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-        self.active = False
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if hasattr(world, "make_communicator"):  # a simulated group, in which DDP sends nothing
             return
-        self._members: list[int] = []
-        if world is not None:
-            attach_group = group if isinstance(group, dist.ProcessGroup) else world
-            self._members = dist.get_process_group_ranks(attach_group)
-            # Check all wrappers first: an error must leave every wrapper active.
-            for wrapper in [each for each in self._wrappers if self._must_switch_off(each)]:
-                self._suppress(wrapper)
-        self._hooks.append(register_module_module_registration_hook(self._registered))
-
-    def _registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        """Refuse a new wrapper. Torch calls this whenever any module registers a submodule."""
-        if not isinstance(module, DistributedDataParallel) or submodule is None:
-            return
-        if not self._parameters.isdisjoint(map(id, submodule.parameters())):
-            raise AttachError(
-                "DistributedDataParallel around an attached model would average all gradients in "
-                "every step: wrap the model before attach(), and give attach() the wrapper"
-            )
-
-    def _must_switch_off(self, wrapper: DistributedDataParallel) -> bool:
-        """Return False if the wrapper stays active. Raise if neither is possible."""
-        ranks = dist.get_process_group_ranks(wrapper.process_group)
-        common = set(ranks) & set(self._members)
-        if len(ranks) == 1:
-            return False
-        if len(common) == 1:
-            require_repeatable(self._strategy)
-            self.active = True
-            return False
-        if set(ranks) != set(self._members):
-            raise AttachError(
-                f"the model is inside a DistributedDataParallel over ranks {_shown(ranks)}, and "
-                f"attach() trains it over ranks {_shown(self._members)}: give both the same group, "
-                "or groups that have one worker in common (of a node, and across nodes)"
-            )
-        # With these options DDP communicates even if the flags in _switch_off are False.
-        unsupported = {
-            "static_graph": wrapper.static_graph,
-            "mixed_precision": wrapper.mixed_precision is not None,
-            "delay_all_reduce_named_params": getattr(wrapper, "_delay_all_reduce_params", None),
-        }
-        for name, used in unsupported.items():
-            if used:
-                raise AttachError(
-                    f"the model is inside a DistributedDataParallel with {name}, whose reduction "
-                    "cannot be switched off: do not use it, or attach without the wrapper"
-                )
-        return True
+        attach_group = group if isinstance(group, dist.ProcessGroup) else world
+        # Check all wrappers first: an error must leave every wrapper active.
+        for wrapper in self._wrappers:
+            _require_suppressible(wrapper, dist.get_process_group_ranks(attach_group))
+        for wrapper in self._wrappers:
+            self._suppress(wrapper)
 
     def _suppress(self, wrapper: DistributedDataParallel) -> None:
         logger.info("DistributedDataParallel around the attached model is switched off")
-        self._suppressed.append(wrapper)
         wrapper.require_forward_param_sync = False  # no broadcast of buffers before a forward pass
         # DDP reads its flag in forward only. Outside, the flag shows whether no_sync() is active.
         self._hooks.append(wrapper.register_forward_pre_hook(_switch_off, prepend=True))
@@ -130,12 +64,12 @@ class DDPSuppressor:
         return not all(wrapper.require_backward_grad_sync for wrapper in self._wrappers)
 
     def remove(self) -> None:
-        """Switch the wrappers on again, and ignore new wrappers from now on."""
+        """Switch the wrappers on again."""
         for hook in self._hooks:
             hook.remove()
-        for wrapper in self._suppressed:
+        for wrapper in self._wrappers:
             wrapper.require_forward_param_sync = True
-        self._hooks, self._suppressed, self._wrappers = [], [], []
+        self._hooks, self._wrappers = [], []
 
 
 def _switch_off(wrapper: DistributedDataParallel, args: object) -> None:
@@ -147,19 +81,28 @@ def _switch_on(wrapper: DistributedDataParallel, args: object, result: object) -
     wrapper.require_backward_grad_sync = vars(wrapper).pop(_FLAG)
 
 
-def require_repeatable(strategy: Strategy) -> None:
-    """Raise AttachError if the result of training depends on when messages arrive.
-
-    The workers of one machine average in different groups, and messages arrive at different times
-    in each group. The models on the machine must nevertheless remain equal.
-    """
-    if not repeatable(strategy):
+def _require_suppressible(wrapper: DistributedDataParallel, members: Sequence[int]) -> None:
+    """Raise AttachError unless ``wrapper`` averages over ``members`` and can be switched off."""
+    ranks = dist.get_process_group_ranks(wrapper.process_group)
+    if set(ranks) != set(members):
         raise AttachError(
-            f"the workers of a node would get different models: {strategy} depends on when "
-            "messages arrive, and their gradients are averaged in each step for one model. "
-            f"Use BSP, LocalSGD, SelSync, DiLoCo or a cyclic schedule, {_ADVICE}"
+            f"the model is inside a DistributedDataParallel over ranks {_shown(ranks)}, and "
+            f"attach() trains it over ranks {_shown(members)}: give both the same group, and give "
+            "node_group to average the gradients of each node in every step"
         )
+    # With these options DDP communicates even if the flags in _switch_off are False.
+    unsupported = {
+        "static_graph": wrapper.static_graph,
+        "mixed_precision": wrapper.mixed_precision is not None,
+        "delay_all_reduce_named_params": getattr(wrapper, "_delay_all_reduce_params", None),
+    }
+    for name, used in unsupported.items():
+        if used:
+            raise AttachError(
+                f"the model is inside a DistributedDataParallel with {name}, whose reduction "
+                "cannot be switched off: do not use it, or attach without the wrapper"
+            )
 
 
-def _shown(ranks: Iterable[int]) -> str:
+def _shown(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from offbeat.averaging import AttachedOptimizer
 from offbeat.errors import AttachError
 from offbeat.training.iteration import Iteration
-from offbeat.training.optimizers import StepHooksEnabled, inner_optimizers
+from offbeat.training.optimizers import enable_step_hooks, inner_optimizers
 
 
 class Removable(Protocol):
@@ -19,17 +19,12 @@ class Removable(Protocol):
         """Undo the change."""
 
 
-def hook_optimizer(
-    attached: AttachedOptimizer,
-    iteration: Iteration,
-    record_loss: Callable[[Any], None],
-) -> list[Removable]:
+def hook_optimizer(attached: AttachedOptimizer, iteration: Iteration) -> list[Removable]:
     """Call ``iteration.before_step`` before and ``iteration.complete`` after every optimizer step.
 
-    In a step with a closure, ``before_step`` is called after the closure, and ``record_loss``
-    receives the closure's return value. The hooks raise an AttachError if the optimizer does not
-    call its closure exactly once in a step, or if it contains an inner optimizer that steps outside
-    of ``optimizer.step``.
+    In a step with a closure, ``before_step`` is called after the closure. The hooks raise an
+    AttachError if the optimizer does not call its closure exactly once in a step, or if it contains
+    an inner optimizer that steps outside of ``optimizer.step``.
     """
     optimizer, index = attached.optimizer, attached.index
     in_step = uncalled = False
@@ -52,7 +47,6 @@ def hook_optimizer(
                 )
             called, uncalled = True, False
             loss = closure()
-            record_loss(loss)
             iteration.before_step(index)
             return loss
 
@@ -84,8 +78,8 @@ def hook_optimizer(
 
     # A training step under torch.compile would otherwise trace into the communication.
     untraced: Callable[[Any], Any] = torch.compiler.disable
+    enable_step_hooks(optimizer)
     return [
-        StepHooksEnabled(optimizer),
         optimizer.register_step_pre_hook(untraced(before)),
         optimizer.register_step_post_hook(untraced(after)),
         *(

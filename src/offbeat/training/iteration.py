@@ -105,18 +105,6 @@ class Iteration:
         self._frozen = [p for p in parameters if not p.requires_grad]
         self._forbidden = ""  # inside ``forbid_steps``: its argument, e.g. "consensus()"
         self._backward: BackwardHooks | None = None
-        self.choose_overlap()
-
-    def choose_overlap(self) -> None:
-        """Set ``worker.overlaps_backward``: True if the flow may average gradients during backward.
-
-        False with one worker. False in a node: the flow averages the node's mean gradients, which
-        exist only after backward. False with several optimizers: backward might complete their
-        buckets in a different order on each worker, but all workers must send in the same order.
-        """
-        worker = self._worker
-        alone = self.node is None and not self._ddp.active
-        worker.overlaps_backward = worker.size > 1 and len(worker.optimizers) == 1 and alone
 
     def watch_backward(self) -> None:
         """Install hooks on the parameters, if gradients are averaged or measured."""

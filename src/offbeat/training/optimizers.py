@@ -61,36 +61,23 @@ def _require_no_communication(given: object) -> None:
             )
 
 
-class StepHooksEnabled:
-    """Makes the step hooks of one optimizer fire, although torch has not wrapped its ``step``.
+def enable_step_hooks(optimizer: Optimizer) -> None:
+    """Make the step hooks of ``optimizer`` fire, although torch has not wrapped its ``step``.
 
     ``Optimizer.__init__`` wraps the ``step`` of the optimizer's class in a function that runs the
     hooks. Some classes, such as timm's Lookahead, do not call ``Optimizer.__init__``. Then this
-    class wraps the ``step`` of the given optimizer alone.
+    function wraps the ``step`` of the given optimizer alone.
     """
+    if getattr(type(optimizer).step, "hooked", False) or getattr(optimizer.step, "hooked", False):
+        return
+    step = optimizer.step
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._attributes = vars(optimizer)
-        self._before = self._attributes.get("step")
-        self._wrapped: Any = None
-        if getattr(type(optimizer).step, "hooked", False):
-            return
-        step = optimizer.step
+    def unhooked_step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
 
-        def unhooked_step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return step(*args, **kwargs)
-
-        hooked: Any = Optimizer.profile_hook_step(unhooked_step)
-        self._wrapped = self._attributes["step"] = hooked.__get__(optimizer)
-
-    def remove(self) -> None:
-        """Restore ``step``, unless other code has wrapped it again."""
-        if self._wrapped is None or self._attributes.get("step") is not self._wrapped:
-            return
-        if self._before is None:
-            del self._attributes["step"]
-        else:
-            self._attributes["step"] = self._before
+    hooked: Any = Optimizer.profile_hook_step(unhooked_step)
+    hooked.hooked = True
+    vars(optimizer)["step"] = hooked.__get__(optimizer)
 
 
 def require_own_state(optimizers: Iterable[Optimizer]) -> None:

@@ -47,11 +47,6 @@ class StatsRecorder:
         """Add ``values`` to the next record; see ``Synchronizer.record``."""
         self._records.add(values)
 
-    def record_loss(self, loss: object) -> None:
-        """Add a closure's loss to the next record. Ignored if a record cannot contain it."""
-        with contextlib.suppress(TypeError):
-            self._records.add({"loss": loss})
-
     def count_step(self, *, synced: bool) -> None:
         """Count a completed step and write its record.
 

@@ -95,14 +95,6 @@ def require_abilities(
         )
 
 
-def repeatable(strategy: Strategy) -> bool:
-    """Return True if results do not depend on when messages arrive. False for a ``CustomFlow``."""
-    averages = strategy.averages()
-    if isinstance(averages, CustomFlow):
-        return False
-    return isinstance(averages, Gradients) or not averages.eager
-
-
 def require_timeout(seconds: float, name: str = "timeout_seconds") -> None:
     """Raise unless ``seconds`` can be the time-out of an operation: 1 ms to 365 days.
 
@@ -185,25 +177,20 @@ def _unusable(tensor: Tensor) -> str | None:
         return f"its layout is {tensor.layout}; replace it by its to_dense()"
     if _shares_memory_with_itself(tensor):
         return (
-            "some of its elements are the same memory (it was expanded, or is an overlapping "
+            "some of its elements may be the same memory (it was expanded, or is an overlapping "
             "view); replace it by its clone().contiguous()"
         )
     return None
 
 
 def _shares_memory_with_itself(tensor: Tensor) -> bool:
-    """Return True if two elements of ``tensor`` have the same address."""
-    dims = [(tensor.stride(d), n) for d, n in enumerate(tensor.shape) if n > 1]
+    """Return True if two elements of ``tensor`` may have the same address.
+
+    Also True for a view whose dimensions interleave without a common address, which is rare.
+    """
     largest = 0  # largest offset that the dimensions so far can reach
-    for stride, size in sorted(dims):
+    for stride, size in sorted((tensor.stride(d), n) for d, n in enumerate(tensor.shape) if n > 1):
         if tensor.numel() and stride <= largest:
-            break
+            return True
         largest += stride * (size - 1)
-    else:
-        return False
-    # The dimensions overlap, but all offsets may still differ. For example, sizes (3, 2) with
-    # strides (2, 3) have the offsets 0, 2, 4, 3, 5, 7. This is rare, so compute all offsets.
-    offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
-    for stride, size in dims:
-        offsets = (offsets[:, None] + stride * torch.arange(size, device="cpu")).reshape(-1)
-    return len(offsets.unique()) < tensor.numel()
+    return False

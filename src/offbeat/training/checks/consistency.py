@@ -1,15 +1,10 @@
-"""Comparison of models, optimizers and settings between the workers, and copies from rank 0."""
+"""Comparison of models and optimizers between the workers, and copies from rank 0."""
 
 import hashlib
 import itertools
-import json
-import logging
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from offbeat.averaging import AttachedOptimizer
 from offbeat.averaging.buckets import make_buckets
@@ -19,13 +14,8 @@ from offbeat.strategies.base import SharedModel, Strategy
 from offbeat.transport.communicator import Communicator
 from offbeat.transport.team import Team
 
-logger = logging.getLogger("offbeat")
-
 PROTOCOL = 3
 """Version of the messages between workers. A release that changes messages increases it."""
-
-Settings = Mapping[str, str]
-_SHOWN = 4  # largest number of differences in one warning
 
 
 def describe(
@@ -55,87 +45,28 @@ def describe(
     return lines
 
 
-def settings_of(model: nn.Module, optimizers: Sequence[AttachedOptimizer]) -> Settings:
-    """Return settings, by name, that should be equal on all workers. Unequal ones cause a warning.
+def require_consistency(communicator: Communicator, lines: Sequence[str]) -> None:
+    """Compare ``lines`` between the workers. A collective.
 
-    They are the versions of offbeat and torch, the hyper-parameters of each parameter group that
-    are plain values, and the mode of each module (``train()`` or ``eval()``).
-    """
-    settings = {"the version of offbeat": _own_version(), "the version of torch": torch.__version__}
-    for each in optimizers:
-        for i, group in enumerate(each.optimizer.param_groups):
-            where = f"optimizer {each.index}, group {i}"
-            for name, value in group.items():
-                if name != "params" and _is_plain(value):
-                    settings[f"{name} of {where}"] = value_text(value)
-    for name, module in model.named_modules():
-        shown = f"module {name!r}" if name else "the model"
-        settings[f"the mode of {shown}"] = "train()" if module.training else "eval()"
-    return settings
-
-
-def _own_version() -> str:
-    try:
-        return version("offbeat")
-    except PackageNotFoundError:  # imported from a source tree
-        return "not installed"
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def value_text(value: object) -> str:
-    """Return the text of a plain value, or of a tensor with one element."""
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(value_text, value))})"
-    if isinstance(value, Tensor):
-        value = value.item()
-    return f"{value:.8g}" if isinstance(value, float) else str(value)
-
-
-def require_consistency(
-    communicator: Communicator, lines: Sequence[str], settings: Settings | None = None
-) -> None:
-    """Compare ``lines`` and ``settings`` between the workers. A collective.
-
-    If only the settings differ, every worker warns. Texts are exchanged only if their hashes
-    differ.
+    Texts are exchanged only if their hashes differ.
 
     Raises:
         MismatchError: a worker's lines differ from those of rank 0. Raised on every worker.
     """
     what = "comparison of the models"
-    settings = settings or {}
     text = "\n".join(versioned(lines)).encode()
-    settings_text = json.dumps(settings).encode()
-    hashes = communicator.gather_bytes(_hash(text) + _hash(settings_text), what=what)
-    if len({each[: len(_hash(text))] for each in hashes}) > 1:
+    hashes = communicator.gather_bytes(hashlib.sha512(text).digest(), what=what)
+    if len(set(hashes)) > 1:
         texts = communicator.gather_bytes(text, what=what)
         all_lines = [each.decode().split("\n") for each in texts]
         for rank in range(len(all_lines)):
             if message := difference(all_lines, rank, 0):
                 raise MismatchError(message)
-    if len(set(hashes)) > 1:
-        texts = communicator.gather_bytes(settings_text, what=what)
-        found = differences({rank: json.loads(each) for rank, each in enumerate(texts)})
-        message = f"the workers differ, but training continues: {found}"
-        if communicator.rank == 0:
-            logger.warning("%s", message)
-        warnings.warn(message, stacklevel=5)  # points to the line that called attach()
 
 
 def versioned(lines: Sequence[str]) -> list[str]:
     """Return ``lines`` after a first line with the ``PROTOCOL`` version."""
     return [f"protocol {PROTOCOL}", *lines]
-
-
-def _hash(text: bytes) -> bytes:
-    return hashlib.sha256(text).digest()
 
 
 def difference(lines: Sequence[Sequence[str]], rank: int, first: int) -> str:
@@ -159,23 +90,6 @@ def first_difference(lines: Sequence[str], reference: Sequence[str]) -> tuple[st
     """Return the first line that differs, and that of the reference. None: all are equal."""
     pairs = itertools.zip_longest(lines, reference, fillvalue="nothing more")
     return next((pair for pair in pairs if pair[0] != pair[1]), None)
-
-
-def differences(settings: Mapping[int, Settings]) -> str:
-    """Describe the settings that differ, given the settings of each rank.
-
-    The text contains each value with the ranks that have it.
-    """
-    found = []
-    for name in dict.fromkeys(name for each in settings.values() for name in each):
-        ranks: dict[str, list[str]] = {}
-        for rank, each in settings.items():
-            ranks.setdefault(each.get(name, "nothing"), []).append(str(rank))
-        if len(ranks) > 1:
-            values = (f"{value} on rank {', '.join(where)}" for value, where in ranks.items())
-            found.append(f"{name} is {' and '.join(values)}")
-    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return "; ".join(found[:_SHOWN]) + more
 
 
 def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:

@@ -16,14 +16,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Adam, NAdam, Optimizer
-from typing_extensions import override
 
 from offbeat.averaging import AttachedOptimizer, Worker
 from offbeat.averaging.buckets import as_real
 from offbeat.averaging.norm import absolute_sum, squared_norm
 from offbeat.errors import AttachError
 from offbeat.nodes.shards import local_parts
-from offbeat.training.learning_rate.step_factor import StepFactor
 
 _EVERY = 10  # local steps from one measurement of f to the next
 # Weight of a new measurement in f. f starts at 1, and after 100 steps it has covered two thirds of
@@ -46,8 +44,8 @@ def require_correctable(optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-class AdamCorrection(StepFactor):
-    """Multiplies the learning rates by f in each step of one optimizer that ``can_correct``.
+class AdamCorrection:
+    """Measures the factors f of a ``StepFactor`` for one optimizer that ``can_correct``.
 
     Each parameter group has its own f. ``Stats.details["lr_factor"]`` lists the factors of the
     groups, and is part of checkpoints. With several optimizers there are also ``lr_factor_1`` and
@@ -60,16 +58,16 @@ class AdamCorrection(StepFactor):
     def __init__(self, worker: Worker, attached: AttachedOptimizer) -> None:
         self._worker = worker
         self._name = f"lr_factor_{attached.index}" if attached.index else "lr_factor"
-        super().__init__(attached.optimizer)
+        self._optimizer = attached.optimizer
 
-    @override
     def factors(self) -> list[float]:
+        """Return the factor of each parameter group for the next step, and record them."""
         factors = self._known()
         self._worker.record[self._name] = [*factors]
         return factors
 
-    @override
     def stepped(self) -> None:
+        """Measure the factors at the end of every tenth step."""
         if self._worker.step % _EVERY == 0:
             self._measure()
 

@@ -5,26 +5,33 @@ by the noise of one worker's batch; see ``adam_correction``. Local steps of SGD 
 the outer gain of streaming averaging lengthens the mean of the workers' updates.
 """
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import SGD, Optimizer
-from typing_extensions import override
-
-from offbeat.training.iteration import Iteration
+from torch.optim import Optimizer
 
 
-class StepFactor(ABC):
+class StepFactor:
     """Multiplies the learning rates of one optimizer by factors in each of its steps.
 
     The learning rates change only inside ``optimizer.step()``, so schedulers see their own values.
     Decoupled weight decay (AdamW) is divided by the factor, so that its product with the learning
     rate stays the same.
+
+    Args:
+        optimizer: The optimizer.
+        factors: Returns the factor (> 0) of each parameter group for the next step.
+        stepped: Called at the end of each step.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        factors: Callable[[], list[float]],
+        stepped: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._factors, self._stepped = factors, stepped
         self._changed: list[tuple[dict[str, Any], str, Any]] = []  # group, name, value before
         untraced: Any = torch.compiler.disable  # a compiled step would contain the hooks
         self._hooks = [
@@ -42,23 +49,16 @@ class StepFactor(ABC):
             hook.remove()
         self._restore()
 
-    @abstractmethod
-    def factors(self) -> list[float]:
-        """Return the factor (> 0) of each parameter group for the next step."""
-
-    def stepped(self) -> None:  # noqa: B027
-        """Handle the end of a step."""
-
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore()  # an earlier step has failed, or this step runs inside another one
-        for group, factor in zip(optimizer.param_groups, self.factors(), strict=True):
+        for group, factor in zip(optimizer.param_groups, self._factors(), strict=True):
             self._multiply(group, "lr", factor)
             if group.get("decoupled_weight_decay"):
                 self._multiply(group, "weight_decay", 1 / factor)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._restore()
-        self.stepped()
+        self._stepped()
 
     def _without_factors(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Restore the values in a state, which a worker that joins may get inside ``step()``."""
@@ -76,21 +76,3 @@ class StepFactor(ABC):
         for group, name, value in self._changed:
             group[name] = value
         self._changed.clear()
-
-
-class SGDStepFactor(StepFactor):
-    """Multiplies the learning rates of an SGD optimizer by the factor that the strategy wants.
-
-    Args:
-        optimizer: The optimizer.
-        iteration: Its flow has the factor, ``WorkerView.lr_factor``. It is 1, except under
-            streaming averaging with an automatic outer gain.
-    """
-
-    def __init__(self, optimizer: SGD, iteration: Iteration) -> None:
-        self._iteration = iteration
-        super().__init__(optimizer)
-
-    @override
-    def factors(self) -> list[float]:
-        return [self._iteration.flow.lr_factor] * len(self._optimizer.param_groups)

@@ -1,9 +1,8 @@
-"""Comparison of the workers: of their steps at a consensus, of their models at the end."""
+"""Comparison of the workers: of their modules at a consensus, of their models at the end."""
 
 import logging
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -16,26 +15,11 @@ from offbeat.strategies.base import Strategy
 logger = logging.getLogger("offbeat")
 
 
-class _Report(NamedTuple):
-    """A worker's progress at a consensus.
-
-    ``called`` is True if the worker has called ``Synchronizer.consensus``.
-    """
-
-    finishing: int
-    step: int
-    called: int
-
-
-class Progress:
-    """Finds a ``consensus`` on one rank only, and changes of parameters that were not averaged.
-
-    Attributes:
-        called: True once this worker has called ``Synchronizer.consensus``.
-    """
+class Comparison:
+    """Finds different modules in ``also``, and changes of parameters that were not averaged."""
 
     def __init__(self, worker: Worker, strategy: Strategy) -> None:
-        self._worker, self._strategy, self.called = worker, strategy, False
+        self._worker, self._strategy = worker, strategy
         self._start = 0
 
     def note_start(self) -> None:
@@ -48,41 +32,12 @@ class Progress:
             return 0
         return digest([p for _, p in self._worker.replica.parameters])
 
-    # -- comparison ------------------------------------------------------------------------------
-
-    def compare(self, sums: Sums, *, finishing: bool) -> None:
-        """Compare the workers before a consensus. A collective if some, not all, end training.
-
-        ``sums`` is the tally of the last round. ``finishing`` is True if this worker ends training.
-
-        Raises:
-            MismatchError: one worker has called ``consensus``, and all others end training after at
-                least twice as many steps, and have never called it. Raised on all workers. In other
-                cases workers may have stopped early, which is allowed.
-        """
-        if not 0 < sums.finishing < self._worker.size:
-            return
-        numbers = [finishing, self._worker.step, self.called]
-        gathered = self._gather("comparison of the progress", numbers)
-        reports = [_Report(*each) for each in gathered]
-        rank, *more = (rank for rank, each in enumerate(reports) if not each.finishing)
-        steps, ended = reports[rank].step, [each for each in reports if each.finishing]
-        if more or any(each.called or each.step < max(1, 2 * steps) for each in ended):
-            return
-        other = int(rank == 0)
-        raise MismatchError(
-            f"rank {rank} called consensus() after {steps} steps, and rank {other} called "
-            f"finish() after {reports[other].step} steps without any consensus(): every rank must "
-            f"call consensus(), not only rank {rank}. The other ranks have trained without it "
-            "meanwhile"
-        )
-
     def compare_modules(self, sums: Sums, also: Replica, *, finishing: bool) -> bool:
         """Compare the modules ``also`` before a consensus. A collective if a worker has modules.
 
-        Arguments as in ``compare``. Returns True if the modules are averaged. A worker that ends
-        training takes part in a consensus without modules, although it has given some to
-        ``finish``.
+        ``sums`` is the tally of the last round. ``finishing`` is True if this worker ends training.
+        It then takes part in a consensus without modules, although it has given some to ``finish``.
+        Returns True if the modules are averaged.
 
         Raises:
             MismatchError: the modules of two workers differ. Raised on all workers.
