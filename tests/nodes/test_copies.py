@@ -119,7 +119,12 @@ def test_a_node_agrees_on_the_largest_of_each_number() -> None:
         team.host.sleep(0.5 * (rank % 2), "some workers come later")
         agreed = team.agree(float(rank), -float(rank), 3.0)
         waited = round(team.account.wait_seconds, 1)
-        return [*agreed, waited, *team.over_shares(float(rank)), *team.over_shards(float(rank))]
+        return [
+            *agreed,
+            waited,
+            *team.sum_over_node(float(rank)),
+            *team.sum_over_shards(float(rank)),
+        ]
 
     assert in_nodes(work) == [
         *([1.0, 0.0, 3.0, 0.5, 1.0, 0.0], [1.0, 0.0, 3.0, 0.0, 1.0, 1.0]),

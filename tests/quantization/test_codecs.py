@@ -151,6 +151,20 @@ def test_two_bits_do_not_overflow() -> None:
     assert not errors.any()
 
 
+@pytest.mark.parametrize("loops", [True, False])
+def test_two_bits_of_the_smallest_numbers_become_zeros(
+    loops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although their mean may be rounded up to more than all of them."""
+    if not loops:
+        monkeypatch.setattr("offbeat.quantization.integers.kernels_for", lambda *tensors: None)
+    for multiple in (1, 255, 257, 300, 383):
+        x = torch.full((BLOCK,), multiple * 2.0**-149)
+        decoded, errors = round_trip(x, "int2")
+        assert not decoded.any()
+        assert torch.equal(errors, x)
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_bfloat16_is_rounded_to_nearest_even(keep: bool) -> None:
     """The upper half of the float32 computed with numpy."""

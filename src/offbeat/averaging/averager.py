@@ -159,7 +159,7 @@ class Averager(Flow):
             for mine, s in ((index == place, share) for index, share in enumerate(shares))
         ]
         self.spaces = spaces[place]
-        sizes = team.over_shards(*map(staged_bytes, tensors))
+        sizes = team.sum_over_shards(*map(staged_bytes, tensors))
         slices_of = [self._cut(each, tensors, sizes) for each in spaces]
         # The processes of a node start the sum of each part together.
         number = int(team.agree(max(map(len, slices_of)))[0])
@@ -358,7 +358,7 @@ class Averager(Flow):
         if self.shared.error_feedback:
             keep = (1 - 1 / (_SMOOTHED_PASSES * len(self.parts))) ** number
             mean_squared, sent_squared = flight.squares.tolist()
-            sent, mean = worker.team.over_shares(sent_squared, mean_squared)
+            sent, mean = worker.team.sum_over_node(sent_squared, mean_squared)
             before = view.squares
             view.squares = keep * before[0] + sent, keep * before[1] + mean
 

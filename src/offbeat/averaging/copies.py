@@ -1,4 +1,4 @@
-"""Exchange of what the processes of a node have averaged, if each holds the whole model."""
+"""Exchange of averaged slices between the processes of a node, if each holds the whole model."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ class Copies:
 
     Args:
         team: The workers. Each is a node.
-        slices_of: For each process of this node, in order: the slices of the parts that it
-            averages, as slices of this process's own model.
+        slices_of: ``slices_of[process][part]`` are the slices that a process of this node averages,
+            as views of this process's model.
     """
 
     def __init__(self, team: Team, slices_of: Sequence[Sequence[Sequence[Slice]]]) -> None:
@@ -24,10 +24,10 @@ class Copies:
     def share(self, parts: Sequence[int]) -> None:
         """Give this process's share of some parts to the others, and receive theirs.
 
-        A collective of the node; blocks. Afterwards the models have the same bits.
+        A collective of the node; blocks. Afterwards the models are equal in all bits.
         """
-        shares = [[piece for part in parts for piece in of[part]] for of in self._slices_of]
-        # Processes may have slices of different sizes, or none, of the numbers of one dtype.
+        shares = [[piece for part in parts for piece in own[part]] for own in self._slices_of]
+        # Slices of one dtype have different lengths on the processes, and a process may have none.
         kinds = {
             (each.space.x.stored_dtype, each.space.x.device): None
             for share in shares

@@ -32,7 +32,7 @@ class ExactMean:
     def __init__(self, team: Team, replica: Replica) -> None:
         # In a node each process sends its copy of the model: a ring then sends no more to other
         # nodes than one process would.
-        self._team, self._copies = team.of_models, team.copies
+        self._team, self._copies = team.replica_team, team.copies
         self._replica = replica
 
     def consensus(self, weight: float, total: float, *, final: bool, what: str) -> None:

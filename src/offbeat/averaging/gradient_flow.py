@@ -93,7 +93,7 @@ class GradientFlow(Flow):
         """
         worker = self.worker
         return GradientMean(
-            worker.team.of_models,
+            worker.team.replica_team,
             worker.wire,
             optimizer.buckets,
             name=f"gradients of optimizer {optimizer.index}, bucket",

@@ -35,7 +35,7 @@ class OptimizerState:
         parameters: Sequence[tuple[str, Tensor]],
         optimizers: Sequence[Optimizer],
     ) -> None:
-        self._team, self._mean = team.of_models, mean
+        self._team, self._mean = team.replica_team, mean
         self._optimizers = optimizers
         self._names = {id(tensor): name for name, tensor in parameters}
 

@@ -144,7 +144,7 @@ class Worker:
 
     def squared_norm(self, tensors: Iterable[Tensor]) -> float:
         """Return the sum of the squares of all elements, including all shards of ``tensors``."""
-        (squared,) = self.team.over_shards(squared_norm(tensors))
+        (squared,) = self.team.sum_over_shards(squared_norm(tensors))
         return squared
 
     def finite_gradients(self, optimizers: Iterable[AttachedOptimizer]) -> bool:

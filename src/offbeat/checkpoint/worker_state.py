@@ -186,8 +186,9 @@ class WorkerState:
         worker.details.clear()
         worker.details.update(totals.pop("details"))
         if values["of"] == "worker":
+            device = worker.optimizers[0].parameters[0].device
             worker.wire.errors = {
-                name: ErrorFeedback(*(each.clone() for each in pair))
+                name: ErrorFeedback(*(each.to(device, copy=True) for each in pair))
                 for name, pair in values["errors"].items()
             }
             worker.step = values["step"]
@@ -260,8 +261,8 @@ class WorkerState:
             values = torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
             raise CheckpointError(
-                f"rank {communicator.rank} cannot read the {what}: an optimizer keeps objects that "
-                "are not numbers, text or tensors; use another optimizer"
+                f"rank {communicator.rank} cannot read the {what}: an optimizer or a state of "
+                "share_state has objects that are not numbers, text or tensors; leave them out"
             ) from None
         self._load_tensors(values)
         with torch.no_grad():

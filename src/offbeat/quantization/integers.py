@@ -23,11 +23,12 @@ class IntegerCodec(Codec):
 
         L = 2^(bits − 1) − 1            127, 7 or 1
         scale = (largest absolute value of the block) / L
-        |error| ≤ scale / 2, apart from float32 rounding
+        |error| ≤ scale / 2, plus float32 rounding errors
 
-    With 2 bits these scales would send less than a third of the energy of an update. Instead a
-    number becomes ±scale if its absolute value is at least ``THRESHOLD`` times the mean absolute
-    value of its block, else 0. The scale is the mean absolute value of the numbers that do not
+    With 2 bits most numbers would become 0, and the result would have less than a third of the
+    squared norm of the block. So the threshold and the scale differ with 2 bits. A number becomes
+    ±scale if its absolute value is at least ``THRESHOLD`` times the mean absolute value of its
+    block, else 0. The scale is the mean absolute value of the numbers that do not
     become 0, which has the least squared error.
 
     Two kinds of blocks are exceptions:
@@ -116,6 +117,9 @@ class IntegerCodec(Codec):
         chosen = absolute >= threshold
         mean = _block_means(absolute * chosen)
         mean.div_(chosen.sum(-1, keepdim=True, dtype=torch.float32).div_(BLOCK))
+        # 0/0 if the means of the tiniest numbers were rounded up. Other rounding must not make the
+        # scale larger than all numbers.
+        mean.nan_to_num_(0.0, posinf=inf)
         torch.minimum(mean, absolute.amax(-1, keepdim=True), out=scale)
         _mark_exceptions(scale)
         integers = x.sign().to(torch.int8).mul_(chosen)
@@ -159,7 +163,7 @@ class IntegerCodec(Codec):
             digits = torch.zeros_like(packed, dtype=torch.int16)
             for k, column in enumerate((integers + 1).split(TERNARY, dim=-1)):
                 digits[..., : column.shape[-1]] += column.to(torch.int16) * 3 ** (4 - k)
-            # The product with 256 does not fit into 16 bits.
+            # (13·d + 242) // 243 without a division, exact for d < 3⁵.
             packed.view(torch.uint8).copy_(
                 digits + (digits * 13 + 242).to(torch.int32) * 135 // 2**15
             )

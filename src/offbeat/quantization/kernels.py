@@ -91,7 +91,7 @@ def encode(values: Floats, rows: Rows, bits: int, keep_error: bool) -> None:
             scale = min(folded[0] / (np.float32(number) / np.float32(BLOCK)), scale)
         if not finite:
             scale = np.float32(np.nan)
-        elif scale < np.float32(SMALLEST_SCALE):
+        elif not scale >= np.float32(SMALLEST_SCALE):  # also 0/0, if a mean was rounded up
             scale = np.float32(0)
         usual = finite and scale > np.float32(0)
         inverse = np.float32(1) / scale if usual else np.float32(0)

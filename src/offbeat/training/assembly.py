@@ -89,7 +89,7 @@ class Components:
         lines += [f"adam_correction {adam_correction}"]
         lines += describe(strategy, full, optimizers)
         self.joined = team.view > 0  # the workers that start together have view 0
-        senders = team.of_models if isinstance(strategy.averages(), Gradients) else team
+        senders = team.replica_team if isinstance(strategy.averages(), Gradients) else team
         opened = Wire(senders)  # an exact wire, until ``views.join`` opens that of the others
         with team.account.paused():
             if not self.joined:

@@ -5,7 +5,6 @@ In elastic training each view has its own communicator; see ``transport/membersh
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -70,6 +69,7 @@ class Team:
     def __init__(self, communicator: Communicator, *, node: Node | None = None) -> None:
         self.node = node
         self.account = Account()
+        self._replica_team: Team | None = None
         if communicator.membership is None:
             self._set_view(View(0, tuple(range(communicator.size)), communicator))
         else:
@@ -141,31 +141,33 @@ class Team:
 
     @property
     def copies(self) -> int:
-        """Number of processes of a node that hold the whole model."""
+        """Number of models in a node: one, or one for each process that holds the whole model."""
         return 1 if self.node is None or self.node.sharded else self.node.inside.size
 
-    @cached_property
-    def of_models(self) -> "Team":
-        """The processes that each hold a model, or that hold equal shards of the models.
+    @property
+    def replica_team(self) -> "Team":
+        """A team with one member for each copy of the model, or of this process's shard of it.
 
-        These are the workers or, if each process of a node holds the whole model, all processes.
+        Its members are the workers or, if each process of a node holds the whole model, all
+        processes.
         """
-        if self.copies == 1:
+        if self.node is None or self.copies == 1:
             return self
-        assert self.node is not None
-        team = Team(self.node.everyone)
-        # In a ring over all processes only one of them sends to another node.
-        team.communicator = Accounting(self.node.everyone, self.account, senders=self.copies)
-        return team
+        if self._replica_team is None:
+            team = self._replica_team = Team(self.node.everyone)
+            # In a ring over all processes only one process of each node sends to another node.
+            team.account = self.account
+            team.communicator = Accounting(self.node.everyone, self.account, senders=self.copies)
+        return self._replica_team
 
-    def over_shards(self, *values: float) -> list[float]:
+    def sum_over_shards(self, *values: float) -> list[float]:
         """Return the sum of each value over the shards of the model in this node.
 
         A collective of the node; blocks. If the model is not sharded, returns the values.
         """
-        return self.over_shares(*values) if self.sharded else list(values)
+        return self.sum_over_node(*values) if self.sharded else list(values)
 
-    def over_shares(self, *values: float) -> list[float]:
+    def sum_over_node(self, *values: float) -> list[float]:
         """Return the sum of each value over the processes of this node.
 
         A collective of the node; blocks. Without a node, returns the values.
@@ -180,8 +182,8 @@ class Team:
     def agree(self, *values: float) -> list[float]:
         """Return the maximum of each value over the processes of this node.
 
-        Use it for values that may differ between the processes, such as times, but must be equal on
-        them. A collective of the node; blocks. Without a node, returns the values.
+        Use it if processes measure different values, such as times, and must act on the same one. A
+        collective of the node; blocks. Without a node, returns the values.
         """
         if self.node is None:
             return list(values)
@@ -200,8 +202,9 @@ class Team:
 
     def close(self, *, together: bool = False) -> None:
         """Close the communicators of this team and of its node; see ``Communicator.close``."""
-        self.stages.stop()
-        self.movers.stop()
+        for team in (self, self.replica_team):
+            team.stages.stop()
+            team.movers.stop()
         self.communicator.close(together=together)
         if self.node is not None:
             self.node.close(together=together)

@@ -96,7 +96,7 @@ def copy_rank_0(team: Team, tensors: Iterable[Tensor]) -> None:
     """Copy rank 0's values of ``tensors`` to all workers, in place. A collective."""
     if team.everyone.size == 1:
         return
-    communicator = team.of_models.communicator
+    communicator = team.replica_team.communicator
     for bucket in make_buckets(tensors):
         bucket.pack()
         communicator.broadcast(bucket.flat, what="copy of rank 0's model").wait()

@@ -85,7 +85,7 @@ class AdamCorrection:
             [state for p in group["params"] if (state := self._optimizer.state.get(p))]
             for group in groups
         ]
-        sums = self._worker.team.over_shards(*(x for each in states for x in _sums(each)))
+        sums = self._worker.team.sum_over_shards(*(x for each in states for x in _sums(each)))
         for i, (group, each) in enumerate(zip(groups, states, strict=True)):
             if each:
                 v, m_squared = sums[2 * i : 2 * i + 2]
