@@ -28,7 +28,6 @@ training begin with this prefix, ``offbeat/elastic/<name>``:
     address/<worker>   address at which the worker accepts heartbeat connections
     latest             number of the latest view that was opened
     left/<worker>      exists once the worker has left before the end
-    finished/<worker>  exists once the worker has finished the training
     ended              exists once the training has ended
     view/<n>/wanted    exists once a worker requests view n
     view/<n>/begun     exists once a member has arrived; members then give up opening view n - 1
@@ -233,9 +232,7 @@ class Agreement:
         """
 
         def announce() -> None:
-            self.store.put(f"{'finished' if ended else 'left'}/{self.worker}", True)
-            if ended:
-                self.store.put("ended", True)
+            self.store.put("ended" if ended else f"left/{self.worker}", True)
             self.store.put(f"view/{number + 1}/wanted", True)
 
         with contextlib.suppress(StoreLostError):

@@ -7,8 +7,6 @@ first start, a restart and a late start are the same:
                        FileStore on a disk that all workers share
     OFFBEAT_WORKERS    number of workers with which training begins: ``4``, or ``2:4`` for 4, or for
                        2 to 3 if no more have come after 30 s
-    OFFBEAT_LEFT       keys in the store of workers that are known to be dead, separated by spaces;
-                       optional
 
 The store must outlive the workers, so a launcher keeps it in a process of its own. One store serves
 one training. The keys in the store, besides those of ``elastic/agreement.py``:
@@ -16,7 +14,7 @@ one training. The keys in the store, besides those of ``elastic/agreement.py``:
     offbeat/elastic         key prefix of the latest training; replaced if that training is lost
     <prefix>/numbers        counter from which each worker takes its identity (``add``)
     <prefix>/view/0/decided the members of view 0
-    <prefix>/ended          exists once the training has ended; see ``training_has_ended``
+    <prefix>/ended          exists once the training has ended
 
 Each worker runs the same protocol:
 
@@ -34,18 +32,16 @@ Each worker runs the same protocol:
 import itertools
 import logging
 import os
-import re
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from offbeat.elastic import reports
-from offbeat.elastic.address import parse_address
+from offbeat.elastic.address import PATIENCE_SECONDS, WorkerCount, parse_address
 from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.joining import POLL_SECONDS, Admission, UnreachableError, new_identity
 from offbeat.elastic.membership import StoreMembership
@@ -59,52 +55,8 @@ T = TypeVar("T")
 logger = logging.getLogger("offbeat")
 LATEST_TRAINING = "offbeat/elastic"
 """Key in the store. Its value is the key prefix of the training that began last."""
-PATIENCE_SECONDS = 30.0
-"""Time after which training begins with fewer workers, if ``OFFBEAT_WORKERS`` allows it."""
-_STORE, _WORKERS, _LEFT = "OFFBEAT_STORE", "OFFBEAT_WORKERS", "OFFBEAT_LEFT"
+_STORE, _WORKERS = "OFFBEAT_STORE", "OFFBEAT_WORKERS"
 _ATTEMPTS = 10  # attempts to begin or join a training; each ends with the loss of a worker
-
-
-def training_has_ended(store: Any) -> bool:
-    """Return True if the training that uses ``store`` has ended.
-
-    ``store`` is a store of ``torch.distributed``. A launcher calls this function when a worker has
-    failed. A worker of a training that has ended need not be started again.
-    """
-    root = SharedStore(store, _STORE)
-    name = root.get(LATEST_TRAINING)
-    return name is not None and root.within(name).get("ended") is not None
-
-
-@dataclass(frozen=True)
-class WorkerCount:
-    """The number of workers with which training begins.
-
-    Attributes:
-        most: Training begins when this many workers have come (≥ 1).
-        least: Training begins with at least this many workers after ``PATIENCE_SECONDS``.
-        min_workers: Least number of workers with which training continues.
-    """
-
-    most: int
-    least: int
-    min_workers: int
-
-    @classmethod
-    def parse(cls, text: str) -> "WorkerCount":
-        """Return the value of ``OFFBEAT_WORKERS``, for example "4" or "2:4".
-
-        Raises AttachError if ``text`` has another form.
-        """
-        match = re.fullmatch(r"(?:([0-9]+):)?([0-9]+)", text.strip())
-        most = int(match[2]) if match else 0
-        least = int(match[1]) if match and match[1] else most
-        if not 1 <= least <= most:
-            raise AttachError(
-                f"{_WORKERS} must be a number of workers such as 4, or 2:4 to begin with 4, or "
-                f"with 2 after {PATIENCE_SECONDS:g} s; got {text!r}"
-            )
-        return cls(most, least, least if match and match[1] else 1)
 
 
 def gathering_from_environment() -> "Gathering | None":
@@ -122,21 +74,24 @@ def gathering_from_environment() -> "Gathering | None":
         raise AttachError(f"{_WORKERS} is set and {_STORE} is not: set it to the store's address")
     if not address or hasattr(world, "make_communicator"):
         return None
-    try:
-        parse_address(address)
-    except ValueError as error:
-        raise AttachError(f"{_STORE}: {error}") from None
     if not workers:
         raise AttachError(
             f"{_STORE} is set and {_WORKERS} is not: set it to the number of workers, such as 4"
         )
+    try:
+        where = _STORE
+        parse_address(address)
+        where = _WORKERS
+        count = WorkerCount.parse(workers)
+    except ValueError as error:
+        raise AttachError(f"{where}: {error}") from None
     if world is not None and world.size() > 1:
         logger.warning(
             "%s is set, so attach() trains with the workers that gather there, and not with the %d "
             "workers of the default process group; unset it, or give attach() a group",
             *(_STORE, world.size()),
         )
-    return Gathering(address, WorkerCount.parse(workers))
+    return Gathering(address, count)
 
 
 class Gathering(Transport):
@@ -185,12 +140,9 @@ class Gathering(Transport):
         """
         what = "gathering failed"
         root = connect_to_store(self._address, timeout_seconds, what=what)
-        for key in os.environ.get(_LEFT, "").split():
-            root.call(partial(root.put, key, True), what)
         while True:
             name = root.call(partial(_latest_training, root), what)
             agreement = new_identity(root.within(name), timeout_seconds, what=what)
-            reports.tell(f"{reports.LEFT}{name}/left/{agreement.worker}")
             try:
                 view = self._attempt(root, name, agreement)
             except BaseException:

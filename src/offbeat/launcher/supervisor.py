@@ -71,7 +71,6 @@ class Supervisor:
         self._finished: set[int] = set()  # the workers whose process has finished the training
         self._has_trained = False  # True once a worker has begun to train
         self._failures: list[_End] = []  # after which no restart followed
-        self._left: list[str] = []  # keys by which processes that have ended are known as dead
 
     async def run(self) -> int:
         """Run the workers until none is left, and return the exit code of the launcher.
@@ -165,9 +164,6 @@ class Supervisor:
 
         def on_report(line: bytes) -> None:
             text = line.decode()
-            if text.startswith(reports.LEFT):
-                left.append(text.removeprefix(reports.LEFT))
-                return
             report(f"worker {number} {text}")
             self._has_trained = True
             if text == reports.FINISHED:
@@ -177,10 +173,6 @@ class Supervisor:
 
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
         variables = {"LOCAL_RANK": str(number), "OFFBEAT_RESTARTS": str(starts)}
-        # Other workers notice a death by a closed connection. Workers that start after the death of
-        # all have no connection to them, and would wait for a while for an answer.
-        variables["OFFBEAT_LEFT"] = " ".join(self._left)
-        left: list[str] = []
         try:
             process = self._start(variables, [end for _, end in pipes])
         except (OSError, EOFError) as error:
@@ -206,7 +198,6 @@ class Supervisor:
         del self._running[number]
         _kill(process)  # the processes that it has started
         await asyncio.gather(*(each.close(_LAST_OUTPUT_SECONDS) for each in lines))
-        self._left += left  # not earlier: the last report may have been read just now
         with contextlib.suppress(ChildProcessError):  # this process may have inherited them
             while os.waitpid(-process.pid, os.WNOHANG)[0]:
                 pass
