@@ -27,6 +27,7 @@ from offbeat.elastic import gathering, joining, membership
 from offbeat.elastic.address import WorkerCount
 from offbeat.elastic.agreement import Agreement, Decision
 from offbeat.elastic.gathering import LATEST_TRAINING, Gathering
+from offbeat.elastic.heartbeats import HeartbeatConnections
 from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
 from offbeat.transport.membership import ModelLostError
@@ -425,13 +426,13 @@ def lose_the_model(rank: int, _: int) -> Any:
             store().wait(["asked2", "asked3"])
         worker.steps(100, 2)
     store().wait(["come"])
-    request = joining.Admission._request
+    request = Agreement.request
 
     def ask(self: Any, *args: Any) -> None:
         store().set(f"asked{rank}", "")
         request(self, *args)
 
-    joining.Admission._request = ask  # type: ignore[method-assign]
+    Agreement.request = ask  # type: ignore[method-assign]
     return Worker(rank).steps(5, 2).finish()
 
 
@@ -475,17 +476,14 @@ def test_a_worker_that_comes_after_the_end_is_told() -> None:
 def test_a_number_without_an_address_delays_no_one() -> None:
     """A worker may die between the two. The next decision considers it once more."""
     shared = SharedStore(dist.HashStore(), "here")
-    one = Agreement.__new__(Agreement)
-    one.store = shared
-    assert [shared.count("numbers") for _ in range(5)] == [0, 1, 2, 3, 4]
-    shared.put("address/2", "a:1")
-    shared.put("address/4", "a:2")
-    requests = one.join_requests(Decision([0, 1], 2))
-    assert requests == ({2: "a:1", 4: "a:2"}, 5, [3])
-    decision = Decision([0, 1, 2, 4], 5, unannounced=[3])
-    assert [decision.considers(worker) for worker in range(2, 6)] == [True, False, True, False]
-    shared.put("address/3", "a:3")
-    assert one.join_requests(decision) == ({3: "a:3"}, 5, [])
+    others = [Agreement(shared, 1.0) for _ in range(2)]
+    assert shared.count("numbers") == 2
+    one = Agreement(shared, 1.0)
+    decision = one.admit(Decision([0], 1))
+    assert decision == Decision([1, 3], 4, unannounced=[2])
+    assert [decision.considers(worker) for worker in range(1, 5)] == [True, False, True, False]
+    shared.put("address/2", others[0].heartbeats.address)
+    assert one.admit(decision) == Decision([2], 4)
 
 
 def test_attempts_are_repeated_after_a_loss_only() -> None:
@@ -514,13 +512,13 @@ def come_with_a_bad_address(rank: int, _: int) -> Any:
     set_variables("2")
     if rank == 2:
         store().wait(["come"])
-        init = joining.HeartbeatConnections.__init__
+        init = HeartbeatConnections.__init__
 
         def at_a_closed_port(self: Any) -> None:
             init(self)
             self.address = "127.0.0.1:1"
 
-        joining.HeartbeatConnections.__init__ = at_a_closed_port  # type: ignore[method-assign]
+        HeartbeatConnections.__init__ = at_a_closed_port  # type: ignore[method-assign]
         with pytest.raises(CommunicationError, match="GLOO_SOCKET_IFNAME"):
             Worker(rank)
         shared = SharedStore(store(), "here")

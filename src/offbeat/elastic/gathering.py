@@ -42,8 +42,8 @@ import torch.distributed as dist
 
 from offbeat.elastic import reports
 from offbeat.elastic.address import PATIENCE_SECONDS, WorkerCount, parse_address
-from offbeat.elastic.agreement import Agreement, Decision
-from offbeat.elastic.joining import POLL_SECONDS, Admission, UnreachableError, new_identity
+from offbeat.elastic.agreement import Agreement, Decision, polls
+from offbeat.elastic.joining import UnreachableError, join
 from offbeat.elastic.membership import StoreMembership
 from offbeat.elastic.store import SharedStore, StoreLostError, connect_to_store
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
@@ -142,7 +142,7 @@ class Gathering(Transport):
         root = connect_to_store(self._address, timeout_seconds, what=what)
         while True:
             name = root.call(partial(_latest_training, root), what)
-            agreement = new_identity(root.within(name), timeout_seconds, what=what)
+            agreement = Agreement(root.within(name), timeout_seconds)
             try:
                 view = self._attempt(root, name, agreement)
             except BaseException:
@@ -164,34 +164,28 @@ class Gathering(Transport):
                 "rank %d begins training with %s", agreement.worker, ranks_text(first.members)
             )
             return view
-        return Admission(agreement, lambda: root.get(LATEST_TRAINING) != name).wait(deadline)
+        return join(agreement, lambda: root.get(LATEST_TRAINING) != name, deadline)
 
     def _gather(self, agreement: Agreement, deadline: float) -> Decision:
         """Wait for the decision on view 0, and return it. Propose one if enough workers live."""
-        store, heartbeats = agreement.store, agreement.heartbeats
-        started, before = time.monotonic(), Decision([], 0)
-        view, pause = store.within("view/0"), POLL_SECONDS[0]
-        what = f"rank {agreement.worker}: gathering failed"
-        while True:
-            decided = store.call(partial(view.get, "decided"), what)
-            if decided is not None:
+        heartbeats, started = agreement.heartbeats, time.monotonic()
+        view = agreement.store.within("view/0")
+        for _ in polls():
+            if (decided := agreement.call(lambda: view.get("decided"))) is not None:
                 return Decision(**decided)
-            requests = store.call(partial(agreement.join_requests, before), what)
-            others = {*requests.addresses} - {agreement.worker} - heartbeats.refused
-            silent = set(heartbeats.connect({w: requests.addresses[w] for w in others}))
-            silent -= heartbeats.refused
-            others -= heartbeats.refused | silent | heartbeats.dead()
-            alive, waited = sorted({agreement.worker, *others}), time.monotonic() - started
-            impatient = waited >= self._patience_seconds
+            decision = agreement.admit(Decision([], 0))
+            impatient = time.monotonic() - started >= self._patience_seconds
             least = self.workers.least if impatient else self.workers.most
-            if len(alive) >= least and alive[0] == agreement.worker:
-                decision = Decision(alive, requests.next_identity, unannounced=requests.unannounced)
-                store.call(partial(view.put_if_absent, "decided", vars(decision)), what)
-            elif time.monotonic() > deadline:
-                raise self._timeout(agreement, len(alive), len(silent))
-            else:
-                time.sleep(pause)
-                pause = min(2 * pause, POLL_SECONDS[1])
+            if len(decision.members) >= least and decision.members[0] == agreement.worker:
+                first = partial(view.put_if_absent, "decided", vars(decision))
+                return Decision(**agreement.call(first))
+            if time.monotonic() > deadline:
+                silent = {*range(decision.next_identity)}.difference(
+                    *(decision.members, decision.unannounced),
+                    *(heartbeats.refused, heartbeats.dead()),
+                )
+                raise self._timeout(agreement, len(decision.members), len(silent))
+        raise AssertionError
 
     def _timeout(self, agreement: Agreement, alive: int, silent: int) -> CommunicationTimeout:
         text = (

@@ -59,46 +59,6 @@ class _Report:
     carried: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How the workers of a new view reach a common state.
-
-    Attributes:
-        source: Rank of the worker that sends its model, optimizer state and step counters.
-        behind: Ranks of the workers that receive them.
-        averaged: Ranks of the workers whose models are then averaged. Empty if the models are
-            already equal.
-    """
-
-    source: int
-    behind: list[int]
-    averaged: list[int]
-
-
-def plan_of(reports: Sequence[_Report], *, replicates: bool) -> _Plan:
-    """Return the plan by which the workers reach a common state.
-
-    The workers with the newest model are averaged, and the others receive the result. Newest
-    models that are equal to the last mean are left out, because they would only shorten the steps
-    of the others. If ``replicates``, all workers that step have the same parameters between two
-    steps, so the newest models are equal and nothing is averaged.
-
-    Args:
-        reports: Reports of all workers, by rank.
-        replicates: As above.
-    """
-    newest = max(report.progress for report in reports if not report.fresh)
-    ahead = [
-        rank
-        for rank, report in enumerate(reports)
-        if not report.fresh and report.progress == newest
-    ]
-    if replicates:
-        return _Plan(ahead[0], sorted({*range(len(reports))} - {*ahead}), [])
-    fresh = [rank for rank, report in enumerate(reports) if report.fresh]
-    return _Plan(ahead[0], fresh, [r for r in ahead if reports[r].contributes] or ahead[:1])
-
-
 class Views:
     """Carries out view changes of one worker: ``views(error)`` ends a view and begins the next one.
 
@@ -225,19 +185,28 @@ class Views:
         assert iteration is not None
         reports = self._exchange_reports()
         old_flow = iteration.flow
-        plan = plan_of(reports, replicates=old_flow.replicates)
-        self._copy(plan, reports)
-        if plan.averaged:
-            weight, total = float(team.rank in plan.averaged), float(len(plan.averaged))
+        newest = max(report.progress for report in reports if not report.fresh)
+        ahead = [r for r, each in enumerate(reports) if not each.fresh and each.progress == newest]
+        # The workers ``ahead`` have the newest models. Their mean becomes the model of all workers.
+        if old_flow.replicates:  # between two steps, the newest models are equal
+            behind, averaged = [r for r in range(team.size) if r not in ahead], []
+        else:
+            behind = [rank for rank, each in enumerate(reports) if each.fresh]
+            # Models that are equal to the last mean would only shorten the steps of the others.
+            averaged = [rank for rank in ahead if reports[rank].contributes] or ahead[:1]
+        source = reports[ahead[0]]
+        self._copy(ahead[0], behind, source)
+        if averaged:
+            weight, total = float(team.rank in averaged), float(len(averaged))
             what = f"mean of the models at the beginning of view {team.view}"
             ExactMean(team, worker.replica).average(weight, total, what=what)
         self._progress, self._contributes = [team.view, 0, 0], False
         worker.open_view(Wire(team, self._precision))
-        worker.start_step = reports[plan.source].step
+        worker.start_step = source.step
         iteration.choose_overlap()
         flow = flow_of(self._strategy, worker)
         flow.start()
-        load(flow.state, reports[plan.source].carried, "common")
+        load(flow.state, source.carried, "common")
         if not self._fresh:
             load(flow.state, save(old_flow.state, "local"), "local")
         self._fresh = False  # only now: after an earlier failure this worker lacks the model
@@ -292,17 +261,16 @@ class Views:
             raise kind(message)
         return reports
 
-    def _copy(self, plan: _Plan, reports: Sequence[_Report]) -> None:
-        """Copy the state of ``plan.source`` to the workers ``plan.behind``."""
+    def _copy(self, source: int, behind: Sequence[int], report: _Report) -> None:
+        """Copy the state of rank ``source``, whose report this is, to the ranks ``behind``."""
         worker, communicator = self._worker, self._worker.team.communicator
-        if communicator.rank == plan.source and plan.behind:
-            self._state.send(communicator, plan.behind)
-        if communicator.rank not in plan.behind:
+        if communicator.rank == source and behind:
+            self._state.send(communicator, behind)
+        if communicator.rank not in behind:
             return
-        self._state.receive(communicator, plan.source, fresh=self._fresh)
-        source = reports[plan.source]
+        self._state.receive(communicator, source, fresh=self._fresh)
         if self._fresh:
-            worker.step = source.step
+            worker.step = report.step
         else:
             self._overtaken = True
-            self._progress, self._contributes = source.progress, source.contributes
+            self._progress, self._contributes = report.progress, report.contributes

@@ -39,13 +39,11 @@ class _End(NamedTuple):
     Attributes:
         code: Exit code, 128 + n after the signal n.
         how: Description, such as "was ended by SIGKILL".
-        finished: True if the process had finished the training.
         script_failed: True if the script has failed, rather than the communication.
     """
 
     code: int
     how: str
-    finished: bool = False
     script_failed: bool = False
 
 
@@ -70,7 +68,7 @@ class Supervisor:
         self._running: dict[int, BaseProcess] = {}
         self._finished: set[int] = set()  # the workers whose process has finished the training
         self._has_trained = False  # True once a worker has begun to train
-        self._failures: list[_End] = []  # after which no restart followed
+        self._failures: list[tuple[int, int]] = []  # worker and code, if no restart followed
 
     async def run(self) -> int:
         """Run the workers until none is left, and return the exit code of the launcher.
@@ -119,8 +117,9 @@ class Supervisor:
         await done
         if self._signal is not None:
             return 128 + self._signal
-        failures = [end.code for end in self._failures if end.finished or not self._finished]
-        return failures[0] if failures else 0
+        finished = self._finished
+        codes = (code for number, code in self._failures if number in finished or not finished)
+        return next(codes, 0)
 
     async def _keep(self, number: int) -> None:
         """Run worker ``number``, and restart it after failures."""
@@ -138,9 +137,9 @@ class Supervisor:
             if end.code == 0 or self._stopping.is_set():
                 report(what)
                 return
-            if reason := self._why_final(end, restarts):
+            if reason := self._why_final(number, end, restarts):
                 report(f"{what}; not again: {reason}")
-                self._failures.append(end)
+                self._failures.append((number, end.code))
                 return
             pause = _PAUSES_SECONDS[min(restarts, len(_PAUSES_SECONDS) - 1)]
             restarts += 1
@@ -148,9 +147,9 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
-    def _why_final(self, end: _End, restarts: int) -> str | None:
+    def _why_final(self, number: int, end: _End, restarts: int) -> str | None:
         """Return why no restart follows the end of a process. None if one does."""
-        if end.finished:
+        if number in self._finished:
             return "it had finished the training"
         if end.code == FINAL:
             return "a restart would not mend this error"
@@ -201,11 +200,10 @@ class Supervisor:
         with contextlib.suppress(ChildProcessError):  # this process may have inherited them
             while os.waitpid(-process.pid, os.WNOHANG)[0]:
                 pass
-        finished = number in self._finished
         if status < 0:
-            return _End(128 - status, f"was ended by {signal_name(-status)}", finished)
+            return _End(128 - status, f"was ended by {signal_name(-status)}")
         how = f"ended with exit code {status}" if status else "ended"
-        return _End(status, how, finished, script_failed=status not in (0, TEMPORARY))
+        return _End(status, how, script_failed=status not in (0, TEMPORARY))
 
     def _kill_stuck(self) -> None:
         """Kill the workers that have not finished the training, and still run."""
