@@ -127,14 +127,17 @@ def save(
             refused = str(error)
         own, token = sorted(files.checkpoints()), secrets.token_hex(8)
         step, answers = state.agree(_SAVE, refused, contents, own, token)
-        saved = _union(answers)
-        later = max((saved_step for saved_step, _ in saved), default=step)
+        all_keys = [_as_keys(keys) for keys, _ in answers]
+        # A worker without files may be one that the earlier run did not have.
+        common = set.intersection(*filter(None, all_keys)) if any(all_keys) else set()
+        later = max((saved_step for saved_step, _ in common), default=step)
         if later > step:
             raise CheckpointError(
                 f"{files.folder} holds a checkpoint of step {later}, this is step {step}: continue "
                 f"from it with {_LOAD}, or save to another directory"
             )
-        key = (step, max((n for saved_step, n in saved if saved_step == step), default=-1) + 1)
+        repetitions = [n for keys in all_keys for saved_step, n in keys if saved_step == step]
+        key = (step, max(repetitions, default=-1) + 1)
         contents["id"] = answers[0][1]  # rank 0's token: the same in all files of this checkpoint
         try:
             files.write(key, contents)
@@ -146,7 +149,7 @@ def save(
             files.discard(key)
             raise
         files.rename(key)
-        files.prune({*sorted({*saved, key})[-keep:]}, sync.size)
+        files.prune({*sorted({*common, key})[-keep:]}, sync.size)
         return files.path(key)
 
 
@@ -227,10 +230,12 @@ def _newest_complete(files: Files, state: WorkerState) -> tuple[CheckpointKey, P
     refused = None
     if files.folder.is_file():
         refused = f"{files.folder} is a file: name the directory of the checkpoints"
-    saved = _union(state.require_all(_LOAD, refused, sorted(files.checkpoints())))
+    own = files.checkpoints()
+    answers = state.require_all(_LOAD, refused, sorted(own))
+    saved = set.union(*(_as_keys(keys) for (keys,) in answers))
     # A crash may have left this worker's file under its temporary name. If another worker has
     # renamed its file of this checkpoint, this one is complete, too; see ``checkpoint.files``.
-    for key in saved & files.checkpoints(partial=True):
+    for key in saved & files.checkpoints(partial=True) - own:
         files.rename(key)
     reasons = []
     for key in sorted(saved, reverse=True):
@@ -262,9 +267,8 @@ def _newest_complete(files: Files, state: WorkerState) -> tuple[CheckpointKey, P
     )
 
 
-def _union(answers: Sequence[Sequence[Any]]) -> set[CheckpointKey]:
-    """Return all checkpoints in ``answers``, each of which begins with those of one worker."""
-    return {(step, repetition) for keys, *_ in answers for step, repetition in keys}
+def _as_keys(lists: Sequence[Sequence[int]]) -> set[CheckpointKey]:
+    return {(step, repetition) for step, repetition in lists}
 
 
 # -- what only a file contains ---------------------------------------------------------------------

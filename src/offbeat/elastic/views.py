@@ -21,13 +21,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.averaging import Worker, flow_of
+from offbeat.averaging import flow_of
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.checkpoint.state import load, save
 from offbeat.checkpoint.worker_state import WorkerState
 from offbeat.errors import CommunicationError, MismatchError
 from offbeat.quantization.wire import Precision, Wire
-from offbeat.strategies.base import Strategy
 from offbeat.training.checks.consistency import difference, versioned
 from offbeat.training.iteration import Iteration
 from offbeat.transport.membership import ModelLostError
@@ -63,37 +62,31 @@ class Views:
     """Carries out view changes of one worker: ``views(error)`` ends a view and begins the next one.
 
     Args:
-        strategy: Strategy of the training.
-        worker: Model, optimizers and communication of this worker.
+        iteration: The step loop of this worker, which contains the current flow.
         state: State of this worker, which workers receive when they join.
+        report_seconds: Function to call with the duration of each view change.
         precision: ``wire`` argument of ``attach``.
         lines: Settings that must be equal on all workers, one per line of text.
         min_workers: Least number of workers with which training continues (≥ 1).
-
-    Attributes:
-        iteration: The step loop of this worker, which contains the current flow. The caller sets
-            it before the first view begins.
-        report_seconds: Function to call with the duration of each view change.
     """
 
     def __init__(
         self,
-        strategy: Strategy,
-        worker: Worker,
+        iteration: Iteration,
         state: WorkerState,
+        report_seconds: Callable[[float], None],
         precision: Precision,
         lines: Sequence[str],
         *,
         min_workers: int,
     ) -> None:
-        self._strategy, self._worker, self._precision = strategy, worker, precision
-        self._state, self._min_workers = state, min_workers
+        self._iteration, self._worker = iteration, iteration.flow.worker
+        self._precision, self._min_workers = precision, min_workers
+        self._state, self._report_seconds = state, report_seconds
         self._settings = "\n".join(versioned(lines))
-        self.iteration: Iteration | None = None
-        self.report_seconds: Callable[[float], None] = lambda seconds: None
         self._fresh = False  # True if this worker has joined and does not have the model yet
         # See _Report; values of the flow that has ended.
-        self._progress, self._contributes = [worker.team.view, 0, 0], False
+        self._progress, self._contributes = [self._worker.team.view, 0, 0], False
         self._overtaken = False  # True if this worker received the model of a later step
         self._last: CommunicationError | None = None  # reason for which there is no further view
 
@@ -115,11 +108,10 @@ class Views:
         Raises:
             CommunicationError: There is no next view for this worker, or too few workers are left.
         """
-        assert self.iteration is not None
         if self._last is not None:
             raise self._last
         worker, team, before = self._worker, self._worker.team, self._worker.team.host.now()
-        flow = self.iteration.flow
+        flow = self._iteration.flow
         waits, replicates, unsynced = flow.waits, flow.replicates, flow.unsynced
         self._progress[1] = flow.syncs if waits or replicates else 0
         self._progress[2] = int(replicates and unsynced)
@@ -132,7 +124,7 @@ class Views:
             raise
         seconds = team.host.now() - before
         self.record()
-        self.report_seconds(seconds)
+        self._report_seconds(seconds)
         details = worker.details
         details["view_changes"] = details.get("view_changes", 0) + 1
         details["view_seconds"] = details.get("view_seconds", 0.0) + seconds
@@ -181,8 +173,7 @@ class Views:
 
         After a CommunicationError another view change is needed.
         """
-        worker, team, iteration = self._worker, self._worker.team, self.iteration
-        assert iteration is not None
+        worker, team, iteration = self._worker, self._worker.team, self._iteration
         reports = self._exchange_reports()
         old_flow = iteration.flow
         newest = max(report.progress for report in reports if not report.fresh)
@@ -204,7 +195,7 @@ class Views:
         worker.open_view(Wire(team, self._precision))
         worker.start_step = source.step
         iteration.choose_overlap()
-        flow = flow_of(self._strategy, worker)
+        flow = flow_of(old_flow.strategy, worker)
         flow.start()
         load(flow.state, source.carried, "common")
         if not self._fresh:
@@ -232,15 +223,14 @@ class Views:
             CommunicationError: A worker that has joined has other settings than the others.
             MismatchError: This worker has joined and has other settings than the others.
         """
-        worker, iteration = self._worker, self.iteration
-        assert iteration is not None
+        worker = self._worker
         report = _Report(
             self._fresh,
             self._progress,
             self._contributes,
             self._settings,
             worker.step,
-            {} if self._fresh else save(iteration.flow.state, "common"),
+            {} if self._fresh else save(self._iteration.flow.state, "common"),
         )
         communicator, what = worker.team.communicator, "reports at the beginning of a view"
         payload = json.dumps(vars(report)).encode()
