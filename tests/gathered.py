@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from offbeat.elastic import agreement, gathering, joining, membership
+from offbeat.elastic import agreement, gathering, membership
 from offbeat.elastic.store import SharedStore
 from offbeat.training import assembly
 from offbeat.transport.torch_backend import process_groups
@@ -36,7 +36,7 @@ def die(key: str = "died") -> NoReturn:
 PLACES: dict[str, tuple[Any, str]] = {
     "having a number": (SharedStore, "put"),
     "before it gathers": (gathering.Gathering, "_gather"),
-    "having asked": (joining.Admission, "wait"),
+    "having asked": (gathering, "join"),
     "before it is here": (agreement.Agreement, "decide"),
     "before it proposes": (agreement.Agreement, "_propose"),
     "before it opens": (membership.StoreMembership, "enter"),
@@ -70,7 +70,7 @@ def gather_in_order(rank: int, size: int, *, silence_seconds: float = 30.0) -> N
         "OFFBEAT_STORE": f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
         "OFFBEAT_WORKERS": str(size),
     }
-    new_identity = gathering.new_identity
+    make = gathering.Agreement
 
     def in_order(*args: Any, **options: Any) -> Any:
         kept = store()
@@ -78,11 +78,11 @@ def gather_in_order(rank: int, size: int, *, silence_seconds: float = 30.0) -> N
             kept.wait([f"number {rank - 1}"])
         if rank >= size:
             kept.wait([f"{kept.get('offbeat/elastic').decode()[1:-1]}/view/0/decided"])
-        agreement = new_identity(*args, **options)
+        agreement = make(*args, **options)
         agreement.silence_seconds = min(agreement.silence_seconds, silence_seconds)
         assert agreement.worker == rank
         kept.set(f"number {rank}", "")
-        gathering.new_identity = new_identity  # this process may attach again
+        gathering.Agreement = make  # type: ignore[misc] # this process may attach again
         return agreement
 
-    gathering.new_identity = in_order
+    gathering.Agreement = in_order  # type: ignore[misc, assignment]

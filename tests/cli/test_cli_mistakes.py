@@ -210,9 +210,9 @@ SIMULATION = [
         ("run -n 2 -m no_such.train", "there is no module no_such, here or among the .*"),
         (
             "run -n 0 FILES/exit.py",
-            "--workers 0: give a number, as in 4, or the least .* as in 2:4",
+            "--workers: give a number of workers .* got '0'",
         ),
-        ("run -n 4:2 FILES/exit.py", "--workers 4:2: give a number, .*"),
+        ("run -n 4:2 FILES/exit.py", "--workers: give a number of workers .* got '4:2'"),
         ("run -n 2 --here 0 FILES/exit.py", "here must be at least 1, got 0"),
         ("run -n 2 --here 3 FILES/exit.py", "--here 3: there are --workers 2 in all"),
         ("run -n 2:4 --here 2 FILES/exit.py", "--here 2 of 4: the other machines need a store. .*"),

@@ -23,9 +23,11 @@ import offbeat
 from cells import some
 from gathered import die, kill_at, meet, store
 from loops import close, error_of, sgd
-from offbeat.elastic import gathering, joining, membership, reports
+from offbeat.elastic import gathering, joining, membership
+from offbeat.elastic.address import WorkerCount
 from offbeat.elastic.agreement import Agreement, Decision
-from offbeat.elastic.gathering import Gathering, WorkerCount, training_has_ended
+from offbeat.elastic.gathering import LATEST_TRAINING, Gathering
+from offbeat.elastic.heartbeats import HeartbeatConnections
 from offbeat.elastic.store import SharedStore, StoreLostError
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
 from offbeat.transport.membership import ModelLostError
@@ -91,6 +93,12 @@ def check(results: list[Any], members: list[int] | None = None) -> None:
     assert sorted(rank for *_, rank in results) == list(range(len(results)))
 
 
+def has_ended(kept: Any) -> bool:
+    root = SharedStore(kept, "here")
+    name = root.get(LATEST_TRAINING)
+    return name is not None and root.within(name).get("ended") is not None
+
+
 def attach(**options: Any) -> Any:
     model = make_model()
     return offbeat.attach(model, sgd(model), **{"strategy": offbeat.BSP(), **options})
@@ -115,7 +123,7 @@ def test_the_number_of_workers_is_read(text: str, expected: tuple[int, int, int]
         ("10.0.0.1:29500", "", "OFFBEAT_STORE is set and OFFBEAT_WORKERS is not"),
         ("", "4", "OFFBEAT_WORKERS is set and OFFBEAT_STORE is not"),
         *(
-            ("file:///store", workers, f"OFFBEAT_WORKERS must be a number .* got '{workers}'")
+            ("file:///store", workers, f"OFFBEAT_WORKERS: give a number .* got '{workers}'")
             for workers in ("0", "four", "4:2", "0:2", "2:", ":2", "-1", "2:3:4")
         ),
     ],
@@ -238,7 +246,7 @@ def test_workers_gather(default_group: bool) -> None:
 def test_workers_gather_at_a_file(tmp_path: Path) -> None:
     results = run(start, False, f"file://{tmp_path}/store", workers=0, newcomers=3)
     check([one[:4] for one in results], [0, 1, 2])
-    assert training_has_ended(dist.FileStore(f"{tmp_path}/store"))
+    assert has_ended(dist.FileStore(f"{tmp_path}/store"))
 
 
 def begin_with_fewer(rank: int, _: int) -> Any:
@@ -318,27 +326,21 @@ def test_a_worker_may_be_killed_in_attach(place: str) -> None:
     check([results[rank] for rank in (0, 2, 3)])
 
 
-def be_killed_with_all(rank: int, _: int, reported: bool) -> Any:
+def be_killed_with_all(rank: int, _: int) -> Any:
     set_variables("3")
-    if reported:
-        joining._REFUSED_SECONDS = TIMEOUT_SECONDS
-        reports.tell = lambda text: store().set(f"told{text.split()[0]}{rank}", text.split()[-1])
     if rank < 3:
         Worker(rank).steps(5, 3)
         store().set("name", store().get("offbeat/elastic"))
         meet("all train", rank, range(3))
         die(f"died{rank}")
     store().wait([f"died{other}" for other in range(3)])
-    if reported:
-        os.environ["OFFBEAT_LEFT"] = store().get(f"toldkey{rank - 3}").decode()
     worker = Worker(rank).steps(5, 3)
     return worker.finish(), store().get("name") != store().get("offbeat/elastic")
 
 
-@pytest.mark.parametrize("reported", [False, True])
-def test_all_workers_may_be_killed_and_started_again(reported: bool) -> None:
-    """They begin a new training: at once if a launcher has reported the deaths."""
-    results = run(be_killed_with_all, reported, workers=0, newcomers=6, may_die=(0, 1, 2))[3:]
+def test_all_workers_may_be_killed_and_started_again() -> None:
+    """They begin a new training."""
+    results = run(be_killed_with_all, workers=0, newcomers=6, may_die=(0, 1, 2))[3:]
     check([result for result, _ in results], [0, 1, 2])
     assert all(replaced and result[1] == 0 for result, replaced in results)
 
@@ -424,13 +426,13 @@ def lose_the_model(rank: int, _: int) -> Any:
             store().wait(["asked2", "asked3"])
         worker.steps(100, 2)
     store().wait(["come"])
-    request = joining.Admission._request
+    request = Agreement.request
 
     def ask(self: Any, *args: Any) -> None:
         store().set(f"asked{rank}", "")
         request(self, *args)
 
-    joining.Admission._request = ask  # type: ignore[method-assign]
+    Agreement.request = ask  # type: ignore[method-assign]
     return Worker(rank).steps(5, 2).finish()
 
 
@@ -448,13 +450,13 @@ def come_after_the_end(rank: int, _: int) -> Any:
     set_variables("2")
     if rank < 2:
         worker = Worker(rank).steps(3, 2)
-        assert not training_has_ended(store())
+        assert not has_ended(store())
         if rank == 1:
             die()
         store().wait(["died"])
         return worker.finish()
     deadline = time.monotonic() + 20
-    while not training_has_ended(store()):
+    while not has_ended(store()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return error_of(lambda: Worker(rank))[1]
@@ -474,17 +476,14 @@ def test_a_worker_that_comes_after_the_end_is_told() -> None:
 def test_a_number_without_an_address_delays_no_one() -> None:
     """A worker may die between the two. The next decision considers it once more."""
     shared = SharedStore(dist.HashStore(), "here")
-    one = Agreement.__new__(Agreement)
-    one.store = shared
-    assert [shared.count("numbers") for _ in range(5)] == [0, 1, 2, 3, 4]
-    shared.put("address/2", "a:1")
-    shared.put("address/4", "a:2")
-    requests = one.join_requests(Decision([0, 1], 2))
-    assert requests == ({2: "a:1", 4: "a:2"}, 5, [3])
-    decision = Decision([0, 1, 2, 4], 5, unannounced=[3])
-    assert [decision.considers(worker) for worker in range(2, 6)] == [True, False, True, False]
-    shared.put("address/3", "a:3")
-    assert one.join_requests(decision) == ({3: "a:3"}, 5, [])
+    others = [Agreement(shared, 1.0) for _ in range(2)]
+    assert shared.count("numbers") == 2
+    one = Agreement(shared, 1.0)
+    decision = one.admit(Decision([0], 1))
+    assert decision == Decision([1, 3], 4, unannounced=[2])
+    assert [decision.considers(worker) for worker in range(1, 5)] == [True, False, True, False]
+    shared.put("address/2", others[0].heartbeats.address)
+    assert one.admit(decision) == Decision([2], 4)
 
 
 def test_attempts_are_repeated_after_a_loss_only() -> None:
@@ -513,13 +512,13 @@ def come_with_a_bad_address(rank: int, _: int) -> Any:
     set_variables("2")
     if rank == 2:
         store().wait(["come"])
-        init = joining.HeartbeatConnections.__init__
+        init = HeartbeatConnections.__init__
 
         def at_a_closed_port(self: Any) -> None:
             init(self)
             self.address = "127.0.0.1:1"
 
-        joining.HeartbeatConnections.__init__ = at_a_closed_port  # type: ignore[method-assign]
+        HeartbeatConnections.__init__ = at_a_closed_port  # type: ignore[method-assign]
         with pytest.raises(CommunicationError, match="GLOO_SOCKET_IFNAME"):
             Worker(rank)
         shared = SharedStore(store(), "here")

@@ -106,19 +106,6 @@ def test_a_killed_worker_is_started_again(launcher: Launcher) -> None:
     assert launcher.of(1) == ["started", how, "started again", "ended"]
 
 
-def test_a_worker_that_starts_again_is_told_who_is_dead(launcher: Launcher) -> None:
-    """By the key that the dead one has reported just before. The report is no sign of training."""
-    script = (
-        "print('told', os.environ['OFFBEAT_LEFT'])\n"
-        "if again: sys.exit(3)\n"
-        "reports.tell(reports.LEFT + 'one/left/7')\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    assert launcher.run(script) == 3
-    assert launcher.out.splitlines() == ["[0] told ", "[0] told one/left/7"]
-    assert launcher.of(0)[-1].endswith("not again: the script fails before training begins")
-
-
 def test_a_worker_that_always_fails_is_given_up(launcher: Launcher) -> None:
     """Its exit code becomes the launcher's, once no other worker runs."""
     script = f"{TRAIN}if rank == '1': sys.exit(3)\ntime.sleep(1)"

@@ -47,13 +47,14 @@ class Files:
         number = f"-{repetition}" if repetition else ""
         return self.folder / f"step-{step}{number}.rank{self.rank if rank is None else rank}.pt"
 
-    def checkpoints(self, rank: int | None = None, *, partial: bool = False) -> set[CheckpointKey]:
-        """Return the checkpoints of which this worker, or ``rank``, has a file.
+    def checkpoints(self, *, partial: bool = False) -> set[CheckpointKey]:
+        """Return the checkpoints of which this worker has a file.
 
         ``partial`` is True for the files with temporary names.
         """
-        owner = self.rank if rank is None else rank
-        return {key for key, r, temporary in self._all() if (r, temporary) == (owner, partial)}
+        return {
+            key for key, rank, temporary in self._all() if (rank, temporary) == (self.rank, partial)
+        }
 
     def _all(self) -> Iterator[tuple[CheckpointKey, int, bool]]:
         """Yield checkpoint and rank of each file, and whether its name is temporary."""
@@ -66,16 +67,12 @@ class Files:
     # -- writing -----------------------------------------------------------------------------------
 
     def write(self, key: CheckpointKey, contents: dict[str, Any]) -> None:
-        """Write ``contents`` to the disk under a temporary name. Removes it after an error."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with self._partial(key).open("wb") as file:
-                torch.save(contents, file)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            self.discard(key)
-            raise
+        """Write ``contents`` to the disk under a temporary name."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._partial(key).open("wb") as file:
+            torch.save(contents, file)
+            file.flush()
+            os.fsync(file.fileno())
 
     def discard(self, key: CheckpointKey) -> None:
         """Delete the file with the temporary name, if it exists."""
@@ -119,6 +116,6 @@ def read(path: Path) -> dict[str, Any]:
         contents: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         require_intact(contents)
     except Exception as error:  # archive, pickle and disk raise errors of many types
-        reason = str(error).partition("\n")[0]
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise CheckpointError(f"{path} cannot be read: {reason}") from None
     return contents

@@ -191,10 +191,9 @@ def load(
         return None
     with between_steps(sync, _LOAD, loads=True) as components:
         state, files = components.state, Files(Path(directory), sync.rank)
-        all_keys = _exchange_keys(files, state)
-        if not any(all_keys):
+        if (found := _newest_complete(files, state)) is None:
             return None
-        key, path, contents = _newest_complete(files, all_keys, state)
+        key, path, contents = found
         refused = None
         try:
             state.check(contents)
@@ -223,48 +222,32 @@ def load(
 # -- choice of a checkpoint ------------------------------------------------------------------------
 
 
-def _exchange_keys(files: Files, state: WorkerState) -> list[set[CheckpointKey]]:
-    """Return the checkpoints that each worker has. Complete interrupted renames. A collective.
+def _newest_complete(files: Files, state: WorkerState) -> tuple[CheckpointKey, Path, Values] | None:
+    """Return key, path and contents of the newest checkpoint that all workers can read.
 
-    A crash may have left this worker's file of a checkpoint under its temporary name. If another
-    worker has renamed its file of this checkpoint, this worker's file is complete (see
-    ``checkpoint.files``). This function then renames it.
+    A collective. The file is this worker's, or else rank 0's. None if no worker has a checkpoint.
     """
     refused = None
     if files.folder.is_file():
         refused = f"{files.folder} is a file: name the directory of the checkpoints"
-    # A worker without a file can load rank 0's file of a consensus.
-    partial, own = files.checkpoints(partial=True), files.checkpoints()
-    answers = state.require_all(_LOAD, refused, sorted(own | files.checkpoints(0)), sorted(partial))
-    pairs = [(_as_keys(keys), _as_keys(others)) for keys, others in answers]
-    renamed = set.union(*(keys for keys, _ in pairs))
-    for key in renamed & (partial - own):
+    own = files.checkpoints()
+    answers = state.require_all(_LOAD, refused, sorted(own))
+    saved = set.union(*(_as_keys(keys) for (keys,) in answers))
+    # A crash may have left this worker's file under its temporary name. If another worker has
+    # renamed its file of this checkpoint, this one is complete, too; see ``checkpoint.files``.
+    for key in saved & files.checkpoints(partial=True) - own:
         files.rename(key)
-    return [keys | (renamed & others) for keys, others in pairs]
-
-
-def _newest_complete(
-    files: Files, all_keys: Sequence[set[CheckpointKey]], state: WorkerState
-) -> tuple[CheckpointKey, Path, Values]:
-    """Return key, path and contents of the newest checkpoint that all workers can read.
-
-    A collective. The file is this worker's, or else rank 0's. ``all_keys`` are the checkpoints that
-    each worker has.
-    """
-    reasons = [
-        f"rank {rank} has {', '.join(f'step {step}' for step, _ in sorted(keys)) or 'none'}"
-        for rank, keys in enumerate(all_keys)
-    ]
-    common, own = set.intersection(*all_keys), files.checkpoints()
-    for key in sorted(common, reverse=True):
-        path = files.path(key, None if key in own else 0)
+    reasons = []
+    for key in sorted(saved, reverse=True):
+        path, of_rank_0 = files.path(key), files.path(key, 0)
+        borrows = not path.exists() and of_rank_0.exists()
         refused, contents = None, Values()
         try:
-            contents = read(path)
+            contents = read(of_rank_0 if borrows else path)
             # Any worker can load rank 0's file of a consensus. For a rank that the saved run did
             # not have, a later check reports the different number of workers.
-            if key not in own and contents["of"] == "worker" and files.rank < contents["size"]:
-                raise CheckpointError(f"there is no file of rank {files.rank} next to {path}")
+            if borrows and contents["of"] == "worker" and files.rank < contents["size"]:
+                raise CheckpointError(f"there is no file of rank {files.rank} next to {of_rank_0}")
         except CheckpointError as error:
             refused = str(error)
         answers = state.gather([refused, contents.get("id")], _LOAD)
@@ -272,10 +255,12 @@ def _newest_complete(
         if not refusals and any(token != answers[0][1] for _, token in answers):
             refusals = ["the workers' files were not saved together"]
         if not refusals:
-            return key, path, contents
-        reasons = [f"step {key[0]}: {refusals[0]}", *(reasons if len(common) == 1 else ())]
+            return key, of_rank_0 if borrows else path, contents
+        reasons.append(f"step {key[0]}: {refusals[0]}")
         if files.rank == 0:
             logger.warning("the checkpoint of step %d is skipped: %s", key[0], refusals[0])
+    if not reasons:
+        return None
     raise CheckpointError(
         f"no checkpoint in {files.folder} is whole on all workers: {'; '.join(reasons)}. Restore "
         "the files, or start again in another directory"

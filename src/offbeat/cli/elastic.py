@@ -2,14 +2,13 @@
 
 import importlib.util
 import os
-import re
 import signal
 import socket
 import sys
 from typing import NoReturn
 
 from offbeat.arguments import require_integer
-from offbeat.elastic.address import parse_address
+from offbeat.elastic.address import WorkerCount, parse_address
 from offbeat.launcher import output
 from offbeat.launcher.launch import launch
 from offbeat.launcher.store import listen, serve
@@ -51,7 +50,10 @@ def run(
 
 def _workers_here(workers: str, here: int | None, store: str | None) -> int:
     """Return the number of workers on this machine. Raises ValueError for a contradiction."""
-    most = parse_workers(workers)
+    try:
+        most = WorkerCount.parse(workers).most
+    except ValueError as error:
+        raise ValueError(f"--workers: {error}") from None
     if here is None:
         if store is not None:
             raise ValueError("--store needs --here, the number of workers on this machine")
@@ -76,16 +78,6 @@ def _require_store(address: str) -> None:
         raise ValueError(f"{address} is a directory; name a file in it, which may not exist yet")
     if not os.path.isdir(folder := os.path.dirname(path)):
         raise ValueError(f"{address}: the directory {folder} does not exist")
-
-
-def parse_workers(text: str) -> int:
-    """Return the largest number in ``"4"`` or ``"2:4"``. Raises ValueError for other text."""
-    match = re.fullmatch(r"(?:(\d+):)?(\d+)", text)
-    if match is None or not 1 <= int(match[1] or match[2]) <= int(match[2]):
-        raise ValueError(
-            f"--workers {text}: give a number, as in 4, or the least and the usual one, as in 2:4"
-        )
-    return int(match[2])
 
 
 def _require_program(script: str, module: bool) -> None:

@@ -28,7 +28,6 @@ training begin with this prefix, ``offbeat/elastic/<name>``:
     address/<worker>   address at which the worker accepts heartbeat connections
     latest             number of the latest view that was opened
     left/<worker>      exists once the worker has left before the end
-    finished/<worker>  exists once the worker has finished the training
     ended              exists once the training has ended
     view/<n>/wanted    exists once a worker requests view n
     view/<n>/begun     exists once a member has arrived; members then give up opening view n - 1
@@ -40,10 +39,10 @@ training begin with this prefix, ``offbeat/elastic/<name>``:
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from offbeat.elastic import reports
 from offbeat.elastic.heartbeats import HeartbeatConnections, find_unreachable
@@ -52,9 +51,18 @@ from offbeat.errors import EndedError
 
 T = TypeVar("T")
 SILENCE_SECONDS = 30.0
-"""Default time that arrived members wait for the others after the newest arrival."""
+"""Longest time that arrived members wait for the others after the newest arrival."""
 _LEAVE_SECONDS = 1.0  # time limit of leave()
 _POLL_SECONDS = 0.01, 0.1  # pause between two reads of the store: the first, and the longest
+
+
+def polls() -> Iterator[None]:
+    """Yield at once, and then again after pauses that grow to 0.1 s."""
+    pause, longest = _POLL_SECONDS
+    while True:
+        yield
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
 
 
 @dataclass(frozen=True)
@@ -79,20 +87,6 @@ class Decision:
     def considers(self, worker: int) -> bool:
         """Return True if the decision admits or refuses the worker with this identity."""
         return worker < self.next_identity and worker not in self.unannounced
-
-
-class JoinRequests(NamedTuple):
-    """The workers that ask to join.
-
-    Attributes:
-        addresses: Address of each of them, by identity.
-        next_identity: Lowest unused identity.
-        unannounced: Identities that were taken, without an address yet.
-    """
-
-    addresses: dict[int, str]
-    next_identity: int
-    unannounced: list[int]
 
 
 @dataclass(frozen=True)
@@ -145,25 +139,31 @@ class Agreement:
     """The agreement protocol, as run by one worker in all views of a training.
 
     Args:
-        worker: Identity of this worker.
-        store: Store of the training.
-        heartbeats: Tells which members' processes have ended.
+        store: Store of the training. This worker takes an unused identity there, and asks to join
+            the training by writing its address.
         timeout_seconds: Time limit of one operation.
-        silence_seconds: Usual ``patience`` of ``decide``. ``timeout_seconds`` is used if smaller.
+
+    Attributes:
+        worker: Identity of this worker.
+        heartbeats: Tells which members' processes have ended.
+        silence_seconds: Usual ``patience`` of ``decide``.
     """
 
-    def __init__(
-        self,
-        worker: int,
-        store: SharedStore,
-        heartbeats: HeartbeatConnections,
-        *,
-        timeout_seconds: float,
-        silence_seconds: float,
-    ) -> None:
-        self.worker, self.store, self.heartbeats = worker, store, heartbeats
-        self.timeout_seconds = timeout_seconds
-        self.silence_seconds = min(silence_seconds, timeout_seconds)
+    def __init__(self, store: SharedStore, timeout_seconds: float) -> None:
+        self.store, self.timeout_seconds = store, timeout_seconds
+        self.silence_seconds = min(SILENCE_SECONDS, timeout_seconds)
+        self.heartbeats = HeartbeatConnections()
+
+        def take() -> int:
+            worker = store.count("numbers")
+            store.put(f"address/{worker}", self.heartbeats.address)
+            return worker
+
+        try:
+            self.worker = store.call(take, "gathering failed")
+        except BaseException:
+            self.heartbeats.close()
+            raise
 
     def decide(self, number: int, before: Decision, patience: float, arrival: Arrival) -> Decision:
         """Arrive at view ``number`` and return the decision on it. Blocks.
@@ -195,8 +195,7 @@ class Agreement:
             return store.get("decided"), self.store.get("ended")
 
         self.call(arrive)
-        pause, longest = _POLL_SECONDS
-        while True:
+        for _ in polls():
             count = len(arrived)
             decided, ended = self.call(read)
             if len(arrived) > count:
@@ -216,10 +215,8 @@ class Agreement:
             else:
                 expired = now - started > self.timeout_seconds
             if expired or (not awaited and self.worker == min(present)):
-                self._propose(number, before, sorted(present))
-                continue
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
+                return self._propose(number, before, sorted(present))
+        raise AssertionError
 
     def is_decided(self, number: int) -> bool:
         """Return True if a decision on view ``number`` exists, or the training has ended."""
@@ -233,9 +230,7 @@ class Agreement:
         """
 
         def announce() -> None:
-            self.store.put(f"{'finished' if ended else 'left'}/{self.worker}", True)
-            if ended:
-                self.store.put("ended", True)
+            self.store.put("ended" if ended else f"left/{self.worker}", True)
             self.store.put(f"view/{number + 1}/wanted", True)
 
         with contextlib.suppress(StoreLostError):
@@ -247,41 +242,51 @@ class Agreement:
         else:
             self.heartbeats.close()
 
-    def _propose(self, number: int, before: Decision, present: list[int]) -> None:
+    def _propose(self, number: int, before: Decision, present: list[int]) -> Decision:
         """Propose the members of view ``number``: ``present`` and the workers that ask to join.
 
-        Of ``present``, only workers that can all connect to each other are proposed. A worker that
-        asks to join is excluded if this worker cannot connect to it.
+        Of ``present``, only workers that can all connect to each other are proposed. Returns the
+        first proposal of any worker, which is the decision.
         """
-        requests = self.call(partial(self.join_requests, before))
-        refused = self.heartbeats.connect(requests.addresses)
-        joining = sorted(set(requests.addresses) - set(refused) - self.heartbeats.dead())
+        admitted = self.admit(before)
 
-        def propose() -> None:
+        def propose() -> Decision:
             store = self.store.within(f"view/{number}")
             arrivals = {worker: Arrival(**store.get(f"here/{worker}")) for worker in present}
             newcomers = {worker for worker in present if arrivals[worker].newcomer}
             unreachable = {worker: arrivals[worker].unreachable for worker in present}
             staying = connected(unreachable, newcomers)
-            decision = Decision(
-                sorted({*staying, *joining}),
-                requests.next_identity,
-                [worker for worker in present if worker not in staying],
-                requests.unannounced,
+            decision = replace(
+                admitted,
+                members=sorted({*staying, *admitted.members}),
+                disconnected=[worker for worker in present if worker not in staying],
             )
-            store.put_if_absent("decided", asdict(decision))
+            return Decision(**store.put_if_absent("decided", asdict(decision)))
 
-        self.call(propose)
+        return self.call(propose)
 
-    def join_requests(self, before: Decision) -> JoinRequests:
-        """Return the workers that ask to join and that the decision ``before`` did not consider.
+    def admit(self, before: Decision) -> Decision:
+        """Return a decision that admits the workers that ask to join, and no other worker.
 
-        A worker asks to join by taking an identity and writing its address. Accesses the store.
+        These are the workers that the decision ``before`` did not consider, which have written
+        their address, and to which this worker can connect.
         """
-        unused = self.store.get("numbers") or 0
-        workers = [*before.unannounced, *range(before.next_identity, unused)]
-        addresses = self._read_addresses(workers)
-        return JoinRequests(addresses, unused, [w for w in workers if w not in addresses])
+
+        def read() -> tuple[int, list[int], dict[int, str]]:
+            unused = self.store.get("numbers") or 0
+            workers = [*before.unannounced, *range(before.next_identity, unused)]
+            return unused, workers, self._read_addresses(workers)
+
+        unused, workers, addresses = self.call(read)
+        unannounced = [worker for worker in workers if worker not in addresses]
+        others = {w: addresses[w] for w in {*addresses} - {self.worker} - self.heartbeats.refused}
+        refused = {*self.heartbeats.connect(others), *self.heartbeats.refused}
+        members = sorted({*addresses} - refused - self.heartbeats.dead())
+        return Decision(members, unused, unannounced=unannounced)
+
+    def request(self, number: int) -> None:
+        """Request a change to view ``number``, which members that train notice."""
+        self.call(lambda: self.store.put(f"view/{number}/wanted", True))
 
     def connect_heartbeats(self, members: Iterable[int]) -> list[int]:
         """Connect to those ``members`` that are not monitored yet. Return the unreachable ones."""

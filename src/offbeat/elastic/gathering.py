@@ -7,8 +7,6 @@ first start, a restart and a late start are the same:
                        FileStore on a disk that all workers share
     OFFBEAT_WORKERS    number of workers with which training begins: ``4``, or ``2:4`` for 4, or for
                        2 to 3 if no more have come after 30 s
-    OFFBEAT_LEFT       keys in the store of workers that are known to be dead, separated by spaces;
-                       optional
 
 The store must outlive the workers, so a launcher keeps it in a process of its own. One store serves
 one training. The keys in the store, besides those of ``elastic/agreement.py``:
@@ -16,7 +14,7 @@ one training. The keys in the store, besides those of ``elastic/agreement.py``:
     offbeat/elastic         key prefix of the latest training; replaced if that training is lost
     <prefix>/numbers        counter from which each worker takes its identity (``add``)
     <prefix>/view/0/decided the members of view 0
-    <prefix>/ended          exists once the training has ended; see ``training_has_ended``
+    <prefix>/ended          exists once the training has ended
 
 Each worker runs the same protocol:
 
@@ -34,20 +32,18 @@ Each worker runs the same protocol:
 import itertools
 import logging
 import os
-import re
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from offbeat.elastic import reports
-from offbeat.elastic.address import parse_address
-from offbeat.elastic.agreement import Agreement, Decision
-from offbeat.elastic.joining import POLL_SECONDS, Admission, UnreachableError, new_identity
+from offbeat.elastic.address import PATIENCE_SECONDS, WorkerCount, parse_address
+from offbeat.elastic.agreement import Agreement, Decision, polls
+from offbeat.elastic.joining import UnreachableError, join
 from offbeat.elastic.membership import StoreMembership
 from offbeat.elastic.store import SharedStore, StoreLostError, connect_to_store
 from offbeat.errors import AttachError, CommunicationError, CommunicationTimeout, EndedError
@@ -59,52 +55,8 @@ T = TypeVar("T")
 logger = logging.getLogger("offbeat")
 LATEST_TRAINING = "offbeat/elastic"
 """Key in the store. Its value is the key prefix of the training that began last."""
-PATIENCE_SECONDS = 30.0
-"""Time after which training begins with fewer workers, if ``OFFBEAT_WORKERS`` allows it."""
-_STORE, _WORKERS, _LEFT = "OFFBEAT_STORE", "OFFBEAT_WORKERS", "OFFBEAT_LEFT"
+_STORE, _WORKERS = "OFFBEAT_STORE", "OFFBEAT_WORKERS"
 _ATTEMPTS = 10  # attempts to begin or join a training; each ends with the loss of a worker
-
-
-def training_has_ended(store: Any) -> bool:
-    """Return True if the training that uses ``store`` has ended.
-
-    ``store`` is a store of ``torch.distributed``. A launcher calls this function when a worker has
-    failed. A worker of a training that has ended need not be started again.
-    """
-    root = SharedStore(store, _STORE)
-    name = root.get(LATEST_TRAINING)
-    return name is not None and root.within(name).get("ended") is not None
-
-
-@dataclass(frozen=True)
-class WorkerCount:
-    """The number of workers with which training begins.
-
-    Attributes:
-        most: Training begins when this many workers have come (≥ 1).
-        least: Training begins with at least this many workers after ``PATIENCE_SECONDS``.
-        min_workers: Least number of workers with which training continues.
-    """
-
-    most: int
-    least: int
-    min_workers: int
-
-    @classmethod
-    def parse(cls, text: str) -> "WorkerCount":
-        """Return the value of ``OFFBEAT_WORKERS``, for example "4" or "2:4".
-
-        Raises AttachError if ``text`` has another form.
-        """
-        match = re.fullmatch(r"(?:([0-9]+):)?([0-9]+)", text.strip())
-        most = int(match[2]) if match else 0
-        least = int(match[1]) if match and match[1] else most
-        if not 1 <= least <= most:
-            raise AttachError(
-                f"{_WORKERS} must be a number of workers such as 4, or 2:4 to begin with 4, or "
-                f"with 2 after {PATIENCE_SECONDS:g} s; got {text!r}"
-            )
-        return cls(most, least, least if match and match[1] else 1)
 
 
 def gathering_from_environment() -> "Gathering | None":
@@ -122,21 +74,24 @@ def gathering_from_environment() -> "Gathering | None":
         raise AttachError(f"{_WORKERS} is set and {_STORE} is not: set it to the store's address")
     if not address or hasattr(world, "make_communicator"):
         return None
-    try:
-        parse_address(address)
-    except ValueError as error:
-        raise AttachError(f"{_STORE}: {error}") from None
     if not workers:
         raise AttachError(
             f"{_STORE} is set and {_WORKERS} is not: set it to the number of workers, such as 4"
         )
+    try:
+        where = _STORE
+        parse_address(address)
+        where = _WORKERS
+        count = WorkerCount.parse(workers)
+    except ValueError as error:
+        raise AttachError(f"{where}: {error}") from None
     if world is not None and world.size() > 1:
         logger.warning(
             "%s is set, so attach() trains with the workers that gather there, and not with the %d "
             "workers of the default process group; unset it, or give attach() a group",
             *(_STORE, world.size()),
         )
-    return Gathering(address, WorkerCount.parse(workers))
+    return Gathering(address, count)
 
 
 class Gathering(Transport):
@@ -185,12 +140,9 @@ class Gathering(Transport):
         """
         what = "gathering failed"
         root = connect_to_store(self._address, timeout_seconds, what=what)
-        for key in os.environ.get(_LEFT, "").split():
-            root.call(partial(root.put, key, True), what)
         while True:
             name = root.call(partial(_latest_training, root), what)
-            agreement = new_identity(root.within(name), timeout_seconds, what=what)
-            reports.tell(f"{reports.LEFT}{name}/left/{agreement.worker}")
+            agreement = Agreement(root.within(name), timeout_seconds)
             try:
                 view = self._attempt(root, name, agreement)
             except BaseException:
@@ -212,34 +164,28 @@ class Gathering(Transport):
                 "rank %d begins training with %s", agreement.worker, ranks_text(first.members)
             )
             return view
-        return Admission(agreement, lambda: root.get(LATEST_TRAINING) != name).wait(deadline)
+        return join(agreement, lambda: root.get(LATEST_TRAINING) != name, deadline)
 
     def _gather(self, agreement: Agreement, deadline: float) -> Decision:
         """Wait for the decision on view 0, and return it. Propose one if enough workers live."""
-        store, heartbeats = agreement.store, agreement.heartbeats
-        started, before = time.monotonic(), Decision([], 0)
-        view, pause = store.within("view/0"), POLL_SECONDS[0]
-        what = f"rank {agreement.worker}: gathering failed"
-        while True:
-            decided = store.call(partial(view.get, "decided"), what)
-            if decided is not None:
+        heartbeats, started = agreement.heartbeats, time.monotonic()
+        view = agreement.store.within("view/0")
+        for _ in polls():
+            if (decided := agreement.call(lambda: view.get("decided"))) is not None:
                 return Decision(**decided)
-            requests = store.call(partial(agreement.join_requests, before), what)
-            others = {*requests.addresses} - {agreement.worker} - heartbeats.refused
-            silent = set(heartbeats.connect({w: requests.addresses[w] for w in others}))
-            silent -= heartbeats.refused
-            others -= heartbeats.refused | silent | heartbeats.dead()
-            alive, waited = sorted({agreement.worker, *others}), time.monotonic() - started
-            impatient = waited >= self._patience_seconds
+            decision = agreement.admit(Decision([], 0))
+            impatient = time.monotonic() - started >= self._patience_seconds
             least = self.workers.least if impatient else self.workers.most
-            if len(alive) >= least and alive[0] == agreement.worker:
-                decision = Decision(alive, requests.next_identity, unannounced=requests.unannounced)
-                store.call(partial(view.put_if_absent, "decided", vars(decision)), what)
-            elif time.monotonic() > deadline:
-                raise self._timeout(agreement, len(alive), len(silent))
-            else:
-                time.sleep(pause)
-                pause = min(2 * pause, POLL_SECONDS[1])
+            if len(decision.members) >= least and decision.members[0] == agreement.worker:
+                first = partial(view.put_if_absent, "decided", vars(decision))
+                return Decision(**agreement.call(first))
+            if time.monotonic() > deadline:
+                silent = {*range(decision.next_identity)}.difference(
+                    *(decision.members, decision.unannounced),
+                    *(heartbeats.refused, heartbeats.dead()),
+                )
+                raise self._timeout(agreement, len(decision.members), len(silent))
+        raise AssertionError
 
     def _timeout(self, agreement: Agreement, alive: int, silent: int) -> CommunicationTimeout:
         text = (

@@ -6,8 +6,6 @@
 from collections.abc import Callable
 
 FINISHED = "finished the training"
-LEFT = "key "
-"""Prefix of the report of the key in the store that says that this worker has left."""
 
 
 def _ignore(text: str) -> None:
@@ -15,5 +13,4 @@ def _ignore(text: str) -> None:
 
 
 tell: Callable[[str], None] = _ignore
-"""Function to call with ``"trains as rank 3"`` or ``FINISHED`` when that is so, and with ``LEFT``
-and the key. Never fails."""
+"""Function to call with ``"trains as rank 3"`` or ``FINISHED`` when that is so. Never fails."""

@@ -21,13 +21,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.averaging import Worker, flow_of
+from offbeat.averaging import flow_of
 from offbeat.averaging.exact_mean import ExactMean
 from offbeat.checkpoint.state import load, save
 from offbeat.checkpoint.worker_state import WorkerState
 from offbeat.errors import CommunicationError, MismatchError
 from offbeat.quantization.wire import Precision, Wire
-from offbeat.strategies.base import Strategy
 from offbeat.training.checks.consistency import difference, versioned
 from offbeat.training.iteration import Iteration
 from offbeat.transport.membership import ModelLostError
@@ -59,81 +58,35 @@ class _Report:
     carried: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How the workers of a new view reach a common state.
-
-    Attributes:
-        source: Rank of the worker that sends its model, optimizer state and step counters.
-        behind: Ranks of the workers that receive them.
-        averaged: Ranks of the workers whose models are then averaged. Empty if the models are
-            already equal.
-    """
-
-    source: int
-    behind: list[int]
-    averaged: list[int]
-
-
-def plan_of(reports: Sequence[_Report], *, replicates: bool) -> _Plan:
-    """Return the plan by which the workers reach a common state.
-
-    The workers with the newest model are averaged, and the others receive the result. Newest
-    models that are equal to the last mean are left out, because they would only shorten the steps
-    of the others. If ``replicates``, all workers that step have the same parameters between two
-    steps, so the newest models are equal and nothing is averaged.
-
-    Args:
-        reports: Reports of all workers, by rank.
-        replicates: As above.
-    """
-    newest = max(report.progress for report in reports if not report.fresh)
-    ahead = [
-        rank
-        for rank, report in enumerate(reports)
-        if not report.fresh and report.progress == newest
-    ]
-    if replicates:
-        return _Plan(ahead[0], sorted({*range(len(reports))} - {*ahead}), [])
-    fresh = [rank for rank, report in enumerate(reports) if report.fresh]
-    return _Plan(ahead[0], fresh, [r for r in ahead if reports[r].contributes] or ahead[:1])
-
-
 class Views:
     """Carries out view changes of one worker: ``views(error)`` ends a view and begins the next one.
 
     Args:
-        strategy: Strategy of the training.
-        worker: Model, optimizers and communication of this worker.
+        iteration: The step loop of this worker, which contains the current flow.
         state: State of this worker, which workers receive when they join.
+        report_seconds: Function to call with the duration of each view change.
         precision: ``wire`` argument of ``attach``.
         lines: Settings that must be equal on all workers, one per line of text.
         min_workers: Least number of workers with which training continues (≥ 1).
-
-    Attributes:
-        iteration: The step loop of this worker, which contains the current flow. The caller sets
-            it before the first view begins.
-        report_seconds: Function to call with the duration of each view change.
     """
 
     def __init__(
         self,
-        strategy: Strategy,
-        worker: Worker,
+        iteration: Iteration,
         state: WorkerState,
+        report_seconds: Callable[[float], None],
         precision: Precision,
         lines: Sequence[str],
         *,
         min_workers: int,
     ) -> None:
-        self._strategy, self._worker, self._precision = strategy, worker, precision
-        self._state, self._min_workers = state, min_workers
+        self._iteration, self._worker = iteration, iteration.flow.worker
+        self._precision, self._min_workers = precision, min_workers
+        self._state, self._report_seconds = state, report_seconds
         self._settings = "\n".join(versioned(lines))
-        self.iteration: Iteration | None = None
-        self.report_seconds: Callable[[float], None] = lambda seconds: None
         self._fresh = False  # True if this worker has joined and does not have the model yet
         # See _Report; values of the flow that has ended.
-        self._progress, self._contributes = [worker.team.view, 0, 0], False
+        self._progress, self._contributes = [self._worker.team.view, 0, 0], False
         self._overtaken = False  # True if this worker received the model of a later step
         self._last: CommunicationError | None = None  # reason for which there is no further view
 
@@ -155,11 +108,10 @@ class Views:
         Raises:
             CommunicationError: There is no next view for this worker, or too few workers are left.
         """
-        assert self.iteration is not None
         if self._last is not None:
             raise self._last
         worker, team, before = self._worker, self._worker.team, self._worker.team.host.now()
-        flow = self.iteration.flow
+        flow = self._iteration.flow
         waits, replicates, unsynced = flow.waits, flow.replicates, flow.unsynced
         self._progress[1] = flow.syncs if waits or replicates else 0
         self._progress[2] = int(replicates and unsynced)
@@ -172,7 +124,7 @@ class Views:
             raise
         seconds = team.host.now() - before
         self.record()
-        self.report_seconds(seconds)
+        self._report_seconds(seconds)
         details = worker.details
         details["view_changes"] = details.get("view_changes", 0) + 1
         details["view_seconds"] = details.get("view_seconds", 0.0) + seconds
@@ -221,22 +173,30 @@ class Views:
 
         After a CommunicationError another view change is needed.
         """
-        worker, team, iteration = self._worker, self._worker.team, self.iteration
-        assert iteration is not None
+        worker, team, iteration = self._worker, self._worker.team, self._iteration
         reports = self._exchange_reports()
         old_flow = iteration.flow
-        plan = plan_of(reports, replicates=old_flow.replicates)
-        self._copy(plan, reports)
-        if plan.averaged:
-            weight, total = float(team.rank in plan.averaged), float(len(plan.averaged))
+        newest = max(report.progress for report in reports if not report.fresh)
+        ahead = [r for r, each in enumerate(reports) if not each.fresh and each.progress == newest]
+        # The workers ``ahead`` have the newest models. Their mean becomes the model of all workers.
+        if old_flow.replicates:  # between two steps, the newest models are equal
+            behind, averaged = [r for r in range(team.size) if r not in ahead], []
+        else:
+            behind = [rank for rank, each in enumerate(reports) if each.fresh]
+            # Models that are equal to the last mean would only shorten the steps of the others.
+            averaged = [rank for rank in ahead if reports[rank].contributes] or ahead[:1]
+        source = reports[ahead[0]]
+        self._copy(ahead[0], behind, source)
+        if averaged:
+            weight, total = float(team.rank in averaged), float(len(averaged))
             what = f"mean of the models at the beginning of view {team.view}"
             ExactMean(team, worker.replica).average(weight, total, what=what)
         self._progress, self._contributes = [team.view, 0, 0], False
         worker.open_view(Wire(team, self._precision))
-        worker.start_step = reports[plan.source].step
-        flow = flow_of(self._strategy, worker)
+        worker.start_step = source.step
+        flow = flow_of(old_flow.strategy, worker)
         flow.start()
-        load(flow.state, reports[plan.source].carried, "common")
+        load(flow.state, source.carried, "common")
         if not self._fresh:
             load(flow.state, save(old_flow.state, "local"), "local")
         self._fresh = False  # only now: after an earlier failure this worker lacks the model
@@ -262,15 +222,14 @@ class Views:
             CommunicationError: A worker that has joined has other settings than the others.
             MismatchError: This worker has joined and has other settings than the others.
         """
-        worker, iteration = self._worker, self.iteration
-        assert iteration is not None
+        worker = self._worker
         report = _Report(
             self._fresh,
             self._progress,
             self._contributes,
             self._settings,
             worker.step,
-            {} if self._fresh else save(iteration.flow.state, "common"),
+            {} if self._fresh else save(self._iteration.flow.state, "common"),
         )
         communicator, what = worker.team.communicator, "reports at the beginning of a view"
         payload = json.dumps(vars(report)).encode()
@@ -291,17 +250,16 @@ class Views:
             raise kind(message)
         return reports
 
-    def _copy(self, plan: _Plan, reports: Sequence[_Report]) -> None:
-        """Copy the state of ``plan.source`` to the workers ``plan.behind``."""
+    def _copy(self, source: int, behind: Sequence[int], report: _Report) -> None:
+        """Copy the state of rank ``source``, whose report this is, to the ranks ``behind``."""
         worker, communicator = self._worker, self._worker.team.communicator
-        if communicator.rank == plan.source and plan.behind:
-            self._state.send(communicator, plan.behind)
-        if communicator.rank not in plan.behind:
+        if communicator.rank == source and behind:
+            self._state.send(communicator, behind)
+        if communicator.rank not in behind:
             return
-        self._state.receive(communicator, plan.source, fresh=self._fresh)
-        source = reports[plan.source]
+        self._state.receive(communicator, source, fresh=self._fresh)
         if self._fresh:
-            worker.step = source.step
+            worker.step = report.step
         else:
             self._overtaken = True
-            self._progress, self._contributes = source.progress, source.contributes
+            self._progress, self._contributes = report.progress, report.contributes

@@ -39,13 +39,11 @@ class _End(NamedTuple):
     Attributes:
         code: Exit code, 128 + n after the signal n.
         how: Description, such as "was ended by SIGKILL".
-        finished: True if the process had finished the training.
         script_failed: True if the script has failed, rather than the communication.
     """
 
     code: int
     how: str
-    finished: bool = False
     script_failed: bool = False
 
 
@@ -70,8 +68,7 @@ class Supervisor:
         self._running: dict[int, BaseProcess] = {}
         self._finished: set[int] = set()  # the workers whose process has finished the training
         self._has_trained = False  # True once a worker has begun to train
-        self._failures: list[_End] = []  # after which no restart followed
-        self._left: list[str] = []  # keys by which processes that have ended are known as dead
+        self._failures: list[tuple[int, int]] = []  # worker and code, if no restart followed
 
     async def run(self) -> int:
         """Run the workers until none is left, and return the exit code of the launcher.
@@ -120,8 +117,9 @@ class Supervisor:
         await done
         if self._signal is not None:
             return 128 + self._signal
-        failures = [end.code for end in self._failures if end.finished or not self._finished]
-        return failures[0] if failures else 0
+        finished = self._finished
+        codes = (code for number, code in self._failures if number in finished or not finished)
+        return next(codes, 0)
 
     async def _keep(self, number: int) -> None:
         """Run worker ``number``, and restart it after failures."""
@@ -139,9 +137,9 @@ class Supervisor:
             if end.code == 0 or self._stopping.is_set():
                 report(what)
                 return
-            if reason := self._why_final(end, restarts):
+            if reason := self._why_final(number, end, restarts):
                 report(f"{what}; not again: {reason}")
-                self._failures.append(end)
+                self._failures.append((number, end.code))
                 return
             pause = _PAUSES_SECONDS[min(restarts, len(_PAUSES_SECONDS) - 1)]
             restarts += 1
@@ -149,9 +147,9 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
-    def _why_final(self, end: _End, restarts: int) -> str | None:
+    def _why_final(self, number: int, end: _End, restarts: int) -> str | None:
         """Return why no restart follows the end of a process. None if one does."""
-        if end.finished:
+        if number in self._finished:
             return "it had finished the training"
         if end.code == FINAL:
             return "a restart would not mend this error"
@@ -165,9 +163,6 @@ class Supervisor:
 
         def on_report(line: bytes) -> None:
             text = line.decode()
-            if text.startswith(reports.LEFT):
-                left.append(text.removeprefix(reports.LEFT))
-                return
             report(f"worker {number} {text}")
             self._has_trained = True
             if text == reports.FINISHED:
@@ -177,10 +172,6 @@ class Supervisor:
 
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
         variables = {"LOCAL_RANK": str(number), "OFFBEAT_RESTARTS": str(starts)}
-        # Other workers notice a death by a closed connection. Workers that start after the death of
-        # all have no connection to them, and would wait for a while for an answer.
-        variables["OFFBEAT_LEFT"] = " ".join(self._left)
-        left: list[str] = []
         try:
             process = self._start(variables, [end for _, end in pipes])
         except (OSError, EOFError) as error:
@@ -206,15 +197,13 @@ class Supervisor:
         del self._running[number]
         _kill(process)  # the processes that it has started
         await asyncio.gather(*(each.close(_LAST_OUTPUT_SECONDS) for each in lines))
-        self._left += left  # not earlier: the last report may have been read just now
         with contextlib.suppress(ChildProcessError):  # this process may have inherited them
             while os.waitpid(-process.pid, os.WNOHANG)[0]:
                 pass
-        finished = number in self._finished
         if status < 0:
-            return _End(128 - status, f"was ended by {signal_name(-status)}", finished)
+            return _End(128 - status, f"was ended by {signal_name(-status)}")
         how = f"ended with exit code {status}" if status else "ended"
-        return _End(status, how, finished, script_failed=status not in (0, TEMPORARY))
+        return _End(status, how, script_failed=status not in (0, TEMPORARY))
 
     def _kill_stuck(self) -> None:
         """Kill the workers that have not finished the training, and still run."""

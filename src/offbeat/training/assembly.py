@@ -142,9 +142,9 @@ class Components:
         ``lines`` describe model and settings, and must be equal on all workers.
         """
         views = self.views = Views(
-            *(self.strategy, self.worker, self.state, wire, lines), min_workers=min_workers
+            *(self.iteration, self.state, self.recorder.exclude_time, wire, lines),
+            min_workers=min_workers,
         )
-        views.iteration, views.report_seconds = self.iteration, self.recorder.exclude_time
         self.consensus.change_view = self.iteration.recover = views
         self.iteration.guard.elastic = True
         if self.joined:
