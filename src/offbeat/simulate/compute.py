@@ -48,10 +48,6 @@ class Straggler:
         require_integer("steps", self.steps, least=1)
         _require_factor("factor", self.factor)
 
-    def covers(self, rank: int, step: int) -> bool:
-        """Return True if worker ``rank`` is slow in ``step``."""
-        return rank == self.rank and 0 <= step - self.first_step < self.steps
-
 
 @dataclass(frozen=True, init=False)
 class Compute:
@@ -141,7 +137,7 @@ class Compute:
         seconds = trace[step % len(trace)] if trace else self.step
         seconds *= self.slowdown.get(rank, 1.0)
         for straggler in self.stragglers:
-            if straggler.covers(rank, step):
+            if straggler.rank == rank and 0 <= step - straggler.first_step < straggler.steps:
                 seconds *= straggler.factor
         return seconds * self._jitter_factor(rank, step, seed)
 

@@ -12,18 +12,8 @@ from offbeat.simulate.connections import NOTICE_SECONDS
 from offbeat.units import to_seconds
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """Checks the fields of a fault, and converts its times to seconds."""
-
-    def __post_init__(self) -> None:
-        fields = vars(self)
-        require_integer("worker", fields.get("worker", 0), least=0)
-        object.__setattr__(self, "at", to_seconds(fields["at"], allow_zero=True))
-
-
 @dataclass(frozen=True, kw_only=True)
-class Kill(_Checked):
+class Kill:
     """End the process of a worker, as ``kill -9`` does.
 
     The other workers notice it 0.05 virtual seconds later. Pending operations with the killed
@@ -40,9 +30,13 @@ class Kill(_Checked):
     at: str | float
     spared: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        require_integer("worker", self.worker, least=0)
+        object.__setattr__(self, "at", to_seconds(self.at, allow_zero=True))
+
 
 @dataclass(frozen=True, kw_only=True)
-class Join(_Checked):
+class Join:
     """Start a new worker during the run.
 
     With N initial workers, the first new worker has rank N, the next one N + 1. It runs the same
@@ -54,6 +48,9 @@ class Join(_Checked):
     """
 
     at: str | float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at", to_seconds(self.at, allow_zero=True))
 
 
 Fault = Kill | Join

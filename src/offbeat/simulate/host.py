@@ -97,8 +97,6 @@ class SimulatedHost(Host):
         self._polls += 1
         if self._polls == _POLLS:
             self._cluster.idle(self._rank, self._sleep_seconds, what)
-            self._polls, self._sleep_seconds = (
-                0,
-                min(2 * self._sleep_seconds, _LONGEST_SLEEP_SECONDS),
-            )
+            self._polls = 0
+            self._sleep_seconds = min(2 * self._sleep_seconds, _LONGEST_SLEEP_SECONDS)
         self._polled_seconds = self.now()

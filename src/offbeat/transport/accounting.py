@@ -72,7 +72,7 @@ class Accounting(Wrapper):
     def start(self, operation: Operation[T]) -> Handle[T]:
         handle = self.inner.start(operation)
         self.account.sent(operation.sent_bytes(self.rank) // self._senders)
-        return _Timed(handle, self)
+        return self.timed(handle)
 
     def timed(self, handle: Handle[T]) -> Handle[T]:
         """Return a handle of an operation that ``inner`` has started. Its waits are counted."""
