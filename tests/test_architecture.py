@@ -88,7 +88,7 @@ LOCKS_ALLOWED = {"offbeat_lab/baselines/shard.py"}  # called by the background t
 BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat": (2374, 1222),
     "src/offbeat/averaging": (3604, 2004),
-    "src/offbeat/checkpoint": (920, 496),
+    "src/offbeat/checkpoint": (921, 497),
     "src/offbeat/cli": (601, 353),
     "src/offbeat/data": (826, 413),
     "src/offbeat/display": (88, 42),
@@ -103,7 +103,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2901, 1450),
     "src/offbeat_lab": (10255, 5518),
     "benchmarks": (6172, 3840),
-    "tests": (36092,),
+    "tests": (36094,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

@@ -143,6 +143,7 @@ def save(
             files.write(key, contents)
         except (OSError, RuntimeError) as error:
             refused = f"{files.path(key)} could not be written: {error}"
+            files.discard(key)  # before others read that this worker has refused
         try:
             state.require_all(_SAVE, refused)
         except CheckpointError:
