@@ -86,7 +86,7 @@ LOCKS_ALLOWED = {"offbeat_lab/baselines/shard.py"}  # called by the background t
 # folder that has to grow names here what goes instead. `python tests/test_architecture.py` prints
 # the table of today.
 BUDGET: dict[str, tuple[int, ...]] = {
-    "src/offbeat": (2374, 1222),
+    "src/offbeat": (2369, 1217),
     "src/offbeat/averaging": (3604, 2004),
     "src/offbeat/checkpoint": (921, 497),
     "src/offbeat/cli": (601, 353),

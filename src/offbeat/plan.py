@@ -177,14 +177,12 @@ class Plan:
 
     def advice(self) -> list[str]:
         """Return S, the recommendation with its reason, and a warning if needed, as lines."""
+        act = f"Try {self.recommendation}" if self.recommendation else "Compare on your model"
         lines = [
             f"S = {_number(self.send_steps)}: a link needs {_steps(self.send_steps)} to send the "
-            "model once in float32."
+            "model once in float32.",
+            f"{act} first: {self.reason}.",
         ]
-        if self.recommendation is None:
-            lines.append(f"Compare on your model first: {self.reason}.")
-        else:
-            lines.append(f"Try {self.recommendation} first: {self.reason}.")
         if self.recommendation != BSP.name:
             lines.append(
                 "If the last percent of the metric counts: local:period=2 --wire int4 with Adam, "
@@ -196,16 +194,13 @@ class Plan:
 
 def _beyond(parameters: float, workers: int, send_steps: float) -> str:
     """Return text that says in what a setting is beyond the measured ones; empty if in nothing."""
-    found = []
-    if send_steps > MEASURED_SEND_STEPS:
-        found.append(f"S up to {MEASURED_SEND_STEPS:g}")
-    if parameters > MEASURED_PARAMETERS:
-        found.append("models of up to 0.5 million parameters")
-    if workers > MEASURED_WORKERS:
-        found.append(f"up to {MEASURED_WORKERS} workers")
-    if not found:
-        return ""
-    return f"this is beyond what was measured ({', '.join(found)}), so compare on your model"
+    measured = {
+        f"S up to {MEASURED_SEND_STEPS:g}": send_steps <= MEASURED_SEND_STEPS,
+        "models of up to 0.5 million parameters": parameters <= MEASURED_PARAMETERS,
+        f"up to {MEASURED_WORKERS} workers": workers <= MEASURED_WORKERS,
+    }
+    found = ", ".join(text for text, within in measured.items() if not within)
+    return f"this is beyond what was measured ({found}), so compare on your model" if found else ""
 
 
 def _number(value: float) -> str:
