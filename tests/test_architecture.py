@@ -103,7 +103,7 @@ BUDGET: dict[str, tuple[int, ...]] = {
     "src/offbeat/transport": (2901, 1450),
     "src/offbeat_lab": (10255, 5518),
     "benchmarks": (6172, 3840),
-    "tests": (36094,),
+    "tests": (36123,),
 }
 Named = Iterator[tuple[str, int]]  # names in full, each with its line
 

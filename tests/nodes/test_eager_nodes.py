@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from loops import attach, bits, close, sgd
+from loops import attach, bits, close, error_of, sgd
 from problems import flat, loss_of, make_batch, make_model, make_wide, train_step
 from replays import LR, logged, part_of_each_number, replay, settle
 from workers import run
@@ -102,3 +102,28 @@ def test_workers_of_a_node_stay_equal_on_real_processes() -> None:
 def test_workers_of_a_node_stay_equal_in_the_simulator() -> None:
     """With a jitter of 30 % in the duration of steps."""
     require_equal_nodes(simulated(eager, workers=4, workers_per_node=2))
+
+
+def poisoned(rank: int, size: int) -> Any:
+    """Train with NaN in the share of the second process of the second node, and nowhere else."""
+    model = make_wide(rank)
+    model.unused = torch.nn.Parameter(torch.zeros(64))
+    optimizer = sgd(model)
+    sync = attach(model, optimizer, "streaming:staleness=8", node_group="auto")
+
+    def train() -> None:
+        for step in range(3 * STEPS):
+            if step == 4 and rank >= 2:
+                model.unused.data[-1] = torch.nan
+            train_step(model, optimizer, make_batch(rank, step, 8, torch.float32))
+        sync.finish()
+
+    found = error_of(train)
+    sync.detach()
+    return found
+
+
+def test_nan_in_one_share_is_found_by_all_processes() -> None:
+    for kinds, text in simulated(poisoned, workers=4, workers_per_node=2):
+        assert "OffbeatError" in kinds
+        assert "rank 1 would contribute NaN" in text
