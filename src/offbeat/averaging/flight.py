@@ -190,7 +190,11 @@ class Flight:
             self._move(place, piece, shift)
             shared = space.P[piece.start : piece.stop]
         else:
-            shared = self._mean(place, piece, shift)
+            shared, sent = torch.empty_like(shift), torch.empty_like(shift)
+            self.message.read(*place, shared, sent)
+            shared.mul_(1 / self.total())
+            if not overwrite:
+                self._shift_to_mean(piece, shared, sent, shift)
         if overwrite:
             space.x.write(piece.start, shared)
         else:
@@ -212,17 +216,13 @@ class Flight:
                 vector[some] = values
         self.squares = squares
 
-    def _mean(self, place: Place, piece: Slice, shift: Tensor) -> Tensor:
-        """Return the mean of a piece whose P is not stored.  shift ← the mean − what was sent."""
-        sent, mean = torch.empty_like(shift), torch.empty_like(shift)
-        self.message.read(*place, mean, sent)
-        mean.mul_(1 / self.total())
+    def _shift_to_mean(self, piece: Slice, mean: Tensor, sent: Tensor, shift: Tensor) -> None:
+        """shift ← mean − u, where P is not stored. ``sent`` is w·u. Overwritten."""
         if self.weight:
             sent.mul_(1 / self.weight)
         else:  # this worker has sent nothing: its model becomes the mean
             piece.space.x.read(piece.start, sent)
         torch.sub(mean, sent, out=shift)
-        return mean
 
     def _move(self, place: Place, piece: Slice, shift: Tensor) -> None:
         """Move P and v of a piece.  shift ← Δ − u."""
