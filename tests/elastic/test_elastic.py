@@ -25,7 +25,7 @@ from offbeat import (
     Simulation,
     simulate,
 )
-from offbeat.simulate import Join, Kill, Straggler
+from offbeat.simulate import Join, Kill
 from problems import Simulated, flat, gradients, loss_of, make_batch, make_model, train_step
 
 STRATEGIES = [
@@ -352,7 +352,7 @@ def test_a_silent_worker_is_left_behind() -> None:
         except CommunicationError as error:
             return str(error)
 
-    slow = Compute("10ms", stragglers=Straggler(rank=1, first_step=5, steps=1, factor=300))
+    slow = Compute("10ms", slowdown=lambda rank, step, _: 300 if (rank, step) == (1, 5) else 1)
     results = simulate(
         worker,
         workers=4,

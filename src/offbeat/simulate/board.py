@@ -20,7 +20,7 @@ class SimulatedBoard(Board):
 
     def __init__(self, cluster: SimulatedCluster, rank: int, values: LocalBoard) -> None:
         self._cluster, self._rank, self._values = cluster, rank, values
-        self._latency_seconds = cluster.network.latency
+        self._latency_seconds = float(cluster.network.latency)
 
     @override
     def add(self, key: str, amount: int) -> int:

@@ -148,8 +148,7 @@ class SimulatedCluster:
         self._progress[rank] = 0.0 if progress >= 1 else progress
         self._steps[rank] += progress >= 1
         start = self.workers.kernel.now
-        seconds = self.compute.seconds(rank, step, self.seed) * (progress - before)
-        seconds *= self.compute.factor_at(rank, start)
+        seconds = self.compute.seconds(rank, step, start, self.seed) * (progress - before)
         try:
             self.workers.sleep(seconds, f"computing step {step + 1}")
         finally:
@@ -214,10 +213,9 @@ class SimulatedCluster:
         sharing = 1 if contribution.kind == "broadcast" else group.sharing
         cards = self._cards_of_collective(ranks, sharing)
         start = max(kernel.now, *(max(card.up, card.down) for card in cards))
-        network = self.network.at(start)
         kind, size, what = contribution.kind, contribution.tensor.nbytes, contribution.what
-        end = start + network.collective_seconds(kind, size, ranks, sharing)
-        each, inside = sent_bytes(kind, size, len(ranks)), not network.crosses(ranks)
+        end = start + self.network.collective_seconds(kind, size, ranks, sharing, start)
+        each, inside = sent_bytes(kind, size, len(ranks)), not self.network.crosses(ranks)
         for card in cards:
             card.up = card.down = end
         for rank in ranks:
@@ -268,18 +266,14 @@ class SimulatedCluster:
         (global rank of the sender, global rank of the receiver, tag).
         """
         source, destination, _ = route
-        kernel, size_bytes = self.workers.kernel, tensor.nbytes
-        size = float(size_bytes)
+        kernel, size = self.workers.kernel, float(tensor.nbytes)
         inside = not self.network.crosses((source, destination))
         up, down = (
             [self._inside[rank]] if inside else self._node_link(rank)
             for rank in (source, destination)
         )
-        latency = self.network.latency_of((source, destination))
-        latency = 0.0 if source == destination else latency
         start = max(kernel.now, *(card.up for card in up))
-        network = self.network.at(start)
-        sending, receiving = network.link_seconds(size_bytes, source, destination)
+        sending, receiving, latency = self.network.message_seconds(size, source, destination, start)
         left = start + sending
         for card in up:
             card.up = left

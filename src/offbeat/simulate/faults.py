@@ -56,14 +56,18 @@ class Join:
 Fault = Kill | Join
 
 
-def require_faults(faults: Sequence[Fault], workers: int) -> None:
-    """Check ``faults`` for a run with ``workers`` initial workers."""
+def require_faults(faults: Sequence[Fault], workers: int) -> int:
+    """Check ``faults`` for a run with ``workers`` initial workers. Return the number of workers.
+
+    The number includes those that join.
+    """
     count = workers + sum(isinstance(fault, Join) for fault in faults)
     for fault in faults:
         if not isinstance(fault, Fault):
             raise TypeError(f"faults must be Kill or Join, got {fault!r}")
-        if not isinstance(fault, Join) and fault.worker >= count:
+        if isinstance(fault, Kill) and fault.worker >= count:
             raise ValueError(f"{fault!r}: there are {count} workers, counted from 0")
+    return count
 
 
 def schedule(

@@ -12,7 +12,7 @@ from offbeat.arguments import require_integer
 from offbeat.simulate.cluster import SimulatedCluster
 from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.simulate.compute import Compute
-from offbeat.simulate.faults import Fault, Join, require_faults, schedule
+from offbeat.simulate.faults import Fault, require_faults, schedule
 from offbeat.simulate.kernel import Kernel
 from offbeat.simulate.membership import MembershipService
 from offbeat.simulate.network import Network
@@ -62,7 +62,7 @@ def simulate(
 
     Raises:
         TypeError: An element of ``faults`` is not a fault, or ``workers`` is not an int.
-        ValueError: ``network``, ``compute`` or ``faults`` name a worker that does not exist, or
+        ValueError: ``compute`` or ``faults`` name a worker that does not exist, or
             ``workers`` is below 1 or not a multiple of the workers per node.
         RuntimeError: The process already has a ``torch.distributed`` process group.
         DeadlockError: No worker can continue. The message names the operation in which each worker
@@ -72,13 +72,10 @@ def simulate(
     require_integer("workers", workers, least=1)
     network = Network("1Gbit/s") if network is None else network
     compute = Compute() if compute is None else compute
-    require_faults(faults, workers)
-    count = workers + sum(isinstance(fault, Join) for fault in faults)
-    for what, ranks in (("network", network.ranks()), ("compute", compute.ranks())):
-        if max(ranks, default=0) >= count:
-            raise ValueError(
-                f"{what} names worker {max(ranks)}, but there are {count}, counted from 0"
-            )
+    count = require_faults(faults, workers)
+    slow = 0 if callable(compute.slowdown) else max(compute.slowdown, default=0)
+    if slow >= count:
+        raise ValueError(f"compute names worker {slow}, but there are {count}, counted from 0")
     if workers % network.workers_per_node:
         raise ValueError(
             f"workers={workers} do not fill nodes of workers_per_node={network.workers_per_node}"

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offbeat.display.plots import new_figure
 from offbeat.simulate.cluster import SimulatedCluster, Span
 from offbeat.simulate.communicator import SimulatedCommunicator
+from offbeat.simulate.compute import Compute
+from offbeat.simulate.network import Network
 from offbeat.telemetry import Stats
 from offbeat.units import show_seconds
 
@@ -26,7 +28,8 @@ class Simulation:
             and evaluation. ``stats[n].idle`` is the same for the training of worker n.
         timeline: Activities of all workers, in the order of their ends.
         sent_bytes: Bytes that each worker sent, without those that stayed inside its node.
-        configuration: Workers, network, compute and seed. JSON can represent them.
+        configuration: Workers, network, compute and seed. A function is represented by its name, so
+            that JSON can represent them.
     """
 
     seconds: float
@@ -70,8 +73,8 @@ class Simulation:
             sent_bytes=sent,
             configuration={
                 "workers": cluster.size,
-                "network": asdict(cluster.network),
-                "compute": asdict(cluster.compute),
+                "network": _described(cluster.network),
+                "compute": _described(cluster.compute),
                 "seed": cluster.seed,
             },
         )
@@ -128,6 +131,14 @@ class Simulation:
         """Return workers, duration and idle share. The timeline may have thousands of entries."""
         workers, seconds = len(self.results), show_seconds(self.seconds)
         return f"<Simulation: {workers} workers, {seconds} of virtual time, idle {self.idle:.0%}>"
+
+
+def _described(settings: Network | Compute) -> dict[str, Any]:
+    """Return all settings. The name of a function takes its place."""
+    return {
+        name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
+        for name, value in vars(settings).items()
+    }
 
 
 def _verify(spans: Sequence[Span], starts: Sequence[float], ends: Sequence[float]) -> None:
