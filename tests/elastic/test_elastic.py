@@ -27,6 +27,7 @@ from offbeat import (
 )
 from offbeat.simulate import Join, Kill
 from problems import Simulated, flat, gradients, loss_of, make_batch, make_model, train_step
+from worlds import require_complete
 
 STRATEGIES = [
     "bsp",
@@ -81,7 +82,9 @@ def simulated(
     jitter: float = 0.0,
 ) -> Simulation:
     compute = Compute("10ms", jitter=jitter)
-    return simulate(function, workers=workers, network=network, compute=compute, faults=faults)
+    found = simulate(function, workers=workers, network=network, compute=compute, faults=faults)
+    require_complete(found)
+    return found
 
 
 def run(function: Callable[[], Any], *faults: Any, workers: int = 4) -> list[Any]:

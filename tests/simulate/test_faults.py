@@ -81,7 +81,9 @@ def test_a_newcomer_times_out_if_no_worker_regroups() -> None:
     """Without elastic training the others do not admit it."""
     found = run(Join(at="2 s"), timeout_seconds=3.0)
     assert [one["error"] for one in found.results[:3]] == [None] * 3
-    assert "no worker has answered" in str(found.results[3])
+    text = found.results[3]["text"]
+    assert "worker 3: joining the training failed: no answer" in text
+    assert "timeout_seconds=3" in text
 
 
 def test_faults_must_name_existing_workers() -> None:

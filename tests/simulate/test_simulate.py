@@ -21,6 +21,7 @@ from offbeat.strategies import Strategy
 from offbeat_lab.baselines import STRATEGIES
 from problems import flat, loss_of, make_batch, make_model, train_step
 from strategies.rows import ROWS, Row, first_of_each
+from worlds import require_complete
 
 STEP = 0.05
 ALPHA = 0.001
@@ -186,6 +187,7 @@ def trace(text: str, shuffle: int | None = None) -> str:
         seed=5,
         shuffle_ties=shuffle,
     )
+    require_complete(result)
     return result.to_json() + json.dumps(result.results)
 
 

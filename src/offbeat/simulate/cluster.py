@@ -17,7 +17,7 @@ from offbeat.errors import OffbeatError
 from offbeat.simulate.compute import Compute
 from offbeat.simulate.connections import Connections, Group, PendingOperation
 from offbeat.simulate.kernel import Signal
-from offbeat.simulate.network import CollectiveKind, Network, sent_bytes
+from offbeat.simulate.network import CollectiveKind, Network
 from offbeat.simulate.workers import Workers
 
 _Address = tuple[int, int, int, int]  # context, source, destination and tag of a message
@@ -214,12 +214,12 @@ class SimulatedCluster:
         cards = self._cards_of_collective(ranks, sharing)
         start = max(kernel.now, *(max(card.up, card.down) for card in cards))
         kind, size, what = contribution.kind, contribution.tensor.nbytes, contribution.what
-        end = start + self.network.collective_seconds(kind, size, ranks, sharing, start)
-        each, inside = sent_bytes(kind, size, len(ranks)), not self.network.crosses(ranks)
+        seconds, sent = self.network.collective_cost(kind, size, ranks, sharing, start)
+        end, inside = start + seconds, not self.network.crosses(ranks)
         for card in cards:
             card.up = card.down = end
         for rank in ranks:
-            self.spans.append(Span(rank, "transfer", start, end, what, each, each, inside))
+            self.spans.append(Span(rank, "transfer", start, end, what, sent, sent, inside))
 
         def finish() -> None:
             if operation.can_succeed:

@@ -29,54 +29,43 @@ CollectiveKind = Literal["reduce", "broadcast", "gather", "exchange"]
 """The kinds are, in this order: all-reduce, broadcast, all-gather, all-to-all."""
 
 
-def seconds_at(
-    kind: CollectiveKind,
-    size_bytes: float,
-    workers: int,
-    bytes_per_second: float,
-    latency_seconds: float,
-) -> float:
-    """Return the duration of a collective in which each flow has B bytes per second.
+def cost(
+    kind: CollectiveKind, size: float, workers: int, rate: float, latency: float
+) -> tuple[float, float]:
+    """Return the seconds of a collective and the mean number of bytes that a worker sends.
 
-    * All-reduce: 2(N−1)·(α + M/(N·B)). A ring does N−1 steps of reduce-scatter and N−1 steps of
-      all-gather. In each step every worker sends one N-th of the tensor.
-    * Broadcast: ⌈log₂ N⌉·(α + M/B). In each step of a binomial tree every worker that has the
-      tensor sends it to one that lacks it, until all have it.
-    * All-gather: α + (N−1)·M/B. Every worker sends its tensor to all others at the same time.
-    * All-to-all: α + (N−1)·M/(N·B). Every worker sends M/N bytes to each of the others at the same
-      time.
+    Both are 0 with one worker.
 
-    With one worker the duration is 0.
+    ==========  =======================  ===========  ============================================
+    collective  seconds                  bytes sent   messages
+    ==========  =======================  ===========  ============================================
+    all-reduce  2(N−1)·(α + M/(N·B))     2(N−1)/N·M   ring: N−1 steps of reduce-scatter and N−1 of
+                                                      all-gather, with an N-th of the tensor each
+    broadcast   ⌈log₂ N⌉·(α + M/B)       (N−1)/N·M    binomial tree: in each step every worker that
+                                                      has the tensor sends it to one that lacks it
+    all-gather  α + (N−1)·M/B            (N−1)·M      each tensor to all others at the same time
+    all-to-all  α + (N−1)·M/(N·B)        (N−1)/N·M    M/N to each of the others at the same time
+    ==========  =======================  ===========  ============================================
+
+    Args:
+        kind: Kind of the collective.
+        size: Size M of the tensor of each worker, bytes.
+        workers: Number of workers N.
+        rate: Bytes per second B of each flow (stream of data).
+        latency: Latency α, seconds.
     """
     if workers == 1:
-        return 0.0
+        return 0.0, 0.0
+    others, part = workers - 1, size / workers
     match kind:
         case "reduce":
-            chunk_bytes = size_bytes / workers
-            return 2 * (workers - 1) * (latency_seconds + chunk_bytes / bytes_per_second)
+            return 2 * others * (latency + part / rate), 2 * others / workers * size
         case "broadcast":
-            rounds = (workers - 1).bit_length()
-            return rounds * (latency_seconds + size_bytes / bytes_per_second)
+            return others.bit_length() * (latency + size / rate), others / workers * size
         case "gather":
-            return latency_seconds + (workers - 1) * size_bytes / bytes_per_second
+            return latency + others * size / rate, others * size
         case "exchange":
-            part_bytes = size_bytes / workers
-            return latency_seconds + (workers - 1) * part_bytes / bytes_per_second
-
-
-def sent_bytes(kind: CollectiveKind, size_bytes: float, workers: int) -> float:
-    """Return the bytes that a worker sends in a collective, as the mean over the workers.
-
-    These are 2(N−1)/N·M in an all-reduce, (N−1)·M in an all-gather, and (N−1)/N·M in a broadcast
-    and an all-to-all.
-    """
-    match kind:
-        case "reduce":
-            return 2 * (workers - 1) / workers * size_bytes
-        case "gather":
-            return (workers - 1) * size_bytes
-        case "broadcast" | "exchange":
-            return (workers - 1) / workers * size_bytes
+            return latency + others * part / rate, others / workers * size
 
 
 @dataclass(frozen=True)
@@ -168,15 +157,10 @@ class Network:
         )
         return sending, receiving, float(self.latency)
 
-    def collective_seconds(
-        self,
-        kind: CollectiveKind,
-        size_bytes: float,
-        ranks: Sequence[int],
-        sharing: int,
-        now: float,
-    ) -> float:
-        """Return the duration of a collective of ``ranks``, in seconds.
+    def collective_cost(
+        self, kind: CollectiveKind, size: float, ranks: Sequence[int], sharing: int, now: float
+    ) -> tuple[float, float]:
+        """Return the seconds of a collective of ``ranks``, and the bytes that a worker sends.
 
         Inside one node, B is the bandwidth of the links inside. Between nodes, B is the minimum of
 
@@ -186,7 +170,7 @@ class Network:
 
         Args:
             kind: Kind of the collective.
-            size_bytes: Size M of the tensor of each worker.
+            size: Size M of the tensor of each worker, bytes.
             ranks: Ranks of the workers.
             sharing: Number of such collectives that use the links of the nodes at the same time.
             now: Virtual time at which the collective starts.
@@ -200,7 +184,7 @@ class Network:
             between = min(self.bits_per_second(rank, now) / 8 / flows for rank in ranks)
             rate = min(between, rate) if in_node > 1 else between
             latency = float(self.latency)
-        return seconds_at(kind, size_bytes, len(ranks), rate, latency)
+        return cost(kind, size, len(ranks), rate, latency)
 
     @property
     def _inside(self) -> tuple[float, float]:

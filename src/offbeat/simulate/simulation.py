@@ -44,13 +44,12 @@ class Simulation:
     def of(
         cls, cluster: SimulatedCluster, attached: Sequence[Sequence[SimulatedCommunicator]]
     ) -> "Simulation":
-        """Return the result of a finished run. Assert that its timeline is consistent.
+        """Return the result of a finished run.
 
         ``attached`` lists the communicators that each worker opened with ``attach``, by rank.
         """
         ends = [float(worker.finished_seconds or 0.0) for worker in cluster.workers.all]
         spans = sorted(cluster.spans, key=lambda span: (span.end, span.start, span.rank))
-        _verify(spans, [worker.started_seconds for worker in cluster.workers.all], ends)
         spent = {
             kind: sum(s.end - s.start for s in spans if s.kind == kind)
             for kind in ("compute", "wait")
@@ -139,22 +138,3 @@ def _described(settings: Network | Compute) -> dict[str, Any]:
         name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
         for name, value in vars(settings).items()
     }
-
-
-def _verify(spans: Sequence[Span], starts: Sequence[float], ends: Sequence[float]) -> None:
-    """Assert the invariants of a timeline.
-
-    The time of each worker consists of computing and waiting, without gaps or overlaps. The bytes
-    sent are as many as the bytes received.
-    """
-    clocks = [*starts]
-    for span in spans:
-        if span.kind != "transfer":
-            clock = clocks[span.rank]
-            assert abs(span.start - clock) <= 1e-9 * max(1.0, clock), (clock, span)
-            assert span.end >= span.start
-            clocks[span.rank] = span.end
-    for rank, (clock, end) in enumerate(zip(clocks, ends, strict=True)):
-        assert abs(clock - end) <= 1e-9 * max(1.0, end), (rank, clock, end)
-    sent, received = sum(s.sent for s in spans), sum(s.received for s in spans)
-    assert abs(sent - received) <= 1e-6 * max(1.0, sent), (sent, received)
