@@ -6,8 +6,9 @@ a *context*: a number that separates its operations from those of other communic
 Messages and collectives are in one module because they queue for the same network cards.
 """
 
+import contextlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -147,33 +148,30 @@ class SimulatedCluster:
             return
         self._progress[rank] = 0.0 if progress >= 1 else progress
         self._steps[rank] += progress >= 1
-        start = self.workers.kernel.now
-        seconds = self.compute.seconds(rank, step, start, self.seed) * (progress - before)
-        try:
+        now = self.workers.kernel.now
+        seconds = self.compute.seconds(rank, step, now, self.seed) * (progress - before)
+        with self._recorded(rank, "compute", "step"):
             self.workers.sleep(seconds, f"computing step {step + 1}")
-        finally:
-            self.spans.append(Span(rank, "compute", start, self.workers.kernel.now, "step"))
 
     def wait(self, rank: int, signal: Signal, what: str) -> None:
         """Block the worker until ``signal`` fires, and record the wait."""
-        start = self.workers.kernel.now
-        try:
+        with self._recorded(rank, "wait", what):
             self.workers.wait(signal, what)
-        finally:
-            self._record_wait(rank, start, what)
 
     def idle(self, rank: int, seconds: float, what: str) -> None:
         """Let the worker wait for ``seconds``, and record the wait."""
-        start = self.workers.kernel.now
-        try:
+        with self._recorded(rank, "wait", what):
             self.workers.sleep(seconds, f"polling {what}")
-        finally:
-            self._record_wait(rank, start, what)
 
-    def _record_wait(self, rank: int, start: float, what: str) -> None:
-        # Spans show a worker's main thread, not its background activities.
-        if self.workers.kernel.now > start and not self.workers.current.background:
-            self.spans.append(Span(rank, "wait", start, self.workers.kernel.now, what))
+    @contextlib.contextmanager
+    def _recorded(self, rank: int, kind: Literal["compute", "wait"], what: str) -> Iterator[None]:
+        """Record what a worker does in the ``with`` block. Background activities have no spans."""
+        kernel, start = self.workers.kernel, self.workers.kernel.now
+        try:
+            yield
+        finally:
+            if kernel.now > start and not self.workers.current.background:
+                self.spans.append(Span(rank, kind, start, kernel.now, what))
 
     # -- collectives -----------------------------------------------------------------------------
 
@@ -234,18 +232,15 @@ class SimulatedCluster:
     def _cards_of_collective(self, ranks: Sequence[int], sharing: int) -> list[_NetworkCard]:
         """Return the network cards that a collective of ``ranks`` occupies.
 
-        - Without nodes of several workers: the workers' links to the switch.
-        - Inside one node: the workers' links inside the node.
-        - Between nodes: the workers' links inside their nodes, and the whole links of the nodes.
-        - Between nodes, if ``sharing`` > 1 such groups run at the same time: each worker's share of
-          the link of its node.
+        These are the links inside the nodes, and if it leaves a node, the links of the nodes. If
+        ``sharing`` > 1 such groups run at the same time, each occupies its workers' shares of the
+        links of the nodes instead.
         """
-        network = self.network
-        if network.workers_per_node == 1 or (sharing > 1 and network.crosses(ranks)):
-            return [self._cards[rank] for rank in ranks]
         inside = [self._inside[rank] for rank in ranks]
-        if not network.crosses(ranks):
+        if not self.network.crosses(ranks):
             return inside
+        if sharing > 1:
+            return [self._cards[rank] for rank in ranks]
         return [*inside, *(card for rank in ranks for card in self._node_link(rank))]
 
     def _node_link(self, rank: int) -> list[_NetworkCard]:

@@ -12,7 +12,7 @@ from offbeat.arguments import require_integer
 from offbeat.simulate.cluster import SimulatedCluster
 from offbeat.simulate.communicator import SimulatedCommunicator
 from offbeat.simulate.compute import Compute
-from offbeat.simulate.faults import Fault, require_faults, schedule
+from offbeat.simulate.faults import Fault, Join, schedule
 from offbeat.simulate.kernel import Kernel
 from offbeat.simulate.membership import MembershipService
 from offbeat.simulate.network import Network
@@ -72,7 +72,7 @@ def simulate(
     require_integer("workers", workers, least=1)
     network = Network("1Gbit/s") if network is None else network
     compute = Compute() if compute is None else compute
-    count = require_faults(faults, workers)
+    count = workers + sum(isinstance(fault, Join) for fault in faults)
     slow = 0 if callable(compute.slowdown) else max(compute.slowdown, default=0)
     if slow >= count:
         raise ValueError(f"compute names worker {slow}, but there are {count}, counted from 0")
@@ -93,7 +93,7 @@ def simulate(
         for service in services.values():
             service.lose(rank)
 
-    schedule(faults, cluster, lost=lose)
+    schedule(faults, cluster, count, lose)
 
     with installed() as use:
 

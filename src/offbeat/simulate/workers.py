@@ -105,14 +105,14 @@ class Workers:
             name=f"simulated worker {worker.rank}",
             daemon=True,
         )
-        self._resume_at(worker, self.kernel.now, label)
+        self._resume_soon(worker, label)
 
-    def _resume_at(self, worker: SimulatedWorker, seconds: float, label: str) -> None:
-        self.kernel.at(seconds, lambda: self._resume(worker), f"rank {worker.rank} {label}")
+    def _resume_soon(self, worker: SimulatedWorker, label: str) -> None:
+        def resume() -> None:
+            if not worker.killed:
+                self._switch_to(worker)
 
-    def _resume(self, worker: SimulatedWorker) -> None:
-        if not worker.killed:
-            self._switch_to(worker)
+        self.kernel.at(self.kernel.now, resume, f"rank {worker.rank} {label}")
 
     def _switch_to(self, worker: SimulatedWorker) -> None:
         """Let the thread of ``worker`` run until it waits or ends. Blocks until then."""
@@ -211,7 +211,7 @@ class Workers:
         if signal.happened:
             return
         worker.waits_in = what
-        signal.then(lambda: self._resume_at(worker, self.kernel.now, f"continues after {what}"))
+        signal.then(lambda: self._resume_soon(worker, f"continues after {what}"))
         self._yielded.release()
         worker.turn.acquire()
         if self._stopping or worker.killed:
