@@ -126,11 +126,18 @@ VARYING = [
     *cases(*("7B", "5s", 4, "100Gbit/s", "50us"), strategies=(*FIXED, "streaming"), jitter=0.05),
     *cases("5M", "100ms", 16, "10Gbit/s", "100us", strategies=("local:period=8",), jitter=0.3),
 ]
-NODES = cases(
-    *("25M", "120ms", 4, "5Gbit/s", "100us"),
-    strategies=("bsp", "local:period=4", "local:period=2 --wire int4", "async", "streaming"),
-    workers_per_node=2,
-)
+NODES = [
+    *cases(
+        *("25M", "120ms", 4, "5Gbit/s", "100us"),
+        strategies=("bsp", "local:period=4", "local:period=2 --wire int4", "async", "streaming"),
+        workers_per_node=2,
+    ),
+    *cases(
+        *("1B", "120ms", 8, "25Gbit/s", "1ms"),
+        strategies=("diloco:period=6,fragments=2,overlap=2",),
+        workers_per_node=2,
+    ),
+]
 
 
 @dataclass(frozen=True)
